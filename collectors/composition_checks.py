@@ -1,6 +1,7 @@
 """Whether an environment, a policy and a buffer fit together, before anything is generated."""
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from torchrl.data import ReplayBuffer, TensorStorage
@@ -62,37 +63,31 @@ def check_fit(env: EpisodeEnv, policy: Any, *, who: str) -> None:
         ValueError: nothing draws data, or the policy scores, samples several responses per row,
             reads another input mode, or spells conversations out otherwise.
     """
-    _check_policy(env, policy, who=who)
+    if isinstance(policy, LLMWrapperBase):
+        base: Any = env.base_env
+        if not getattr(policy, "generate", True):
+            raise ValueError(f"{who}: the policy scores (generate=False), and has to sample here.")
+        if policy.num_samples is not None:
+            raise ValueError(
+                f"{who}: the policy draws num_samples={policy.num_samples} responses per row, but "
+                "an environment goes on with one. Use DataLoadingPrimer(group_size=...) for groups."
+            )
+        if getattr(base, "template_kwargs", None) is not None:
+            check_same_rendering(base.encoder, policy.encoder)
+        if policy.input_mode != base.input_mode:
+            raise ValueError(
+                f"{who}: the policy reads input_mode={policy.input_mode!r}, and the environment "
+                f"writes {base.input_mode!r}. Give both the same."
+            )
+    elif not callable(policy) or hasattr(policy, "base_model_prefix"):
+        raise TypeError(
+            f"{who}: a policy maps a TensorDict to one, got {type(policy).__name__}. Wrap a model: "
+            "TransformersWrapper(model, tokenizer=...)."
+        )
     check_data(env, who=who)
     env.check()
     for transform in env.episode_transforms():
         transform.check_policy(policy)
-
-
-def _check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
-    if not isinstance(policy, LLMWrapperBase):
-        if not callable(policy) or hasattr(policy, "base_model_prefix"):
-            raise TypeError(
-                f"{who}: a policy maps a TensorDict to one, got {type(policy).__name__}. Wrap a "
-                "model: TransformersWrapper(model, tokenizer=...)."
-            )
-        return
-    if not getattr(policy, "generate", True):
-        raise ValueError(f"{who}: the policy scores (generate=False), and has to sample here.")
-    if policy.num_samples is not None:
-        raise ValueError(
-            f"{who}: the policy draws num_samples={policy.num_samples} responses per row, but an "
-            "environment goes on with one. Use DataLoadingPrimer(group_size=...) for groups."
-        )
-    base: Any = env.base_env
-    if getattr(base, "template_kwargs", None) is not None:
-        check_same_rendering(base.encoder, policy.encoder)
-    mode = env.base_env.input_mode
-    if policy.input_mode != mode:
-        raise ValueError(
-            f"{who}: the policy reads input_mode={policy.input_mode!r}, and the environment writes "
-            f"{mode!r}. Give both the same."
-        )
 
 
 def check_data(env: EpisodeEnv, *, who: str) -> None:
@@ -113,13 +108,12 @@ def check_groups(sizes: Sequence[int], buffer: ReplayBuffer | None, *, who: str)
     Raises:
         ValueError: the sizes differ, so no group would ever be complete.
     """
-    for part in advantages_of(buffer):
-        for size in sizes:
-            if part.group_size != size:
-                raise ValueError(
-                    f"{who}: MCAdvantage waits for groups of {part.group_size} rows, and the "
-                    f"environment draws groups of {size}. Give it and DataLoadingPrimer the same."
-                )
+    for part, size in product(advantages_of(buffer), sizes):
+        if part.group_size != size:
+            raise ValueError(
+                f"{who}: MCAdvantage waits for groups of {part.group_size} rows, and the "
+                f"environment draws groups of {size}. Give it and DataLoadingPrimer the same."
+            )
 
 
 def check_storage(

@@ -339,7 +339,7 @@ class Collector(ABC):
             ValueError: it belongs to other data or another environment; the message says what
                 differs.
         """
-        parts = list(self._stateful())
+        parts = self._stateful()
         found = [type(part).__name__ for part in parts]
         saved = [each["type"] for each in state_dict["transforms"]]
         if found != saved:
@@ -354,9 +354,10 @@ class Collector(ABC):
         for functions, step in zip(self._reward_functions, state_dict["global_step"], strict=True):
             functions.trainer_state.global_step = step
 
-    def _stateful(self) -> Iterable[nn.Module]:
-        """What remembers something that a resumed run needs."""
-        return self._loaders
+    def _stateful(self) -> Sequence[nn.Module]:
+        """What remembers something that a resumed run needs; not the data that run ahead."""
+        env: EpisodeEnv | None = getattr(self, "env", None)
+        return self._loaders if env is None else remembering(env, data=bool(self._loaders))
 
 
 class BackgroundCollector(Collector):
@@ -380,7 +381,17 @@ class BackgroundCollector(Collector):
         """Wait until the policy has the weights that were pushed last."""
 
     def collect(self) -> TensorDictBase:
-        """The next batch: complete groups, as soon as there are enough."""
+        """The next batch: complete groups, as soon as there are enough.
+
+        Returns:
+            Rows ``[B]`` as :meth:`LLMCollector.collect` gives them, the groups in the order in
+            which they are trained. The same rows are in the replay buffer.
+
+        Raises:
+            DataExhaustedError: there are no more data, and nothing is under way.
+            CollectorDied: on a cluster the ledger, or a place of collectors, is gone.
+            RuntimeError: the collection has failed; the cause is attached.
+        """
         batch = super().collect()
         self._source.is_with_caller = True
         return batch
@@ -545,9 +556,6 @@ class LLMCollector(Collector):
     def _track_version(self) -> None:
         if self.policy_version_tracker is not None:
             self.policy_version_tracker.advance_to(self.policy_version)
-
-    def _stateful(self) -> list[Transform]:
-        return remembering(self.env)
 
     def collect(self) -> TensorDictBase:
         """One batch of finished trajectories.

@@ -5,6 +5,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, Protocol, runtime_checkable
@@ -260,10 +261,8 @@ def installed_versions() -> dict[str, str]:
     """Of the packages on which the numbers of a run depend."""
     found = {}
     for name in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -367,11 +366,7 @@ class RunState:
             "versions": installed_versions(),
             "random": random_state(),
             "sharded": sorted(self.sharded),
-            "parts": {
-                name: dict(part.state_dict())
-                for name, part in self.parts.items()
-                if name not in without
-            },
+            "parts": {n: dict(p.state_dict()) for n, p in self.parts.items() if n not in without},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Collection[str] = ()) -> None:
@@ -398,31 +393,24 @@ class RunState:
         saved = state["identity"] | _kinds(state["parts"], state.get("sharded", ()))
         here = self.identity | _kinds(self.parts, self.sharded)
         nothing = object()
-        differ = [
-            name
-            for name in sorted({*saved, *here})
-            if name not in allow and saved.get(name, nothing) != here.get(name, nothing)
-        ]
+        names = sorted({*saved, *here} - set(allow))
+        differ = [n for n in names if saved.get(n, nothing) != here.get(n, nothing)]
         if differ:
-            shown = "; ".join(
-                f"{name} was {_shown(saved, name)} and is {_shown(here, name)}"
-                for name in differ[:5]
-            )
+            pairs = [f"{n} was {_shown(saved, n)} and is {_shown(here, n)}" for n in differ[:5]]
+            shown = "; ".join(pairs)
             more = f"; and {len(differ) - 5} more" if len(differ) > 5 else ""
             raise CheckpointMismatch(
                 f"The checkpoint is of another run: {shown}{more}. Resume with what it was made "
                 f"with, or allow={tuple(differ)!r} if it makes no difference."
             )
-        others = {
-            name: (found, state["versions"].get(name))
-            for name, found in installed_versions().items()
-            if found != state["versions"].get(name)
-        }
+        others = [
+            f"{name} {was} (now {now})"
+            for name, now in installed_versions().items()
+            if now != (was := state["versions"].get(name))
+        ]
         if others:
-            _log.warning(
-                "The checkpoint was made with other versions, so numbers may differ: %s",
-                ", ".join(f"{name} {was} (now {now})" for name, (now, was) in others.items()),
-            )
+            told = "The checkpoint was made with other versions, so numbers may differ: %s"
+            _log.warning(told, ", ".join(others))
 
     def save(
         self,

@@ -81,15 +81,10 @@ def check_rollouts(
             f"rollout_func must return {list(REQUIRED)}; {missing} are missing, and there are "
             f"{sorted(map(str, outputs))}."
         )
-    columns = {
-        str(key): _items(repr(str(key)), value, num_rows, "prompt")
-        for key, value in outputs.items()
-    }
-    extra = [key for key in columns if key not in {*REQUIRED, ENV_MASK, TRUNCATED_ROWS}]
-    return [
-        _row({key: column[row] for key, column in columns.items()}, row, extra, vocab_size)
-        for row in range(num_rows)
-    ]
+    named = {str(key): value for key, value in outputs.items()}
+    columns = {key: _items(repr(key), value, num_rows, "prompt") for key, value in named.items()}
+    rows = [{key: column[row] for key, column in columns.items()} for row in range(num_rows)]
+    return [_row(values, row, vocab_size) for row, values in enumerate(rows)]
 
 
 def _items(what: str, value: Any, num_items: int, per: str) -> list[Any]:
@@ -108,9 +103,7 @@ def _items(what: str, value: Any, num_items: int, per: str) -> list[Any]:
     return list(value)
 
 
-def _row(
-    values: Mapping[str, Any], row: int, extra: Sequence[str], vocab_size: int | None
-) -> RolloutRow:
+def _row(values: Mapping[str, Any], row: int, vocab_size: int | None) -> RolloutRow:
     prompt = _token_ids(PROMPT_IDS, values[PROMPT_IDS], row, vocab_size)
     if not prompt:
         raise ValueError(f"rollout_func: {PROMPT_IDS!r} of row {row} is empty.")
@@ -143,7 +136,7 @@ def _row(
         [min(float(v), 0.0) if own else 0.0 for v, own in zip(log_probs, sampled, strict=True)],
         [bool(own) for own in sampled],
         bool(truncated),
-        {key: values[key] for key in extra},
+        {k: v for k, v in values.items() if k not in (*REQUIRED, ENV_MASK, TRUNCATED_ROWS)},
     )
 
 
@@ -185,6 +178,9 @@ class RolloutFunctionCollector(Collector):
     and returns a dictionary of lists: ``prompt_ids``, ``completion_ids``, ``logprobs`` (of the
     distribution that was sampled from), and if it likes ``env_mask`` (0 on tokens that the policy
     did not sample), ``truncated``, and further fields, which reward functions get by their names.
+    ``collect()`` gives rows as :meth:`~collectors.LLMCollector.collect` does, in which the response
+    is everything after the prompt; it raises ``TypeError`` or ``ValueError``, with the key and the
+    row, where the function returned something else.
 
     Args:
         rollout_func: the function.
@@ -224,10 +220,9 @@ class RolloutFunctionCollector(Collector):
                 f"{data.group_size}, got {num_rollouts}."
             )
         functions: RewardFunctions | None = None
-        if isinstance(reward_functions, RewardFunctions):
-            functions = reward_functions
-        elif reward_functions:
-            functions = RewardFunctions(reward_functions)
+        if reward_functions:
+            made = isinstance(reward_functions, RewardFunctions)
+            functions = reward_functions if made else RewardFunctions(reward_functions)
         if reward_field is None and functions is None:
             raise ValueError(
                 "RolloutFunctionCollector: no reward. Give reward_functions=[...], or name with "
@@ -256,27 +251,29 @@ class RolloutFunctionCollector(Collector):
         """The policy's tokenizer, by the name that TRL's trainers have for it."""
         return self.policy.tokenizer
 
-    def collect(self) -> TensorDictBase:
-        """One batch of rollouts; after an error its rows are drawn again by the next call.
-
-        Returns:
-            What :meth:`~collectors.LLMCollector.collect` gives; the response of a row is everything
-            after its prompt. The same rows are in the replay buffer.
-
-        Raises:
-            TypeError: something that the function returned has the wrong type.
-            ValueError: a key is missing, a length is wrong or a value is out of range; the message
-                names the key and the row. A reward function's wrong shape, too.
-        """
-        return super().collect()
-
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         drawn = [Episode(row) for row in range(self.num_rollouts)]
         self._runner.begin(drawn)
         try:
             # Finite data may end inside a batch.
             episodes = [episode for episode in drawn if episode.stop_reason != NO_DATA]
-            self._roll_out(episodes)
+            prompts = [episode.query for episode in episodes]
+            version = self.policy_version  # before the function may push another one
+            size = getattr(self.policy, "vocab_size", None)
+            outputs = self.rollout_func(list(prompts), self)
+            rollouts = check_rollouts(outputs, len(episodes), vocab_size=size)
+            conversations = rollout_conversations(
+                rollouts, prompts, self.processing_class, policy_version=version
+            )
+            for episode, rollout, own in zip(
+                episodes, rollouts, conversations.split(), strict=True
+            ):
+                episode.conversation = own
+                if rollout.truncated:
+                    episode.truncate(ROLLOUT_TRUNCATED)
+                else:
+                    episode.terminate(ANSWERED)
+                episode.memory = {_FIELDS: rollout.extra}
             self._score(episodes)
         finally:
             self._runner.close(drawn)
@@ -290,28 +287,6 @@ class RolloutFunctionCollector(Collector):
         write_episodes(batch, episodes, loads_data=True, has_tools=False)
         rows = trajectory_rows(batch, range(len(episodes)))
         return lazy_stack([row for own in rows for row in own]), len(episodes)
-
-    def _roll_out(self, episodes: Sequence[Episode]) -> None:
-        """Let the function fill the episodes."""
-        prompts = [episode.query for episode in episodes]
-        version = self.policy_version  # before the function may push another one
-        rollouts = check_rollouts(
-            self.rollout_func(list(prompts), self),
-            len(episodes),
-            vocab_size=getattr(self.policy, "vocab_size", None),
-        )
-        conversations = rollout_conversations(
-            rollouts, prompts, self.processing_class, policy_version=version
-        )
-        for episode, rollout, conversation in zip(
-            episodes, rollouts, conversations.split(), strict=True
-        ):
-            episode.conversation = conversation
-            if rollout.truncated:
-                episode.truncate(ROLLOUT_TRUNCATED)
-            else:
-                episode.terminate(ANSWERED)
-            episode.memory = {_FIELDS: rollout.extra}
 
     def _score(self, episodes: Sequence[Episode]) -> None:
         fields = [episode.memory[_FIELDS] for episode in episodes]
@@ -356,9 +331,8 @@ def generate_rollout_completions(
         ValueError: a prompt holds images.
     """
     policy: LLMWrapperBase = owner.policy
-    by_ids = [i for i, prompt in enumerate(prompts) if _is_ids(prompt)]
-    by_messages = [i for i in range(len(prompts)) if i not in set(by_ids)]
-    ids: dict[int, list[int]] = {i: [int(t) for t in prompts[i]] for i in by_ids}
+    ids = {i: [int(t) for t in prompt] for i, prompt in enumerate(prompts) if _is_ids(prompt)}
+    by_messages = [i for i in range(len(prompts)) if i not in ids]
     if by_messages:
         chats = Conversations.from_messages([prompt_messages(prompts[i]) for i in by_messages])
         encoded = policy.encoder.encode_waiting(chats)
@@ -374,14 +348,12 @@ def generate_rollout_completions(
     return [
         {
             "prompt_ids": ids[i],
-            "completion_ids": list(generation.ids),
-            "logprobs": list(generation.log_probs),
+            "completion_ids": list(drawn.ids),
+            "logprobs": list(drawn.log_probs),
             "text": text,
-            "finish_reason": generation.finish_reason
-            if generation.error is None
-            else f"error: {generation.error}",
+            "finish_reason": f"error: {drawn.error}" if drawn.error else drawn.finish_reason,
         }
-        for i, generation, text in zip(order, generations, texts, strict=True)
+        for i, drawn, text in zip(order, generations, texts, strict=True)
     ]
 
 
@@ -438,22 +410,15 @@ def rollout_conversations(
         for sampled, run in groupby(rollout.sampled):
             end = start + len(list(run))
             ids = rollout.completion_ids[start:end]
-            if sampled:
-                log_probs = rollout.log_probs[start:end]
-                record.extend_tokens(ids, [Source.MODEL] * len(ids), log_probs, policy_version)
-            else:
-                record.extend_tokens(ids, [Source.CONTENT] * len(ids))
+            more: Any = (rollout.log_probs[start:end], policy_version) if sampled else ()
+            source = Source.MODEL if sampled else Source.CONTENT
+            record.extend_tokens(ids, [source] * len(ids), *more)
             text = str(tokenizer.decode(ids, skip_special_tokens=True))
             role = "assistant" if sampled else "tool"
             record.messages.append({"role": role, "content": text})
             start = end
         records.append(record)
-        positions.append(
-            Position(
-                num_tokens=len(record.ids),
-                num_messages=len(record.messages),
-                num_encoded=len(record.messages),
-                response_start=len(rollout.prompt_ids),
-            )
-        )
+        size = len(record.messages)
+        position = Position(len(record.ids), size, size, response_start=len(rollout.prompt_ids))
+        positions.append(position)
     return Conversations(records, positions)

@@ -64,9 +64,9 @@ def named_tools(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
         TypeError: one can't be called.
         ValueError: a name is taken, empty, or can't be written in a request.
     """
-    pairs = list(tools.items()) if isinstance(tools, Mapping) else [(_name(t), t) for t in tools]
     named: dict[str, Tool] = {}
-    for name, tool in pairs:
+    own = ((getattr(tool, "__name__", type(tool).__name__), tool) for tool in tools)
+    for name, tool in tools.items() if isinstance(tools, Mapping) else own:
         if not callable(tool):
             raise TypeError(f"TextEnvironment: the tool {name} can't be called: {tool!r:.60}.")
         if not name or set(name) & set("<>"):
@@ -79,11 +79,6 @@ def named_tools(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
     return named
 
 
-def _name(tool: Any) -> str:
-    own = getattr(tool, "__name__", None)
-    return own if isinstance(own, str) else type(tool).__name__
-
-
 def sampling_of(
     model: Any, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None
 ) -> SamplingParameters:
@@ -92,13 +87,13 @@ def sampling_of(
     if kwargs is None and isinstance(own, SamplingParameters):
         return own
     kwargs = dict(kwargs or {})
-    settings = {name: value for name, value in kwargs.items() if name not in _IGNORED}
+    ends = kwargs.get("eos_token_id", tokenizer.eos_token_id)
+    settings: dict[str, Any] = {
+        "stop_token_ids": (ends,) if isinstance(ends, int) else tuple(ends or ())
+    }
+    settings |= {name: value for name, value in kwargs.items() if name not in _IGNORED}
     if str(kwargs.get("do_sample", True)).lower() in ("false", "0"):
         settings["temperature"] = 0.0
-    ends = kwargs.get("eos_token_id", tokenizer.eos_token_id)
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
-    if "stop_token_ids" not in settings:
-        settings["stop_token_ids"] = tuple(ends)
     return SamplingParameters.from_kwargs(settings)
 
 
@@ -256,10 +251,9 @@ class TextModel:
             opens: whether it begins the sequence.
         """
         pieces = self._guard.split(f"{before}{self._guard.escape(content)}{after}")
-        runs = [piece for piece in pieces if piece.control_id is None]
-        encoded = iter(
-            self._guard.encode_texts([run.text for run in runs], [run.before for run in runs])
-        )
+        runs = [(piece.text, piece.before) for piece in pieces if piece.control_id is None]
+        texts, starts = [text for text, _ in runs], [start for _, start in runs]
+        encoded = iter(self._guard.encode_texts(texts, starts))
         ids = list(self._prefix) if opens else []
         for piece in pieces:
             ids += next(encoded) if piece.control_id is None else [piece.control_id]
@@ -288,14 +282,11 @@ class RequestTools(ToolSource):
         self,
         tools: Mapping[str, Tool],
         syntax: RequestSyntax,
-        *,
         max_result_chars: int,
         timeout_s: float,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
-        self.tools = tools
-        self.syntax = syntax
-        self.max_result_chars = max_result_chars
+        self.tools, self.syntax, self.max_result_chars = tools, syntax, max_result_chars
 
     def read_turn(self, episode: Episode, text: str) -> Sequence[Job | Answer]:
         """The request of a turn that did not end its episode."""
@@ -317,30 +308,6 @@ class RequestTools(ToolSource):
             result = f"{result[:kept]}{_CUT}"[: self.max_result_chars]
         content = f"{result}{self.syntax.response}"
         return Answer({"role": "tool", "content": content}, is_error=is_error)
-
-
-class Room(EpisodeTransform):
-    """Bounds the next turn by the tokens that are left; without any the episode is truncated.
-
-    Args:
-        max_tokens: most tokens of an episode, query included.
-    """
-
-    def __init__(self, max_tokens: int) -> None:
-        super().__init__()
-        self.max_tokens = max_tokens
-
-    def left(self, episode: Episode) -> int:
-        """Tokens that are left."""
-        return self.max_tokens - episode.conversation.num_tokens(0)
-
-    def before_turn(self, episode: Episode) -> None:
-        """Bound the next turn."""
-        left = self.left(episode)
-        if left < 1:
-            episode.truncate(MAX_LENGTH)
-        else:
-            episode.limit_turn(left)
 
 
 class TextReward(EpisodeTransform):
@@ -381,11 +348,8 @@ class TextReward(EpisodeTransform):
         each = self._one_by_one(episodes)
         scalars = [one for one in each if not (one.error or _is_list(one.value))]
         if (scalars and not _is_list(values)) or "'list'" in str(outcome.error):
-            _log.warning(
-                "reward_fn gave no list of %d rewards: it gets one text at a time.",
-                len(texts),
-                exc_info=outcome.error,
-            )
+            told = "reward_fn gave no list of %d rewards: it gets one text at a time."
+            _log.warning(told, len(texts), exc_info=outcome.error)
             self._of_one = True
             return each
         found = "failed" if outcome.error is not None else f"returned {values!r:.80}"
@@ -448,12 +412,8 @@ def show(episode: Episode, history: TextHistory) -> TextHistory:
         conversation.messages(0)[len(history.text_spans) :], new, strict=True
     ):
         end = start + sum(1 for _ in run)
-        history.append_segment(
-            message["content"],
-            ids[start:end],
-            system=not is_sampled,
-            log_probs=log_probs[start:end],
-        )
+        content, values = message["content"], log_probs[start:end]
+        history.append_segment(content, ids[start:end], system=not is_sampled, log_probs=values)
         start = end
     if episode.is_done and not history.completed:
         history.complete(truncated=episode.is_truncated, stop_reason=episode.stop_reason)
@@ -549,14 +509,11 @@ class TextEnvironment:
         stops, engine = (syntax.call, syntax.submit), engine_of(model)
         self._model = TextModel(engine, self.tokenizer, sampling, stops)
         bounds = (max_length, getattr(engine, "max_model_len", None))
-        self._room = Room(min((bound for bound in bounds if bound is not None), default=1 << 62))
+        self._max_tokens = min((bound for bound in bounds if bound is not None), default=1 << 62)
         self._runner = EpisodeRunner(ConcurrentCalls(timeout_s=timeout_s), ToolDispatcher())
-        self._runner.dispatcher.sources = [
-            RequestTools(
-                self.tools, syntax, max_result_chars=self.max_tool_response, timeout_s=timeout_s
-            )
-        ]
-        self._runner.set_transforms([self._room, TextReward(reward_fn, self._runner.calls)])
+        answers = RequestTools(self.tools, syntax, self.max_tool_response, timeout_s)
+        self._runner.dispatcher.sources = [answers]
+        self._runner.set_transforms([TextReward(reward_fn, self._runner.calls)])
 
     def run(self, queries: Sequence[str], **rewards_kwargs: Any) -> Episodes:
         """Run an episode for each query.
@@ -579,13 +536,12 @@ class TextEnvironment:
         _set_examples(episodes, rewards_kwargs)
         self._runner.begin(episodes)
         try:
-            self._runner.run(self._runner.before_turn, episodes)
             for _ in range(self.max_turns):
                 self._take_turns(_running(episodes))
                 for episode in _running(episodes):
                     self._end_if_over(episode)
                 self._answer(_running(episodes))
-                self._runner.run(self._runner.before_turn, _running(episodes))
+            self._end_if_full(_running(episodes))
             for episode in _running(episodes):
                 episode.truncate(_MAX_TURNS)
             self._runner.finish(episodes)
@@ -612,12 +568,23 @@ class TextEnvironment:
         episode.conversation = Conversations.from_tokens([ids], [opening], awaits_response=True)
         return episode
 
+    def _left(self, episode: Episode) -> int:
+        """Tokens that an episode has room for."""
+        return self._max_tokens - episode.conversation.num_tokens(0)
+
+    def _end_if_full(self, episodes: Sequence[Episode]) -> None:
+        for episode in episodes:
+            if self._left(episode) < 1:
+                episode.truncate(MAX_LENGTH)
+
     def _take_turns(self, episodes: Sequence[Episode]) -> None:
-        """The model goes on with episodes."""
+        """The model goes on with episodes that have room for a token."""
+        self._end_if_full(episodes)
+        episodes = _running(episodes)
         most = self._model.max_new_tokens
         generations = self._model.sample(
             [episode.conversation.ids(0) for episode in episodes],
-            [min(most, self._room.left(episode)) for episode in episodes],
+            [min(most, self._left(episode)) for episode in episodes],
         )
         for episode, drawn in zip(episodes, generations, strict=True):
             episode.num_turns += 1
@@ -648,7 +615,7 @@ class TextEnvironment:
 
     def _end_if_over(self, episode: Episode, *, model_turn: bool = True) -> None:
         said = episode.last_message["content"] if episode.awaits_answer else ""
-        is_full = self._room.left(episode) < 1
+        is_full = self._left(episode) < 1
         if episode.is_done:
             return
         if self.syntax.submit in said:
@@ -678,7 +645,6 @@ class TextEnvironment:
         without room for a token is truncated.
         """
         episodes = [episode_of(history) for history in histories]
-        self._runner.run(self._runner.before_turn, episodes)
         self._take_turns(_running(episodes))
         return list(map(show, episodes, histories))
 

@@ -4,9 +4,8 @@ The arithmetic is in :mod:`objectives.functional`, which needs nothing but torch
 read a batch, score its tokens, and call it. Names are imported when they are first used.
 """
 
-from typing import TYPE_CHECKING
-
-from torchrl_data import lazy_names
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from objectives.losses.base import Window
@@ -127,7 +126,9 @@ __all__ = [
     "write_streams",
 ]
 
-__getattr__ = lazy_names(__name__, __file__)
+
+def __getattr__(name: str) -> Any:  # `objectives.functional` needs nothing of ours
+    return import_module("torchrl_data").lazy_names(__name__, __file__)(name)
 
 
 def __dir__() -> list[str]:

@@ -112,6 +112,19 @@ __all__ = [
 ]
 
 
+@cache
+def _homes(file: str) -> dict[str, str]:
+    """Of each name that a package imports ``if TYPE_CHECKING``, the module that it is in."""
+    body = ast.parse(Path(file).read_text(encoding="utf-8")).body
+    lines = [line for block in body if isinstance(block, ast.If) for line in block.body]
+    return {
+        name.name: "." * line.level + (line.module or name.name)
+        for line in lines
+        if isinstance(line, ast.ImportFrom)
+        for name in line.names
+    }
+
+
 def lazy_names(package: str, file: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package that imports each public name when it is first used.
 
@@ -120,24 +133,15 @@ def lazy_names(package: str, file: str) -> Callable[[str], Any]:
         file: its ``__file__``. What is imported there ``if TYPE_CHECKING`` says where names are.
     """
 
-    @cache
-    def homes() -> dict[str, str]:
-        body = ast.parse(Path(file).read_text(encoding="utf-8")).body
-        lines = [line for block in body if isinstance(block, ast.If) for line in block.body]
-        return {
-            name.name: "." * line.level + (line.module or name.name)
-            for line in lines
-            if isinstance(line, ast.ImportFrom)
-            for name in line.names
-        }
-
     def find(name: str) -> Any:
         if name == "__version__":
             return __version__
-        if name not in homes():
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(homes()[name], package)
-        if homes()[name] == f".{name}":
+        homes = _homes(file)
+        if name not in homes:
+            have = ", ".join(homes)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {have}.")
+        module = import_module(homes[name], package)
+        if homes[name] == f".{name}":
             return module
         return import_module(".checks", __name__).knows_torchrl(getattr(module, name))
 

@@ -5,7 +5,7 @@ Its parameters, several responses of a prompt, stop strings, and what warps the 
 
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -71,32 +71,6 @@ _PLAIN: Final[dict[str, Callable[[Any], Any]]] = {
     "stop_token_ids": tuple,
     "logit_bias": lambda value: {int(token): bias for token, bias in value.items()},
 }
-
-
-def read_kwargs(kwargs: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The same under the names in ``known``; ``None`` is left out, except where it has a meaning.
-
-    Raises:
-        TypeError: a name is not known, or what it asks for is written in another way here.
-        ValueError: a name is given twice under two spellings.
-    """
-    settings: dict[str, Any] = {}
-    for name, value in kwargs.items():
-        target = _ALIASES.get(name, name)
-        if name in _INSTEAD:
-            nothing, advice = _INSTEAD[name]
-            if value is None or value == nothing:
-                continue
-            raise TypeError(f"SamplingParameters does not take {name}={value!r}. {advice}")
-        if target not in known:
-            raise TypeError(
-                f"SamplingParameters has no parameter {name!r}; it has {sorted(known)}."
-            )
-        if target in settings:
-            raise ValueError(f"SamplingParameters: {target} is given twice, once as {name!r}.")
-        if value is not None:
-            settings[target] = _PLAIN[target](value) if target in _PLAIN else value
-    return settings
 
 
 # Stop strings: at which sampled token a response ends.
@@ -285,7 +259,23 @@ class SamplingParameters:
             ValueError: a name is given twice under two spellings, or a value is out of range.
         """
         known = set(cls.__dataclass_fields__) - {"stop_matcher"}
-        return cls(**read_kwargs(kwargs, known))
+        settings: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            target = _ALIASES.get(name, name)
+            if name in _INSTEAD:
+                nothing, advice = _INSTEAD[name]
+                if value is None or value == nothing:
+                    continue
+                raise TypeError(f"SamplingParameters does not take {name}={value!r}. {advice}")
+            if target not in known:
+                raise TypeError(
+                    f"SamplingParameters has no parameter {name!r}; it has {sorted(known)}."
+                )
+            if target in settings:
+                raise ValueError(f"SamplingParameters: {target} is given twice, once as {name!r}.")
+            if value is not None:
+                settings[target] = _PLAIN[target](value) if target in _PLAIN else value
+        return cls(**settings)
 
 
 def requested_sampling(

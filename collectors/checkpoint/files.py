@@ -165,13 +165,11 @@ def synced(path: Path) -> dict[str, Any]:
 
 # Tensors, as any safetensors reader reads them.
 
-DTYPES: Final = frozenset(
-    (
-        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-        *("bool", "complex64"),
-    )
-)
+DTYPES: Final = {
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    *("bool", "complex64"),
+}
 """Those of torch that the format has; all else is stored as bytes."""
 
 
@@ -203,13 +201,8 @@ def write_tensors(
         CheckpointError: it could not be written.
     """
     specs = {
-        name: TensorSpec(
-            dtype=entry.dtype,
-            shape=entry.shape,
-            data_ptr=entry.data.data_ptr(),
-            data_len=len(entry.data),
-        )
-        for name, entry in entries.items()
+        name: TensorSpec(dtype=dtype, shape=shape, data_ptr=data.data_ptr(), data_len=len(data))
+        for name, (dtype, shape, data) in entries.items()
     }
     try:
         serialize_file(specs, path, metadata=metadata)

@@ -36,25 +36,15 @@ TAG: Final = "!"
 _MAX_NAME: Final = 200
 _ARRAY_KINDS: Final = frozenset("biufcSUmM")
 _ARRAY_DTYPE: Final = re.compile(r"[<>|=]([biufcSU]\d{1,9}|[mM]8(\[\d*[a-zA-Zμ]{1,2}\])?)")
-_RAW_DTYPES: Final = {
-    name: getattr(torch, name)
-    for name in (
-        *("complex32", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz"),
-        *("float8_e8m0fnu", "float4_e2m1fn_x2"),
-    )
-}
+_RAW = "complex32 complex128 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
+_RAW_DTYPES: Final = {name: getattr(torch, name) for name in _RAW.split()}
 """Those of tensors that are stored as bytes."""
 
 # Tensorclasses that may be stored, imported when a checkpoint has one: some are expensive.
 _OWN: Final = {
-    "ChatHistory": "torchrl_data.layout",
-    "ContentBase": "torchrl_data.history",
-    "History": "torchrl_data.history",
+    **dict.fromkeys(["ChatHistory", "LogProbs", "Masks", "Text", "Tokens"], "torchrl_data.layout"),
+    **dict.fromkeys(("ContentBase", "History"), "torchrl_data.history"),
     "IFEvalScoreData": "torchrl_envs.tasks.ifeval",
-    "LogProbs": "torchrl_data.layout",
-    "Masks": "torchrl_data.layout",
-    "Text": "torchrl_data.layout",
-    "Tokens": "torchrl_data.layout",
 }
 
 
@@ -369,9 +359,6 @@ class Decoder:
     def _list(self, tree: Any) -> list[Any]:
         return self.decode(_checked(tree, list, "a list belongs"))
 
-    def _tuple(self, tree: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(self._list(tree["of"]))
-
     def _mapping(self, tree: dict[str, Any]) -> dict[Any, Any]:
         value: Any = {"OrderedDict": OrderedDict, "Counter": Counter}.get(tree[TAG], dict)()
         for key, item in tree["of"]:
@@ -458,7 +445,7 @@ def _checked(tree: Any, kind: type, where: str) -> Any:
 
 _DECODERS: Final[dict[str, Callable[[Decoder, dict[str, Any]], Any]]] = {
     **dict.fromkeys(("int", "float", "bytes", "bytearray"), Decoder._plain),
-    "tuple": Decoder._tuple,
+    "tuple": lambda decoder, tree: tuple(decoder._list(tree["of"])),
     **dict.fromkeys(("dict", "OrderedDict", "Counter"), Decoder._mapping),
     "tensor": Decoder._tensor,
     **dict.fromkeys(("ndarray", "numpy"), Decoder._array),

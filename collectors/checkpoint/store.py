@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self
 
 import torch
@@ -212,12 +211,11 @@ class Saver:
         def encoded() -> Any:
             if self._ranks.rank:
                 return None
+            plain = {name: values for name, (_, values) in flat.items()}
             try:
                 tree = {"state": encoder.encode(dict(state))}
                 encoder.root = "sharded"
-                return tree | {
-                    "sharded": encoder.encode({name: plain for name, (_, plain) in flat.items()})
-                }
+                return tree | {"sharded": encoder.encode(plain)}
             except (ValueError, RecursionError) as error:
                 raise CheckpointError(f"state: {error}.") from error
 
@@ -280,9 +278,8 @@ class Saver:
                     written[path] = synced(staged.folder / path)
             if is_first:
                 write_tensors(staged.folder / TENSORS, encoded.entries)
-                text = json.dumps(
-                    encoded.tree, allow_nan=False, check_circular=False, separators=(",", ":")
-                )
+                strict: Any = {"allow_nan": False, "check_circular": False}
+                text = json.dumps(encoded.tree, separators=(",", ":"), **strict)
                 (staged.folder / STATE).write_bytes(text.encode())
             return written
 
@@ -540,12 +537,7 @@ class CheckpointStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     # Loading ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torchrl_envs.datasets.primer import DataExhaustedError
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.engine import EngineDied
-from torchrl_modules.engines.supervision import EngineState, Supervision
+from torchrl_modules.engines.supervision import Supervision
 from torchrl_modules.weights import UpdateRefused
 
 from .ledger_service import WHO, CollectorDied, LedgerClient, LedgerService, is_death, load_ray
@@ -194,14 +194,9 @@ class Supervisor(LoopThread):
             await self.workers[index].load_state.remote(self._restored, index, count)
             self._is_to_restore[index] = False
 
-    async def states(self) -> list[Any]:
-        """What each collector remembers; ``None`` of one that does not serve."""
-        return await asyncio.gather(*(self._ask(i, "state") for i in range(len(self.workers))))
-
-    async def loads(self) -> list[dict[str, float]]:
-        """What collectors that serve say of the load that they follow."""
-        told = await asyncio.gather(*(self._ask(i, "load") for i in range(len(self.workers))))
-        return [load for load in told if load]
+    async def told(self, what: str) -> list[Any]:
+        """Of each collector its ``state`` or ``load``; ``None`` of one that does not serve."""
+        return await asyncio.gather(*(self._ask(i, what) for i in range(len(self.workers))))
 
     async def _ask(self, index: int, what: str) -> Any:
         """What a collector tells; ``None`` of one that does not serve or is late."""
@@ -220,7 +215,7 @@ class Supervisor(LoopThread):
         """Let each collector go on where it was, before anything is collected.
 
         Args:
-            states: what :meth:`states` gave.
+            states: what :meth:`told` gave.
 
         Raises:
             ValueError: they don't fit.
@@ -259,13 +254,8 @@ class Supervisor(LoopThread):
             UpdateRefused: a collector's engine refuses them; who has taken them is started again.
         """
         async with self._updating:
-            present = [
-                index
-                for index, known in enumerate(self.known)
-                if known.state is EngineState.HEALTHY
-            ]
-            calls = (self._push_one(index, weights) for index in present)
-            outcomes = await asyncio.gather(*calls)
+            present = [index for index, known in enumerate(self.known) if known.may_serve]
+            outcomes = await asyncio.gather(*(self._push_one(index, weights) for index in present))
             taken = [i for i, each in zip(present, outcomes, strict=True) if each is True]
             for refusal in outcomes:
                 if isinstance(refusal, UpdateRefused):
@@ -464,19 +454,6 @@ class RayLLMCollector(BackgroundCollector):
         """Whether it collects."""
         return not self._is_closed and self._supervisor.error is None
 
-    def collect(self) -> TensorDictBase:
-        """The next batch: complete groups, as soon as there are enough.
-
-        Returns:
-            Rows ``[B]`` as :meth:`StreamingCollector.collect` gives them.
-
-        Raises:
-            DataExhaustedError: there are no more data, and nothing is under way.
-            CollectorDied: the ledger, or a place of collectors, is gone.
-            RuntimeError: the collection has failed; the cause is attached.
-        """
-        return super().collect()
-
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         self._supervisor.check_open()
         client = self._ledger_client
@@ -564,13 +541,13 @@ class RayLLMCollector(BackgroundCollector):
         waited_s, self._wait_s = self._wait_s, 0.0
         client = self._ledger_client
         _, found = client.ask("report")
-        loads = self._supervisor.ask(self._supervisor.loads()) if self._follows_load else []
+        loads = self._supervisor.ask(self._supervisor.told("load")) if self._follows_load else []
         return {f"ledger/{name}": value for name, value in found.items()} | {
             "collect/trainer_wait_fraction": waited_s / elapsed_s if elapsed_s else 0.0,
             "collect/queued_groups": found["in_flight/waiting"],
             "collect/num_collectors": float(sum(k.may_serve for k in self._supervisor.known)),
             "collect/driver_bytes_per_row": client.num_bytes / max(1, client.num_rows),
-            **together(loads),
+            **together([load for load in loads if load]),
         }
 
     # The end ------------------------------------------------------------------------------------

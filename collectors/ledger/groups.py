@@ -171,17 +171,6 @@ class Group:
             self.version_span = max(self.version_span, newest - oldest)
         self.lengths[index] = tokens
 
-    def add_cut(self, lengths: Sequence[int], group_size: int) -> None:
-        """Episodes were cut short; their tokens are of the group."""
-        left = [index for index in range(group_size) if index not in self.lengths]
-        if len(lengths) > len(left):
-            raise ValueError(
-                f"GroupLedger: {len(lengths)} episodes of {self.ticket} are said to be cut short, "
-                f"but only {len(left)} are not over."
-            )
-        check_counts("GroupLedger", 0, **{f"cut_lengths[{i}]": n for i, n in enumerate(lengths)})
-        self.lengths |= dict(zip(left, lengths, strict=False))
-
     def check_versions(
         self, oldest: int | None, newest: int | None, trainer: int
     ) -> tuple[int, int]:
@@ -247,7 +236,8 @@ def hashed_seed(*numbers: int) -> int:
 # The groups in flight, and which prompts are done: below the frontier all, and some above it.
 
 _REMEMBERED: Final = 1024
-_OF_TICKET: Final = ("ordinal", "group_id", "attempt", "dispatch", "version")
+OF_TICKET: Final = ("ordinal", "group_id", "attempt", "dispatch", "version")
+"""What is written down of a ticket."""
 _OF_GROUP: Final = ("base_seed", "place", "oldest_version", "version_span", "arrival")
 
 
@@ -377,7 +367,7 @@ class GroupTable:
             },
             "table": {
                 "groups": [
-                    {name: getattr(group.ticket, name) for name in _OF_TICKET}
+                    {name: getattr(group.ticket, name) for name in OF_TICKET}
                     | {name: getattr(group, name) for name in _OF_GROUP}
                     | {"state": group.state.value, "waited_s": now - group.finished_at}
                     | {"lengths": [list(each) for each in group.lengths.items()]}
@@ -399,7 +389,7 @@ class GroupTable:
         for saved in table["groups"]:
             seed = attempt_seed(saved["base_seed"], saved["attempt"])
             self.groups[saved["ordinal"]] = Group(
-                Ticket(seed=seed, **{name: saved[name] for name in _OF_TICKET}),
+                Ticket(seed=seed, **{name: saved[name] for name in OF_TICKET}),
                 state=GroupState(saved["state"]),
                 lengths=dict(saved["lengths"]),
                 finished_at=now - saved["waited_s"],

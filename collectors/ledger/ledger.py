@@ -327,7 +327,14 @@ class GenerationLedger(LedgerView):
         self, group: Group, end: str, attempt: int | None, cut: Sequence[int], reason: str = ""
     ) -> None:
         """A group leaves untrained; the tokens of episodes that were cut were sampled, too."""
-        group.add_cut(cut, self.group_size)
+        left = [index for index in range(self.group_size) if index not in group.lengths]
+        if len(cut) > len(left):
+            raise ValueError(
+                f"GroupLedger: {len(cut)} episodes of {group.ticket} are said to be cut short, "
+                f"but only {len(left)} are not over."
+            )
+        check_counts("GroupLedger", 0, **{f"cut_lengths[{i}]": n for i, n in enumerate(cut)})
+        group.lengths |= dict(zip(left, cut, strict=False))
         for tokens in cut:
             self._accounts.end_episode(tokens, "cut")
         self._accounts.leave(group, end, reason)

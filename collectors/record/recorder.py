@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from collectors.ledger import GroupEvent, GroupLedger
+from collectors.ledger.groups import OF_TICKET
 from objectives import MixedLoss
 from objectives.batching.packed_batch import PackedBatch
 from objectives.losses.base import TokenLoss
@@ -127,11 +128,6 @@ _DIGITS = 5
 _PROMPT_CHARACTERS = 160
 
 
-def conversation_of(row: TensorDictBase) -> Conversations:
-    """The one conversation of a row."""
-    return read_conversations(row, FULL, who="RolloutRecorder")
-
-
 def _column(values: Tensor, mask: Tensor) -> list[Any]:
     """One value per token, ``None`` outside of the mask."""
     pairs = zip(values.tolist(), mask.tolist(), strict=True)
@@ -176,7 +172,7 @@ def row_key(row: TensorDictBase) -> tuple[int, int]:
 
 def prompt_of(row: TensorDictBase) -> tuple[str, str]:
     """A digest of the prompt's tokens and images, and the beginning of its last message."""
-    conversation = conversation_of(row)
+    conversation = read_conversations(row, FULL, who="RolloutRecorder")
     ids = conversation.ids(0)[: conversation.num_tokens_before_policy(0)]
     messages = conversation.messages(0)[: conversation.first_response(0)]
     images = images_of(messages)
@@ -305,20 +301,9 @@ class RolloutRecorder:
         self._followed.append(ledger)
 
     def _note(self, event: GroupEvent) -> None:
-        ticket = event.ticket
-        self._events.append(
-            {
-                "name": event.name,
-                "ordinal": ticket.ordinal,
-                "group_id": ticket.group_id,
-                "attempt": ticket.attempt,
-                "dispatch": ticket.dispatch,
-                "version": ticket.version,
-                "step": event.step,
-                "reason": event.reason,
-                "time": round(time.time(), 3),
-            }
-        )
+        ticket = {name: getattr(event.ticket, name) for name in OF_TICKET}
+        rest = {"step": event.step, "reason": event.reason, "time": round(time.time(), 3)}
+        self._events.append({"name": event.name, **ticket, **rest})
 
     def _take_events(self) -> list[dict[str, Any]]:
         """What the ledger told since the last time, with names of groups as in samples."""
@@ -413,7 +398,7 @@ class RolloutRecorder:
         self, row: TensorDictBase, step: int, index: int, advantage: Tensor | None
     ) -> RolloutSample:
         """A row, that of an episode of that number in its group, as it is recorded."""
-        conversation = conversation_of(row)
+        conversation = read_conversations(row, FULL, who=_WHO)
         mask = conversation.assistant_mask(0)
         values = torch.empty(0) if advantage is None else advantage.reshape(-1)
         of_sampled = values[mask] if len(values) > 1 else values

@@ -11,12 +11,11 @@ from typing import Any, Final
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
-from torchrl.envs import Transform
 
 from collectors.composition_checks import advantages_of, check_storage
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
 from collectors.ledger.groups import STALE
-from collectors.llm_collector import BackgroundCollector, PostProcessing, remembering
+from collectors.llm_collector import BackgroundCollector, PostProcessing
 from collectors.weight_update.updaters import InProcessUpdater
 from torchrl_data.checks import check_counts
 from torchrl_envs.episode.episode_env import EpisodeEnv
@@ -307,7 +306,14 @@ class StreamingCollector(BackgroundCollector):
             weight_updater=updater,
             reward_functions=list(env.transforms_of(RewardFunctions)),
         )
-        serves = self._engine_of(policy) if engine is None else engine
+        if engine is not None:
+            serves = engine
+        elif self.ledger.is_on_policy:
+            serves = BatchingEngine(
+                policy.engine, num_expected=lambda: self._producer.num_expected()
+            )
+        else:
+            serves = open_async(policy.engine)
         try:
             check_adapters(serves, ages)
             cap = cap_of(serves, self.ledger.num_slots, max_inflight_tasks, who=WHO)
@@ -332,11 +338,6 @@ class StreamingCollector(BackgroundCollector):
         self._since_s = time.monotonic()
         self._is_closed = False
 
-    def _engine_of(self, policy: LLMWrapperBase) -> AsyncEngine:
-        if not self.ledger.is_on_policy:
-            return open_async(policy.engine)
-        return BatchingEngine(policy.engine, num_expected=lambda: self._producer.num_expected())
-
     # Collecting ---------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -357,19 +358,6 @@ class StreamingCollector(BackgroundCollector):
     def is_running(self) -> bool:
         """Whether it collects in the background."""
         return self._producer.is_alive and self._producer.error is None
-
-    def collect(self) -> TensorDictBase:
-        """The next batch: complete groups, as soon as there are enough.
-
-        Returns:
-            Rows ``[B]`` as :meth:`LLMCollector.collect` gives them, the groups in the order in
-            which they are trained. The same rows are in the replay buffer.
-
-        Raises:
-            DataExhaustedError: there are no more data, and nothing is under way.
-            RuntimeError: the collection has failed; the cause is attached.
-        """
-        return super().collect()
 
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         self.start()
@@ -422,11 +410,6 @@ class StreamingCollector(BackgroundCollector):
             weights.unchanged()
             return weights.version
         return weights.push(source, version, is_restored=is_restored)
-
-    # Resume -------------------------------------------------------------------------------------
-
-    def _stateful(self) -> list[Transform]:
-        return remembering(self.env, data=False)
 
     # Evaluation ---------------------------------------------------------------------------------
 

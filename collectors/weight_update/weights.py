@@ -449,7 +449,7 @@ class ShardedWeights(LazyWeights):
         if at != self._at:
             self._at, self._bucket = -1, {}  # gone before the next one comes
             self.say(at, self.rank)
-            self._bucket = self.make(at)
+            self._bucket = self._makers[at]()  # every rank calls it
             self._at = at
         return self._bucket[name]
 
@@ -458,14 +458,10 @@ class ShardedWeights(LazyWeights):
         known = first in self._same and self._same[first] == self._same.get(second)
         return known or super().same_values(first, second)
 
-    def make(self, bucket: int) -> dict[str, Tensor]:
-        """The whole weights of a bucket; every rank calls it."""
-        return self._makers[bucket]()
-
     def serve(self, leader: int) -> Exception | None:
         """Make the buckets that another rank asks for; gives what was wrong, if anything was."""
         while isinstance(asked := self.say(None, leader), int):
-            self.make(asked)
+            self._makers[asked]()
         return asked
 
     def say(self, value: Any, leader: int) -> Any:

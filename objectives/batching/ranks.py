@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -330,12 +329,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.size == 1:
             return
         if error is None:

@@ -324,7 +324,13 @@ class ContinuousDecoding:
         with self._evaluating(), self._precision():
             if self._running:
                 self._draw(*self._rows.advance())
-            if joining := self._joining():
+            # Those that wait and may run: a pass over few prompts costs as much as over many.
+            room = min(self._max_running - len(self._running), len(self.waiting))
+            self._num_steps_waited += room > 0
+            is_enough = room >= _WAITING_FRACTION * len(self._running)
+            if room > 0 and (is_enough or self._num_steps_waited >= _MAX_STEPS_WAITING):
+                self._num_steps_waited = 0
+                joining = [self.waiting.popleft() for _ in range(room)]
                 self._running |= {id(request): request for request in joining}
                 self._draw(*self._rows.join(joining))
 
@@ -371,18 +377,6 @@ class ContinuousDecoding:
 
     def _num_changes(self) -> int:
         return sum(weight._version for weight in self._watched)
-
-    def _joining(self) -> list[Request]:
-        """Those that wait and may run now; a pass over few prompts costs as much as over many."""
-        room = min(self._max_running - len(self._running), len(self.waiting))
-        if room <= 0:
-            return []
-        self._num_steps_waited += 1
-        enough = room >= _WAITING_FRACTION * len(self._running)
-        if not enough and self._num_steps_waited < _MAX_STEPS_WAITING:
-            return []
-        self._num_steps_waited = 0
-        return [self.waiting.popleft() for _ in range(room)]
 
     def _draw(self, rows: list[Request], logits: Tensor) -> None:
         groups: dict[TokenDraw, list[int]] = defaultdict(list)

@@ -137,15 +137,14 @@ class RowsToScore(NamedTuple):
         return torch.stack(placed)
 
 
-def rows_to_score(
-    batch: TensorDictBase, mode: str, encoder: ConversationEncoder, vocab_size: int, who: str
-) -> RowsToScore:
+def rows_to_score(batch: TensorDictBase, policy: "LLMWrapperBase") -> RowsToScore:
     """Full rows and which of their tokens to score."""
     # Those are the tokens of the assistant mask. Where there is none they are the response, or
     # what the assistant says in a history, or everything but the first token. A row with a
     # token outside the model's vocabulary is marked, see `known`.
     # batch: of B rows with `(mode, "full")`; ragged `("tokens", "full")` beside an assistant
     # mask is enough in every mode.
+    mode, encoder, who = policy.input_mode, policy.encoder, type(policy).__name__
     keep = None
     starts: Sequence[int] = ()
     media: Sequence[Sequence[str]] = ()
@@ -179,7 +178,7 @@ def rows_to_score(
             raise ValueError(
                 f"{who}: the mask of row {i} has its first token, which nothing predicts."
             )
-    known = [bool(((row >= 0) & (row < vocab_size)).all()) for row in ids]
+    known = [bool(((row >= 0) & (row < policy.vocab_size)).all()) for row in ids]
     return RowsToScore(ids, [mask.bool() for mask in masks], keep, known, media)
 
 
@@ -404,11 +403,6 @@ class LLMWrapperBase(TensorDictModuleBase):
             groups = padded_rows(rows, pad_token_id=pad_id) if self.pad_output else lazy_stack(rows)
             set_groups(batch, groups.reshape(batch.batch_size), padded=self.pad_output)
 
-    def _rows_to_score(self, batch: TensorDictBase) -> RowsToScore:
-        return rows_to_score(
-            batch, self._input_mode, self.encoder, self.vocab_size, self._get_name()
-        )
-
     def _respond_some(
         self, prompt: Conversations, active: Tensor, budgets: Sequence[int] | None
     ) -> tuple[Conversations, Conversations, list[str]]:
@@ -476,10 +470,9 @@ class LLMWrapperBase(TensorDictModuleBase):
         for generation, text in zip(generations, texts, strict=True):
             extra: dict[str, Sequence[float]] = {}
             if params.untempered_log_probs:
-                own = generation.log_probs
-                extra[UNTEMPERED_LOG_PROBS] = (
-                    own if params.is_own_softmax else generation.untempered_log_probs
-                )
+                own = params.is_own_softmax
+                found = generation.log_probs if own else generation.untempered_log_probs
+                extra[UNTEMPERED_LOG_PROBS] = found
             if params.entropy:
                 extra[ENTROPY] = generation.entropies
             message = {"role": "assistant", "content": text}

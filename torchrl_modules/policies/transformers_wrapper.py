@@ -29,7 +29,7 @@ from torchrl_modules.sampling import SamplingParameters, TargetHistory, warped_l
 from torchrl_modules.scoring.packed_attention import PACKED_SDPA
 from torchrl_modules.scoring.scorer import PackedScorer, TokenDistribution
 
-from .base import LLMWrapperBase, RowsToScore, write_scores
+from .base import LLMWrapperBase, RowsToScore, rows_to_score, write_scores
 from .model_files import local_model
 
 # A model from a hub id or a path, as it is trained: where, in which type, with which attention.
@@ -259,7 +259,7 @@ class TransformersWrapper(LLMWrapperBase):
 
     def _score_rows(self, batch: TensorDictBase) -> tuple[RowsToScore, TokenScores]:
         """Full rows, and their scores under the distribution that this policy samples from."""
-        rows = self._rows_to_score(batch)
+        rows = rows_to_score(batch, self)
         scores = self.scorer.score_packed(
             *rows.packed(),
             temperature=self.sampling.temperature or 1.0,
@@ -328,7 +328,7 @@ class TransformersWrapper(LLMWrapperBase):
             One distribution per scored position of the batch ``[*B, T]``, laid out as in
             :meth:`log_prob`; differentiable.
         """
-        rows = self._rows_to_score(tensordict)
+        rows = rows_to_score(tensordict, self)
         ids, lengths, mask = rows.packed()
         logits = self.scorer.logits(ids, lengths, mask, rows.images)
         ids, lengths, mask = (one.to(logits.device) for one in (ids, lengths, mask))

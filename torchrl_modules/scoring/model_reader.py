@@ -146,30 +146,22 @@ class ModelReader:
 
     def read(self, targets: Targets) -> Tensor:
         """Hidden states ``[K, D]`` that predict the targets, or float32 logits ``[K, V]``."""
+        inputs: dict[str, Any]
         if self.layout is Layout.PACKED:
-            return self._read_packed(targets)
+            share = self._share and can_share(self.model, int(targets.ends.max()))
+            trie = build_trie(targets.ids, targets.lengths, targets.ends, share=share)
+            at = trie.node[targets.starts[targets.rows] + targets.positions]
+            inputs = {"input_ids": trie.ids[None], "position_ids": trie.positions[None]}
+            with packed_input():
+                return self.pick({**inputs, "trie": trie}, torch.zeros_like(at), at)
         if self.layout is Layout.PADDED:
-            return self._read_padded(targets)
-        return self._read_by_length(targets)
-
-    def _read_packed(self, targets: Targets) -> Tensor:
-        share = self._share and can_share(self.model, int(targets.ends.max()))
-        trie = build_trie(targets.ids, targets.lengths, targets.ends, share=share)
-        at = trie.node[targets.starts[targets.rows] + targets.positions]
-        inputs = {"input_ids": trie.ids[None], "position_ids": trie.positions[None], "trie": trie}
-        with packed_input():
-            return self.pick(inputs, torch.zeros_like(at), at)
-
-    def _read_padded(self, targets: Targets) -> Tensor:
-        used = targets.ends.nonzero().squeeze(1)
-        place = torch.zeros_like(targets.ends)
-        place[used] = torch.arange(len(used), device=used.device)
-        rows = targets.beginnings(used)
-        mask = pad([torch.ones_like(row) for row in rows], value=0)
-        inputs = {"input_ids": pad(rows, value=0), "attention_mask": mask}
-        return self.pick(inputs, place[targets.rows], targets.positions)
-
-    def _read_by_length(self, targets: Targets) -> Tensor:
+            used = targets.ends.nonzero().squeeze(1)
+            place = torch.zeros_like(targets.ends)
+            place[used] = torch.arange(len(used), device=used.device)
+            rows = targets.beginnings(used)
+            mask = pad([torch.ones_like(row) for row in rows], value=0)
+            inputs = {"input_ids": pad(rows, value=0), "attention_mask": mask}
+            return self.pick(inputs, place[targets.rows], targets.positions)
         parts, order = [], []
         for end in targets.ends[targets.ends > 0].unique():
             used = (targets.ends == end).nonzero().squeeze(1)

@@ -105,21 +105,14 @@ def import_vllm(*, in_process: bool = True) -> SimpleNamespace:
 
 def register_weight_transfer(name: str, module: str, class_name: str) -> None:
     """Make a back-end of vLLM's weight transfer known in this process, once."""
-    factory = importlib.import_module(
-        "vllm.distributed.weight_transfer.factory"
-    ).WeightTransferEngineFactory
+    factory = vllm_module("distributed.weight_transfer.factory").WeightTransferEngineFactory
     if name not in factory._registry:
         factory.register_engine(name, module, class_name)
 
 
-def weight_transfer_base() -> Any:
-    """The module of vLLM with the classes that a back-end of its weight transfer extends."""
-    return importlib.import_module("vllm.distributed.weight_transfer.base")
-
-
-def adapter_request(name: str, number: int, path: str) -> Any:
-    """What vLLM knows an adapter by: its name, its number from 1 on, and its folder."""
-    return importlib.import_module("vllm.lora.request").LoRARequest(name, number, path)
+def vllm_module(name: str) -> Any:
+    """A module of vLLM, by its name inside."""
+    return importlib.import_module(f"vllm.{name}")
 
 
 def serve() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_modules.weights import AdapterWeights, ExpectedWeights, refuse
 
-from .runtime import adapter_request, import_vllm
+from .runtime import import_vllm, vllm_module
 
 # New weights for a vLLM engine: checked as a whole, then loaded in one go; or adapters alone.
 
@@ -36,11 +36,9 @@ def expected_weights(model_config: Any) -> ExpectedWeights:
 
 def check_updatable(llm_engine: Any) -> None:
     """Check that an engine of this process can be updated."""
-    config = llm_engine.vllm_config
+    config, executor = llm_engine.vllm_config, llm_engine.model_executor
     obstacles = {
-        "the model runs in other processes": not hasattr(
-            llm_engine.model_executor, "driver_worker"
-        ),
+        "the model runs in other processes": not hasattr(executor, "driver_worker"),
         "the model is quantised": config.model_config.quantization is not None,
         "the engine holds LoRA adapters": config.lora_config is not None,
     }
@@ -138,7 +136,9 @@ class ServedAdapters:
         folder = Path(self._folder.name) / str(self._count)
         folder.mkdir()
         weights.save(folder)
-        request = adapter_request(f"version-{version}", self._count, str(folder))
+        # Its name, its number from 1 on, and its folder.
+        request_of = vllm_module("lora.request").LoRARequest
+        request = request_of(f"version-{version}", self._count, str(folder))
         try:
             self._llm_engine.add_lora(request)
         except Exception as error:  # its own check of names and shapes

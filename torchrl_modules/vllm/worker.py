@@ -20,7 +20,7 @@ from torchrl_modules.weight_transfer import (
 )
 
 from .requests import own_ends
-from .runtime import register_weight_transfer, weight_transfer_base
+from .runtime import register_weight_transfer, vllm_module
 from .weights import load_all_or_none
 
 register_weight_transfer("c10d", __name__, "C10dWeightTransferEngine")
@@ -78,7 +78,7 @@ class vLLMWorker:
 # A back-end of ``vllm.distributed.weight_transfer``; vLLM's own ones need an accelerator. Nothing
 # of the model is touched before all weights have come and were checked as a whole.
 
-_base = weight_transfer_base()
+_base = vllm_module("distributed.weight_transfer.base")
 
 
 @dataclass
