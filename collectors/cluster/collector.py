@@ -194,7 +194,7 @@ class Supervisor(LoopThread):
             await self.workers[index].load_state.remote(self._restored, index, count)
             self._is_to_restore[index] = False
 
-    async def told(self, what: str) -> list[Any]:
+    async def ask_all(self, what: str) -> list[Any]:
         """Of each collector its ``state`` or ``load``; ``None`` of one that does not serve."""
         return await asyncio.gather(*(self._ask(i, what) for i in range(len(self.workers))))
 
@@ -215,7 +215,7 @@ class Supervisor(LoopThread):
         """Let each collector go on where it was, before anything is collected.
 
         Args:
-            states: what :meth:`told` gave.
+            states: what :meth:`ask_all` gave.
 
         Raises:
             ValueError: they don't fit.
@@ -541,7 +541,7 @@ class RayLLMCollector(BackgroundCollector):
         waited_s, self._wait_s = self._wait_s, 0.0
         client = self._ledger_client
         _, found = client.ask("report")
-        loads = self._supervisor.ask(self._supervisor.told("load")) if self._follows_load else []
+        loads = self._supervisor.ask(self._supervisor.ask_all("load")) if self._follows_load else []
         return {f"ledger/{name}": value for name, value in found.items()} | {
             "collect/trainer_wait_fraction": waited_s / elapsed_s if elapsed_s else 0.0,
             "collect/queued_groups": found["in_flight/waiting"],

@@ -467,7 +467,7 @@ class LedgerClient:
 
     def state(self) -> dict[str, Any]:
         """The ledger, the place in the data, the rows that wait, what each collector remembers."""
-        workers = self.supervisor.ask(self.supervisor.told("state"))
+        workers = self.supervisor.ask(self.supervisor.ask_all("state"))
         state, shares = self.ask("state")
         found = ((share.ticket.ordinal, self._rows_of(share)) for share in shares)
         waiting = [{"ordinal": at, "rows": rows} for at, rows in found if rows is not None]
