@@ -293,7 +293,7 @@ class StreamingCollector(BackgroundCollector):
         self.env = env
         self.timeline = Timeline()
         """What took how long."""
-        max_episodes = most_episodes(self.ledger, max_inflight_tasks)
+        most = most_episodes(self.ledger, max_inflight_tasks)
         timeout_s = turn_timeout_s(self.ledger, request_timeout)
         check_storage(replay_buffer, groups_per_step * group_size, postproc, who=WHO)
         updater = SnapshotUpdater(policy)
@@ -306,24 +306,18 @@ class StreamingCollector(BackgroundCollector):
             weight_updater=updater,
             reward_functions=list(env.transforms_of(RewardFunctions)),
         )
-        if engine is not None:
-            serves = engine
-        elif self.ledger.is_on_policy:
-            serves = BatchingEngine(
-                policy.engine, num_expected=lambda: self._producer.num_expected()
-            )
-        else:
-            serves = open_async(policy.engine)
+        serves = engine
+        if serves is None and self.ledger.is_on_policy:
+            number = lambda: self._producer.num_expected()  # noqa: E731 - it is made below
+            serves = BatchingEngine(policy.engine, num_expected=number)
+        serves = serves or open_async(policy.engine)
         try:
             check_adapters(serves, ages)
             cap = cap_of(serves, self.ledger.num_slots, max_inflight_tasks, who=WHO)
             self._async_policy = AsyncPolicy(policy, serves, request_timeout_s=timeout_s)
             self._producer = Producer(
-                env,
-                self._async_policy,
-                self.ledger,
-                next(iter(loaders), None),
-                max_episodes=max_episodes,
+                *(env, self._async_policy, self.ledger, next(iter(loaders), None)),
+                max_episodes=most,
                 advantages=advantages_of(replay_buffer),
                 timeline=self.timeline,
                 cap=cap,

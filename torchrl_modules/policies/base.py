@@ -144,7 +144,7 @@ def rows_to_score(batch: TensorDictBase, policy: "LLMWrapperBase") -> RowsToScor
     # token outside the model's vocabulary is marked, see `known`.
     # batch: of B rows with `(mode, "full")`; ragged `("tokens", "full")` beside an assistant
     # mask is enough in every mode.
-    mode, encoder, who = policy.input_mode, policy.encoder, type(policy).__name__
+    mode, encoder, who = policy.input_mode, policy.encoder, policy._get_name()
     keep = None
     starts: Sequence[int] = ()
     media: Sequence[Sequence[str]] = ()
