@@ -9,7 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIGHT = {
-    "ink": "#1f2328", "soft": "#59636e", "line": "#8c959f", "box": "#f6f8fa",
+    "ink": "#1f2328", "soft": "#454f59", "line": "#8c959f", "box": "#f6f8fa",
     "template": "#d8dee4", "content": "#b6d7f5", "model": "#fbc98e", "good": "#b7e4c0",
 }  # fmt: skip
 DARK = {
