@@ -11,6 +11,7 @@ from objectives import GRPOLoss
 from torchrl_data.batch_io import write_conversations
 from torchrl_data.conversation import Conversations
 from torchrl_modules import SamplingParameters, TransformersEngine, TransformersWrapper, sampling
+from torchrl_modules.engines.decoding import drawn_at
 from torchrl_modules.sampling import StopStrings
 
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [20, 21, 22], [40] * 12] * 3
@@ -258,3 +259,37 @@ def test_a_bias_beyond_the_vocabulary_is_refused(make_tiny_model, chatml_tokeniz
             tokenizer=chatml_tokenizer,
             generate_kwargs={"logit_bias": {99999: 1.0}},
         )
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.0, 1e-9, 1e-3, 0.3, 1.0]), min_size=1, max_size=700),
+    uniform=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=4),
+)
+def test_a_number_draws_the_token_at_which_the_sum_of_probabilities_passes_it(weights, uniform):
+    p = torch.tensor([*weights, 0.5, 0.0], dtype=torch.float64)
+    p = (p / p.sum()).float().expand(len(uniform), -1)
+    ends = p[0].double().cumsum(0)
+    tokens = drawn_at(p, torch.tensor(uniform, dtype=torch.float64))
+    assert tokens.shape == (len(uniform), 1)
+    for token, number in zip(tokens[:, 0].tolist(), uniform, strict=True):
+        assert p[0, token] > 0
+        begin = ends[token] - p[0, token]
+        assert begin - 1e-6 <= number * ends[-1] <= ends[token] + 1e-6
+
+
+def test_a_small_probability_behind_a_large_one_is_not_lost():
+    p = torch.tensor([[1.0, 1e-9, 0.0]])  # their sum in single precision is 1
+    last = torch.tensor([1 - 1e-10], dtype=torch.float64)
+    assert drawn_at(p, last).item() == 1
+
+
+def test_logits_that_are_not_finite_are_refused(make_tiny_model):
+    model = make_tiny_model()
+    engine = TransformersEngine(model)
+    params = SamplingParameters(max_new_tokens=2, stop_token_ids=())
+    engine.generate([[1, 2]], params)
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(RuntimeError, match="logits that are not finite"):
+        engine.generate([[1, 2]], params)

@@ -16,6 +16,7 @@ from weakref import proxy
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad as pad_columns
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
@@ -41,6 +42,8 @@ from .engine import Generation
 
 _REPORTED: Final = ("log_probs", "untempered_log_probs", "entropies")
 """Fields of drawn tokens, and of generations."""
+_BLOCK: Final = 256
+"""Tokens of a vocabulary whose probabilities are summed up first."""
 _COMPACT_BELOW = 0.75
 """Rows that have ended are dropped from the batch once fewer than this fraction still run."""
 
@@ -95,12 +98,10 @@ class TokenDraw:
         if params.temperature == 0:
             tokens = log_p.argmax(-1, True)
         elif streams is None:
-            tokens = p.multinomial(1)
-        else:  # one number a token, by the inverse of the sum
+            tokens = drawn_at(p, torch.rand(len(p), dtype=torch.float64, device=p.device))
+        else:
             uniform = torch.tensor([stream.next() for stream in streams], dtype=torch.float64)
-            total = p.double().cumsum(-1)  # In single precision small probabilities would be lost.
-            at = uniform.to(p.device)[:, None] * total[:, -1:]
-            tokens = torch.searchsorted(total, at, right=True).clamp(max=p.shape[-1] - 1)
+            tokens = drawn_at(p, uniform.to(p.device))
         if history.seen is not None and history.counts is not None:
             history.seen.scatter_(1, tokens, True)
             history.counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.float32))
@@ -112,6 +113,27 @@ class TokenDraw:
             entropies = torch.special.entr(p).sum(-1)
         log_probs = log_p.gather(1, tokens).squeeze(1)
         return DrawnTokens(tokens.squeeze(1), log_probs, untempered, entropies)
+
+
+def drawn_at(p: Tensor, uniform: Tensor) -> Tensor:
+    """The tokens at which the sums of probabilities pass uniform numbers, int64 ``[A, 1]``.
+
+    Args:
+        p: probabilities, float32 ``[A, V]``; no token of probability 0 is drawn.
+        uniform: at least 0 and below 1, float64 ``[A]``.
+    """
+    # First a block of tokens, then a token in it: a single row of sums would have to be in double
+    # precision, as small probabilities would be lost behind large ones.
+    blocks = pad_columns(p, (0, -p.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    sizes = blocks.sum(-1).double()
+    ends = sizes.cumsum(-1)
+    at = uniform[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, at, right=True).clamp(max=ends.shape[1] - 1)  # of NaN: any
+    size = sizes.gather(1, block)
+    inside = blocks[torch.arange(len(p), device=p.device), block[:, 0]].double().cumsum(-1)
+    share = ((at - ends.gather(1, block) + size) / size).clamp(0, 1 - 2.0**-52)
+    token = _BLOCK * block + torch.searchsorted(inside, share * inside[:, -1:], right=True)
+    return token.clamp(max=p.shape[-1] - 1)
 
 
 class RowStream:
@@ -203,6 +225,11 @@ def decode(
         history = TokenHistory(drawn_before, seen, counts)
         drawn = draw(logits, history, streams and [streams[row] for row in rows.tolist()])
         tokens = drawn.ids
+        if not bool(drawn.log_probs.isfinite().all()):
+            raise RuntimeError(
+                f"{type(reader.model).__name__} gives logits that are not finite, so no token can "
+                "be drawn. Are its weights loaded, or did training diverge?"
+            )
         ids[rows, step] = tokens
         for name, values in reported.items():
             values[rows, step] = getattr(drawn, name)
@@ -449,8 +476,11 @@ class _SlotLayer(CacheLayerMixin):
         super().__init__()
         self._rows = proxy(rows)  # or the buffers of a drawing would wait for the garbage collector
         self.is_initialized = True
+        kind = like.keys.device.type
+        # Rotary positions leave keys in float32 under autocast, which casts them at each use.
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.keys, self.values = (
-            states.new_zeros(0, states.shape[1], 0, states.shape[3])
+            states.new_zeros(0, states.shape[1], 0, states.shape[3], dtype=dtype)
             for states in (like.keys, like.values)
         )
 
@@ -638,7 +668,7 @@ class SlotReader(PromptReader):
                     buffer, read = getattr(layer, name), getattr(source, name)
                     if found.cache is not None:
                         buffer[at, :, :known] = found.cache[number][which][:, :known]
-                    buffer[at, :, known:end] = read[element, :, known - end :]
+                    buffer[at, :, known:end] = read[element, :, known - end :].to(buffer.dtype)
         return output.logits[:, -1]
 
     def _padded(self, rows: list[Found], width: int) -> DynamicCache:

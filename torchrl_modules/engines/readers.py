@@ -15,7 +15,7 @@ from torchrl_data.ragged import pad
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.scoring.model_reader import RowPositions, alike, model_inputs, run_image_trial
 from torchrl_modules.scoring.models import Trial, find_first, forward_parameters, run_trial
-from torchrl_modules.scoring.packed_attention import cap_attention
+from torchrl_modules.scoring.packed_attention import cap_attention, use_packed_attention
 
 from .decoding import KeptCaches, PromptReader, SlotReader, has_plain_cache
 
@@ -215,9 +215,14 @@ def find_prompt_reader(model: PreTrainedModel) -> type[PromptReader]:
     Raises:
         ValueError: there is no such way.
     """
+    is_plain, config = has_plain_cache(model), model.config.get_text_config()
+    num_heads = getattr(config, "num_attention_heads", 0)
+    shares_keys = (getattr(config, "num_key_value_heads", None) or num_heads) < num_heads
+    if is_plain and shares_keys and config._attn_implementation == "sdpa":
+        use_packed_attention(model)  # It repeats no keys and values for heads that share them.
     cap_attention(model)
     readers: list[type[PromptReader]] = [
-        *([SlotReader] if has_plain_cache(model) else []),
+        *([SlotReader] if is_plain else []),
         *(PaddedReader, OwnCacheReader, OwnCachePositionsReader, WholeRowReader),
     ]
     if getattr(model, "_is_stateful", False):  # padding on the left would be part of the state

@@ -339,6 +339,21 @@ def packed_sdpa_forward(
             mask = _causal_mask(query, key) if attention_mask is None else attention_mask
             attended = _capped_attention(query, key, value, mask, dropout, scaling, softcap)
             return attended.transpose(1, 2).contiguous(), None
+        groups = query.shape[1] // key.shape[1]
+        is_plain = kwargs.get("position_bias") is None and kwargs.get("cache") is None
+        if (
+            query.shape[2] == 1
+            and groups > 1
+            and is_plain
+            and (attention_mask is None or attention_mask.shape[1] == 1)
+        ):
+            # A single token each: query heads that share keys are queries of one head, so that no
+            # key and no value has to be repeated.
+            folded = query.reshape(*key.shape[:2], groups, -1)
+            attended = scaled_dot_product_attention(
+                folded, key, value, attention_mask, dropout, scale=scaling
+            )
+            return attended.reshape(len(query), 1, query.shape[1], -1), None
         options = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, **options, **kwargs

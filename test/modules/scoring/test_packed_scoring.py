@@ -29,6 +29,7 @@ from torchrl_data.ragged import pack
 from torchrl_modules import TransformersEngine, chunked_log_prob
 from torchrl_modules.scoring import scorer as chunked_head
 from torchrl_modules.scoring.model_reader import Layout
+from torchrl_modules.scoring.packed_attention import packed_sdpa_forward
 from torchrl_modules.scoring.scorer import PackedScorer
 
 VOCABULARY = 64
@@ -430,3 +431,22 @@ def test_a_temperature_that_divides_by_nothing_is_refused(temperature):
         chunked_log_prob(
             torch.ones(1, 1), torch.ones(2, 1), torch.tensor([0]), temperature=temperature
         )
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_heads_that_share_keys_attend_to_them_without_copies(masked):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, length, 8, generator=generator, dtype=torch.float64)
+        for heads, length in ((6, 1), (2, 5), (2, 5))
+    )
+    mask = (
+        torch.tensor([[1, 1, 0, 1, 0], [0, 1, 1, 1, 1]]).bool()[:, None, None] if masked else None
+    )
+    module = torch.nn.Module()
+    attended, _ = packed_sdpa_forward(module, query, key, value, mask)
+    scores = torch.einsum("bhqd,bhkd->bhqk", query, key.repeat_interleave(3, 1)) / 8**0.5
+    if masked:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    expected = scores.softmax(-1) @ value.repeat_interleave(3, 1)
+    torch.testing.assert_close(attended, expected.transpose(1, 2))
