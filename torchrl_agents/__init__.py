@@ -1,12 +1,45 @@
-"""The program ``torchrl-agents``, and what every recipe of ``sota-implementations`` is made of."""
+"""All public names under one: ``from torchrl_agents import ChatEnv, GRPOLoss, LLMCollector``.
+
+They come from ``torchrl_data``, ``torchrl_modules``, ``torchrl_envs``, ``objectives`` and
+``collectors``, each loaded when it is used. Here are also the program ``torchrl-agents`` and what
+the recipes of ``sota-implementations`` are made of.
+"""
 
 import os
 import signal
 import sys
+from importlib import import_module
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .command import recipes
+
+if TYPE_CHECKING:
+    from collectors import *  # noqa: F403
+    from objectives import *  # noqa: F403
+    from torchrl_data import *  # noqa: F403
+    from torchrl_envs import *  # noqa: F403
+    from torchrl_modules import *  # noqa: F403
+
+_PACKAGES = ("torchrl_data", "torchrl_modules", "torchrl_envs", "objectives", "collectors")
+
+
+def __getattr__(name: str) -> Any:
+    for package in _PACKAGES if not name.startswith("_") else ():
+        module, beside = import_module(package), os.path.dirname(os.path.dirname(__file__))
+        if os.path.dirname(os.path.dirname(module.__file__ or "")) != beside:
+            raise ImportError(
+                f"torchrl_agents needs its own package {package}, but import finds "
+                f"{module.__file__ or list(module.__path__)}, first in sys.path. Rename "
+                "that one, or start Python from another folder."
+            )
+        if name in module.__all__:
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *(n for p in _PACKAGES for n in import_module(p).__all__)})
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

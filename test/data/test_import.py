@@ -49,3 +49,28 @@ def test_importing_loads_nothing_heavy():
         "assert 'transformers' not in sys.modules; assert 'torchrl' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_every_public_name_is_in_torchrl_agents_too():
+    code = (
+        "import sys, torchrl_agents; assert 'torch' not in sys.modules; "
+        "from torchrl_agents import ChatEnv, GRPOLoss, History, LLMCollector, vLLMWrapper; "
+        "import collectors, objectives, torchrl_data, torchrl_envs, torchrl_modules; "
+        "assert GRPOLoss is objectives.GRPOLoss and ChatEnv is torchrl_envs.ChatEnv; "
+        "packages = collectors, objectives, torchrl_data, torchrl_envs, torchrl_modules; "
+        "missing = {n for p in packages for n in p.__all__} - set(dir(torchrl_agents)); "
+        "assert not missing, missing"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    with pytest.raises(ImportError, match="cannot import name 'GRPOLos'"):
+        from torchrl_agents import GRPOLos  # noqa: F401
+
+
+def test_a_package_of_the_same_name_in_the_users_folder_is_named(tmp_path):
+    (tmp_path / "objectives").mkdir()
+    (tmp_path / "objectives/__init__.py").write_text("GRPOLoss = None\n")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from torchrl_agents import GRPOLoss"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 1
+    assert f"needs its own package objectives, but import finds {tmp_path}" in run.stderr
