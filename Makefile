@@ -10,8 +10,8 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: install train control train-smollm2 control-smollm2 check test lint tests fast-tests mutants benchmarks \
-	docs docs-serve clean
+.PHONY: install train control train-smollm2 control-smollm2 check test lint tests fast-tests mutants \
+	benchmarks release docs docs-serve clean
 
 install: .venv/.installed-train
 
@@ -86,6 +86,23 @@ tests: .venv/.installed-test
 mutants: .venv/.installed-test
 	$(BIN)/python test/objectives/mutate.py
 	$(BIN)/python test/mutants/by_hand.py
+
+# Before a release: distributions that an index takes, the wheel in an environment of its own, and one
+# version in the changelog, the citation and the commit's tag. Recipes lie in the wheel as they are (W002,
+# W004), and so do six packages (W009).
+release:
+	rm -rf dist .venv-release && "$(PYTHON)" -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet $(PIP_ARGS) --requirement requirements/release.txt
+	.venv-release/bin/python -m build --outdir dist
+	.venv-release/bin/twine check --strict dist/*
+	.venv-release/bin/check-wheel-contents --ignore W002,W004,W009 dist/*.whl
+	.venv-release/bin/python -m pip install --quiet $(PIP_ARGS) --constraint requirements/train.txt \
+		"$$(echo $(CURDIR)/dist/*.whl)[train]"
+	cd /tmp && $(CURDIR)/.venv-release/bin/torchrl-agents grpo debug=tiny dry_run=true > /dev/null
+	version=$$(echo dist/*.whl | cut -d- -f2); \
+	grep -q "^## $$version ([0-9-]*)$$" CHANGELOG.md || { echo "CHANGELOG.md has no '## $$version (date)'"; exit 1; }; \
+	grep -q "^version: $$version$$" CITATION.cff || { echo "CITATION.cff has another version than $$version"; exit 1; }; \
+	git tag --points-at HEAD | grep -qx "v$$version" || { echo "this commit has no tag v$$version"; exit 1; }
 
 benchmarks: .venv/.installed-test
 	for script in benchmarks/*.py benchmarks/collection/*.py; do OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python $$script; done
