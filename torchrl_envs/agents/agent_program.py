@@ -507,7 +507,6 @@ class AgentProgram(ToolSource, RewardSource):
             parse=base.parse_turn,
             num_prompt_tokens=start,
             num_tokens=num_tokens - start,
-            stops=self._accepted.get("stop", ()),
             used_ids=agent.call_ids,
         )
         calls = reply.message.get("tool_calls") or ()

@@ -64,7 +64,10 @@ class Protocol:
         limits = [_read_limit(body[name]) for name in self.limits if body.get(name) is not None]
         with_usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
         bound = min([*limits, MOST_TOKENS]) if limits else None
-        return TurnRequest(messages, schemas, bound, bool(streams), with_usage)
+        stops = body.get("stop") or body.get("stop_sequences") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        ends = stops if stops == accepted.values.get("stop") else ()  # else they are ignored
+        return TurnRequest(messages, schemas, bound, bool(streams), with_usage, tuple(ends))
 
     def _check_parameters(self, body: Any, accepted: Accepted) -> None:
         """Nothing is asked for that would not happen."""

@@ -62,6 +62,8 @@ class TurnRequest(NamedTuple):
     streams: bool = False
     with_usage: bool = False
     """A stream of chat completions ends with the numbers of tokens."""
+    stops: tuple[str, ...] = ()
+    """Texts that end the turn and that the program does not want to see."""
 
 
 class TurnReply(NamedTuple):
@@ -97,7 +99,6 @@ def reply_to(
     parse: TurnParser,
     num_prompt_tokens: int,
     num_tokens: int,
-    stops: Sequence[str] = (),
     used_ids: Collection[str] = (),
 ) -> TurnReply:
     """A turn of the policy, with its tool calls.
@@ -112,10 +113,9 @@ def reply_to(
         parse: finds the calls of a turn.
         num_prompt_tokens: what the policy read.
         num_tokens: what it wrote.
-        stops: texts that end its turns; the program is not shown them, as usual.
         used_ids: of earlier calls.
     """
-    ends = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    ends = [(at, stop) for stop in request.stops if (at := text.find(stop)) >= 0]
     end, stop = min(ends, default=(len(text), None))
     text = text[:end]
     message: Message = {"role": "assistant", "content": text}

@@ -121,7 +121,10 @@ def test_what_happens_anyway_may_be_asked_for(small_policy, chatml_tokenizer, pa
 
 
 def test_a_text_that_ends_a_turn_is_trained_and_not_shown(small_policy, chatml_tokenizer):
-    """The program sends back what it was shown, which goes on with the row as it was drawn."""
+    """The program sends back what it was shown, which goes on with the row as it was drawn.
+
+    One that does not ask for the policy's stop sees all of it: it may be the end of a call.
+    """
     told = []
     drawn, _ = small_policy.encoder.encode_turn("I look.Observation: it")
 
@@ -132,8 +135,8 @@ def test_a_text_that_ends_a_turn_is_trained_and_not_shown(small_policy, chatml_t
 
     def program(endpoint):
         chat = [USER]
-        for _ in range(2):
-            asks(told, endpoint, messages=chat, stop="Observation:")
+        for stop in ({"stop": "Observation:"}, {"stop": ["Observation:"]}, {}):
+            asks(told, endpoint, messages=chat, **stop)
             chat += [{"role": "assistant", "content": told[-1]}, USER]
         url = endpoint.base_url.removesuffix("/v1")
         with anthropic.Anthropic(base_url=url, api_key=endpoint.api_key, max_retries=0) as client:
@@ -143,12 +146,12 @@ def test_a_text_that_ends_a_turn_is_trained_and_not_shown(small_policy, chatml_t
 
     trajectories = collect(small_policy, chatml_tokenizer, program)
     *texts, message = told
-    assert texts == ["I look."] * 2
+    assert texts == ["I look.", "I look.", "I look.Observation: it"]
     assert message.content[0].text == "I look."
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "Observation:")
     (row,) = trajectories.unbind(0)
     sampled = row["tokens", "full"][row["masks", "all_assistant_mask"]]
-    assert chatml_tokenizer.decode(sampled) == "I look.Observation: it" * 3
+    assert chatml_tokenizer.decode(sampled) == "I look.Observation: it" * 4
 
 
 BODIES = [
