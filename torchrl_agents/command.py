@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Final, NamedTuple, NoReturn
 
 RECIPES: Final = (
@@ -52,9 +54,72 @@ class Command(NamedTuple):
 
 
 COMMANDS: Final[dict[str, Command]] = {
+    "doctor": Command("tell what is installed and what is missing", f"{__name__}:doctor"),
     "view": Command("show the rollouts of a run", "collectors.record.view:main"),
 }
 """What can be done beside recipes, by its name."""
+
+
+class Feature(NamedTuple):
+    """Something that needs more than the library's own dependencies."""
+
+    name: str
+    """What one does with it."""
+    needs: tuple[str, ...]
+    """Modules, and programs as ``program:one|or another``."""
+    remedy: str
+    """What to do where one is missing."""
+    page: str
+    """Of ``docs/``, without its ending."""
+
+
+FEATURES: Final = (
+    Feature("the library", ("torch", "tensordict", "torchrl", "transformers", "datasets", "hydra"),
+            "pip install torchrl-agents", "start"),
+    Feature("training", ("reasoning_gym", "matplotlib", "tensorboard", "textual"),
+            'pip install "torchrl-agents[train]"', "start"),
+    Feature("vLLM", ("vllm",), 'pip install "torchrl-agents[vllm]"', "vllm"),
+    Feature("MCP servers", ("mcp",), 'pip install "torchrl-agents[tools]"', "tools"),
+    Feature("a browser", ("playwright", "program:chromium|chromium-browser|google-chrome"),
+            'pip install "torchrl-agents[tools]", and a Chromium', "sandbox"),
+    Feature("untrusted code", ("program:bwrap",), "install bubblewrap", "sandbox"),
+    Feature("graders", ("math_verify", "openai"),
+            'pip install "torchrl-agents[graders]"', "rewards"),
+    Feature("Ray", ("ray",), 'pip install "torchrl-agents[ray]"', "clusters"),
+    Feature("adapters", ("peft",), 'pip install "torchrl-agents[lora]"', "policies"),
+)  # fmt: skip
+"""What ``doctor`` looks for; the first is needed whatever one does."""
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Print what is installed, and what is missing for which feature; nothing is imported.
+
+    Args:
+        arguments: none are taken.
+
+    Returns:
+        0, or 1 if the library itself can't run, or 2 if there are arguments.
+    """
+    if arguments:
+        print(f"torchrl-agents doctor takes no arguments, got {[*arguments]}.", file=sys.stderr)
+        return 2
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = "with a driver of NVIDIA's" if which("nvidia-smi") else "no NVIDIA GPU"
+    print(f"torchrl-agents {_version()}, Python {sys.version.split()[0]}")
+    print(f"this machine: {os.cpu_count()} cores, {memory:.0f} GiB of memory, {gpu}")
+    able = True
+    for feature in FEATURES:
+        missing = [name for name in feature.needs if not _is_there(name)]
+        able = able and not (missing and feature is FEATURES[0])
+        names = ", ".join(missing).replace("program:", "").replace("|", " or ")
+        told = f"missing {names}: {feature.remedy}"
+        print(f"  {feature.name:<16}{told + f' (docs/{feature.page}.md)' if missing else 'ready'}")
+    return 0 if able else 1
+
+
+def _is_there(name: str) -> bool:
+    kind, _, programs = name.rpartition(":")
+    return any(map(which, programs.split("|"))) if kind else find_spec(name) is not None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

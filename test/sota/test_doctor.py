@@ -1,0 +1,65 @@
+"""``torchrl-agents doctor`` in a process of its own, where some packages can't be found."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def doctor(*without, arguments=(), path=None):
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({list(without)}))\n"
+        "from torchrl_agents.command import main\n"
+        f"status = main(['doctor', *{list(arguments)}])\n"
+        "assert not {'numpy', 'torch', 'transformers'} & {n for n, m in sys.modules.items() if m}\n"
+        "sys.exit(status)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(path or {})}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+    lines = done.stdout.splitlines()
+    return done.returncode, {line[2:18].strip(): line[18:] for line in lines[2:]}, done.stderr
+
+
+def test_what_is_missing_is_told_with_what_to_do_and_where_to_read():
+    status, told, _ = doctor("vllm", "ray")
+    assert status == 0
+    assert told["the library"] == "ready"
+    assert told["training"] == "ready"
+    assert told["vLLM"] == 'missing vllm: pip install "torchrl-agents[vllm]" (docs/vllm.md)'
+    assert told["Ray"] == 'missing ray: pip install "torchrl-agents[ray]" (docs/clusters.md)'
+
+
+def test_without_what_the_library_needs_it_says_no():
+    status, told, _ = doctor("tensordict")
+    assert status == 1
+    assert told["the library"].startswith("missing tensordict: pip install torchrl-agents ")
+
+
+def test_a_program_by_any_of_its_names_will_do(tmp_path):
+    there = {"PATH": str(tmp_path)}
+    _, told, _ = doctor(path=there)
+    names = "chromium or chromium-browser or google-chrome"
+    assert told["a browser"].startswith(f"missing {names}: ")
+    program = tmp_path / "google-chrome"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    _, told, _ = doctor(path=there)
+    assert told["a browser"] == "ready"
+    assert told["untrusted code"].startswith("missing bwrap: ")
+
+
+def test_arguments_are_refused():
+    status, told, error = doctor(arguments=["vllm"])
+    assert (status, told) == (2, {})
+    assert error == "torchrl-agents doctor takes no arguments, got ['vllm'].\n"
+
+
+def test_pages_that_it_names_are_there():
+    from torchrl_agents.command import FEATURES
+
+    for feature in FEATURES:
+        assert (ROOT / f"docs/{feature.page}.md").is_file()
