@@ -364,11 +364,7 @@ def load_models(
 
 
 def warm_up(
-    cfg: RolloutsConfig,
-    setup: Setup,
-    run: Run,
-    actor: TransformersWrapper,
-    policy: LLMWrapperBase,
+    cfg: RolloutsConfig, setup: Setup, run: Run, actor: TransformersWrapper, policy: LLMWrapperBase
 ) -> tuple[TransformersWrapper, LLMWrapperBase]:
     """Demonstrations teach the format; then adapters, if there are any, are put on the model.
 

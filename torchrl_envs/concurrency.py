@@ -314,9 +314,7 @@ class ConcurrentCalls:
         return [chain.outcomes for chain in started]
 
     async def run_async(
-        self,
-        chains: Sequence[Sequence[Call]],
-        timeouts_s: Sequence[Sequence[float]],
+        self, chains: Sequence[Sequence[Call]], timeouts_s: Sequence[Sequence[float]]
     ) -> list[list[Outcome]]:
         """Run all chains as :meth:`run` does, awaited in an event loop that goes on meanwhile."""
         # Cancelling the caller gives up what still runs. To be called in one event loop only, which

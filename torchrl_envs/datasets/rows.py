@@ -356,12 +356,7 @@ class StreamSource:
     """A row can't be read by its number: it is handed on itself."""
 
     def __init__(
-        self,
-        walk: Callable[[int], Iterator[Any]],
-        *,
-        shuffle: bool,
-        buffer_size: int,
-        seed: int,
+        self, walk: Callable[[int], Iterator[Any]], *, shuffle: bool, buffer_size: int, seed: int
     ) -> None:
         self._walk = walk
         self._shuffle = shuffle

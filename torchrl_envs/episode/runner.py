@@ -34,14 +34,7 @@ from torchrl_envs.entries import (
 )
 from torchrl_envs.tool_results import error_line
 
-from .episode import (
-    Episode,
-    Resources,
-    close_left_open,
-    close_resources,
-    drive,
-    run_event,
-)
+from .episode import Episode, Resources, close_left_open, close_resources, drive, run_event
 from .tool_source import ToolDispatcher
 from .transform import EpisodeStartError, EpisodeTransform, overrides
 

@@ -337,10 +337,7 @@ class KLRewardTransform(RetrieveKL):
 
 
 def _one_model(
-    owner: TrajectoryTransform,
-    which: str,
-    model: Any,
-    factory: Callable[[], TokenScorer] | None,
+    owner: TrajectoryTransform, which: str, model: Any, factory: Callable[[], TokenScorer] | None
 ) -> TokenScorer | None:
     if model is not None and factory is not None:
         raise ValueError(

@@ -443,10 +443,7 @@ class BrowserTransform(ToolSource):
     ) -> dict[str, Any] | str:
         # What an action waits for ends before the action's own deadline, which closes the page.
         actions = PageActions(
-            page,
-            self.allowed,
-            timeout_s=0.8 * self.timeout_s,
-            max_bytes=self.max_result_bytes,
+            page, self.allowed, timeout_s=0.8 * self.timeout_s, max_bytes=self.max_result_bytes
         )
         if arguments["action"] != "screenshot":
             return await actions.run(arguments)

@@ -11,13 +11,7 @@ from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.tool_source import Answer, Job, ToolSource, tool_message
 from torchrl_envs.processes import ToolProcesses
 from torchrl_envs.sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxSession
-from torchrl_envs.tool_results import (
-    MAX_RESULT_BYTES,
-    PYTHON,
-    clean_text,
-    code_blocks,
-    result_text,
-)
+from torchrl_envs.tool_results import MAX_RESULT_BYTES, PYTHON, clean_text, code_blocks, result_text
 from torchrl_envs.tool_schemas import Tool, function_tool
 
 # Plain functions as tools.
