@@ -1,9 +1,13 @@
 """Which row each episode begins with: groups of a prompt, and prompts chosen by difficulty."""
 
+import hashlib
+import json
 import logging
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -21,25 +25,21 @@ from .rows import (
     DataOptions,
     Frontier,
     Item,
+    MadeRow,
     Place,
-    PrepareRow,
     PromptLimit,
     RowCheck,
     RowStream,
     SkippedRow,
     SkippedRows,
-    check_same,
-    columns_of,
-    digest,
+    Source,
     find_prompt_column,
     load_rows,
     one_of,
-    open_source,
     opening_messages,
+    prepare_row,
     prompt_error,
-    refuse_bad_rows,
     row_error,
-    sample_rows,
     with_plain_prompt,
 )
 
@@ -239,15 +239,13 @@ class DifficultyPools:
 
 def rollout_rewards(rows: Sequence[TensorDictBase]) -> list[float]:
     """What each rollout got, NaN where nothing scored it; one of several rows counts once."""
-    return [_reward(row) for row in rows if not int(row.get(SEGMENT, 0))]
-
-
-def _reward(row: TensorDictBase) -> float:
-    """Of a rollout; NaN where it could not be scored, or there are no rewards."""
-    scorable, reward = row.get(SCORABLE, None), row.get(REWARD, None)
-    if reward is None or not (scorable is None or bool(scorable.all())):
-        return float("nan")
-    return float(reward.sum())
+    rewards = []
+    for row in rows:
+        if not int(row.get(SEGMENT, 0)):
+            scorable, reward = row.get(SCORABLE, None), row.get(REWARD, None)
+            is_known = reward is not None and (scorable is None or bool(scorable.all()))
+            rewards.append(float(reward.sum()) if is_known else math.nan)
+    return rewards
 
 
 # Rows of a data set become the beginnings of episodes, in groups.
@@ -255,6 +253,7 @@ def _reward(row: TensorDictBase) -> float:
 # Shape legend: B rows of the environment.
 
 _SAMPLE_ROWS: Final = 16
+_SHOWN_ERRORS: Final = 5
 _log = logging.getLogger(__name__)
 
 
@@ -334,23 +333,30 @@ class DataLoadingPrimer(EpisodeTransform):
         self.seed = seed
         self.num_epochs = num_epochs
         self.skipped = SkippedRows()
-        self._source = open_source(
+        self._source = Source(
             self.dataset, shuffle=shuffle, buffer_size=self.options.shuffle_buffer_size, seed=seed
         )
-        self._prepare = PrepareRow(self._source.rows, map_row)
+        self._prepare = partial(prepare_row, self._source.rows, map_row)
         self._rows = RowStream(
             self._source,
             self._prepare,
             num_epochs=num_epochs,
             num_workers=num_workers,
-            worker_timeout_s=self.options.worker_timeout_s,
+            timeout_s=self.options.worker_timeout_s,
         )
         self._prompt_limit = prompt_limit
         self._pools: DifficultyPools | None = None
         self._system_prompt: str | None = None
         self._num_rows = 1
         self._shown_tools: list[str] = []
-        self.columns = columns_of(self._source, self._prepare, self.options.num_checked_rows)
+        reason = ""
+        for row_id, row in self._sample(max(1, self.options.num_checked_rows)):
+            if not isinstance(row, BadRow):
+                self.columns = tuple(row)
+                break
+            reason = reason or f"row {row_id}: {row.reason}"
+        else:
+            raise ValueError(f"DataLoadingPrimer: none of the rows can be read; {reason}.")
         self.prompt_column = find_prompt_column(self.columns, prompt_column)
         self._checks: dict[str, RowCheck] = {}
         self._settings = self._describe()
@@ -364,15 +370,26 @@ class DataLoadingPrimer(EpisodeTransform):
 
     # What the data are --------------------------------------------------------------------------
 
+    def _sample(self, count: int) -> Iterator[tuple[int, MadeRow]]:
+        """Some rows of a sequence, spread evenly, or the first of a stream, with their ids."""
+        size = self._source.num_rows
+        if size is None:
+            keys: Iterable[tuple[int, Any]] = islice(self._source.epoch(0), min(count, 1))
+        else:
+            ids = np.linspace(0, size - 1, min(count, size)).round()
+            keys = ((row_id, row_id) for row_id in ids.astype(int).tolist())
+        return ((row_id, self._prepare(key)) for row_id, key in keys)
+
     def _describe(self) -> dict[str, Any]:
-        """What a saved position belongs to."""
+        """What a saved position belongs to; the same in every process."""
         is_stream = self._source.num_rows is None
         buffer_size = self.options.shuffle_buffer_size
-        sample = sample_rows(self._source, self._prepare, _SAMPLE_ROWS)
+        sample = [row for _, row in self._sample(_SAMPLE_ROWS)]
+        shown = json.dumps(sample, sort_keys=True, default=lambda value: type(value).__name__)
         return {
             "num_rows": self._source.num_rows,
             "columns": list(self.columns),
-            "content": digest([row for _, row in sample]),
+            "content": hashlib.sha256(shown.encode(errors="replace")).hexdigest()[:16],
             "group_size": self.group_size,
             "prompt_column": self.prompt_column,
             "shuffle": self.shuffle,
@@ -392,9 +409,16 @@ class DataLoadingPrimer(EpisodeTransform):
             ValueError: rows are bad, unless bad rows are to be skipped; the message names some.
         """
         self._checks[who] = check
-        if not self.options.skip_bad_rows:
-            count = self.options.num_checked_rows
-            refuse_bad_rows(sample_rows(self._source, self._prepare, count), check)
+        if self.options.skip_bad_rows:
+            return
+        sample = self._sample(self.options.num_checked_rows)
+        errors = ((row_id, row_error(row, [check])) for row_id, row in sample)
+        if bad := [f"row {row_id}: {error}" for row_id, error in errors if error]:
+            shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
+            raise ValueError(
+                f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. Mend the data, or "
+                "leave such rows out with options=DataOptions(skip_bad_rows=True)."
+            )
 
     def check(self, env: "EpisodeEnvironment") -> None:
         """The batch must hold whole groups, and its prompts tell of the tools that are shown.
@@ -429,7 +453,7 @@ class DataLoadingPrimer(EpisodeTransform):
 
     def _check_tools_shown(self, encoder: "ConversationEncoder") -> None:
         messages: list[dict[str, Any]] = []
-        for number, row in sample_rows(self._source, self._prepare, _SAMPLE_ROWS):
+        for number, row in self._sample(_SAMPLE_ROWS):
             if not isinstance(row, BadRow) and not self._checks["prompt"](row):
                 opening = opening_messages(row[self.prompt_column], self._system_prompt)
                 encoder.check_prompt(opening, row=number)
@@ -461,25 +485,20 @@ class DataLoadingPrimer(EpisodeTransform):
         for item in self._rows:
             if self._frontier.has_ended((item.epoch, item.place)):
                 continue
-            if not self._admits(item):
-                self._check_progress(item, "the difficulty pools leave it out")
-                continue
             kind, reason = self._fault(item)
             if not reason:
                 self._last_good_epoch = item.epoch
                 return item._replace(row=with_plain_prompt(item.row, self.prompt_column))
-            if not self.skipped.counts[kind]:
-                _log.warning("Row %d of the data is skipped: %s", item.row_id, reason)
-            self.skipped.add(SkippedRow(item.epoch, item.row_id, reason), kind)
-            self._check_progress(item, reason)
+            if kind:
+                if not self.skipped.counts[kind]:
+                    _log.warning("Row %d of the data is skipped: %s", item.row_id, reason)
+                self.skipped.add(SkippedRow(item.epoch, item.row_id, reason), kind)
+            if item.epoch > self._last_good_epoch + 1:
+                raise ValueError(
+                    "DataLoadingPrimer: a whole pass over the data gave no row that can be used; "
+                    f"the last one, row {item.row_id}: {reason}."
+                )
         return None
-
-    def _check_progress(self, item: Item, reason: str) -> None:
-        if item.epoch > self._last_good_epoch + 1:
-            raise ValueError(
-                "DataLoadingPrimer: a whole pass over the data gave no row that can be used; "
-                f"the last one, row {item.row_id}: {reason}."
-            )
 
     def admit_by(self, pools: DifficultyPools) -> None:
         """Draw rows by their solve rate; the pools are part of ``state_dict()`` then.
@@ -502,13 +521,12 @@ class DataLoadingPrimer(EpisodeTransform):
         """What :meth:`admit_by` was given."""
         return self._pools
 
-    def _admits(self, item: Item) -> bool:
-        pools = self._pools
-        return pools is None or pools.admits(item.row_id, epoch=item.epoch, seed=self.seed)
-
     def _fault(self, item: Item) -> tuple[str, str]:
-        """What is wrong with a row: the kind (``"bad"``, ``"too_long"``), and in words."""
-        error = row_error(item.row, list(self._checks.values()))
+        """Why a row is not drawn: the kind (``"bad"``, ``"too_long"``) of a bad one; in words."""
+        pools = self._pools
+        if pools and not pools.admits(item.row_id, epoch=item.epoch, seed=self.seed):
+            return "", "the difficulty pools leave it out"
+        error = row_error(item.row, self._checks.values())
         if error:
             return "bad", error
         if self._prompt_limit is None:
@@ -592,7 +610,16 @@ class DataLoadingPrimer(EpisodeTransform):
         Raises:
             ValueError: it belongs to other data or settings; the message names what differs.
         """
-        check_same({"pools": None, **self._settings}, state["settings"])
+        settings, saved = {"pools": None, **self._settings}, state["settings"]
+        if other := [
+            f"{name} is {value!r:.80} here and {saved.get(name)!r:.80} there"
+            for name, value in settings.items()
+            if value != saved.get(name)
+        ]:
+            raise ValueError(
+                "DataLoadingPrimer: the saved position belongs to other data or settings: "
+                f"{'; '.join(other)}."
+            )
         if self._pools is not None:
             self._pools.load_state_dict(state["pools"])
         self._start()

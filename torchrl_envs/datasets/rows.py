@@ -1,7 +1,5 @@
 """Rows of data: loaded, prepared in workers, checked, and drawn in an order that can be resumed."""
 
-import contextlib
-import hashlib
 import json
 import logging
 import pickle
@@ -36,13 +34,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?")
 _BUILDERS: Final = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
+    **{".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"},
+    **{".parquet": "parquet", ".arrow": "arrow"},
 }
 
 
@@ -72,13 +65,14 @@ def load_rows(
             a file of JSON lines; no split is given and there are several, none of them
             ``"train"``; or an option does not apply to the source.
     """
+    has_options = name is not None or streaming or bool(load_options)
     if not isinstance(source, str | Path):
-        return _loaded(source, split, name is not None or streaming or bool(load_options))
+        return _loaded(source, split, has_options)
     import datasets.exceptions
 
     path = Path(source)
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        if name is not None or streaming or load_options:
+        if has_options:
             raise ValueError(
                 f"{source} was written by save_to_disk: name=, streaming= and load_options= do not "
                 "apply to it."
@@ -198,55 +192,43 @@ class BadRow(NamedTuple):
     reason: str
 
 
-class PrepareRow:
-    """Fetches a row by its key, which without rows is the row, and applies the user's function.
+MadeRow = dict[str, Any] | BadRow
+Prepare = Callable[[Any], MadeRow]
+"""Makes a row by its key: :func:`prepare_row` of a data set."""
 
-    It can be sent to a worker process.
-    """
 
-    def __init__(
-        self,
-        rows: Sequence[Any] | None,
-        function: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
-    ) -> None:
-        self._rows = rows
-        self._function = function
+def prepare_row(
+    rows: Sequence[Any] | None,
+    function: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
+    key: Any,
+) -> MadeRow:
+    """The row of a key, which without rows is the row, after the user's function; or why not."""
+    try:
+        row = key if rows is None else rows[key]
+        if function is not None:
+            row = function(dict(row) if isinstance(row, Mapping) else row)
+    except Exception as error:  # the data's reader and the user's function
+        return BadRow(f"{type(error).__name__}: {error}")
+    if not isinstance(row, Mapping):
+        return BadRow(f"the row is a {type(row).__name__}, not a dictionary: {row!r:.80}")
+    return dict(row)
 
-    def __call__(self, key: Any) -> dict[str, Any] | BadRow:
-        """The row, or why there is none: one bad row is no reason to stop."""
+
+def prepare_rows(prepare: Prepare, request: bytes) -> bytes:
+    """In a worker: pickled keys to a list of rows, each pickled."""
+    sent = []
+    for key in pickle.loads(request):
+        row = prepare(key)
         try:
-            row = key if self._rows is None else self._rows[key]
-            if self._function is not None:
-                row = self._function(dict(row) if isinstance(row, Mapping) else row)
-        except Exception as error:  # the data's reader and the user's function
-            return BadRow(f"{type(error).__name__}: {error}")
-        if not isinstance(row, Mapping):
-            return BadRow(f"the row is a {type(row).__name__}, not a dictionary: {row!r:.80}")
-        return dict(row)
-
-
-class PrepareRows:
-    """In a worker: pickled keys to pickled rows."""
-
-    def __init__(self, prepare: PrepareRow) -> None:
-        self._prepare = prepare
-
-    def __call__(self, request: bytes) -> bytes:
-        """A list of rows, each pickled."""
-        return pickle.dumps([self._sent(self._prepare(key)) for key in pickle.loads(request)])
-
-    @staticmethod
-    def _sent(row: dict[str, Any] | BadRow) -> bytes:
-        try:
-            return pickle.dumps(row)
+            sent.append(pickle.dumps(row))
         except Exception as error:  # the code of the user's objects
             reason = f"it can't be sent from its worker process: {type(error).__name__}: {error}"
-            return pickle.dumps(BadRow(reason))
+            sent.append(pickle.dumps(BadRow(reason)))
+    return pickle.dumps(sent)
 
 
 # Rows that worker processes prepare, some chunks ahead, in order.
 
-T = TypeVar("T")
 _Key = TypeVar("_Key")
 _CHUNK: Final = 8
 """Rows that a worker prepares at a time."""
@@ -255,15 +237,18 @@ _CHUNKS_AHEAD: Final = 2
 
 
 def prepared(
-    order: Iterator[tuple[_Key, Any]], prepare: PrepareRow, *, num_workers: int, timeout_s: float
-) -> Generator[tuple[_Key, dict[str, Any] | BadRow], None, None]:
-    """Rows in their order; the workers end with the iterator."""
+    order: Iterator[tuple[_Key, Any]], prepare: Prepare, *, num_workers: int, timeout_s: float
+) -> Generator[tuple[_Key, MadeRow], None, None]:
+    """Rows in their order, made here or by workers, which end with the iterator."""
+    if not num_workers:
+        yield from ((place, prepare(key)) for place, key in order)
+        return
     # A row of which a worker dies, or which takes too long, is a bad row, and no other is.
     pool = WorkerPool(sendable(prepare), num_processes=num_workers, timeout_s=timeout_s)
     threads = DaemonThreads(num_workers)
     closed = threading.Event()
     waiting: deque[tuple[tuple[_Key, ...], Future[Any]]] = deque()
-    chunks = _chunks(order)
+    chunks = iter(lambda: list(islice(order, _CHUNK)), [])
     try:
         while True:
             for chunk in islice(chunks, _CHUNKS_AHEAD * num_workers - len(waiting)):
@@ -279,15 +264,10 @@ def prepared(
         threads.close()
 
 
-def _chunks(order: Iterator[T]) -> Iterator[list[T]]:
-    while chunk := list(islice(order, _CHUNK)):
-        yield chunk
-
-
-def sendable(prepare: PrepareRow) -> bytes:
+def sendable(prepare: Prepare) -> bytes:
     """What a worker gets; functions of the program itself are sent whole, others by their name."""
     try:
-        return cloudpickle.dumps(PrepareRows(prepare))
+        return cloudpickle.dumps(partial(prepare_rows, prepare))
     except Exception as error:  # the code of the user's objects
         raise ValueError(
             "DataLoadingPrimer: with num_workers, the data and map_row are sent to worker "
@@ -296,26 +276,20 @@ def sendable(prepare: PrepareRow) -> bytes:
         ) from error
 
 
-def _ask(pool: WorkerPool, keys: Sequence[Any], closed: threading.Event) -> list[Any]:
+def _ask(
+    pool: WorkerPool, keys: Sequence[Any], closed: threading.Event, *, alone: bool = False
+) -> list[MadeRow]:
     """The rows of some keys; where that fails, each is tried alone, and may fail alone."""
+    if alone and closed.is_set():
+        return [BadRow("the workers were closed")]
     try:
         return [pickle.loads(row) for row in pickle.loads(pool.ask(pickle.dumps(keys)))]
     except WorkerStartError:
         raise
-    except (ToolProcessError, CallTimeoutError):
-        return [_ask_alone(pool, key, closed) for key in keys]
-
-
-def _ask_alone(pool: WorkerPool, key: Any, closed: threading.Event) -> Any:
-    if closed.is_set():
-        return BadRow("the workers were closed")
-    try:
-        (row,) = pickle.loads(pool.ask(pickle.dumps([key])))
-        return pickle.loads(row)
-    except WorkerStartError:
-        raise
     except (ToolProcessError, CallTimeoutError) as error:
-        return BadRow(f"a worker process could not prepare it: {error}")
+        if alone:
+            return [BadRow(f"a worker process could not prepare it: {error}")]
+        return [row for key in keys for row in _ask(pool, [key], closed, alone=True)]
 
 
 # Where rows come from: a sequence that is indexed, or a stream that is walked through.
@@ -328,53 +302,54 @@ Place = tuple[int, int]
 COUNTS: Final = ("drawn", "ended", "abandoned")
 
 
-class SequenceSource:
-    """Rows that can be read by their number."""
+class Source:
+    """Rows that can be read by their number, or a stream that begins anew for each epoch."""
 
-    def __init__(self, rows: Sequence[Any], *, shuffle: bool, seed: int) -> None:
-        self.rows = rows
-        self.num_rows = len(rows)
-        self._shuffle = shuffle
-        self._seed = seed
+    # The rows of a stream can't be read by their number, so they are handed on themselves: `rows`
+    # is None. Shuffling a stream holds `buffer_size` rows and draws from them.
 
-    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """Row ids in the order of an epoch, each with its index in ``rows``."""
-        order: Iterable[int] = range(self.num_rows)
-        if self._shuffle:
-            permutation = np.random.default_rng([self._seed, number]).permutation(self.num_rows)
-            order = permutation.tolist()
-        return ((index, index) for index in order[start:])  # type: ignore[index]
-
-
-class StreamSource:
-    """Rows that can only be walked through, from the beginning, as often as needed."""
-
-    # The row id is the place in the stream. Shuffling holds `buffer_size` rows and draws from them.
-
-    num_rows = None
-    rows = None
-    """A row can't be read by its number: it is handed on itself."""
-
-    def __init__(
-        self, walk: Callable[[int], Iterator[Any]], *, shuffle: bool, buffer_size: int, seed: int
-    ) -> None:
-        self._walk = walk
+    def __init__(self, data: Any, *, shuffle: bool, buffer_size: int, seed: int) -> None:
+        is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+        self.rows: Sequence[Any] | None = None
+        if is_sequence and not isinstance(data, Mapping):
+            self.rows = data
+        elif isinstance(data, Mapping | str | bytes) or not (
+            callable(data) or isinstance(data, Iterable)
+        ):
+            raise TypeError(
+                "DataLoadingPrimer takes a data set of datasets, a sequence or an iterable of "
+                f"dictionaries, a torch DataLoader, a hub id or a path, got {type(data).__name__}."
+            )
+        elif isinstance(data, Iterable) and not hasattr(data, "batch_size") and iter(data) is data:
+            raise ValueError(
+                f"DataLoadingPrimer: this {type(data).__name__} can be walked through only once, "
+                "so there is no second epoch and no resuming. Pass a list, an object whose "
+                "__iter__ starts anew, or a function that returns a fresh iterator."
+            )
+        self.num_rows = None if self.rows is None else len(self.rows)
+        self._walk = partial(_rows_of, data, seed)
+        if self.num_rows == 0 or (self.rows is None and next(self._walk(0), None) is None):
+            raise ValueError("DataLoadingPrimer: the data set has no rows.")
         self._shuffle = shuffle
         self._buffer_size = buffer_size
         self._seed = seed
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """Row ids and rows, see :meth:`SequenceSource.epoch`; all are read, those left out too."""
-        rows = enumerate(self._walk(number))
-        order = self._from_buffer(rows, number) if self._shuffle else rows
-        for place, item in enumerate(order):
-            if place >= start:
-                yield item
+        """Row ids in the order of an epoch, each with the key of its row."""
+        # The id is the number of the row in the data. Of a stream all rows are read, those before
+        # the start too.
+        random = np.random.default_rng([self._seed, number])
+        if self.num_rows is None:
+            rows = enumerate(self._walk(number))
+            return islice(self._from_buffer(rows, random) if self._shuffle else rows, start, None)
+        order: Any = range(self.num_rows)
+        if self._shuffle:
+            order = random.permutation(self.num_rows).tolist()
+        return ((index, index) for index in order[start:])
 
     def _from_buffer(
-        self, rows: Iterator[tuple[int, Any]], number: int
+        self, rows: Iterator[tuple[int, Any]], random: np.random.Generator
     ) -> Iterator[tuple[int, Any]]:
-        random = np.random.default_rng([self._seed, number])
         buffer: list[tuple[int, Any]] = []
         for row in rows:
             if len(buffer) < self._buffer_size:
@@ -387,79 +362,34 @@ class StreamSource:
         yield from buffer
 
 
-def open_source(
-    rows: Any, *, shuffle: bool, buffer_size: int, seed: int
-) -> SequenceSource | StreamSource:
-    """The source of a sequence, of what can be iterated again and again, or of a function."""
-    if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, Mapping):
-        if len(rows) == 0:
-            raise ValueError("DataLoadingPrimer: the data set has no rows.")
-        return SequenceSource(rows, shuffle=shuffle, seed=seed)
-    walk = _walk_of(rows, seed)
-    if next(walk(0), None) is None:
-        raise ValueError("DataLoadingPrimer: the data set has no rows.")
-    return StreamSource(walk, shuffle=shuffle, buffer_size=buffer_size, seed=seed)
-
-
-def _walk_of(rows: Any, seed: int) -> Callable[[int], Iterator[Any]]:
+def _rows_of(rows: Any, seed: int, epoch: int) -> Iterator[Any]:
+    """The rows of a stream, or of what a function returns; batches are taken apart."""
     if callable(rows) and not isinstance(rows, Iterable):
-        return lambda epoch: _rows_of(rows(), epoch, seed)
-    if not isinstance(rows, Iterable) or isinstance(rows, Mapping | str | bytes):
-        raise TypeError(
-            "DataLoadingPrimer takes a data set of datasets, a sequence or an iterable of "
-            f"dictionaries, a torch DataLoader, a hub id or a path, got {type(rows).__name__}."
-        )
-    if not hasattr(rows, "batch_size") and iter(rows) is rows:
-        raise ValueError(
-            f"DataLoadingPrimer: this {type(rows).__name__} can be walked through only once, so "
-            "there is no second epoch and no resuming. Pass a list, an object whose __iter__ "
-            "starts anew, or a function that returns a fresh iterator."
-        )
-    return lambda epoch: _rows_of(rows, epoch, seed)
-
-
-def _rows_of(rows: Any, epoch: int, seed: int) -> Iterator[Any]:
+        rows = rows()
     if hasattr(rows, "set_epoch"):
         rows.set_epoch(epoch)
+    is_batched, batches = getattr(rows, "batch_size", None), rows
     if isinstance(rows, torch.utils.data.DataLoader):
-        yield from _loader_rows(rows, epoch, seed)
-    elif getattr(rows, "batch_size", None):
-        for batch in rows:
-            yield from _taken_apart(batch)
-    else:
-        yield from rows
-
-
-def _loader_rows(loader: torch.utils.data.DataLoader[Any], epoch: int, seed: int) -> Iterator[Any]:
-    """The rows of a DataLoader; what it draws at random depends on seed and epoch only."""
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(_mixed(seed, epoch))
-        if loader.generator is not None:
-            loader.generator.manual_seed(_mixed(seed, epoch))
-        batches = iter(loader)
-        first = next(batches, None)
-    if first is None:
-        return
-    is_batched = loader.batch_size is not None or loader.batch_sampler is not None
-    for batch in chain([first], batches):
+        is_batched = is_batched or rows.batch_sampler is not None
+        # What it draws at random depends on seed and epoch only.
+        state = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(state)
+            if rows.generator is not None:
+                rows.generator.manual_seed(state)
+            batches = iter(rows)
+            first = list(islice(batches, 1))
+        batches = chain(first, batches)
+    for batch in batches:
         yield from _taken_apart(batch) if is_batched else [batch]
 
 
-def _mixed(seed: int, epoch: int) -> int:
-    return int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
-
-
-def _taken_apart(batch: Any) -> Iterator[Any]:
+def _taken_apart(batch: Any) -> Iterable[Any]:
     """The rows of a batch: a list of rows, or columns of equal length."""
     if not isinstance(batch, Mapping):
-        yield from batch
-        return
-    columns = {
-        name: column.tolist() if isinstance(column, torch.Tensor) else list(column)
-        for name, column in batch.items()
-    }
-    for values in zip(*columns.values(), strict=True):
-        yield dict(zip(columns, values, strict=True))
+        return batch
+    columns = [c.tolist() if isinstance(c, torch.Tensor) else list(c) for c in batch.values()]
+    return (dict(zip(batch, values, strict=True)) for values in zip(*columns, strict=True))
 
 
 class Item(NamedTuple):
@@ -470,7 +400,7 @@ class Item(NamedTuple):
     """In the order of the epoch."""
     row_id: int
     """Its number in the data set: the same in every order."""
-    row: dict[str, Any] | BadRow
+    row: MadeRow
 
 
 class RowStream:
@@ -480,21 +410,21 @@ class RowStream:
 
     def __init__(
         self,
-        source: SequenceSource | StreamSource,
-        prepare: PrepareRow,
+        source: Source,
+        prepare: Prepare,
         *,
         num_epochs: int | None,
         num_workers: int,
-        worker_timeout_s: float,
+        timeout_s: float,
     ) -> None:
         if num_workers:
             sendable(prepare)
         self._source = source
-        self._prepare = prepare
         self._num_epochs = num_epochs
-        self._num_workers = num_workers
-        self._worker_timeout_s = worker_timeout_s
-        self._items: Generator[Item, None, None] | None = None
+        self._make: Any = partial(
+            prepared, prepare=prepare, num_workers=num_workers, timeout_s=timeout_s
+        )
+        self._items: Generator[tuple[tuple[int, int, int], MadeRow], None, None] | None = None
         self.position = (0, 0)
         """Epoch and place of the next item."""
 
@@ -514,14 +444,15 @@ class RowStream:
 
     def __next__(self) -> Item:
         if self._items is None:
-            self._items = self._prepared()
+            self._items = self._make(self._order())
         try:
-            item = next(self._items)
+            where, row = next(self._items)
         except StopIteration:
             raise
         except BaseException:
             self._items = None  # the next call goes on from here
             raise
+        item = Item(*where, row)
         self.position = (item.epoch, item.place + 1)
         return item
 
@@ -542,21 +473,6 @@ class RowStream:
                     "returns a fresh one."
                 )
             epoch, start = epoch + 1, 0
-
-    def _prepared(self) -> Generator[Item, None, None]:
-        if not self._num_workers:
-            for where, key in self._order():
-                yield Item(*where, self._prepare(key))
-            return
-        rows = prepared(
-            self._order(),
-            self._prepare,
-            num_workers=self._num_workers,
-            timeout_s=self._worker_timeout_s,
-        )
-        with contextlib.closing(rows):
-            for where, row in rows:
-                yield Item(*where, row)
 
 
 class Frontier:
@@ -624,7 +540,6 @@ RowCheck = Callable[[Mapping[str, Any]], str]
 
 PROMPT_COLUMNS: Final = ("prompt", "query", "question", "messages", "text")
 """Where the prompt is looked for when no column is named."""
-_SHOWN_ERRORS: Final = 5
 MAX_SKIPPED: Final = 1000
 """Skipped rows that are remembered one by one."""
 
@@ -648,42 +563,6 @@ class SkippedRows:
         """Note one."""
         self.rows.append(row)
         self.counts[kind] += 1
-
-
-def sample_rows(
-    source: SequenceSource | StreamSource, prepare: PrepareRow, count: int
-) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    """Some rows of a sequence, spread evenly, or the first one of a stream, with their ids."""
-    if source.num_rows is None:
-        keys: Iterable[tuple[int, Any]] = islice(source.epoch(0), min(count, 1))
-    else:
-        ids = np.linspace(0, source.num_rows - 1, min(count, source.num_rows)).round()
-        keys = ((row_id, row_id) for row_id in ids.astype(int).tolist())
-    return ((row_id, prepare(key)) for row_id, key in keys)
-
-
-def columns_of(
-    source: SequenceSource | StreamSource, prepare: PrepareRow, count: int
-) -> tuple[str, ...]:
-    """The columns of the first row that can be read."""
-    reason = ""
-    for row_id, row in sample_rows(source, prepare, max(1, count)):
-        if not isinstance(row, BadRow):
-            return tuple(row)
-        reason = reason or f"row {row_id}: {row.reason}"
-    raise ValueError(f"DataLoadingPrimer: none of the rows can be read; {reason}.")
-
-
-def refuse_bad_rows(rows: Iterable[tuple[int, dict[str, Any] | BadRow]], check: RowCheck) -> None:
-    """Rows that are bad are an error before anything runs."""
-    errors = ((row_id, row_error(row, [check])) for row_id, row in rows)
-    bad = [f"row {row_id}: {error}" for row_id, error in errors if error]
-    if bad:
-        shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
-        raise ValueError(
-            f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. Mend the data, or leave "
-            "such rows out with options=DataOptions(skip_bad_rows=True)."
-        )
 
 
 def find_prompt_column(columns: Sequence[str], asked: str | None) -> str:
@@ -711,10 +590,8 @@ def prompt_error(row: Mapping[str, Any], column: str) -> str:
         except (TypeError, ValueError) as error:
             return f"column {column!r}: {error}"
     elif not isinstance(value, str):
-        return (
-            f"column {column!r} must hold strings or lists of messages, got "
-            f"{type(value).__name__}: {value!r:.80}"
-        )
+        found = f"{type(value).__name__}: {value!r:.80}"
+        return f"column {column!r} must hold strings or lists of messages, got {found}"
     return "" if is_text(value) else f"column {column!r} is not text: it can't be encoded as UTF-8"
 
 
@@ -739,7 +616,7 @@ def is_text(value: Any) -> bool:
     return True
 
 
-def row_error(row: dict[str, Any] | BadRow, checks: Sequence[RowCheck]) -> str:
+def row_error(row: MadeRow, checks: Iterable[RowCheck]) -> str:
     """The first thing that is wrong with a row, or ``""``."""
     if isinstance(row, BadRow):
         return row.reason
@@ -790,23 +667,3 @@ def opening_messages(
     if system_prompt is not None and messages[0]["role"] != "system":
         return [{"role": "system", "content": system_prompt}, *messages]
     return messages
-
-
-def check_same(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where a saved position belongs to something else, naming what."""
-    other = [
-        f"{name} is {value!r:.80} here and {saved.get(name)!r:.80} there"
-        for name, value in settings.items()
-        if value != saved.get(name)
-    ]
-    if other:
-        raise ValueError(
-            "DataLoadingPrimer: the saved position belongs to other data or settings: "
-            f"{'; '.join(other)}."
-        )
-
-
-def digest(rows: Sequence[Any]) -> str:
-    """The same for the same rows in every process."""
-    shown = json.dumps(rows, sort_keys=True, default=lambda value: type(value).__name__)
-    return hashlib.sha256(shown.encode(errors="replace")).hexdigest()[:16]
