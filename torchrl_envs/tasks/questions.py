@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, Final
 
+from torchrl_data.checks import check_counts
 from torchrl_data.keys import REWARD
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeTransform
@@ -119,7 +120,7 @@ class GSM8KPrepareQuestion(EpisodeTransform):
         super().__init__()
         if "{question}" not in template:
             raise ValueError(
-                f"GSM8KPrepareQuestion: the template has no {{question}}: {template!r:.80}."
+                f"{self._get_name()}: no {{question}} in the template {template!r:.80}."
             )
         self.template = template
 
@@ -131,7 +132,7 @@ class GSM8KPrepareQuestion(EpisodeTransform):
         """
         if not isinstance(episode.query, str):
             raise TypeError(
-                f"GSM8KPrepareQuestion takes strings, got {type(episode.query).__name__}."
+                f"{self._get_name()} takes strings, got {type(episode.query).__name__}."
             )
         episode.query = self.template.replace("{question}", episode.query)
 
@@ -309,6 +310,12 @@ def math_task(
         grade = MathVerifyReward(timeout_s=timeout_s, num_workers=num_workers)
         return [RewardFunctions([grade, think_answer_format], weights=[1.0, format_reward])]
 
+    def with_answer(row: Row) -> Row:
+        answer = last_boxed(row.get("solution") or "")
+        if answer is None:
+            raise ValueError(f"the solution has no \\boxed{{}}: {row.get('solution')!r:.200}")
+        return {**row, "answer": answer}
+
     def solution(row: Row) -> str | None:
         answer = last_boxed(row.get("solution") or "")
         tagged = f"<think>{row.get('solution')}</think><answer>{answer}</answer>"
@@ -321,7 +328,7 @@ def math_task(
         rewards=rewards,
         columns=("problem", "solution"),
         prompt_column="problem",
-        map_row=_with_answer,
+        map_row=with_answer,
         final_answer=tagged_answer,
         system_prompt=system_prompt,
     )
@@ -374,13 +381,6 @@ class MATHEnv(TaskEnv):
         super().__init__(task, compute_reward=compute_reward, **kwargs)
 
 
-def _with_answer(row: dict[str, Any]) -> dict[str, Any]:
-    answer = last_boxed(row.get("solution") or "")
-    if answer is None:
-        raise ValueError(f"the solution has no \\boxed{{}}: {row.get('solution')!r:.200}")
-    return {**row, "answer": answer}
-
-
 # Countdown: reach a number with some others, each used once, by the four operations.
 
 COUNTDOWN_PROMPT: Final = (
@@ -406,36 +406,27 @@ def countdown_rows(
     seed: int = 0,
 ) -> list[dict[str, Any]]:
     """Problems that can be solved: the target is the value of a random expression."""
-    if min(num_rows, max_number, max_target) < 1 or num_count < 2:
-        raise ValueError(
-            "countdown_rows: num_rows, max_number and max_target must be at least 1 and num_count "
-            f"at least 2, got {num_rows}, {max_number}, {max_target} and {num_count}."
-        )
+    check_counts("countdown_rows", num_rows=num_rows, max_number=max_number, max_target=max_target)
+    check_counts("countdown_rows", 2, num_count=num_count)
     rng = random.Random(seed)
     rows = []
     while len(rows) < num_rows:
         numbers = [rng.randint(1, max_number) for _ in range(num_count)]
-        solution, value = _random_expression(numbers, rng)
+        solution, value = str(numbers[0]), numbers[0]
+        for number in numbers[1:]:  # every intermediate value is a positive integer
+            choices = {"+": value + number, "*": value * number}
+            if value > number:
+                choices["-"] = value - number
+            if value % number == 0:
+                choices["/"] = value // number
+            sign = rng.choice(sorted(choices))
+            solution, value = f"({solution} {sign} {number})", choices[sign]
         if 1 <= value <= max_target:
             rng.shuffle(numbers)
             prompt = f"Numbers: {', '.join(map(str, numbers))}. Target: {value}."
             row = {"prompt": prompt, "numbers": numbers, "target": value, "solution": solution}
             rows.append(row)
     return rows
-
-
-def _random_expression(numbers: list[int], rng: random.Random) -> tuple[str, int]:
-    """Combine numbers in turn; every intermediate value is a positive integer."""
-    text, value = str(numbers[0]), numbers[0]
-    for number in numbers[1:]:
-        choices = {"+": value + number, "*": value * number}
-        if value > number:
-            choices["-"] = value - number
-        if value % number == 0:
-            choices["/"] = value // number
-        sign = rng.choice(sorted(choices))
-        text, value = f"({text} {sign} {number})", choices[sign]
-    return text, value
 
 
 def evaluate(expression: str) -> tuple[Fraction, Counter[int]] | None:

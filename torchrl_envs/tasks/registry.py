@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from torchrl.envs import Transform
 
+from torchrl_data.checks import check_numbers
 from torchrl_envs.datasets.rows import find_prompt_column
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import cut_after
@@ -58,19 +59,13 @@ def combine_tasks(
         _check(task)
     prompts = {task.system_prompt for task in tasks}
     makers = [partial(_mixed_row, task, len(prompts) > 1) for task in tasks]
-    columns = dict.fromkeys(
-        column
-        for task, make in zip(tasks, makers, strict=True)
-        for column in make(task.train_rows[0])
-    )
+    pairs = list(zip(tasks, makers, strict=True))
+    columns = dict.fromkeys(column for t, make in pairs for column in make(t.train_rows[0]))
     sizes = [len(task.train_rows) for task in tasks]
     order = _in_turn([[(k, i) for i in range(size)] for k, size in enumerate(sizes)])
     if shares is not None:
         order = draw_schedule(sizes, shares, seed)
-    held_out = [
-        [{**columns, **make(row)} for row in task.held_out_rows]
-        for task, make in zip(tasks, makers, strict=True)
-    ]
+    held_out = [[{**columns, **make(r)} for r in t.held_out_rows] for t, make in pairs]
     environments = {task.name: task.environment for task in tasks if task.environment is not None}
     answers = {task.final_answer for task in tasks}
     bonuses = [task.entropy_coeff for task in tasks if task.entropy_coeff is not None]
@@ -167,11 +162,7 @@ class MixedRows(Sequence[Row]):
 
 
 class TurnLimit(EpisodeTransform):
-    """Cuts an episode after so many turns, as ``StepCounter`` does.
-
-    Args:
-        max_turns: of the policy.
-    """
+    """Cuts an episode after so many turns of the policy, as ``StepCounter`` does."""
 
     def __init__(self, max_turns: int) -> None:
         super().__init__()
@@ -267,16 +258,11 @@ def multi_env_task(
     settings: dict[str, dict[str, Any]] = {}
     for name, given in (tasks or _DEFAULT_MIX).items():
         own = dict(given) if isinstance(given, Mapping) else {"share": given}
-        share = own.setdefault("share", 1.0)
-        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
-            raise ValueError(f"tasks: the share of {name} must be a number, got {share!r}.")
+        check_numbers("tasks", **{f"the share of {name}": own.setdefault("share", 1.0)})
         settings[name] = {"task": name, **own}
     shares = [own.pop("share") for own in settings.values()]
-    counts = {
-        "num_rows": num_rows,
-        "num_held_out": num_held_out,
-        "num_demonstrations": num_demonstrations,
-    }
+    counts = {"num_rows": num_rows, "num_held_out": num_held_out}
+    counts["num_demonstrations"] = num_demonstrations
     shared = {name: -(-count // len(settings)) for name, count in counts.items()}
     parts = []
     for name, own in settings.items():

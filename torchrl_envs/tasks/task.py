@@ -14,6 +14,7 @@ from torchrl.envs import Transform
 from torchrl.envs.transforms import Compose, StepCounter
 
 from torchrl_data.batch_io import read_conversations
+from torchrl_data.checks import check_numbers
 from torchrl_data.conversation import Conversations
 from torchrl_data.messages import Message
 from torchrl_data.templates.encoder import ConversationEncoder, encode_demonstrations
@@ -26,6 +27,8 @@ from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.graders.answers import read_tags
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.tools.environments import EnvironmentTools
+
+from .games import ROLES
 
 # What a task brings: data, tools and rewards, a limit of turns, and demonstrations if it has any.
 #
@@ -187,27 +190,24 @@ class TaskEnv(EpisodeEnv):
             ValueError: as :func:`~torchrl_data.encode_demonstrations`; or there are several
                 environments, so that nobody knows which tools a conversation is about.
         """
-        chats, tools = self.task.demonstrations, self.task.demonstration_tools
+        task, tools, shown = self.task, self.task.demonstration_tools, None
+        chats = task.demonstrations
         if self._opening is not None:
             opening: Message = {"role": "system", "content": self._opening}
             chats = [c if c[0]["role"] == "system" else [opening, *c] for c in chats]
-        shown = None if tools and None not in tools else self._shown_tools()
+        shows = any(source.show_schemas for source in self.transforms_of(ToolSource))
+        if shows and (not tools or None in tools):  # those in the prompt of an episode
+            if task.parts or len(getattr(task.environment, "keys", tuple)()) > 1:
+                raise ValueError(
+                    "there are several environments with tools of their own, and nothing says "
+                    "which of them a demonstration is about: give its schemas (a column 'tools'), "
+                    "or show none (show_schemas=False; in a recipe policy.show_tool_schemas=false)."
+                )
+            is_held_out = len(task.held_out_rows) > 0
+            with closing(TaskEnv(task, held_out=is_held_out, compute_reward=False)) as env:
+                shown = read_conversations(env.reset(), "prompt", who="TaskEnv").tools(0)
         schemas = [own or shown for own in tools or [None] * len(chats)]
         return encode_demonstrations(encoder, chats, tools=schemas)
-
-    def _shown_tools(self) -> Sequence[dict[str, Any]] | None:
-        """The schemas in the prompt of an episode."""
-        if not any(source.show_schemas for source in self.transforms_of(ToolSource)):
-            return None
-        if self.task.parts or len(getattr(self.task.environment, "keys", tuple)()) > 1:
-            raise ValueError(
-                "there are several environments with tools of their own, and nothing says which of "
-                "them a demonstration is about: give its schemas (a column 'tools'), or show none "
-                "(show_schemas=False; in a recipe policy.show_tool_schemas=false)."
-            )
-        is_held_out = len(self.task.held_out_rows) > 0
-        with closing(TaskEnv(self.task, held_out=is_held_out, compute_reward=False)) as env:
-            return read_conversations(env.reset(), "prompt", who="TaskEnv").tools(0)
 
 
 def unique_rows(rows: Sequence[Row], prompt_column: str = "prompt") -> list[Row]:
@@ -293,17 +293,14 @@ def with_solutions(task: Task, count: int, solution: Callable[[Row], str | None]
         count: most conversations.
         solution: what the assistant says, of a row; ``None`` leaves the row out.
     """
-    opening: list[Message] = []
-    if task.system_prompt is not None:
-        opening = [{"role": "system", "content": task.system_prompt}]
-    answered = ((row, solution(row)) for row in islice(task.train_rows, count))
-    chats = [
-        [
-            *opening,
-            {"role": "user", "content": row[task.prompt_column or "prompt"]},
-            {"role": "assistant", "content": text},
-        ]
-        for row, text in answered
+    opening = (
+        [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
+    )
+    column = task.prompt_column or "prompt"
+    answered = ((row[column], solution(row)) for row in islice(task.train_rows, count))
+    chats: Any = [
+        [*opening, {"role": "user", "content": asked}, {"role": "assistant", "content": text}]
+        for asked, text in answered
         if text is not None
     ]
     return replace(task, demonstrations=chats)
@@ -324,7 +321,6 @@ _RUN: Final = re.compile(r"\b[^\W\d_](?:[^\W\d_]|\s)*[^\W\d_]\b")
 _LINE: Final = re.compile(r"^(?=.*[^\W\d_]{2}).*\S", re.MULTILINE)
 _NUM_TEXTS: Final = 1024
 _SHARE: Final = 0.02
-_ROLES: Final = ("user", "assistant")
 
 
 class Slips:
@@ -342,8 +338,7 @@ class Slips:
     """
 
     def __init__(self, answers: Sequence[str], right_fraction: float) -> None:
-        if not 0 < right_fraction <= 1:
-            raise ValueError(f"right_fraction must be in (0, 1], got {right_fraction}.")
+        check_numbers("", "(0, 1]", right_fraction=right_fraction)
         self._right_fraction = right_fraction
         self._answers = answers
         used = sorted(set().union(*answers))
@@ -434,7 +429,7 @@ def common_phrases(rows: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
         rows: with a prompt each.
     """
     texts = [row["prompt"] for row in rows[:_NUM_TEXTS]]
-    phrases = list(_ROLES)
+    phrases = list(ROLES)
     for pattern in (_LINE, _RUN, _WORD):  # of what is in no phrase yet
         counts = Counter(phrase for text in texts for phrase in set(pattern.findall(text)))
         common = sorted(text for text, count in counts.items() if count >= _SHARE * len(texts))
