@@ -18,7 +18,7 @@ from torchrl_data.stop_reasons import ANSWERED, NO_DATA, ROLLOUT_TRUNCATED
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.runner import EpisodeRunner, write_episodes, write_flags, write_rewards
+from torchrl_envs.episode.runner import EpisodeEntries, EpisodeRunner, write_flags
 from torchrl_envs.episode.tool_source import ToolDispatcher
 from torchrl_envs.rewards.functions import RewardFunction, RewardFunctions
 from torchrl_modules import LLMWrapperBase
@@ -283,8 +283,10 @@ class RolloutFunctionCollector(Collector):
         names = [] if self.reward_field is None else [self.reward_field]
         if self.reward_functions is not None:
             names += self.reward_functions.reward_names
-        write_rewards(batch, episodes, names, dense=False)
-        write_episodes(batch, episodes, loads_data=True, has_tools=False)
+        entries = EpisodeEntries()
+        entries.reward_names, entries.has_sources, entries.loads_data = names, True, True
+        entries.write_results(batch, episodes)
+        entries.write_values(batch, episodes)
         rows = trajectory_rows(batch, range(len(episodes)))
         return lazy_stack([row for own in rows for row in own]), len(episodes)
 

@@ -32,17 +32,7 @@ from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
 from .models import add_adapters, build_policies, engines_of_collector, warm_start
 from .run import Run, origin_of
-from .settings.schema import (
-    CollectorConfig,
-    EpisodeConfig,
-    Recipe,
-    RecipeConfig,
-    RolloutsConfig,
-    TrainingConfig,
-    defaults_of,
-    fill_in,
-    refusing,
-)
+from .settings import schema
 
 # How rollouts are collected: in batches between the steps, or beside training.
 
@@ -52,7 +42,7 @@ AnyCollector = LLMCollector | StreamingCollector | RayLLMCollector
 POLICIES = ("wait", "drop")
 
 
-def staleness_of(cfg: CollectorConfig) -> StalenessPolicy:
+def staleness_of(cfg: schema.CollectorConfig) -> StalenessPolicy:
     """How old tokens may be.
 
     Raises:
@@ -65,7 +55,7 @@ def staleness_of(cfg: CollectorConfig) -> StalenessPolicy:
     return kind(cfg.max_staleness, pipeline_depth=depth, recompute=cfg.recompute)
 
 
-def tasks_of(cfg: CollectorConfig) -> int | LoadCap:
+def tasks_of(cfg: schema.CollectorConfig) -> int | LoadCap:
     """How many episodes may run at once."""
     return LoadCap(cfg.max_inflight_tasks) if cfg.follow_load else cfg.max_inflight_tasks
 
@@ -77,7 +67,7 @@ def rollout_buffer(env: TaskEnv, transform: Transform | None = None) -> ReplayBu
 
 
 def build_collector(
-    cfg: RolloutsConfig,
+    cfg: schema.RolloutsConfig,
     env: TaskEnv,
     policy: LLMWrapperBase,
     *,
@@ -125,7 +115,11 @@ class HeldOut:
     """
 
     def __init__(
-        self, cfg: TrainingConfig, collector: AnyCollector, env: TaskEnv, policy: LLMWrapperBase
+        self,
+        cfg: schema.TrainingConfig,
+        collector: AnyCollector,
+        env: TaskEnv,
+        policy: LLMWrapperBase,
     ) -> None:
         self._cfg = cfg
         self._collector = collector
@@ -250,7 +244,9 @@ class Setup(NamedTuple):
     held_out_env: TaskEnv
 
 
-def build_task(recipe: Recipe, cfg: RolloutsConfig, settings: dict[str, Any]) -> Setup:
+def build_task(
+    recipe: schema.Recipe, cfg: schema.RolloutsConfig, settings: dict[str, Any]
+) -> Setup:
     """The task and its environments; whatever is wrong with them shows before a model is loaded.
 
     Args:
@@ -261,7 +257,7 @@ def build_task(recipe: Recipe, cfg: RolloutsConfig, settings: dict[str, Any]) ->
     Raises:
         SettingsError: the task's settings or data can't be used.
     """
-    with refusing(f"task={cfg.task.id}"):
+    with schema.refusing(f"task={cfg.task.id}"):
         task = _make_task(recipe, cfg, settings, num_held_out=cfg.evaluate.num_prompts)
         if cfg.warm_start.num_steps and not task.demonstrations:
             raise ValueError("it has no demonstrations: set warm_start.num_steps=0")
@@ -275,11 +271,11 @@ def build_task(recipe: Recipe, cfg: RolloutsConfig, settings: dict[str, Any]) ->
 
 
 def build_test(
-    recipe: Recipe,
-    cfg: RecipeConfig,
+    recipe: schema.Recipe,
+    cfg: schema.RecipeConfig,
     settings: dict[str, Any],
     *,
-    limits: EpisodeConfig,
+    limits: schema.EpisodeConfig,
     num_prompts: int,
     num_samples: int = 1,
     num_envs: int | None = None,
@@ -298,7 +294,7 @@ def build_test(
     Raises:
         SettingsError: the task's settings or data can't be used.
     """
-    with refusing(f"task={cfg.task.id}"):
+    with schema.refusing(f"task={cfg.task.id}"):
         task = _make_task(recipe, cfg, settings, num_held_out=num_prompts)
         env = TaskEnv(
             task,
@@ -312,7 +308,7 @@ def build_test(
 
 
 def _make_task(
-    recipe: Recipe, cfg: RecipeConfig, settings: dict[str, Any], *, num_held_out: int
+    recipe: schema.Recipe, cfg: schema.RecipeConfig, settings: dict[str, Any], *, num_held_out: int
 ) -> Task:
     origin = origin_of(cfg.policy.model)
     is_embedded = origin.model is None
@@ -322,7 +318,7 @@ def _make_task(
     task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **settings)
     if made_easy:
         _LOG.info("what the embedded model is asked is easy: task.level=easy")
-    defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained, origin=origin.model)
+    defaults = schema.defaults_of(cfg, recipe.embedded, recipe.pretrained, origin=origin.model)
     if is_embedded:
         defaults["policy.max_new_tokens"] = task.max_new_tokens
         if task.entropy_coeff is not None and "loss.entropy_coeff" in defaults:
@@ -334,13 +330,13 @@ def _make_task(
     inherited = dict(origin.settings)
     if origin.task != cfg.task.id:
         inherited.pop("policy.max_new_tokens", None)  # its turns were as long as its task's are
-    fill_in(cfg, defaults | inherited)
+    schema.fill_in(cfg, defaults | inherited)
     if inherited:
         _LOG.info("as in the run that left %s: %s", cfg.policy.model, inherited)
     return task
 
 
-def _common(cfg: RecipeConfig, limits: EpisodeConfig) -> dict[str, Any]:
+def _common(cfg: schema.RecipeConfig, limits: schema.EpisodeConfig) -> dict[str, Any]:
     return {
         "shuffle": False,
         "seed": cfg.seed,
@@ -350,7 +346,7 @@ def _common(cfg: RecipeConfig, limits: EpisodeConfig) -> dict[str, Any]:
 
 
 def load_models(
-    cfg: RolloutsConfig, setup: Setup, run: Run
+    cfg: schema.RolloutsConfig, setup: Setup, run: Run
 ) -> tuple[TransformersWrapper, LLMWrapperBase]:
     """The model that is trained, as it is loaded, and the policy that samples with its weights.
 
@@ -364,7 +360,11 @@ def load_models(
 
 
 def warm_up(
-    cfg: RolloutsConfig, setup: Setup, run: Run, actor: TransformersWrapper, policy: LLMWrapperBase
+    cfg: schema.RolloutsConfig,
+    setup: Setup,
+    run: Run,
+    actor: TransformersWrapper,
+    policy: LLMWrapperBase,
 ) -> tuple[TransformersWrapper, LLMWrapperBase]:
     """Demonstrations teach the format; then adapters, if there are any, are put on the model.
 
@@ -392,7 +392,7 @@ def warm_up(
     return add_adapters(cfg, actor, policy)
 
 
-def set_token_budget(env: TaskEnv, cfg: EpisodeConfig, policy: Any) -> None:
+def set_token_budget(env: TaskEnv, cfg: schema.EpisodeConfig, policy: Any) -> None:
     """Bound the tokens of an episode, by the model's length at least, where there is a bound."""
     max_model_len = getattr(policy, "max_model_len", None)
     if isinstance(policy, LLMWrapperBase):

@@ -12,13 +12,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import check_env_specs
 
-from torchrl_data import keys
-from torchrl_data.batch_io import (
-    active_rows,
-    read_conversations,
-    stored_conversations,
-    write_conversations,
-)
+from torchrl_data import batch_io, keys
 from torchrl_data.batch_objects import write_objects
 from torchrl_data.conversation import Conversations
 from torchrl_data.messages import Turn
@@ -46,13 +40,15 @@ class ScriptedTurns:
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Write ``full`` and ``finish_reason``, in the mode of the batch's prompt."""
         mode = next(
-            m for m in keys.INPUT_MODES if stored_conversations(batch, m, keys.PROMPT) is not None
+            m
+            for m in keys.INPUT_MODES
+            if batch_io.stored_conversations(batch, m, keys.PROMPT) is not None
         )
         ids, content = self._turns[min(self._num_turns, len(self._turns) - 1)]
         self._num_turns += 1
         self.sampled = list(ids)
-        prompt = read_conversations(batch, keys.PROMPT, who="ScriptedTurns")
-        active = active_rows(batch).tolist()
+        prompt = batch_io.read_conversations(batch, keys.PROMPT, who="ScriptedTurns")
+        active = batch_io.active_rows(batch).tolist()
         opened = self.encoder.encode_waiting(prompt)
         size = len(prompt)
         index = [row if is_active else size + row for row, is_active in enumerate(active)]
@@ -60,7 +56,7 @@ class ScriptedTurns:
         turn = Turn(ids, [-1.0] * len(ids), {"role": "assistant", "content": content})
         full = prompt.append_turns([turn if is_active else None for is_active in active])
         for which, value in ((keys.PROMPT, prompt), (keys.FULL, full)):
-            write_conversations(batch, which, value, mode=mode, encoder=self.encoder)
+            batch_io.write_conversations(batch, which, value, mode=mode, encoder=self.encoder)
         write_objects(batch, keys.FINISH_REASON, ["stop"] * size)
         return batch
 
@@ -181,7 +177,7 @@ def _closing(env: Any, is_own: bool) -> Iterator[Any]:
 
 def _prompt(batch: TensorDictBase, rule: str) -> Conversations:
     try:
-        return read_conversations(batch, keys.PROMPT, who="check_env")
+        return batch_io.read_conversations(batch, keys.PROMPT, who="check_env")
     except KeyError as error:
         raise EnvironmentRuleError(rule, f"there is no prompt: {error}") from error
 
@@ -217,7 +213,7 @@ def _check_steps(trial: Trial, env: Any) -> None:
         batch.set(keys.STEP_MASK, (~over).view(batch.batch_size))
         before = _prompt(batch, "step")
         batch = policy(batch)
-        full = read_conversations(batch, keys.FULL, who="check_env")
+        full = batch_io.read_conversations(batch, keys.FULL, who="check_env")
         for row in (~over).nonzero().view(-1).tolist():
             sampled[row] += policy.sampled
         flags = {key: batch.get(key).clone() for key in _FLAGS if batch.get(key, None) is not None}

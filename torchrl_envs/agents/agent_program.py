@@ -29,24 +29,8 @@ from torchrl_envs.tool_results import error_line
 from torchrl_envs.transforms.context import FoldContext, TokenBudget
 from torchrl_envs.transforms.thinking_prompt import AddThinkingPrompt
 
-from .programs import (
-    AgentCommand,
-    AgentEndpoint,
-    Program,
-    RunningProgram,
-    first_argument,
-    required_columns,
-)
+from . import programs, turns
 from .server import AgentServer, AgentSession, ProgramEnd
-from .turns import (
-    MOST_TOKENS,
-    Accepted,
-    PromptTooLongError,
-    RequestError,
-    TurnRequest,
-    comparable,
-    reply_to,
-)
 
 # Whether a conversation can be the policy's prompt; who asks with another one is told so.
 
@@ -62,7 +46,7 @@ class PromptChecker:
 
     def __init__(self) -> None:
         self._encoder: ConversationEncoder | None = None
-        self._bound = self._max_tokens = MOST_TOKENS
+        self._bound = self._max_tokens = turns.MOST_TOKENS
 
     def __getstate__(self) -> dict[str, Any]:
         """What was seen of a policy does not travel: a copy sees its own."""
@@ -74,7 +58,7 @@ class PromptChecker:
         Args:
             bounds: most tokens of a prompt.
         """
-        self._bound = min(bounds, default=MOST_TOKENS)
+        self._bound = min(bounds, default=turns.MOST_TOKENS)
         self._max_tokens = min(self._max_tokens, self._bound)
 
     def read_policy(self, policy: Any) -> None:
@@ -104,12 +88,14 @@ class PromptChecker:
         try:
             encoded, errors = encoder.encode_rows(conversation)
         except ToolsNotShownError as error:
-            raise RequestError(str(error)) from error
+            raise turns.RequestError(str(error)) from error
         for error in errors.values():
-            raise RequestError(f"the chat template can't show the messages: {error}") from error
+            raise turns.RequestError(
+                f"the chat template can't show the messages: {error}"
+            ) from error
         num_tokens = encoded.num_tokens(0)
         if num_tokens > self._max_tokens:
-            raise PromptTooLongError(num_tokens, self._max_tokens)
+            raise turns.PromptTooLongError(num_tokens, self._max_tokens)
         return encoded
 
     def _check_length(self, conversation: Conversations, encoder: ConversationEncoder) -> None:
@@ -134,7 +120,7 @@ class PromptChecker:
             (ids,) = encoder.guard.encode_texts([text[start : start + _PIECE]])
             num_tokens += len(ids) - _CUT_TOKENS
             if num_tokens > self._max_tokens:
-                raise PromptTooLongError(num_tokens, self._max_tokens)
+                raise turns.PromptTooLongError(num_tokens, self._max_tokens)
 
 
 # Which conversation of an episode a request goes on with.
@@ -156,7 +142,7 @@ class Branches:
         self._known: list[_Branch] = []
         """The one that the episode is in comes last."""
 
-    def begin(self, request: TurnRequest) -> None:
+    def begin(self, request: turns.TurnRequest) -> None:
         """The episode opens with this request.
 
         Args:
@@ -166,10 +152,10 @@ class Branches:
             RequestError: it can't be a prompt; as if it had not come.
         """
         self._encode(Conversations.from_messages([request.messages], [request.tools]))
-        told = [comparable(message) for message in request.messages]
+        told = [turns.comparable(message) for message in request.messages]
         self._known.append(_Branch(request.tools, told))
 
-    def go_on(self, episode: Episode, request: TurnRequest) -> None:
+    def go_on(self, episode: Episode, request: turns.TurnRequest) -> None:
         """Take an episode to where a request wants it.
 
         Args:
@@ -179,7 +165,7 @@ class Branches:
         Raises:
             RequestError: it can't be a prompt; as if it had not come.
         """
-        shown = [comparable(message) for message in request.messages]
+        shown = [turns.comparable(message) for message in request.messages]
         current = self._known[-1]
         # A conversation ends with a reply, and no request does: it never has as many as are shown.
         known = [b for b in self._known if b.tools == request.tools and len(b.told) < len(shown)]
@@ -209,7 +195,7 @@ class Branches:
         Args:
             message: as it is told.
         """
-        self._known[-1].told.append(comparable(message))
+        self._known[-1].told.append(turns.comparable(message))
 
 
 @dataclass
@@ -285,7 +271,7 @@ class AgentProgram(ToolSource, RewardSource):
 
     def __init__(
         self,
-        program: Program,
+        program: programs.Program,
         *,
         name: str = "agent",
         error_reward: float | None = None,
@@ -301,7 +287,7 @@ class AgentProgram(ToolSource, RewardSource):
         super().__init__(timeout_s=timeout_s)
         if not callable(program):
             raise TypeError(f"AgentProgram takes a function or AgentCommand, got {program!r:.80}.")
-        first_argument(program)
+        programs.first_argument(program)
         if isinstance(ignored_parameters, str):
             raise TypeError("AgentProgram: ignored_parameters is a list of names, not one string.")
         check_numbers("AgentProgram", "(0, inf)", end_timeout_s=end_timeout_s)
@@ -340,7 +326,7 @@ class AgentProgram(ToolSource, RewardSource):
                 host=self.host,
                 port=self.port,
                 model=self.model,
-                accepted=Accepted(self._accepted, self.ignored_parameters),
+                accepted=turns.Accepted(self._accepted, self.ignored_parameters),
                 max_request_bytes=self.max_request_bytes,
             )
             weakref.finalize(self, self._server.stop).atexit = False
@@ -379,14 +365,16 @@ class AgentProgram(ToolSource, RewardSource):
         bounds = [(b.max_model_len, b.min_turn_tokens) for b in env.transforms_of(TokenBudget)]
         self._prompts.bound(most - least for most, least in bounds if most is not None)
         for loader in env.transforms_of(DataLoadingPrimer):
-            missing = [c for c in required_columns(self.program) if c not in loader.columns]
+            missing = [
+                c for c in programs.required_columns(self.program) if c not in loader.columns
+            ]
             if missing:
                 raise ValueError(
                     f"AgentProgram: the program asks for {missing}, which the data lack; their "
                     f"columns are {sorted(loader.columns)}."
                 )
         host = str(urlsplit(self.server.url).hostname)
-        in_process = not isinstance(self.program, AgentCommand)
+        in_process = not isinstance(self.program, programs.AgentCommand)
         if in_process and "http" in getproxies() and not proxy_bypass(host):
             raise ValueError(
                 f"AgentProgram: HTTP_PROXY is set, and clients would ask the proxy for {host}. Set "
@@ -413,14 +401,14 @@ class AgentProgram(ToolSource, RewardSource):
         """
         server = self.server
         session = server.open()
-        endpoint = AgentEndpoint(f"{server.url}/v1", session.key, self.model)
+        endpoint = programs.AgentEndpoint(f"{server.url}/v1", session.key, self.model)
         columns = {"seed": episode.seed, **(episode.example or {})}
         agent = _Agent(session, self._prompts)
         episode.resources.add(self, agent, closing=partial(agent.close, server), name=self.name)
-        agent.running = RunningProgram(self.program, endpoint, columns, session)
+        agent.running = programs.RunningProgram(self.program, endpoint, columns, session)
         outcome = await self._next(agent, agent.branches.begin)
         event = outcome.value
-        if isinstance(event, TurnRequest):
+        if isinstance(event, turns.TurnRequest):
             episode.query, episode.tools = event.messages, event.tools
             return
         error = outcome.error if event is None else event.error
@@ -479,15 +467,15 @@ class AgentProgram(ToolSource, RewardSource):
 
     # How ----------------------------------------------------------------------------------------
 
-    async def _next(self, agent: "_Agent", take: Callable[[TurnRequest], None]) -> Outcome:
+    async def _next(self, agent: "_Agent", take: Callable[[turns.TurnRequest], None]) -> Outcome:
         """The next request that can be taken, or the program's end, as an outcome's value."""
         deadline = time.monotonic() + self.timeout_s  # however many are refused
         while (left := deadline - time.monotonic()) > 0:
             (outcome,) = await self.call(agent.session.next_event, timeout_s=left)
-            if isinstance(outcome.value, TurnRequest):
+            if isinstance(outcome.value, turns.TurnRequest):
                 try:
                     take(outcome.value)
-                except RequestError as error:
+                except turns.RequestError as error:
                     agent.session.answer(error)
                     continue
                 agent.asked = outcome.value
@@ -495,12 +483,12 @@ class AgentProgram(ToolSource, RewardSource):
         error = CallTimeoutError(f"no request that can be answered within {self.timeout_s:g} s")
         return Outcome(error=error)
 
-    def _answer(self, episode: Episode, agent: "_Agent", asked: TurnRequest) -> None:
+    def _answer(self, episode: Episode, agent: "_Agent", asked: turns.TurnRequest) -> None:
         base: Any = self._environment().base_env
         conversation = episode.conversation
         num_tokens = conversation.num_tokens(0)
         start = conversation.position(0).response_start
-        reply = reply_to(
+        reply = turns.reply_to(
             asked,
             str(episode.last_message["content"]),
             finish_reason=episode.finish_reason or "stop",
@@ -527,10 +515,10 @@ class _Agent:
     """The program of one episode, and what it has asked for."""
 
     def __init__(self, session: AgentSession, prompts: PromptChecker) -> None:
-        self.running: RunningProgram | None = None
+        self.running: programs.RunningProgram | None = None
         self.session = session
         self.branches = Branches(prompts.encode)
-        self.asked: TurnRequest | None = None
+        self.asked: turns.TurnRequest | None = None
         """What the next turn answers."""
         self.end: ProgramEnd | None = None
         self.call_ids: set[str] = set()

@@ -20,28 +20,7 @@ from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.episode.transform import EpisodeTransform
 
-from .rows import (
-    BadRow,
-    DataOptions,
-    Frontier,
-    Item,
-    MadeRow,
-    Place,
-    PromptLimit,
-    RowCheck,
-    RowStream,
-    SkippedRow,
-    SkippedRows,
-    Source,
-    find_prompt_column,
-    load_rows,
-    one_of,
-    opening_messages,
-    prepare_row,
-    prompt_error,
-    row_error,
-    with_plain_prompt,
-)
+from . import rows as data
 
 if TYPE_CHECKING:
     from torchrl_data.templates.encoder import ConversationEncoder
@@ -243,8 +222,10 @@ def rollout_rewards(rows: Sequence[TensorDictBase]) -> list[float]:
     for row in rows:
         if not int(row.get(SEGMENT, 0)):
             scorable, reward = row.get(SCORABLE, None), row.get(REWARD, None)
-            is_known = reward is not None and (scorable is None or bool(scorable.all()))
-            rewards.append(float(reward.sum()) if is_known else math.nan)
+            if reward is None or not (scorable is None or bool(scorable.all())):
+                rewards.append(math.nan)
+            else:
+                rewards.append(float(reward.sum()))
     return rewards
 
 
@@ -267,7 +248,7 @@ class Draw(NamedTuple):
     row: dict[str, Any]
     group_id: int
     seed: int
-    place: Place
+    place: data.Place
 
 
 class DataLoadingPrimer(EpisodeTransform):
@@ -318,26 +299,26 @@ class DataLoadingPrimer(EpisodeTransform):
         seed: int = 0,
         num_epochs: int | None = None,
         num_workers: int = 0,
-        prompt_limit: PromptLimit | None = None,
-        options: DataOptions | None = None,
+        prompt_limit: data.PromptLimit | None = None,
+        options: data.DataOptions | None = None,
     ) -> None:
         super().__init__()
-        self.group_size: int = one_of(group_size=group_size, repeats=repeats, default=1)
+        self.group_size: int = data.one_of(group_size=group_size, repeats=repeats, default=1)
         check_counts("DataLoadingPrimer", group_size=self.group_size, num_epochs=num_epochs)
         check_not_none("DataLoadingPrimer", num_workers=num_workers, seed=seed)
         check_counts("DataLoadingPrimer", 0, num_workers=num_workers, seed=seed)
-        self.options = options or DataOptions()
-        dataset = one_of(dataset=dataset, dataloader=dataloader)
-        self.dataset = load_rows(dataset, skip_bad_rows=self.options.skip_bad_rows)
+        self.options = options or data.DataOptions()
+        dataset = data.one_of(dataset=dataset, dataloader=dataloader)
+        self.dataset = data.load_rows(dataset, skip_bad_rows=self.options.skip_bad_rows)
         self.shuffle = shuffle
         self.seed = seed
         self.num_epochs = num_epochs
-        self.skipped = SkippedRows()
-        self._source = Source(
+        self.skipped = data.SkippedRows()
+        self._source = data.Source(
             self.dataset, shuffle=shuffle, buffer_size=self.options.shuffle_buffer_size, seed=seed
         )
-        self._prepare = partial(prepare_row, self._source.rows, map_row)
-        self._rows = RowStream(
+        self._prepare = partial(data.prepare_row, self._source.rows, map_row)
+        self._rows = data.RowStream(
             self._source,
             self._prepare,
             num_epochs=num_epochs,
@@ -351,26 +332,26 @@ class DataLoadingPrimer(EpisodeTransform):
         self._shown_tools: list[str] = []
         reason = ""
         for row_id, row in self._sample(max(1, self.options.num_checked_rows)):
-            if not isinstance(row, BadRow):
+            if not isinstance(row, data.BadRow):
                 self.columns = tuple(row)
                 break
             reason = reason or f"row {row_id}: {row.reason}"
         else:
             raise ValueError(f"DataLoadingPrimer: none of the rows can be read; {reason}.")
-        self.prompt_column = find_prompt_column(self.columns, prompt_column)
-        self._checks: dict[str, RowCheck] = {}
+        self.prompt_column = data.find_prompt_column(self.columns, prompt_column)
+        self._checks: dict[str, data.RowCheck] = {}
         self._settings = self._describe()
-        self.require("prompt", partial(prompt_error, column=self.prompt_column))
+        self.require("prompt", partial(data.prompt_error, column=self.prompt_column))
         self._start()
 
     def _start(self) -> None:
-        self._frontier = Frontier()
+        self._frontier = data.Frontier()
         self._members: deque[Draw] = deque()
         self._last_good_epoch = 0
 
     # What the data are --------------------------------------------------------------------------
 
-    def _sample(self, count: int) -> Iterator[tuple[int, MadeRow]]:
+    def _sample(self, count: int) -> Iterator[tuple[int, data.MadeRow]]:
         """Some rows of a sequence, spread evenly, or the first of a stream, with their ids."""
         size = self._source.num_rows
         if size is None:
@@ -398,7 +379,7 @@ class DataLoadingPrimer(EpisodeTransform):
             "max_prompt_tokens": self._prompt_limit and self._prompt_limit.max_tokens,
         }
 
-    def require(self, who: str, check: RowCheck) -> None:
+    def require(self, who: str, check: data.RowCheck) -> None:
         """Check rows: a number of them now, and each one before it is used.
 
         Args:
@@ -412,7 +393,7 @@ class DataLoadingPrimer(EpisodeTransform):
         if self.options.skip_bad_rows:
             return
         sample = self._sample(self.options.num_checked_rows)
-        errors = ((row_id, row_error(row, [check])) for row_id, row in sample)
+        errors = ((row_id, data.row_error(row, [check])) for row_id, row in sample)
         if bad := [f"row {row_id}: {error}" for row_id, error in errors if error]:
             shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
             raise ValueError(
@@ -454,8 +435,8 @@ class DataLoadingPrimer(EpisodeTransform):
     def _check_tools_shown(self, encoder: "ConversationEncoder") -> None:
         messages: list[dict[str, Any]] = []
         for number, row in self._sample(_SAMPLE_ROWS):
-            if not isinstance(row, BadRow) and not self._checks["prompt"](row):
-                opening = opening_messages(row[self.prompt_column], self._system_prompt)
+            if not isinstance(row, data.BadRow) and not self._checks["prompt"](row):
+                opening = data.opening_messages(row[self.prompt_column], self._system_prompt)
                 encoder.check_prompt(opening, row=number)
                 messages += opening
         encoder.check_tools([{"name": name} for name in self._shown_tools], messages)
@@ -481,18 +462,18 @@ class DataLoadingPrimer(EpisodeTransform):
             self._frontier.open(place, self.group_size)
         return self._members.popleft()
 
-    def _next_good_item(self) -> Item | None:
+    def _next_good_item(self) -> data.Item | None:
         for item in self._rows:
             if self._frontier.has_ended((item.epoch, item.place)):
                 continue
             kind, reason = self._fault(item)
             if not reason:
                 self._last_good_epoch = item.epoch
-                return item._replace(row=with_plain_prompt(item.row, self.prompt_column))
+                return item._replace(row=data.with_plain_prompt(item.row, self.prompt_column))
             if kind:
                 if not self.skipped.counts[kind]:
                     _log.warning("Row %d of the data is skipped: %s", item.row_id, reason)
-                self.skipped.add(SkippedRow(item.epoch, item.row_id, reason), kind)
+                self.skipped.add(data.SkippedRow(item.epoch, item.row_id, reason), kind)
             if item.epoch > self._last_good_epoch + 1:
                 raise ValueError(
                     "DataLoadingPrimer: a whole pass over the data gave no row that can be used; "
@@ -521,12 +502,12 @@ class DataLoadingPrimer(EpisodeTransform):
         """What :meth:`admit_by` was given."""
         return self._pools
 
-    def _fault(self, item: Item) -> tuple[str, str]:
+    def _fault(self, item: data.Item) -> tuple[str, str]:
         """Why a row is not drawn: the kind (``"bad"``, ``"too_long"``) of a bad one; in words."""
         pools = self._pools
         if pools and not pools.admits(item.row_id, epoch=item.epoch, seed=self.seed):
             return "", "the difficulty pools leave it out"
-        error = row_error(item.row, self._checks.values())
+        error = data.row_error(item.row, self._checks.values())
         if error:
             return "bad", error
         if self._prompt_limit is None:
@@ -561,7 +542,7 @@ class DataLoadingPrimer(EpisodeTransform):
                 f"DataLoadingPrimer: all rows of the data were drawn {self.num_epochs} times."
             )
 
-    def _hold(self, episode: Episode, place: Place) -> None:
+    def _hold(self, episode: Episode, place: data.Place) -> None:
         """Note how the rollout of a draw ends, when it is over."""
         frontier = self._frontier  # that of now: after a restart nobody waits for it any more
 
@@ -590,11 +571,11 @@ class DataLoadingPrimer(EpisodeTransform):
         return {**state, "settings": self._settings, "skipped": dict(self.skipped.counts)}
 
     @property
-    def place(self) -> Place:
+    def place(self) -> data.Place:
         """Epoch and place, in its order, of the row that is read next."""
         return self._rows.position
 
-    def state_from(self, place: Place) -> dict[str, Any]:
+    def state_from(self, place: data.Place) -> dict[str, Any]:
         """A position like that of :meth:`get_extra_state`, from which on everything is drawn again.
 
         Args:

@@ -364,8 +364,7 @@ class Source:
 
 def _rows_of(rows: Any, seed: int, epoch: int) -> Iterator[Any]:
     """The rows of a stream, or of what a function returns; batches are taken apart."""
-    if callable(rows) and not isinstance(rows, Iterable):
-        rows = rows()
+    rows = rows() if callable(rows) and not isinstance(rows, Iterable) else rows
     if hasattr(rows, "set_epoch"):
         rows.set_epoch(epoch)
     is_batched, batches = getattr(rows, "batch_size", None), rows
@@ -424,7 +423,7 @@ class RowStream:
         self._make: Any = partial(
             prepared, prepare=prepare, num_workers=num_workers, timeout_s=timeout_s
         )
-        self._items: Generator[tuple[tuple[int, int, int], MadeRow], None, None] | None = None
+        self._items: Any = None
         self.position = (0, 0)
         """Epoch and place of the next item."""
 
@@ -452,7 +451,7 @@ class RowStream:
         except BaseException:
             self._items = None  # the next call goes on from here
             raise
-        item = Item(*where, row)
+        item = Item(*where, row=row)
         self.position = (item.epoch, item.place + 1)
         return item
 

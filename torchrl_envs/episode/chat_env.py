@@ -13,34 +13,11 @@ from torchrl.data import Binary, Composite, NonTensor
 from torchrl.envs import EnvBase, Transform
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_data.batch_io import (
-    active_rows,
-    chats_of,
-    has_entry,
-    prompt_of_tokens,
-    read_conversations,
-    read_fulls,
-    stored_conversations,
-    write_conversations,
-)
+from torchrl_data import batch_io, keys
 from torchrl_data.batch_objects import read_objects
-from torchrl_data.checks import MissingEntryError
+from torchrl_data.checks import MissingEntryError, one_of
 from torchrl_data.conversation import Conversations
 from torchrl_data.history import History
-from torchrl_data.keys import (
-    DONE,
-    FULL,
-    HISTORY,
-    INPUT_MODES,
-    PROMPT,
-    QUERY,
-    TERMINATED,
-    TEXT,
-    TEXT_RESPONSE,
-    TOKENS,
-    TOOLS,
-    TRUNCATED,
-)
 from torchrl_data.messages import Turn
 from torchrl_data.ragged import first_entries, read_rows
 from torchrl_data.templates.encoder import ConversationEncoder
@@ -53,8 +30,8 @@ def _queries(batch: TensorDictBase) -> list[Any] | None:
     """What each row asks, in whatever form it is stored; ``None`` where there is nothing."""
     first = first_entries(batch)
     # The text of a query may be called text, as long as that is not the group of the text mode.
-    held = [key for key in (QUERY, TEXT) if key in first.keys()]  # noqa: SIM118
-    key = next((key for key in held if key == QUERY or is_non_tensor(first.get(key))), None)
+    held = [key for key in (keys.QUERY, keys.TEXT) if key in first.keys()]  # noqa: SIM118
+    key = next((key for key in held if key == keys.QUERY or is_non_tensor(first.get(key))), None)
     if key is None:
         return None
     value = first.get(key)
@@ -62,7 +39,7 @@ def _queries(batch: TensorDictBase) -> list[Any] | None:
         rows = read_rows(batch, key)
         return None if rows is None else list(rows.split())
     if isinstance(value, History):
-        return chats_of(batch.get(key), batch.numel(), who="ChatEnv.reset")
+        return batch_io.chats_of(batch.get(key), batch.numel(), who="ChatEnv.reset")
     return read_objects(batch, key)
 
 
@@ -130,7 +107,7 @@ class ChatEnv(EnvBase):
     def __init__(
         self,
         *,
-        input_mode: str = HISTORY,
+        input_mode: str = keys.HISTORY,
         batch_size: Sequence[int] | int = (1,),
         tokenizer: PreTrainedTokenizerBase | None = None,
         system_prompt: str | None = None,
@@ -142,11 +119,8 @@ class ChatEnv(EnvBase):
         size = torch.Size((batch_size,) if isinstance(batch_size, int) else tuple(batch_size))
         if size.numel() < 1 or min(size, default=1) < 1:
             raise ValueError(f"ChatEnv: batch_size must have at least one row, got {tuple(size)}.")
-        if input_mode not in INPUT_MODES:
-            raise ValueError(
-                f"ChatEnv: input_mode must be one of {INPUT_MODES}, got {input_mode!r}."
-            )
-        if tokenizer is None and input_mode != HISTORY:
+        one_of("input_mode", input_mode, keys.INPUT_MODES, who="ChatEnv")
+        if tokenizer is None and input_mode != keys.HISTORY:
             raise ValueError(
                 f"ChatEnv: input_mode={input_mode!r} shows what the tokenizer's chat template "
                 "makes of a conversation: give tokenizer=."
@@ -160,18 +134,18 @@ class ChatEnv(EnvBase):
         self.parse_turn: TurnParser = tool_call_parser(tool_call_format, tokenizer)
         self._system_role, self._user_role = system_role, user_role
         example: Any = Conversations.from_messages([_EXAMPLE] * size.numel())
-        self._speller = None if input_mode == HISTORY else self.encoder
+        self._speller = None if input_mode == keys.HISTORY else self.encoder
         if self._speller is not None:
             ids = self._speller.encode_chats([_EXAMPLE])[0].ids
-            row = self._speller.decode([ids])[0] if input_mode == TEXT else ids
+            row = self._speller.decode([ids])[0] if input_mode == keys.TEXT else ids
             example = [row] * size.numel()
         part = _PartSpec(shape=size, example_data=example)
-        for spec, which in (("observation_spec", PROMPT), ("full_action_spec", FULL)):
+        for spec, which in (("observation_spec", keys.PROMPT), ("full_action_spec", keys.FULL)):
             parts = Composite({which: part.clone()}, shape=size)
             setattr(self, spec, Composite({input_mode: parts}, shape=size))
         self.full_reward_spec = Composite(shape=size)
         flag = Binary(n=1, shape=torch.Size((*size, 1)), dtype=torch.bool)
-        flags = {key: flag.clone() for key in (DONE, TERMINATED, TRUNCATED)}
+        flags = {key: flag.clone() for key in (keys.DONE, keys.TERMINATED, keys.TRUNCATED)}
         self.full_done_spec = Composite(flags, shape=size)
 
     @property
@@ -212,14 +186,14 @@ class ChatEnv(EnvBase):
             messages = [{"role": self._user_role, "content": query}]
         elif isinstance(query, Sequence) and query and all(isinstance(m, dict) for m in query):
             messages = [dict(message) for message in query]
-        elif self.input_mode == TOKENS and _is_ids(query):
+        elif self.input_mode == keys.TOKENS and _is_ids(query):
             # Token ids are the prompt as they are, after the system prompt if there is one.
             ids = [int(index) for index in query]
             if self.system_prompt is not None:
                 ids = [*self.encoder.encode_chats([[system]])[0].ids, *ids]
-            return prompt_of_tokens([ids], self.encoder)
+            return batch_io.prompt_of_tokens([ids], self.encoder)
         else:
-            also = ", or token ids" if self.input_mode == TOKENS else ""
+            also = ", or token ids" if self.input_mode == keys.TOKENS else ""
             raise TypeError(
                 'ChatEnv.reset: a query is a string or a list of messages ({"role": ..., '
                 f'"content": ...}}){also}, got {type(query).__name__}: {query!r:.80}.'
@@ -239,13 +213,13 @@ class ChatEnv(EnvBase):
             )
         mask = tensordict.get("_reset", None)
         rows = list(range(size)) if mask is None else mask.view(-1).nonzero().view(-1).tolist()
-        tools = read_objects(tensordict, TOOLS)
+        tools = read_objects(tensordict, keys.TOOLS)
         prompt = Conversations.cat([self.open(queries[row], tools[row]) for row in rows])
         if len(rows) < size:
             # TorchRL hides the rows that go on from the reset, and puts them back itself.
             kept = Conversations.from_messages([[]] * size)
-            if has_entry(tensordict, (self.input_mode, PROMPT)):
-                kept = read_conversations(tensordict, PROMPT, who="ChatEnv.reset")
+            if batch_io.has_entry(tensordict, (self.input_mode, keys.PROMPT)):
+                kept = batch_io.read_conversations(tensordict, keys.PROMPT, who="ChatEnv.reset")
             index = list(range(size))
             for new, row in enumerate(rows):
                 index[row] = size + new
@@ -256,41 +230,49 @@ class ChatEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         full = self._read_full(tensordict)
-        active = active_rows(tensordict)
+        active = batch_io.active_rows(tensordict)
         if not bool(active.all()):
             # Rows that take no part in a step stay where they were.
-            prompt = read_conversations(tensordict, PROMPT, who="ChatEnv.step")
+            prompt = batch_io.read_conversations(tensordict, keys.PROMPT, who="ChatEnv.step")
             own = torch.arange(len(full))
             full = Conversations.cat([full, prompt])[torch.where(active, own, own + len(full))]
         # A row that nobody answered could not be generated, or its messages not be encoded.
         failed = torch.tensor([_is_unanswered(full, row) for row in range(len(full))])
         failed = (failed & active).view(*self.batch_size, 1)
-        flags = {DONE: failed, TERMINATED: torch.zeros_like(failed), TRUNCATED: failed.clone()}
+        flags = {
+            keys.DONE: failed,
+            keys.TERMINATED: torch.zeros_like(failed),
+            keys.TRUNCATED: failed.clone(),
+        }
         out = TensorDict(flags, batch_size=self.batch_size)
         self._write_prompt(out, full)
         return out
 
     def _read_full(self, batch: TensorDictBase) -> Conversations:
-        stored = stored_conversations(batch, self.input_mode, FULL)
+        stored = batch_io.stored_conversations(batch, self.input_mode, keys.FULL)
         if stored is not None:
             return stored.conversations
-        if has_entry(batch, (self.input_mode, FULL)):
-            return read_fulls(batch, self.input_mode, encoder=self._speller, who="ChatEnv.step")
-        if batch.get(TEXT_RESPONSE, None) is None:
+        if batch_io.has_entry(batch, (self.input_mode, keys.FULL)):
+            return batch_io.read_fulls(
+                batch, self.input_mode, encoder=self._speller, who="ChatEnv.step"
+            )
+        if batch.get(keys.TEXT_RESPONSE, None) is None:
             found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
             raise MissingEntryError(
-                f"ChatEnv.step reads {(self.input_mode, FULL)}, which a policy writes, or "
-                f"{TEXT_RESPONSE!r}, a string per row. The batch holds {found}."
+                f"ChatEnv.step reads {(self.input_mode, keys.FULL)}, which a policy writes, or "
+                f"{keys.TEXT_RESPONSE!r}, a string per row. The batch holds {found}."
             )
-        return self._with_text(batch, read_objects(batch, TEXT_RESPONSE))
+        return self._with_text(batch, read_objects(batch, keys.TEXT_RESPONSE))
 
     def _with_text(self, batch: TensorDictBase, texts: Sequence[str]) -> Conversations:
         """The prompts with what somebody said as the assistant."""
-        prompt = read_conversations(batch, PROMPT, who="ChatEnv.step")
+        prompt = batch_io.read_conversations(batch, keys.PROMPT, who="ChatEnv.step")
         if self.tokenizer is not None:
             texts = [self.encoder.without_end(text) for text in texts]
         said = [{"role": "assistant", "content": text} for text in texts]
-        if self.input_mode == HISTORY and not any(at.awaits_response for at in prompt.positions):
+        if self.input_mode == keys.HISTORY and not any(
+            at.awaits_response for at in prompt.positions
+        ):
             # Nothing has shown its tokens yet: they are made when a policy asks.
             return prompt.append_messages([[message] for message in said])
         ids = [self.encoder.encode_turn(text, close=True)[0] for text in texts]
@@ -298,7 +280,9 @@ class ChatEnv(EnvBase):
         return self.encoder.encode_waiting(prompt).append_turns(turns)
 
     def _write_prompt(self, batch: TensorDictBase, prompt: Conversations) -> None:
-        write_conversations(batch, PROMPT, prompt, mode=self.input_mode, encoder=self._speller)
+        batch_io.write_conversations(
+            batch, keys.PROMPT, prompt, mode=self.input_mode, encoder=self._speller
+        )
 
     def _set_seed(self, seed: int | None) -> None:
         """Nothing is random here; data loading and the policy have their own seeds."""

@@ -18,17 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_data import stop_reasons
 from torchrl_data.conversation import Conversations
 from torchrl_data.messages import Message
-from torchrl_data.stop_reasons import (
-    ANSWERED,
-    CUT_REASONS,
-    ERROR,
-    MAX_STEPS,
-    RESPONSE_LENGTH,
-    UNSCORABLE_REASONS,
-    kind_of,
-)
 from torchrl_envs.concurrency import Call, ConcurrentCalls, Outcome, run_call
 from torchrl_envs.entries import Score
 
@@ -553,7 +545,8 @@ class Episode:
     @property
     def is_scorable(self) -> bool:
         """Whether what it got says anything about the policy: it began, and did not fail."""
-        return self.num_turns > 0 and kind_of(self.stop_reason) not in UNSCORABLE_REASONS
+        kind = stop_reasons.kind_of(self.stop_reason)
+        return self.num_turns > 0 and kind not in stop_reasons.UNSCORABLE_REASONS
 
     def terminate(self, reason: str = "") -> None:
         """It has come to its own end.
@@ -594,13 +587,14 @@ class Episode:
         if not self.is_done:
             return False
         if not self.stop_reason:
-            if kind_of(self.finish_reason) == ERROR:
+            ended = {"length": stop_reasons.RESPONSE_LENGTH}
+            if stop_reasons.kind_of(self.finish_reason) == stop_reasons.ERROR:
                 self.stop_reason = self.finish_reason
             elif self.is_truncated:
-                self.stop_reason = MAX_STEPS
+                self.stop_reason = stop_reasons.MAX_STEPS
             else:
-                self.stop_reason = RESPONSE_LENGTH if self.finish_reason == "length" else ANSWERED
+                self.stop_reason = ended.get(self.finish_reason, stop_reasons.ANSWERED)
         # A turn cut at its budget did not end by itself.
-        if self.stop_reason in CUT_REASONS:
+        if self.stop_reason in stop_reasons.CUT_REASONS:
             self.truncate()
         return True

@@ -12,6 +12,7 @@ from torchrl.envs.transforms import Compose
 
 from torchrl_data.batch_io import one_dimension, read_conversations
 from torchrl_data.batch_objects import read_objects, write_objects
+from torchrl_data.checks import check_counts, check_numbers
 from torchrl_data.conversation import Conversations
 from torchrl_data.keys import GROUP_ID, PROMPT, QUERY, REWARD, ROW, SEED, TOOLS
 from torchrl_data.stop_reasons import ERROR, kind_of
@@ -19,19 +20,8 @@ from torchrl_data.tool_calls import parse_tool_calls
 from torchrl_envs.concurrency import ConcurrentCalls, run_all
 from torchrl_envs.entries import REWARD_KEYS, RewardSource
 
+from . import runner
 from .episode import Episode, LoopDriver, Resources, run_event
-from .runner import (
-    EpisodeEntries,
-    EpisodeRunner,
-    EpisodeStep,
-    StepOrder,
-    fail,
-    flat_transforms,
-    in_shape,
-    read_episodes,
-    write_flags,
-    written,
-)
 from .tool_source import ToolDispatcher, ToolSource, check_tool_names
 from .transform import EpisodeTransform, overrides
 
@@ -62,11 +52,8 @@ class RewardErrorLimit(Transform):
 
     def __init__(self, max_error_fraction: float = 0.05, *, window: int = 200) -> None:
         super().__init__()
-        if not 0 <= max_error_fraction <= 1 or window < 1:
-            raise ValueError(
-                "RewardErrorLimit: max_error_fraction must be in [0, 1] and window at least 1, got "
-                f"{max_error_fraction} and {window}."
-            )
+        check_numbers("RewardErrorLimit", "[0, 1]", max_error_fraction=max_error_fraction)
+        check_counts("RewardErrorLimit", window=window)
         self.max_error_fraction = max_error_fraction
         self._recent: deque[str] = deque(maxlen=window)
 
@@ -142,17 +129,17 @@ class EpisodeEnv(TransformedEnv):
     """
 
     def __init__(self, env: EnvBase, transform: Transform) -> None:
-        parts = flat_transforms(transform)
-        entries = EpisodeEntries()
-        super().__init__(env, StepOrder(entries, *parts))  # type: ignore[arg-type]
+        parts = runner.flat_transforms(transform)
+        entries = runner.EpisodeEntries()
+        super().__init__(env, runner.StepOrder(entries, *parts))  # type: ignore[arg-type]
         self._calls = ConcurrentCalls()
         self._checked = False
         self.error_limit = RewardErrorLimit()
-        self.runner = EpisodeRunner(
+        self.runner = runner.EpisodeRunner(
             self._calls, ToolDispatcher(getattr(env, "parse_turn", parse_tool_calls))
         )
         self.entries = entries
-        self.step_under_way: EpisodeStep | None = None
+        self.step_under_way: runner.EpisodeStep | None = None
         """While transforms see it."""
         self._find_parts()
 
@@ -167,7 +154,7 @@ class EpisodeEnv(TransformedEnv):
         Raises:
             ValueError: it offers a tool whose name another source's has.
         """
-        for part in flat_transforms(transform):
+        for part in runner.flat_transforms(transform):
             super().append_transform(part)
         self._find_parts()
         self._checked = False
@@ -247,7 +234,7 @@ class EpisodeEnv(TransformedEnv):
         rows = list(range(size)) if mask is None else mask.view(-1).nonzero().squeeze(-1).tolist()
         self.close_episodes(rows)
         new = [Episode(row) for row in rows]
-        episodes = new if len(new) == size else read_episodes(batch)
+        episodes = new if len(new) == size else runner.read_episodes(batch)
         for episode in new:
             episodes[episode.row] = episode
         try:
@@ -259,12 +246,12 @@ class EpisodeEnv(TransformedEnv):
             for episode in new:
                 if episode.stop_reason:
                     episode.max_new_tokens = 0
-            written(reset, episodes, shown)
+            runner.written(reset, episodes, shown)
         except BaseException:
             self.close_episodes(rows)
             raise
         self.entries.write_values(reset, episodes)
-        return in_shape(reset, self.batch_size)
+        return runner.in_shape(reset, self.batch_size)
 
     def _begin(
         self, batch: TensorDictBase, new: Sequence[Episode], **kwargs: Any
@@ -289,7 +276,7 @@ class EpisodeEnv(TransformedEnv):
             for episode in new:
                 tools[episode.row] = episode.tools
             write_objects(batch, TOOLS, tools)
-        batch = in_shape(batch, self.batch_size)
+        batch = runner.in_shape(batch, self.batch_size)
         reset = self.base_env._reset(batch, **kwargs)
         self.base_env._complete_done(self.base_env.full_done_spec, reset)
         return self.transform._reset(batch, reset)
@@ -341,7 +328,7 @@ class EpisodeEnv(TransformedEnv):
 #
 # Shape legend: N episodes of a group.
 
-_HARMLESS: Final = (EpisodeEntries, RewardErrorLimit, Compose)
+_HARMLESS: Final = (runner.EpisodeEntries, RewardErrorLimit, Compose)
 _log = logging.getLogger(__name__)
 
 
@@ -457,14 +444,14 @@ class AsyncEpisodeRunner:
         Raises:
             EngineDied: the engine of the policy is gone.
         """
-        drive, runner = self._driver.drive, self._runner
-        await drive(runner.start(episode))
+        drive, events = self._driver.drive, self._runner
+        await drive(events.start(episode))
         try:
             base: Any = self._env.base_env
             episode.conversation = base.open(episode.query, episode.tools)
         except Exception as error:
-            fail(episode, type(self._env.base_env).__name__, error)
-        await drive(runner.before_turn(episode))
+            runner.fail(episode, type(self._env.base_env).__name__, error)
+        await drive(events.before_turn(episode))
         while not (episode.stop_reason or episode.is_done):
             episode.conversation, episode.finish_reason = await policy.take_turn(
                 episode.conversation, max_new_tokens=episode.max_new_tokens, session=episode.id
@@ -476,9 +463,9 @@ class AsyncEpisodeRunner:
             for step in self._turn_steps:
                 await drive(run_event(step, episode))
             episode.end_unanswered()
-            await drive(runner.before_turn(episode))
+            await drive(events.before_turn(episode))
         episode.settle()
-        runner.over([episode])
+        events.over([episode])
 
     def finish(self, episodes: Sequence[Episode]) -> TensorDictBase:
         """Score the episodes of a group, and give back what they hold; may take its time.
@@ -498,7 +485,7 @@ class AsyncEpisodeRunner:
             self._runner.finish(episodes)
             batch: TensorDictBase = TensorDict({}, batch_size=[len(episodes)])
             start: TensorDictBase = TensorDict({}, batch_size=[len(episodes)])
-            write_flags(batch, episodes)
+            runner.write_flags(batch, episodes)
             self._env.entries.write_values(batch, episodes)
             self._env.entries.write_results(batch, episodes)
             for transform in self._late:

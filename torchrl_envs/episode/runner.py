@@ -13,25 +13,12 @@ from torchrl.data import Binary, Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 from torchrl.envs.transforms import Compose
 
-from torchrl_data import keys
-from torchrl_data.batch_io import (
-    active_rows,
-    one_dimension,
-    read_conversations,
-    write_conversations,
-)
+from torchrl_data import batch_io, keys
 from torchrl_data.batch_objects import read_objects, write_objects
 from torchrl_data.conversation import Conversations, continues
 from torchrl_data.stop_reasons import ENVIRONMENT_ERROR, UNSCORABLE_REASONS, kind_of
+from torchrl_envs import entries
 from torchrl_envs.concurrency import ConcurrentCalls
-from torchrl_envs.entries import (
-    REWARD_ERRORS,
-    TOKEN_ENTRIES,
-    Score,
-    dense_reward,
-    write_scores,
-    write_token_entry,
-)
 from torchrl_envs.tool_results import error_line
 
 from .episode import Episode, Resources, close_left_open, close_resources, drive, run_event
@@ -89,53 +76,8 @@ def write_flags(batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
         batch.set(key, torch.tensor(values).view(shape))
 
 
-def write_episodes(
-    batch: TensorDictBase,
-    episodes: Sequence[Episode],
-    *,
-    loads_data: bool,
-    has_tools: bool,
-    given: TensorDictBase | None = None,
-) -> None:
-    """Write episodes and what is seen of them; data entries as ``given`` has them, if it does."""
-    write_objects(batch, EPISODE, episodes)
-    write_objects(batch, keys.STOP_REASON, [episode.stop_reason for episode in episodes])
-    budgets = [keys.NO_LIMIT if e.max_new_tokens is None else e.max_new_tokens for e in episodes]
-    _write_int(batch, keys.MAX_NEW_TOKENS, budgets)
-    if has_tools:
-        _write_int(batch, keys.NUM_TOOL_CALLS, [e.num_tool_calls for e in episodes], 1)
-        _write_int(batch, keys.NUM_TOOL_ERRORS, [e.num_tool_errors for e in episodes], 1)
-    if not loads_data:
-        return
-    held = {} if given is None else {key: given.get(key, None) for key in _DATA}
-    if held and all(value is not None for value in held.values()):
-        for key, value in held.items():
-            batch.set(key, value)
-        return
-    _write_int(batch, keys.GROUP_ID, [episode.group_id for episode in episodes])
-    _write_int(batch, keys.SEED, [episode.seed for episode in episodes])
-    write_objects(batch, keys.ROW, [episode.example for episode in episodes])
-
-
 def _write_int(batch: TensorDictBase, key: str, values: Sequence[int], *shape: int) -> None:
     batch.set(key, torch.tensor(values, dtype=torch.int64).view(*batch.batch_size, *shape))
-
-
-def write_rewards(
-    batch: TensorDictBase, episodes: Sequence[Episode], names: Sequence[str], *, dense: bool
-) -> None:
-    """Write the rewards of episodes that just ended; what every step has, if there are none."""
-    scores = [episode.score for episode in episodes]
-    values = None
-    if dense:
-        batch.set(TOKEN_ENTRIES, NonTensorData({}, batch_size=batch.batch_size))
-    if any(score.by_token is not None for score in scores):
-        for episode in episodes:
-            total, by_token = torch.tensor(episode.score.total), episode.score.by_token
-            reward = dense_reward(total, by_token, episode.assistant_mask)
-            episode.token_entries[keys.REWARD] = reward
-        values = [last_row(episode, episode.token_entries[keys.REWARD]) for episode in episodes]
-    write_scores(batch, [episode.row for episode in episodes], scores, values, names)
 
 
 def last_row(episode: Episode, values: Tensor) -> Tensor:
@@ -174,39 +116,65 @@ class EpisodeEntries(Transform):
         episodes: Sequence[Episode],
         given: TensorDictBase | None = None,
     ) -> None:
-        """Write the values of episodes."""
-        write_episodes(
-            batch, episodes, loads_data=self.loads_data, has_tools=self.has_tools, given=given
-        )
+        """Write episodes and what is seen of them; of data what ``given`` has, if it has it."""
+        write_objects(batch, EPISODE, episodes)
+        write_objects(batch, keys.STOP_REASON, [e.stop_reason for e in episodes])
+        limits = [keys.NO_LIMIT if e.max_new_tokens is None else e.max_new_tokens for e in episodes]
+        _write_int(batch, keys.MAX_NEW_TOKENS, limits)
+        if self.has_tools:
+            _write_int(batch, keys.NUM_TOOL_CALLS, [e.num_tool_calls for e in episodes], 1)
+            _write_int(batch, keys.NUM_TOOL_ERRORS, [e.num_tool_errors for e in episodes], 1)
+        if not self.loads_data:
+            return
+        held = {} if given is None else {key: given.get(key, None) for key in _DATA}
+        if held and all(value is not None for value in held.values()):
+            for key, value in held.items():
+                batch.set(key, value)
+            return
+        _write_int(batch, keys.GROUP_ID, [episode.group_id for episode in episodes])
+        _write_int(batch, keys.SEED, [episode.seed for episode in episodes])
+        write_objects(batch, keys.ROW, [episode.example for episode in episodes])
 
     def write_results(self, batch: TensorDictBase, ended: Sequence[Episode]) -> None:
         """Write what sources of rewards and other transforms gave episodes that have just ended."""
         if self.reward_names or (ended and self.has_sources):
-            write_rewards(batch, ended, self.reward_names, dense=self.dense)
+            scores = [episode.score for episode in ended]
+            dense = None
+            if self.dense:
+                batch.set(entries.TOKEN_ENTRIES, NonTensorData({}, batch_size=batch.batch_size))
+            if any(score.by_token is not None for score in scores):
+                for episode in ended:
+                    total, by_token = torch.tensor(episode.score.total), episode.score.by_token
+                    reward = entries.dense_reward(total, by_token, episode.assistant_mask)
+                    episode.token_entries[keys.REWARD] = reward
+                dense = [last_row(e, e.token_entries[keys.REWARD]) for e in ended]
+            rows = [episode.row for episode in ended]
+            entries.write_scores(batch, rows, scores, dense, self.reward_names)
         # By token.
         for key in dict.fromkeys(key for episode in ended for key in episode.token_entries):
             if key != keys.REWARD:
                 own = [episode for episode in ended if key in episode.token_entries]
                 values = [last_row(episode, episode.token_entries[key]) for episode in own]
                 row_key: Any = unravel_key(("next", key))
-                write_token_entry(batch, key, [e.row for e in own], values, row_key=row_key)
+                entries.write_token_entry(batch, key, [e.row for e in own], values, row_key=row_key)
         for transform in self.exporting:
             transform.export(batch, ended)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:  # type: ignore[override]
         """Declares the entries of every observation."""
         shape = observation_spec.shape
-        observation_spec[EPISODE] = NonTensor(shape=shape, example_data=Episode())
-        observation_spec[keys.STOP_REASON] = NonTensor(shape=shape, example_data="")
-        observation_spec[keys.MAX_NEW_TOKENS] = Unbounded(shape=shape, dtype=torch.int64)
+        objects: dict[str, Any] = {EPISODE: Episode(), keys.STOP_REASON: ""}
+        numbers = {keys.MAX_NEW_TOKENS: shape}
         if self.has_tools:
-            counts = torch.Size((*shape, 1))
-            for key in (keys.NUM_TOOL_CALLS, keys.NUM_TOOL_ERRORS):
-                observation_spec[key] = Unbounded(shape=counts, dtype=torch.int64)
+            counts = (keys.NUM_TOOL_CALLS, keys.NUM_TOOL_ERRORS)
+            numbers |= dict.fromkeys(counts, torch.Size((*shape, 1)))
         if self.loads_data:
-            for key in (keys.GROUP_ID, keys.SEED):
-                observation_spec[key] = Unbounded(shape=shape, dtype=torch.int64)
-            observation_spec[keys.ROW] = NonTensor(shape=shape, example_data={})
+            numbers |= {keys.GROUP_ID: shape, keys.SEED: shape}
+            objects[keys.ROW] = {}
+        for key, example in objects.items():
+            observation_spec[key] = NonTensor(shape=shape, example_data=example)
+        for key, its in numbers.items():
+            observation_spec[key] = Unbounded(shape=its, dtype=torch.int64)
         return observation_spec
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:  # type: ignore[override]
@@ -219,9 +187,9 @@ class EpisodeEntries(Transform):
         single = Unbounded(shape=torch.Size((*shape, 1, 1)))
         named = {name: single.clone() for name in self.reward_names}
         reward_spec[keys.REWARDS] = Composite(named, shape=shape)
-        reward_spec[REWARD_ERRORS] = NonTensor(shape=shape, example_data="")
+        reward_spec[entries.REWARD_ERRORS] = NonTensor(shape=shape, example_data="")
         if self.dense:
-            reward_spec[TOKEN_ENTRIES] = NonTensor(shape=shape, example_data={})
+            reward_spec[entries.TOKEN_ENTRIES] = NonTensor(shape=shape, example_data={})
         return reward_spec
 
 
@@ -351,7 +319,7 @@ class EpisodeRunner:
         self.over(episodes)
         for episode in episodes:
             episode.drop_unanswered()
-            episode.score = Score()
+            episode.score = entries.Score()
             episode.metrics, episode.token_entries = {}, {}
         scored = [episode for episode in episodes if episode.is_scorable]
         for transform in self._parts["finish"]:
@@ -363,7 +331,7 @@ class EpisodeRunner:
         for episode in episodes:
             if not episode.is_scorable:
                 is_failed = kind_of(episode.stop_reason) in UNSCORABLE_REASONS
-                episode.score = Score(error=episode.stop_reason if is_failed else "")
+                episode.score = entries.Score(error=episode.stop_reason if is_failed else "")
 
     def close(self, episodes: Sequence[Episode]) -> None:
         """Give back what episodes hold, once; they are over, finished or given up."""
@@ -413,31 +381,25 @@ class EpisodeStep:
     """The episodes of a step that is under way.
 
     Args:
-        runner: runs the events.
-        entries: writes what the episodes have become.
+        env: runs the events, and writes what the episodes have become.
         tensordict: what the step started from.
         next_batch: what the base environment made of it.
     """
 
-    def __init__(
-        self,
-        runner: EpisodeRunner,
-        entries: EpisodeEntries,
-        tensordict: TensorDictBase,
-        next_batch: TensorDictBase,
-    ) -> None:
+    def __init__(self, env: Any, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
         self.ended: list[Episode] = []
         """Episodes that this step ended."""
+        runner: EpisodeRunner = env.runner
         self._runner = runner
-        self._entries = entries
+        self._entries: EpisodeEntries = env.entries
         self._given = tensordict
         self._episodes = read_episodes(tensordict)
-        self._shown = read_conversations(next_batch, keys.PROMPT, who=_WHO)
+        self._shown = batch_io.read_conversations(next_batch, keys.PROMPT, who=_WHO)
         self._flags = read_flags(next_batch)
         self._active: list[Episode] = []
         self._turns: list[Episode] = []
         """Those of them that have just taken a turn."""
-        is_active = active_rows(tensordict).tolist()
+        is_active = batch_io.active_rows(tensordict).tolist()
         held = self._flags if all(is_active) else read_flags(tensordict)
         reasons = read_objects(tensordict, keys.FINISH_REASON, "")
         for row, episode in enumerate(self._episodes):
@@ -454,7 +416,7 @@ class EpisodeStep:
                 episode.num_turns += 1
                 if not episode.is_done:
                     self._turns.append(episode)
-        if entries.has_tools:
+        if self._entries.has_tools:
             answer = functools.partial(runner.run_safely, runner.dispatcher, "after_turn")
             runner.run(answer, self._turns)
         self._write(next_batch, flags=any(episode.is_done for episode in self._turns))
@@ -477,7 +439,7 @@ class EpisodeStep:
         Args:
             next_batch: what all transforms but those of rewards made of it.
         """
-        batch = one_dimension(next_batch)
+        batch = batch_io.one_dimension(next_batch)
         self._read_changes(batch)
         for episode in self._turns:
             episode.end_unanswered()
@@ -486,7 +448,7 @@ class EpisodeStep:
         self._runner.finish(self.ended)
         self._write(batch)
         self._entries.write_results(batch, self.ended)
-        self._entries.write_values(batch, self._episodes, given=one_dimension(self._given))
+        self._entries.write_values(batch, self._episodes, given=batch_io.one_dimension(self._given))
         self._runner.close(self.ended)
         return in_shape(batch, next_batch.batch_size)
 
@@ -494,7 +456,7 @@ class EpisodeStep:
 
     def _read_changes(self, batch: TensorDictBase) -> None:
         """What TorchRL's transforms did to the episodes since they were last written."""
-        shown = read_conversations(batch, keys.PROMPT, who=_WHO)
+        shown = batch_io.read_conversations(batch, keys.PROMPT, who=_WHO)
         if shown is not self._shown:
             self._shown = shown
             for row, episode in enumerate(self._episodes):
@@ -534,7 +496,7 @@ def written(
     if all(episode.shares(shown) for episode in episodes):
         return shown
     shown = Conversations.cat([episode.conversation for episode in episodes])
-    write_conversations(batch, keys.PROMPT, shown)
+    batch_io.write_conversations(batch, keys.PROMPT, shown)
     for row, episode in enumerate(episodes):
         episode.share(shown, row)
     return shown
@@ -549,7 +511,7 @@ class StepOrder(Compose):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         env: Any = self.container
-        step = EpisodeStep(env.runner, env.entries, tensordict, next_tensordict)
+        step = EpisodeStep(env, tensordict, next_tensordict)
         env.step_under_way = step
         late: list[Transform] = []
         try:

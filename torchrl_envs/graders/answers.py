@@ -1,15 +1,16 @@
 """Answers that a program can verify: exact, short, mathematical, not repetitive."""
 
+import functools
 import logging
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
-from torchrl_data.checks import check_counts, one_of
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers, one_of
 from torchrl_data.messages import Message
 from torchrl_envs.concurrency import CallTimeoutError
 from torchrl_envs.processes import ToolProcesses
@@ -183,8 +184,7 @@ class RepetitionPenalty:
         self, ngram_size: int = 3, max_penalty: float = -1.0, *, unit: Unit | str = "words"
     ) -> None:
         check_counts(ngram_size=ngram_size)
-        if not max_penalty < 0:
-            raise ValueError(f"RepetitionPenalty: max_penalty must be below 0, got {max_penalty}.")
+        check_numbers("RepetitionPenalty", "(-inf, 0)", max_penalty=max_penalty)
         self.ngram_size = ngram_size
         self.max_penalty = max_penalty
         self.unit: Unit = one_of("unit", unit, UNITS)
@@ -195,18 +195,14 @@ class RepetitionPenalty:
         Args:
             completions: messages, per rollout.
         """
-        fractions = [
-            repeated_fraction(list(_said(messages)), self.ngram_size, self.unit)
-            for messages in completions
-        ]
-        return [self.max_penalty * fraction for fraction in fractions]
-
-
-def _said(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for message in messages:
-        if message["role"] == "assistant":
-            yield str(message.get("reasoning_content") or "")
-            yield message_text(message)
+        penalties = []
+        for messages in completions:
+            own = [message for message in messages if message["role"] == "assistant"]
+            said = [str(message.get("reasoning_content") or "") for message in own]
+            said += map(message_text, own)
+            fraction = repeated_fraction(said, self.ngram_size, self.unit)
+            penalties.append(self.max_penalty * fraction)
+        return penalties
 
 
 # Short answers compared as in SQuAD: exact match and F1 of words.
@@ -230,7 +226,8 @@ def exact_match_of(said: str, answers: str | Sequence[str]) -> float:
         answers: one, or all that are right.
     """
     own = normalized_answer(said)
-    return float(any(own == normalized_answer(each) for each in _listed(answers)))
+    listed = [answers] if isinstance(answers, str) else answers
+    return float(any(own == normalized_answer(each) for each in listed))
 
 
 def f1_of(said: str, answers: str | Sequence[str]) -> float:
@@ -240,19 +237,15 @@ def f1_of(said: str, answers: str | Sequence[str]) -> float:
         said: the text.
         answers: one, or all that are right.
     """
-    return max((_f1(said, each) for each in _listed(answers)), default=0.0)
-
-
-def _f1(said: str, answer: str) -> float:
-    own, right = normalized_answer(said).split(), normalized_answer(answer).split()
-    if not own or not right:
-        return float(own == right)
-    common = (Counter(own) & Counter(right)).total()
-    return 2 * common / (len(own) + len(right))
-
-
-def _listed(answers: str | Sequence[str]) -> Sequence[str]:
-    return [answers] if isinstance(answers, str) else answers
+    own, best = normalized_answer(said).split(), 0.0
+    for answer in [answers] if isinstance(answers, str) else answers:
+        right = normalized_answer(answer).split()
+        if own and right:
+            common = (Counter(own) & Counter(right)).total()
+            best = max(best, 2 * common / (len(own) + len(right)))
+        elif own == right:
+            best = 1.0
+    return best
 
 
 # Mathematical answers, compared by the package math-verify in killable processes.
@@ -301,8 +294,7 @@ class MathVerifyReward:
                 "MathVerifyReward needs the package math-verify, which is not installed: pip "
                 "install torchrl-agents[graders]."
             )
-        if not timeout_s > 0:
-            raise ValueError(f"MathVerifyReward: timeout_s must be positive, got {timeout_s!r}.")
+        check_numbers("MathVerifyReward", POSITIVE, timeout_s=timeout_s)
         self.answer_column = answer_column
         self.timeout_reward = timeout_reward
         self.required_columns = (answer_column,)
@@ -349,14 +341,10 @@ def grade_math(response: str, right: str) -> float:
     # It warns that its own time limits are off; here processes are killed instead.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     math_verify = import_module("math_verify")
-    expected = _parse(math_verify, right) or _parse(math_verify, f"${right}$")
+    parse = functools.partial(math_verify.parse, parsing_timeout=None)
+    expected = parse(right) or parse(f"${right}$")
     if not expected:
         raise ValueError(f"math-verify can't read the right answer {right!r:.200}")
     answer = read_tags(response).answer
-    parsed = _parse(math_verify, answer) or _parse(math_verify, f"${answer}$") if answer else []
-    parsed = parsed or _parse(math_verify, response)
-    return float(math_verify.verify(expected, parsed, timeout_seconds=None))
-
-
-def _parse(math_verify: Any, text: str) -> list[Any]:
-    return math_verify.parse(text, parsing_timeout=None)
+    parsed = parse(answer) or parse(f"${answer}$") if answer else []
+    return float(math_verify.verify(expected, parsed or parse(response), timeout_seconds=None))

@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_data.batch_io import read_conversations, write_conversations
 from torchrl_data.batch_objects import read_objects
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_data.conversation import Conversations
 from torchrl_data.keys import FINISH_REASON, FULL, PROMPT
 from torchrl_data.messages import Message
@@ -74,11 +75,9 @@ class ChatCompletions:
             raise ImportError(
                 "ChatCompletions needs the package openai: pip install openai."
             ) from error
-        if not timeout_s > 0 or max_concurrent < 1 or max_retries < 0:
-            raise ValueError(
-                "ChatCompletions: timeout_s and max_concurrent must be positive and max_retries "
-                f"not negative, got {timeout_s!r}, {max_concurrent!r} and {max_retries!r}."
-            )
+        check_numbers("ChatCompletions", POSITIVE, timeout_s=timeout_s)
+        check_counts("ChatCompletions", max_concurrent=max_concurrent)
+        check_counts("ChatCompletions", 0, max_retries=max_retries)
         self.model = model
         self.base_url = base_url
         self.timeout_s = timeout_s
@@ -246,29 +245,24 @@ class LLMJudge:
         Returns:
             A score per rollout, or why there is none.
         """
-        shown = [
-            {name: columns[name][row] for name in self.required_columns}
-            for row in range(len(prompts))
-        ]
+        names = self.required_columns
         questions = [
-            self._question(*given) for given in zip(prompts, completions, shown, strict=True)
+            self._question(prompt, completion, {name: columns[name][row] for name in names})
+            for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
         ]
-        answers = await self._answers(questions)
-        if len(answers) != len(questions):
-            raise ValueError(f"the judge gave {len(answers)} answers to {len(questions)} questions")
-        return [self._score(answer) for answer in answers]
-
-    async def _answers(self, questions: Sequence[Sequence[Message]]) -> Answers:
-        grades: Any
+        answers: Any
         if is_async(self.judge):
-            grades = self.judge(questions)
+            answers = self.judge(questions)
         else:
             # A judge that hangs must not hold up the end of the program.
             thread = DaemonThreads(1)
             answering = thread.submit(functools.partial(self.judge, questions))
             thread.close()
-            grades = await asyncio.wrap_future(answering)
-        return await grades if inspect.isawaitable(grades) else grades
+            answers = await asyncio.wrap_future(answering)
+        answers = await answers if inspect.isawaitable(answers) else answers
+        if len(answers) != len(questions):
+            raise ValueError(f"the judge gave {len(answers)} answers to {len(questions)} questions")
+        return [self._score(answer) for answer in answers]
 
     def _score(self, answer: str | Exception) -> float | Exception:
         if isinstance(answer, Exception):
@@ -326,11 +320,8 @@ class RewardModel:
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-            path = model
-            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                path, output_loading_info=True
-            )
-            model, found = loaded
+            path, load = model, AutoModelForSequenceClassification.from_pretrained
+            model, found = load(path, output_loading_info=True)  # type: ignore[misc]
             if found["missing_keys"]:
                 raise ValueError(
                     f"RewardModel: the files of {path!r} lack the weights "
@@ -339,11 +330,10 @@ class RewardModel:
                 )
         if tokenizer is None:
             raise TypeError("RewardModel needs the tokenizer of the model.")
-        if model.config.num_labels != 1 or batch_size < 1:
-            raise ValueError(
-                "RewardModel takes a model with one label and a positive batch_size, got "
-                f"{model.config.num_labels} labels and {batch_size}."
-            )
+        check_counts("RewardModel", batch_size=batch_size)
+        if model.config.num_labels != 1:
+            labels = f"{model.config.num_labels} labels"
+            raise ValueError(f"RewardModel takes a model with one label, got {labels}.")
         self.model = model.eval()
         self.batch_size = batch_size
         self._encoder = ConversationEncoder(tokenizer, chat_template_name=chat_template_name)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any, Final, NamedTuple, Self
 from urllib.parse import urlsplit, urlunsplit
 
+from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_envs.concurrency import EpisodeLostError
 
 # What can go wrong with a session of an OpenEnv server, as types.
@@ -99,9 +100,10 @@ def answer_data(raw: str | bytes, *, kind: str) -> dict[str, Any]:
     if found == "error" and isinstance(data, dict):
         rest = {key: value for key, value in data.items() if key not in ("code", "message")}
         code, text = str(data.get("code", "UNKNOWN")), str(data.get("message", ""))
-        errors = rest.get("errors")
-        if isinstance(errors, list):
-            text = "; ".join([text, *map(_validation_text, errors)])
+        for each in errors if isinstance(errors := rest.get("errors"), list) else ():
+            if isinstance(each, dict):  # what is wrong with a field
+                each = f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg', each)}"
+            text += f"; {each}"
         raise OpenEnvServerError(code, text, rest)
     if found != ANSWERS[kind] or not isinstance(data, dict):
         raise OpenEnvProtocolError(
@@ -109,12 +111,6 @@ def answer_data(raw: str | bytes, *, kind: str) -> dict[str, Any]:
             f"{ANSWERS[kind]!r}"
         )
     return data
-
-
-def _validation_text(error: Any) -> str:
-    if not isinstance(error, dict):
-        return str(error)
-    return f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg', error)}"
 
 
 def env_result(data: Mapping[str, Any]) -> EnvResult:
@@ -130,9 +126,8 @@ def env_result(data: Mapping[str, Any]) -> EnvResult:
         raise OpenEnvProtocolError(
             f"the server's answer must hold done (true or false), got {dict(data)!r:.200}"
         )
-    return EnvResult(
-        observation, None if reward is None else float(reward), bool(done), dict(metadata)
-    )
+    reward = None if reward is None else float(reward)
+    return EnvResult(observation, reward, bool(done), dict(metadata))
 
 
 # One session of an OpenEnv server over one WebSocket.
@@ -198,14 +193,9 @@ class OpenEnvSession:
         capacity_timeout_s: float = 60.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        durations = {
-            "connect_timeout_s": connect_timeout_s,
-            "message_timeout_s": message_timeout_s,
-            "capacity_timeout_s": capacity_timeout_s,
-        }
-        for name, value in durations.items():
-            if not value > 0:
-                raise ValueError(f"OpenEnvSession: {name} must be positive, got {value!r}.")
+        check_numbers("OpenEnvSession", POSITIVE, connect_timeout_s=connect_timeout_s)
+        check_numbers("OpenEnvSession", POSITIVE, message_timeout_s=message_timeout_s)
+        check_numbers("OpenEnvSession", POSITIVE, capacity_timeout_s=capacity_timeout_s)
         missing = [name for name in ("websockets", "tenacity") if find_spec(name) is None]
         if missing:
             raise ImportError(
@@ -255,14 +245,9 @@ class OpenEnvSession:
 
         async with self._lock:
             self._is_reset = False
-            retrying = AsyncRetrying(
-                retry=_is_transient,
-                stop=_GiveUp(self.capacity_timeout_s),
-                wait=_pause,
-                reraise=True,
-            )
-            data = await retrying(self._reset_once, arguments)
-            result = env_result(data)
+            gives_up = _GiveUp(self.capacity_timeout_s)
+            retrying = AsyncRetrying(retry=_is_transient, stop=gives_up, wait=_pause, reraise=True)
+            result = env_result(await retrying(self._reset_once, arguments))
             self._is_reset = True
             return result
 
@@ -358,9 +343,8 @@ class OpenEnvSession:
                     max_size=MAX_MESSAGE_BYTES,
                 )
         except (OSError, TimeoutError, InvalidHandshake, EOFError) as error:
-            raise OpenEnvConnectionError(
-                f"{self.name}: no connection: {type(error).__name__}: {error}"
-            ) from error
+            reason = f"no connection: {type(error).__name__}: {error}"
+            raise OpenEnvConnectionError(f"{self.name}: {reason}") from error
 
     async def _exchange(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a request and wait for its answer; anything but an answer kills the session."""

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from torchrl_data.checks import one_of
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE
 from torchrl_data.tool_calls import ToolCall
-from torchrl_envs.concurrency import Call, ConcurrentCalls, Outcome
+from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource, with_observation
 from torchrl_envs.episode.episode import Episode
@@ -52,21 +53,16 @@ def actions_of_functions(functions: Sequence[Callable[..., Mapping[str, Any]]]) 
     # functions: with type hints and a Google docstring, which the model is shown; each returns the
     # action's fields.
 
-    def made_by(function: Callable[..., Any]) -> Callable[[ToolCall], Mapping[str, Any]]:
-        def make(call: ToolCall) -> Mapping[str, Any]:
-            action = function(**call.arguments)
-            if hasattr(action, "model_dump"):
-                action = action.model_dump()
-            if not isinstance(action, Mapping):
-                raise TypeError(
-                    f"{function.__name__} must return the fields of an action, got "
-                    f"{type(action).__name__}"
-                )
-            return action
+    def make(function: Callable[..., Any], call: ToolCall) -> Mapping[str, Any]:
+        action = function(**call.arguments)
+        if hasattr(action, "model_dump"):
+            action = action.model_dump()
+        if not isinstance(action, Mapping):
+            made = f"the fields of an action, got {type(action).__name__}"
+            raise TypeError(f"{function.__name__} must return {made}")
+        return action
 
-        return make
-
-    return [Action(function_tool(function), made_by(function)) for function in functions]
+    return [Action(function_tool(f), functools.partial(make, f)) for f in functions]
 
 
 async def actions_of_server(session: OpenEnvSession) -> list[Action]:
@@ -75,38 +71,29 @@ async def actions_of_server(session: OpenEnvSession) -> list[Action]:
         listed = await session.list_tools()
     finally:
         await session.close()
-    if listed:
-        return [_mcp_action(tool) for tool in listed]
-    return [_schema_action(fetch_schema(session.url, session.connect_timeout_s)["action"])]
-
-
-def _mcp_action(listed: Mapping[str, Any]) -> Action:
-    name = str(listed["name"])
-    parameters = dict(listed.get("inputSchema") or listed.get("input_schema") or {})
-    description = str(listed.get("description") or name)
-    return Action(
-        _tool(name, description, parameters),
-        lambda call: {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments},
-    )
-
-
-def _schema_action(schema: Mapping[str, Any]) -> Action:
+    actions = []
+    for tool in listed:
+        name = str(tool["name"])
+        parameters = dict(tool.get("inputSchema") or tool.get("input_schema") or {})
+        offered = _tool(name, str(tool.get("description") or name), parameters)
+        actions.append(
+            Action(
+                offered,
+                lambda c: {"type": "call_tool", "tool_name": c.name, "arguments": c.arguments},
+            )
+        )
+    if actions:
+        return actions
+    schema = fetch_schema(session.url, session.connect_timeout_s)["action"]
     title = str(schema.get("title") or "Act")
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", title.removesuffix("Action") or "Act").lower()
     name = re.sub(r"[^a-z0-9_]+", "_", name)
-    properties = {
-        field: value
-        for field, value in schema.get("properties", {}).items()
-        if field not in _HIDDEN
-    }
-    parameters = {
-        key: value
-        for key, value in schema.items()
-        if key not in ("title", "description", "properties")
-    }
-    parameters["properties"] = properties
+    shown = schema.get("properties", {}).items()
+    properties = {field: value for field, value in shown if field not in _HIDDEN}
+    others = {k: v for k, v in schema.items() if k not in ("title", "description", "properties")}
     description = str(schema.get("description") or title).partition("\n\n")[0]
-    return Action(_tool(name, description, parameters), lambda call: call.arguments)
+    offered = _tool(name, description, {**others, "properties": properties})
+    return [Action(offered, lambda call: call.arguments)]
 
 
 def _tool(name: str, description: str, parameters: dict[str, Any]) -> Tool:
@@ -140,28 +127,19 @@ def observation_text(result: EnvResult) -> str:
     """What the model reads of an observation, where nothing else is asked for."""
     # Gives the value of a tool of MCP; the text of an observation with one text field; else all of
     # its fields but for empty ones, as JSON.
-    fields = {
-        key: value
-        for key, value in result.observation.items()
-        if key not in _HIDDEN and value not in (None, "", [], {})
-    }
+    told = ((key, value) for key, value in result.observation.items() if key not in _HIDDEN)
+    fields = {key: value for key, value in told if value not in (None, "", [], {})}
+    shown: Any = next(iter(fields.values())) if len(fields) == 1 else fields
     if "tool_name" in fields:
-        return _mcp_text(fields)
-    texts = [value for value in fields.values() if isinstance(value, str)]
-    if len(texts) == 1 and len(fields) == 1:
-        return texts[0]
-    return json.dumps(fields, ensure_ascii=False) if fields else ""
-
-
-def _mcp_text(fields: Mapping[str, Any]) -> str:
-    error = fields.get("error")
-    if error:
-        message = error.get("message") if isinstance(error, dict) else error
-        raise ValueError(f"{fields['tool_name']}: {message}")
-    value = fields.get("result")
-    if isinstance(value, dict) and "data" in value:
-        value = value["data"]
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if error := fields.get("error"):
+            message = error.get("message") if isinstance(error, dict) else error
+            raise ValueError(f"{fields['tool_name']}: {message}")
+        shown = fields.get("result")
+        if isinstance(shown, dict) and "data" in shown:
+            shown = shown["data"]
+    elif not isinstance(shown, str):
+        shown = fields or ""
+    return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
 
 
 # An OpenEnv server as the environment of every rollout: its actions are tools.
@@ -221,8 +199,7 @@ class OpenEnvTools(ToolSource, RewardSource):
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout_s=timeout_s, **kwargs)
-        if reward not in REWARDS_OF:
-            raise ValueError(f"OpenEnvTools: reward must be one of {REWARDS_OF}, got {reward!r}.")
+        self.reward: RewardOf = one_of("reward", reward, REWARDS_OF, who="OpenEnvTools")
         self._session = functools.partial(
             OpenEnvSession,
             base_url,
@@ -236,14 +213,21 @@ class OpenEnvTools(ToolSource, RewardSource):
         self.base_url = base_url
         self.reset_columns = tuple(reset_columns)
         self.text_of = text_of
-        self.reward: RewardOf = reward
         self.name = name
         self.where = dict(where or {})
         session = self._session()  # refuses what is wrong with the settings
-        if actions is None:
-            found = _ask(functools.partial(actions_of_server, session), attempts)
-        else:
+        if actions is not None:
             found = actions_of_functions(actions)
+        else:
+            # On a loop of its own: there may be one in this thread already.
+            calls = ConcurrentCalls(timeout_s=attempts)
+            try:
+                outcome = calls.run([[functools.partial(actions_of_server, session)]])[0][0]
+            finally:
+                calls.close()
+            if outcome.error is not None:
+                raise outcome.error
+            found = outcome.value
         self.actions: dict[str, Action] = {action.tool.name: action for action in found}
         self._tools = {tool: action.tool for tool, action in self.actions.items()}
 
@@ -277,11 +261,9 @@ class OpenEnvTools(ToolSource, RewardSource):
             return
         own = _Session(self._session(), self.text_of)
         episode.resources.add(self, own, close=own.session.close, timeout_s=_MARGIN_S)
-        arguments = {name: columns[name] for name in self.reset_columns}
-        arguments.setdefault("seed", episode.seed)
-        (outcome,) = await self.call(
-            functools.partial(own.reset, arguments), timeout_s=self._reset_timeout_s
-        )
+        arguments = {"seed": episode.seed, **{name: columns[name] for name in self.reset_columns}}
+        reset = functools.partial(own.reset, arguments)
+        (outcome,) = await self.call(reset, timeout_s=self._reset_timeout_s)
         if outcome.error is not None:
             raise EpisodeStartError(f"{self.name}: reset") from outcome.error
         query = [] if episode.query is None else episode.query
@@ -303,9 +285,8 @@ class OpenEnvTools(ToolSource, RewardSource):
 
         def phrase(outcome: Outcome) -> Answer:
             answer = job.phrase(outcome)
-            if answer.stop_reason or not own.is_done:
-                return answer
-            return answer._replace(stop_reason=ENVIRONMENT_DONE)
+            over = ENVIRONMENT_DONE if own.is_done else ""
+            return answer._replace(stop_reason=answer.stop_reason or over)
 
         return job._replace(phrase=phrase, timeout_s=self.timeout_s + _MARGIN_S)
 
@@ -345,15 +326,3 @@ class _Session:
         if not given:
             return Outcome()
         return Outcome(sum(given) if reward == "sum" else given[-1])
-
-
-def _ask(call: Call, timeout_s: float) -> list[Action]:
-    """Run a coroutine function on a loop of its own: there may be one in this thread already."""
-    calls = ConcurrentCalls(timeout_s=timeout_s)
-    try:
-        outcome = calls.run([[call]])[0][0]
-    finally:
-        calls.close()
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome.value

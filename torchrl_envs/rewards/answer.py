@@ -1,5 +1,6 @@
 """Rewards by the answer in the last message, and metrics of rewards."""
 
+import functools
 import math
 import uuid
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from torchrl.data import Binary, Composite, Unbounded
 
 from torchrl_data.batch_io import read_conversations
 from torchrl_data.batch_objects import read_objects
-from torchrl_data.checks import MissingEntryError
+from torchrl_data.checks import MissingEntryError, check_numbers
 from torchrl_data.keys import FULL, GROUP_ID, REWARD, REWARDS, ROW, SCORABLE
 from torchrl_envs.concurrency import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
@@ -53,8 +54,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
         self, *, set_done_if_answer: bool = True, weight: float = 1.0, add_to_reward: bool = False
     ) -> None:
         super().__init__()
-        if not math.isfinite(weight):
-            raise ValueError(f"{self._get_name()}: weight must be finite, got {weight!r}.")
+        check_numbers(self._get_name(), weight=weight)
         self.set_done_if_answer = set_done_if_answer
         self.weight = weight
         self.add_to_reward = add_to_reward
@@ -118,16 +118,12 @@ class AnswerReward(EpisodeTransform, RewardSource):
         """Write the further entries."""
         for key in self.component_keys:
             value = self.empty_part(key, batch.batch_size)
-            for episode in episodes:
-                found = self._found(episode, key)
-                if found is not None:
-                    value[episode.row] = found[key]
+            for episode in episodes:  # found by this one, or by another one that it was for
+                for found in (episode.metrics.get(self.key), *episode.metrics.values()):
+                    if isinstance(found, Mapping) and key in found:
+                        value[episode.row] = found[key]
+                        break
             batch.set(key, value)
-
-    def _found(self, episode: Episode, key: str) -> Mapping[str, Any] | None:
-        """What was found in an episode: by this one, or by another one that it was for."""
-        own = [episode.metrics.get(self.key), *episode.metrics.values()]
-        return next((each for each in own if isinstance(each, Mapping) and key in each), None)
 
     def empty_part(self, key: str, shape: torch.Size) -> torch.Tensor:
         """What a further entry is where a row was not scored, ``[*B, 1, 1]``.
@@ -144,9 +140,8 @@ class AnswerReward(EpisodeTransform, RewardSource):
         """Declares the further entries."""
         for key in self.component_keys:
             example = self.empty_part(key, reward_spec.shape)
-            is_flag = example.dtype == torch.bool
-            kind = Binary(n=1, shape=example.shape, dtype=torch.bool) if is_flag else None
-            reward_spec[key] = kind or Unbounded(shape=example.shape, dtype=example.dtype)
+            kind: Any = functools.partial(Binary, 1) if example.dtype == torch.bool else Unbounded
+            reward_spec[key] = kind(shape=example.shape, dtype=example.dtype)
         return reward_spec
 
     def row_entry(self, key: str, value: Any) -> Any:
@@ -208,10 +203,8 @@ class AnswerReward(EpisodeTransform, RewardSource):
                 raise parts
             if parts[REWARD] is not None:
                 value = torch.tensor([[self.weight * float(parts[REWARD])]])
-                reward = row.get(REWARD, None)
-                row.set(
-                    REWARD, value + reward if self.add_to_reward and reward is not None else value
-                )
+                reward = row.get(REWARD, None) if self.add_to_reward else None
+                row.set(REWARD, value if reward is None else value + reward)
             for key in self.component_keys:
                 row.set(key, self.row_entry(key, parts[key]))
             row.set_non_tensor(SCORED_BY, self._id)
@@ -247,49 +240,35 @@ def reward_metrics(trajectories: TensorDictBase) -> dict[str, float]:
     scored = [row for row in rows if bool(row.get(SCORABLE, _TRUE).all())]
     totals = [float(row.get(REWARD).sum()) for row in scored]
     failed = [bool(read_objects(row, REWARD_ERRORS, "")[0]) for row in rows]
+    groups: dict[int, set[float]] = {}
+    for row, total in zip(scored, totals, strict=True):
+        if (group_id := row.get(GROUP_ID, None)) is not None:
+            groups.setdefault(int(group_id), set()).add(total)
+    mean, std = _mean_and_std(totals)
     metrics = {
-        "reward/mean": _mean(totals),
-        "reward/std": _std(totals),
+        "reward/mean": mean,
+        "reward/std": std,
         "reward/unscorable_fraction": 1 - len(scored) / len(rows),
         "reward/error_fraction": sum(failed) / len(rows),
-        "reward/zero_std_fraction": _zero_std_fraction(scored, totals),
+        "reward/zero_std_fraction": _mean_and_std([len(group) == 1 for group in groups.values()])[
+            0
+        ],
     }
-    for name in _names(rows):
-        values = [float(row.get((REWARDS, name)).sum()) for row in rows if _has(row, name)]
+    by_source: dict[str, list[float]] = {}
+    for row in rows:
+        group: Any = row.get(REWARDS, None)
+        for name, value in () if group is None else group.items():
+            by_source.setdefault(name, []).append(float(value.sum()))
+    for name, values in by_source.items():
         applied = [value for value in values if not math.isnan(value)]
-        metrics[f"rewards/{name}/mean"] = _mean(applied)
-        metrics[f"rewards/{name}/std"] = _std(applied)
+        mean, std = _mean_and_std(applied)
+        metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
         metrics[f"rewards/{name}/applied_fraction"] = len(applied) / len(rows)
     return metrics
 
 
-def _names(rows: Sequence[TensorDictBase]) -> list[str]:
-    names: dict[str, None] = {}
-    for row in rows:
-        group: Any = row.get(REWARDS, None)
-        names.update(dict.fromkeys([] if group is None else list(group.keys())))
-    return list(names)
-
-
-def _has(row: TensorDictBase, name: str) -> bool:
-    return row.get((REWARDS, name), None) is not None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
-
-
-def _std(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0 if values else math.nan
-    mean = _mean(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
-
-
-def _zero_std_fraction(rows: Sequence[TensorDictBase], totals: Sequence[float]) -> float:
-    groups: dict[int, set[float]] = {}
-    for row, total in zip(rows, totals, strict=True):
-        group_id = row.get(GROUP_ID, None)
-        if group_id is not None:
-            groups.setdefault(int(group_id), set()).add(total)
-    return sum(len(group) == 1 for group in groups.values()) / len(groups) if groups else math.nan
+def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
+    if not values:
+        return math.nan, math.nan
+    mean, least = sum(values) / len(values), max(len(values) - 1, 1)
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / least)

@@ -5,7 +5,6 @@ What they are called with, what they may answer, and what an error costs.
 
 import functools
 import inspect
-import math
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,38 +15,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from torchrl_data import keys
 from torchrl_data.batch_io import read_conversations
 from torchrl_data.batch_objects import read_objects
-from torchrl_data.checks import MissingEntryError, one_of
-from torchrl_data.keys import (
-    EPISODE_ID,
-    FULL,
-    GROUP_ID,
-    NUM_SEGMENTS,
-    NUM_TOOL_CALLS,
-    REWARD,
-    REWARDS,
-    ROW,
-    SCORABLE,
-    SEGMENT,
-    STOP_REASON,
-)
+from torchrl_data.checks import POSITIVE, MissingEntryError, check_numbers, one_of
 from torchrl_data.messages import Message
+from torchrl_envs import entries
 from torchrl_envs.concurrency import Call, ConcurrentCalls, Outcome, accepted_arguments, run_all
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.datasets.rows import PROMPT_COLUMNS
-from torchrl_envs.entries import (
-    REWARD_ERRORS,
-    SCORED_BY,
-    RewardSource,
-    RowReward,
-    copied_rows,
-    dense_reward,
-    joined_rows,
-    number_or_error,
-    raised_text,
-    turn_ends,
-)
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.episode.transform import EpisodeTransform
@@ -202,11 +178,6 @@ def missing_arguments(function: RewardFunction, columns: Sequence[str]) -> list[
     ]
 
 
-def needs_messages(function: RewardFunction) -> bool:
-    """Whether a function reads messages, whatever the data are."""
-    return getattr(function, "needs_messages", False)
-
-
 def reward_inputs(
     episodes: Sequence[Episode], environments: Sequence[Any], *, as_text: bool
 ) -> dict[str, list[Any]]:
@@ -276,51 +247,6 @@ def _of_training(*values: Any) -> dict[str, Any]:
     return dict(zip(OF_TRAINING, values, strict=True))
 
 
-class FunctionRewards(NamedTuple):
-    """What one function gave all rollouts."""
-
-    rewards: list[RowReward]
-    wrong_shape: str = ""
-    """What is wrong with the shape of what it returned, for the first rollout for which it is."""
-
-
-def read_outcomes(
-    name: str,
-    outcomes: Sequence[Outcome],
-    episodes: Sequence[Episode],
-    *,
-    by_turn: bool,
-    nan_applies: bool,
-    one_each: bool,
-) -> FunctionRewards:
-    """Check what a function returned."""
-    if not one_each:
-        (outcome,) = outcomes
-        outcomes = [outcome] * len(episodes)
-        if outcome.error is None:
-            items = _items(outcome.value)
-            if items is None or len(items) != len(episodes):
-                wrong = (
-                    f"{name} must return one reward per completion: expected a list of "
-                    f"{len(episodes)}, got {outcome.value!r:.80}."
-                )
-                return FunctionRewards([RowReward(error=wrong)] * len(episodes), wrong)
-            outcomes = [_outcome(item) for item in items]
-    rewards, wrong_shape = [], ""
-    for episode, outcome in zip(episodes, outcomes, strict=True):
-        if outcome.error is not None:
-            rewards.append(RowReward(error=raised_text(outcome.error, name)))
-            continue
-        if by_turn:
-            reward, wrong = _turn_reward(name, outcome.value, episode, nan_applies)
-        else:
-            reward = RowReward(*number_or_error(outcome.value, name, nan_applies))
-            wrong = reward.error if "not a number" in reward.error else ""
-        rewards.append(reward)
-        wrong_shape = wrong_shape or wrong
-    return FunctionRewards(rewards, wrong_shape)
-
-
 def _items(value: Any) -> list[Any] | None:
     if isinstance(value, str | bytes | Mapping):
         return None
@@ -328,35 +254,6 @@ def _items(value: Any) -> list[Any] | None:
         return list(value)
     except TypeError:
         return None
-
-
-def _outcome(item: Any) -> Outcome:
-    """A function may give an exception in place of a reward: that rollout alone failed."""
-    return Outcome(error=item) if isinstance(item, BaseException) else Outcome(item)
-
-
-def _turn_reward(
-    name: str, value: Any, episode: Episode, nan_applies: bool
-) -> tuple[RowReward, str]:
-    """One reward per turn becomes one per token, at the ends of the turns."""
-    if value is None:
-        return RowReward(), ""
-    mask = episode.assistant_mask
-    ends = turn_ends(mask)
-    items = _items(value)
-    if items is None or len(items) != len(ends):
-        wrong = (
-            f"{name} must return one reward per turn of each completion: expected a list of "
-            f"{len(ends)}, got {value!r:.80}."
-        )
-        return RowReward(error=wrong), wrong
-    by_token = torch.zeros(len(mask))
-    for end, item in zip(ends.tolist(), items, strict=True):
-        number, error = number_or_error(item, name, nan_applies)
-        if error:
-            return RowReward(error=error), error if "not a number" in error else ""
-        by_token[end] = 0.0 if number is None else number
-    return RowReward(by_token), ""
 
 
 # Finished trajectories as episodes that can be scored, and their scores as entries of the rows.
@@ -375,15 +272,15 @@ def finished_episodes(rows: Sequence[TensorDictBase], who: str) -> list[Finished
     """The episodes that rows are of: one for each, or for all rows of an episode together."""
     by_id: dict[Any, list[TensorDictBase]] = {}
     for number, row in enumerate(rows):
-        is_part = int(row.get(NUM_SEGMENTS, 1)) > 1
-        by_id.setdefault(int(row[EPISODE_ID]) if is_part else f"row {number}", []).append(row)
+        is_part = int(row.get(keys.NUM_SEGMENTS, 1)) > 1
+        by_id.setdefault(int(row[keys.EPISODE_ID]) if is_part else f"row {number}", []).append(row)
     found = []
     for parts in by_id.values():
-        parts.sort(key=lambda row: int(row.get(SEGMENT, 0)))
-        wanted = int(parts[0].get(NUM_SEGMENTS, 1))
+        parts.sort(key=lambda row: int(row.get(keys.SEGMENT, 0)))
+        wanted = int(parts[0].get(keys.NUM_SEGMENTS, 1))
         if len(parts) != wanted:
             raise ValueError(
-                f"{who}: episode {int(parts[0][EPISODE_ID])} has {wanted} rows, of which "
+                f"{who}: episode {int(parts[0][keys.EPISODE_ID])} has {wanted} rows, of which "
                 f"{len(parts)} came in. Give all rows of an episode at once."
             )
         found.append(FinishedEpisode(_episode(parts, who), parts))
@@ -392,28 +289,17 @@ def finished_episodes(rows: Sequence[TensorDictBase], who: str) -> list[Finished
 
 def _episode(rows: Sequence[TensorDictBase], who: str) -> Episode:
     episode = Episode()
-    conversations = [read_conversations(row, FULL, who=who) for row in rows]
+    conversations = [read_conversations(row, keys.FULL, who=who) for row in rows]
     *earlier, episode.conversation = conversations
     episode.segments = tuple(earlier)
-    episode.example = read_objects(rows[0], ROW)[0]
-    episode.stop_reason = read_objects(rows[0], STOP_REASON, "")[0]
+    episode.example = read_objects(rows[0], keys.ROW)[0]
+    episode.stop_reason = read_objects(rows[0], keys.STOP_REASON, "")[0]
     episode.num_turns = int(rows[0].get("num_turns", 1))
-    if rows[0].get(GROUP_ID, None) is not None:
-        episode.group_id = int(rows[0][GROUP_ID])
+    if rows[0].get(keys.GROUP_ID, None) is not None:
+        episode.group_id = int(rows[0][keys.GROUP_ID])
     columns = [name for name in PROMPT_COLUMNS if name in (episode.example or {})]
     episode.query = (episode.example or {})[columns[0]] if columns else None
     return episode
-
-
-def check_prompts_are_known(episodes: Sequence[FinishedEpisode], who: str) -> None:
-    """Raise where nobody can tell whether a prompt was a string."""
-    for episode, _ in episodes:
-        if episode.query is None:
-            raise MissingEntryError(
-                f"{who}: a row does not say whether its prompt was a string or messages: its data "
-                f"have none of the columns {list(PROMPT_COLUMNS)}. Say what the functions read: "
-                "completion_format='text' or 'messages'."
-            )
 
 
 def write_finished(found: FinishedEpisode, names: Sequence[str]) -> None:
@@ -428,11 +314,11 @@ def write_finished(found: FinishedEpisode, names: Sequence[str]) -> None:
             is_last = part is episode.rows[-1]
             total = torch.tensor(score.total if is_last else 0.0)
             by_token = score.by_token[start:end]
-            reward, start = dense_reward(total, by_token, part.assistant_mask(0)), end
-        row.set(REWARD, reward)
-        row.set(SCORABLE, torch.tensor([score.is_scorable]))
-        row.set(REWARDS, TensorDict({name: value.clone() for name, value in own.items()}))
-        row.set_non_tensor(REWARD_ERRORS, score.error)
+            reward, start = entries.dense_reward(total, by_token, part.assistant_mask(0)), end
+        row.set(keys.REWARD, reward)
+        row.set(keys.SCORABLE, torch.tensor([score.is_scorable]))
+        row.set(keys.REWARDS, TensorDict({name: value.clone() for name, value in own.items()}))
+        row.set_non_tensor(entries.REWARD_ERRORS, score.error)
         for key in (LOGGED_METRICS, LOGGED_EXTRA):
             if key in episode.metrics:
                 row.set_non_tensor(key, episode.metrics[key])
@@ -448,7 +334,7 @@ CompletionFormat = Literal["auto", "text", "messages"]
 COMPLETION_FORMATS: Final[tuple[CompletionFormat, ...]] = ("auto", "text", "messages")
 
 
-class RewardFunctions(EpisodeTransform, RewardSource):
+class RewardFunctions(EpisodeTransform, entries.RewardSource):
     """Scores finished episodes with functions of TRL's signature.
 
     A function gets lists, one item per episode that has just finished: ``prompts`` (what came
@@ -504,7 +390,17 @@ class RewardFunctions(EpisodeTransform, RewardSource):
     ) -> None:
         super().__init__()
         listed = list(functions) if isinstance(functions, Sequence) else [functions]
-        _check_settings(listed, weights, level, timeout_s)
+        if not listed:
+            raise ValueError("RewardFunctions needs at least one function.")
+        for function in listed:
+            if not callable(function):
+                raise TypeError(f"RewardFunctions: {function!r:.80} can't be called.")
+        self.weights = [1.0] * len(listed) if weights is None else list(weights)
+        if len(self.weights) != len(listed):
+            found = f"{len(listed)} functions but {len(self.weights)} weights"
+            raise ValueError(f"RewardFunctions: {found}.")
+        check_numbers("RewardFunctions", **{f"weights[{i}]": w for i, w in enumerate(self.weights)})
+        check_numbers("RewardFunctions", POSITIVE, timeout_s=timeout_s)
         self.completion_format = one_of("completion_format", completion_format, COMPLETION_FORMATS)
         self.trainer_state = TrainerState()
         """What functions get under this name; a collector keeps ``global_step`` up to date."""
@@ -512,8 +408,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         self._own_calls: ConcurrentCalls | None = None
         self._id = uuid.uuid4().hex
         self.functions = dict(zip(unique_names(listed), listed, strict=True))
-        self.weights = list(weights) if weights is not None else [1.0] * len(listed)
-        self.level = level
+        self.level = one_of("level", level, LEVELS, who="RewardFunctions")
         self.nan_applies = nan_applies
         self._used: set[str] = set()
         self.timeout_s = timeout_s
@@ -537,9 +432,16 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         """
         self._has_tools = any(True for _ in env.transforms_of(ToolSource))
         functions = list(self.functions.values())
-        taken: list[str] = []
-        for source in _other_sources(env, self):
-            taken += source.reward_names
+        # Earlier functions, and everything that is no function, have their names first.
+        parts = list(env.transforms_of(EpisodeTransform))
+        before = parts[: next(i for i, part in enumerate(parts) if part is self)]
+        taken = [
+            name
+            for part in parts
+            if isinstance(part, entries.RewardSource) and part is not self
+            if part in before or not isinstance(part, RewardFunctions)
+            for name in part.reward_names
+        ]
         self.functions = dict(zip(unique_names(functions, taken), functions, strict=True))
         for loader in env.transforms_of(DataLoadingPrimer):
             for name, function in self.functions.items():
@@ -572,7 +474,8 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             ValueError: a function that is used for the first time returned a wrong shape; the
                 message says what it returned and what is expected.
         """
-        own = [_environment(environments, episode) for episode in episodes]
+        found = [[source.instance(episode) for source in environments] for episode in episodes]
+        own = [next((each for each in its if each is not None), None) for its in found]
         inputs = {
             as_text: reward_inputs(episodes, own, as_text=as_text)
             for as_text in {self._reads_text(function) for function in self.functions.values()}
@@ -585,22 +488,70 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         }
         made = [call for each in calls_of.values() for call in each]
         results = iter(calls.run([[call.function] for call in made], self.timeout_s))
-        for (name, function), weight in zip(self.functions.items(), self.weights, strict=True):
-            result = read_outcomes(
-                name,
-                [next(results)[0] for _ in calls_of[name]],
-                episodes,
-                by_turn=self.level == "turn",
-                nan_applies=self.nan_applies,
-                one_each=scores_one_rollout(function),
-            )
-            if result.wrong_shape and name not in self._used:
-                raise ValueError(f"The reward function {result.wrong_shape}")
-            self._used.add(name)
-            for episode, reward in zip(episodes, result.rewards, strict=True):
+        for name, weight in zip(self.functions, self.weights, strict=True):
+            rewards = self._read(name, [next(results)[0] for _ in calls_of[name]], episodes)
+            for episode, reward in zip(episodes, rewards, strict=True):
                 episode.score.add(name, reward, weight=weight)
         for call in made:
             call.log.write_to(call.episodes)
+
+    def _read(
+        self, name: str, outcomes: Sequence[Outcome], episodes: Sequence[Episode]
+    ) -> list[entries.RowReward]:
+        """Check what a function returned; a wrong shape is raised the first time it is used."""
+        if not scores_one_rollout(self.functions[name]):
+            (outcome,) = outcomes
+            outcomes = [outcome] * len(episodes)
+            if outcome.error is None:
+                items = _items(outcome.value)
+                if items is None or len(items) != len(episodes):
+                    wanted = f"one reward per completion: expected a list of {len(episodes)}"
+                    return [self._misshapen(name, wanted, outcome.value)] * len(episodes)
+                # An exception in place of a reward: that rollout alone failed.
+                is_error = [isinstance(item, BaseException) for item in items]
+                pairs = zip(items, is_error, strict=True)
+                outcomes = [Outcome(error=i) if failed else Outcome(i) for i, failed in pairs]
+        rewards = []
+        for episode, outcome in zip(episodes, outcomes, strict=True):
+            if outcome.error is not None:
+                reward = entries.RowReward(error=entries.raised_text(outcome.error, name))
+            elif self.by_token:
+                reward = self._by_turn(name, outcome.value, episode)
+            else:
+                reward = self._number(name, outcome.value)
+            rewards.append(reward)
+        self._used.add(name)
+        return rewards
+
+    def _by_turn(self, name: str, value: Any, episode: Episode) -> entries.RowReward:
+        """One reward per turn becomes one per token, at the ends of the turns."""
+        if value is None:
+            return entries.RowReward()
+        mask = episode.assistant_mask
+        ends = entries.turn_ends(mask).tolist()
+        items = _items(value)
+        if items is None or len(items) != len(ends):
+            wanted = f"one reward per turn of each completion: expected a list of {len(ends)}"
+            return self._misshapen(name, wanted, value)
+        by_token = torch.zeros(len(mask))
+        for end, item in zip(ends, items, strict=True):
+            reward = self._number(name, item)
+            if reward.error:
+                return reward
+            by_token[end] = reward.value or 0.0
+        return entries.RowReward(by_token)
+
+    def _number(self, name: str, value: Any) -> entries.RowReward:
+        number, error = entries.number_or_error(value, name, self.nan_applies)
+        if "not a number" in error and name not in self._used:
+            raise ValueError(f"The reward function {error}")
+        return entries.RowReward(number, error)
+
+    def _misshapen(self, name: str, wanted: str, value: Any) -> entries.RowReward:
+        error = f"{name} must return {wanted}, got {value!r:.80}."
+        if name not in self._used:
+            raise ValueError(f"The reward function {error}")
+        return entries.RowReward(error=error)
 
     # On finished trajectories -------------------------------------------------------------------
 
@@ -620,14 +571,19 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             ValueError: rows of an episode are missing, or a function that is used for the first
                 time returned a wrong shape.
         """
-        rows = copied_rows(tensordict)
-        if all(read_objects(row, SCORED_BY)[0] == self._id for row in rows):
+        rows = entries.copied_rows(tensordict)
+        if all(read_objects(row, entries.SCORED_BY)[0] == self._id for row in rows):
             return tensordict  # on the way into this replay buffer, say
         who = self._get_name()
         found = finished_episodes(rows, who)
-        self._has_tools = rows[0].get(NUM_TOOL_CALLS, None) is not None
-        if any(map(self._reads_text, self.functions.values())):
-            check_prompts_are_known(found, who)
+        self._has_tools = rows[0].get(keys.NUM_TOOL_CALLS, None) is not None
+        needs_text = any(map(self._reads_text, self.functions.values()))
+        if needs_text and any(episode.query is None for episode, _ in found):
+            raise MissingEntryError(
+                f"{who}: a row does not say whether its prompt was a string or messages: its data "
+                f"have none of the columns {list(PROMPT_COLUMNS)}. Say what the functions read: "
+                "completion_format='text' or 'messages'."
+            )
         if self._own_calls is None:
             self._own_calls = ConcurrentCalls()
         scored = [episode for episode, _ in found if episode.is_scorable]
@@ -636,8 +592,8 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         for finished in found:
             write_finished(finished, self.reward_names)
         for row in rows:
-            row.set_non_tensor(SCORED_BY, self._id)
-        return joined_rows(rows, tensordict.batch_size)
+            row.set_non_tensor(entries.SCORED_BY, self._id)
+        return entries.joined_rows(rows, tensordict.batch_size)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         if tensordict is None or self.in_environment:
@@ -646,7 +602,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
 
     def _reads_text(self, function: RewardFunction) -> bool:
         """Whether a function gets strings where prompts are strings."""
-        if needs_messages(function):
+        if getattr(function, "needs_messages", False):  # whatever the data are
             return False
         if self.completion_format != "auto":
             return self.completion_format == "text"
@@ -657,42 +613,3 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         closes = [getattr(function, "close", None) for function in self.functions.values()]
         own = [] if self._own_calls is None else [self._own_calls.close]
         run_all([*own, *(close for close in closes if close is not None)])
-
-
-def _check_settings(
-    functions: Sequence[RewardFunction],
-    weights: Sequence[float] | None,
-    level: str,
-    timeout_s: float,
-) -> None:
-    if not functions:
-        raise ValueError("RewardFunctions needs at least one function.")
-    for function in functions:
-        if not callable(function):
-            raise TypeError(f"RewardFunctions: {function!r:.80} can't be called.")
-    if weights is not None and len(weights) != len(functions):
-        raise ValueError(f"RewardFunctions: {len(functions)} functions but {len(weights)} weights.")
-    if weights is not None and not all(math.isfinite(weight) for weight in weights):
-        raise ValueError(f"RewardFunctions: the weights must be finite, got {list(weights)}.")
-    if not timeout_s > 0:
-        raise ValueError(f"RewardFunctions: timeout_s must be positive, got {timeout_s!r}.")
-    if level not in LEVELS:
-        raise ValueError(f"RewardFunctions: level must be one of {LEVELS}, got {level!r}.")
-
-
-def _other_sources(env: "EpisodeEnvironment", own: RewardFunctions) -> list[RewardSource]:
-    """Sources whose names come first: earlier functions, and everything that is no function."""
-    transforms = list(env.transforms_of(EpisodeTransform))
-    before = transforms[: next(i for i, t in enumerate(transforms) if t is own)]
-    return [
-        source
-        for source in transforms
-        if isinstance(source, RewardSource)
-        and source is not own
-        and (source in before or not isinstance(source, RewardFunctions))
-    ]
-
-
-def _environment(sources: Sequence[EnvironmentTools], episode: Episode) -> object:
-    found = [source.instance(episode) for source in sources]
-    return next((environment for environment in found if environment is not None), None)

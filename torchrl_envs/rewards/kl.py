@@ -1,6 +1,5 @@
 """Log-probs of a reference, and divergences from it as rewards."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
@@ -8,7 +7,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_data.checks import TokenScorer, TokenScores, image_arguments
+from torchrl_data.checks import POSITIVE, TokenScorer, TokenScores, check_numbers, image_arguments
 from torchrl_data.keys import FULL, LOG_PROBS_FULL
 from torchrl_data.ragged import pack
 from torchrl_envs.episode.transform import EpisodeEnvironment, TokenRow, TrajectoryTransform
@@ -104,10 +103,7 @@ class RetrieveLogProb(TrajectoryTransform):
                 f"{self._get_name()} needs a model that scores packed tokens (score_packed, such "
                 f"as TransformersWrapper), got {type(model).__name__}."
             )
-        if not temperature > 0:
-            raise ValueError(
-                f"{self._get_name()}: temperature must be positive, got {temperature!r}."
-            )
+        check_numbers(self._get_name(), POSITIVE, temperature=temperature)
         self.entry: NestedKey = REF_LOG_PROBS if log_probs_full_key is None else log_probs_full_key
         self.results = (self.entry,)
         self.assistant_only = assistant_only
@@ -117,7 +113,9 @@ class RetrieveLogProb(TrajectoryTransform):
 
     def score(self, rows: Sequence[TokenRow]) -> None:
         """Add the log-probs of each row."""
-        targets = [self._targets(row) for row in rows]
+        targets = [row.assistant_mask for row in rows]
+        if not self.assistant_only:  # nothing comes before the first
+            targets = [torch.arange(len(target)) > 0 for target in targets]
         for row, target in zip(rows, targets, strict=True):
             row.results[self.entry] = torch.zeros(len(target))
         chosen = [i for i, target in enumerate(targets) if bool(target.any())]
@@ -127,30 +125,18 @@ class RetrieveLogProb(TrajectoryTransform):
         mask, _ = pack([targets[i] for i in chosen])
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             model: Any = self._model[0]
-            scores: TokenScores = model.score_packed(
-                ids,
-                lengths,
-                mask,
-                temperature=self.temperature,
-                **image_arguments(model, [rows[i].images for i in chosen], self._get_name()),
-            )
+            images = image_arguments(model, [rows[i].images for i in chosen], self._get_name())
+            images["temperature"] = self.temperature
+            scores: TokenScores = model.score_packed(ids, lengths, mask, **images)
         log_probs = scores.log_prob.to(ids.device).float()
         counts = [int(targets[i].sum()) for i in chosen]
         for i, part in zip(chosen, log_probs.split(counts), strict=True):
-            rows[i].results[self.entry] = torch.zeros(len(rows[i].ids)).masked_scatter(
-                targets[i], part
-            )
+            nothing = rows[i].results[self.entry]
+            rows[i].results[self.entry] = nothing.masked_scatter(targets[i], part)
 
     def check_recorded(self, policy: Any) -> None:
         """See :func:`check_recorded`."""
         check_recorded(self._get_name(), self._model[0], self.temperature, policy)
-
-    def _targets(self, row: TokenRow) -> Tensor:
-        if self.assistant_only:
-            return row.assistant_mask
-        target = torch.ones_like(row.assistant_mask)
-        target[:1] = False
-        return target
 
 
 class KLComputation(TrajectoryTransform):
@@ -186,8 +172,7 @@ class KLComputation(TrajectoryTransform):
         estimator: Estimator | None = None,
     ) -> None:
         super().__init__()
-        if not math.isfinite(coeff):
-            raise ValueError(f"{self._get_name()}: coeff must be finite, got {coeff!r}.")
+        check_numbers(self._get_name(), coeff=coeff)
         self.gen_key = gen_log_probs_full_key
         self.ref_key = ref_log_probs_full_key
         self.kl_key = kl_key
@@ -271,11 +256,7 @@ class RetrieveKL(TrajectoryTransform):
             raise ValueError(f"{self._get_name()} needs a ref_model or a ref_model_factory.")
         default = LOG_PROBS_FULL if gen is None else GEN_LOG_PROBS
         gen_key = default if gen_log_probs_full_key is None else gen_log_probs_full_key
-        same: dict[str, Any] = {
-            "assistant_only": assistant_only,
-            "detach": detach,
-            "temperature": temperature,
-        }
+        same: Any = {"assistant_only": assistant_only, "detach": detach, "temperature": temperature}
         self.kl = KLComputation(gen_key, ref_log_probs_full_key, **kwargs)
         # Of the distribution that was sampled from; what else a policy records says so itself.
         self._is_recorded = gen is None and gen_key == LOG_PROBS_FULL

@@ -15,23 +15,7 @@ from typing import Any, Final
 
 from torchrl_envs.processes import kept_command
 
-from .confinement import (
-    TRIAL_LIMITS,
-    UNPRIVILEGED_USER,
-    Interpreter,
-    Isolation,
-    SandboxLimits,
-    SandboxResult,
-    SandboxStartError,
-    SandboxUnavailableError,
-    UnsandboxedCodeWarning,
-    bubblewrap_command,
-    changes_user,
-    failing_checks,
-    program,
-    starts_as,
-    syscall_filter,
-)
+from . import confinement
 from .inside.frames import pack
 
 # Keeps the start and the end of a stream, however long it is.
@@ -106,7 +90,7 @@ class SandboxProcess:
         self._reports: list[str] = []
         self._status, inside = os.pipe()
         try:
-            user = starts_as()
+            user = confinement.starts_as()
             if needs_keeper:
                 command, user = kept_command(command, user=user), None
             as_user: Any = {} if user is None else {"user": user, "group": user, "extra_groups": []}
@@ -142,7 +126,7 @@ class SandboxProcess:
             os.set_blocking(stream, False)
             self._selector.register(stream, selectors.EVENT_READ, take)
         os.set_blocking(self._stdin.fileno(), False)
-        self.send(program())
+        self.send(confinement.program())
         self.send({**config, "status_fd": inside})
 
     def clear_output(self) -> None:
@@ -187,7 +171,7 @@ class SandboxProcess:
         report = self.next_report(timeout_s=_START_S)
         if report != "ready":
             output = self.stderr.text().strip()
-            raise SandboxStartError(f"it does not start ({report}). {output}".rstrip())
+            raise confinement.SandboxStartError(f"it does not start ({report}). {output}".rstrip())
 
     def kill(self) -> None:
         """End it with all of its processes, and give everything back."""
@@ -241,8 +225,8 @@ class SandboxProcess:
 
 # Runs untrusted Python code.
 
-_CHOICES: Final[tuple[Isolation, ...]] = ("bubblewrap",)
-_verified: dict[tuple[Isolation, Interpreter], str | None] = {}
+_CHOICES: Final[tuple[confinement.Isolation, ...]] = ("bubblewrap",)
+_verified: dict[tuple[confinement.Isolation, confinement.Interpreter], str | None] = {}
 _verifying = threading.Lock()
 
 
@@ -279,9 +263,9 @@ class Sandbox:
     def __init__(
         self,
         *,
-        limits: SandboxLimits | None = None,
+        limits: confinement.SandboxLimits | None = None,
         packages: Sequence[str | Path] = (),
-        isolation: Isolation | None = None,
+        isolation: confinement.Isolation | None = None,
         allow_unsandboxed: bool = False,
     ) -> None:
         if isolation not in (None, "none", *_CHOICES):
@@ -293,11 +277,11 @@ class Sandbox:
                 "Sandbox: isolation='none' runs untrusted code with the rights of this process. "
                 "Pass allow_unsandboxed=True as well if that is meant."
             )
-        self.limits = SandboxLimits() if limits is None else limits
-        self.interpreter = Interpreter.current(packages)
-        self.isolation: Isolation = self._choose(isolation, allow_unsandboxed)
+        self.limits = confinement.SandboxLimits() if limits is None else limits
+        self.interpreter = confinement.Interpreter.current(packages)
+        self.isolation: confinement.Isolation = self._choose(isolation, allow_unsandboxed)
 
-    def run(self, code: str, *, timeout_s: float | None = None) -> SandboxResult:
+    def run(self, code: str, *, timeout_s: float | None = None) -> confinement.SandboxResult:
         """Run a program in a fresh sandbox and wait for its end.
 
         Args:
@@ -346,7 +330,7 @@ class Sandbox:
         """
         command = self.interpreter.command()
         if self.isolation == "bubblewrap":
-            command = [*bubblewrap_command(self.interpreter), *command]
+            command = [*confinement.bubblewrap_command(self.interpreter), *command]
         limits = self.limits
         resources = {
             "RLIMIT_AS": limits.memory_bytes,
@@ -366,12 +350,12 @@ class Sandbox:
         config = {
             "isolation": self.isolation,
             "persistent": persistent,
-            "change_user_to": UNPRIVILEGED_USER if changes_user() else None,
+            "change_user_to": confinement.UNPRIVILEGED_USER if confinement.changes_user() else None,
             "memory_bytes": limits.memory_bytes,
             "disk_bytes": limits.disk_bytes,
             "num_files": limits.num_files,
             "resource_limits": list(resources.items()),
-            "syscall_filter": b"" if self.isolation == "none" else syscall_filter(),
+            "syscall_filter": b"" if self.isolation == "none" else confinement.syscall_filter(),
             "packages": list(self.interpreter.packages),
             "readable": list(self.interpreter.readable),
             "socket_bytes": socket_bytes,
@@ -385,15 +369,17 @@ class Sandbox:
                 needs_keeper=persistent or self.isolation == "none",
             )
         except OSError as error:
-            user = os.geteuid() if starts_as() is None else starts_as()
-            raise SandboxStartError(f"it can't be started as user {user}: {error}") from error
+            user = os.geteuid() if confinement.starts_as() is None else confinement.starts_as()
+            raise confinement.SandboxStartError(
+                f"it can't be started as user {user}: {error}"
+            ) from error
 
     def result(
         self, process: SandboxProcess, report: str, *, started: float, state_lost: bool = False
-    ) -> SandboxResult:
+    ) -> confinement.SandboxResult:
         """What a process gave, and how its supervisor said that it ended."""
         kind, _, value = report.partition(" ")
-        return SandboxResult(
+        return confinement.SandboxResult(
             stdout=process.stdout.text(),
             stderr=process.stderr.text(),
             exit_status=int(value) if kind in ("exit", "done") else None,
@@ -406,14 +392,16 @@ class Sandbox:
         )
 
     @staticmethod
-    def reasons_against() -> dict[Isolation, str | None]:
+    def reasons_against() -> dict[confinement.Isolation, str | None]:
         """For each way to isolate code why it does not work here, or ``None`` where it does."""
-        interpreter = Interpreter.current()
+        interpreter = confinement.Interpreter.current()
         return {choice: _reason_against(choice, interpreter) for choice in _CHOICES}
 
     # Construction -------------------------------------------------------------------------------
 
-    def _choose(self, isolation: Isolation | None, allow_unsandboxed: bool) -> Isolation:
+    def _choose(
+        self, isolation: confinement.Isolation | None, allow_unsandboxed: bool
+    ) -> confinement.Isolation:
         reasons = ["isolation='none' was asked for"] if isolation == "none" else []
         for choice in _CHOICES:
             if isolation not in (None, choice):
@@ -426,11 +414,11 @@ class Sandbox:
         if allow_unsandboxed:
             warnings.warn(
                 f"Untrusted code runs with the rights of this process ({missing}).",
-                UnsandboxedCodeWarning,
+                confinement.UnsandboxedCodeWarning,
                 stacklevel=3,
             )
             return "none"
-        raise SandboxUnavailableError(
+        raise confinement.SandboxUnavailableError(
             f"Nothing isolates untrusted code on this machine. {missing}. Containers need user "
             "namespaces (a seccomp profile that allows unshare and mount). "
             "`python -m torchrl_envs.sandbox` shows what works. To run code with the rights of "
@@ -438,7 +426,9 @@ class Sandbox:
         )
 
 
-def _reason_against(choice: Isolation, interpreter: Interpreter) -> str | None:
+def _reason_against(
+    choice: confinement.Isolation, interpreter: confinement.Interpreter
+) -> str | None:
     """Why a way to isolate code does not work here, or ``None``; tried once per process."""
     key = (choice, interpreter)
     with _verifying:
@@ -454,11 +444,15 @@ def _reason_against(choice: Isolation, interpreter: Interpreter) -> str | None:
             reason = f"works on Linux only, this is {sys.platform}"
         if reason is None:
             trial = Sandbox.__new__(Sandbox)
-            trial.isolation, trial.interpreter, trial.limits = choice, interpreter, TRIAL_LIMITS
+            trial.isolation, trial.interpreter, trial.limits = (
+                choice,
+                interpreter,
+                confinement.TRIAL_LIMITS,
+            )
             try:
-                failed = failing_checks(trial.run)
+                failed = confinement.failing_checks(trial.run)
                 reason = f"these do not hold here: {', '.join(failed)}" if failed else None
-            except (SandboxStartError, SandboxUnavailableError) as error:
+            except (confinement.SandboxStartError, confinement.SandboxUnavailableError) as error:
                 reason = str(error)
         _verified[key] = reason
         return reason
@@ -490,7 +484,7 @@ class SandboxSession:
         """A copy starts afresh."""
         return type(self), (self.sandbox,)
 
-    def run(self, code: str, *, timeout_s: float | None = None) -> SandboxResult:
+    def run(self, code: str, *, timeout_s: float | None = None) -> confinement.SandboxResult:
         """Run a program where the last one stopped.
 
         Args:

@@ -12,13 +12,7 @@ from torchrl_data.checks import check_counts
 from torchrl_data.keys import REWARD
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeTransform
-from torchrl_envs.graders.answers import (
-    MathVerifyReward,
-    hash_answer,
-    normalize_number,
-    read_tags,
-    think_answer_format,
-)
+from torchrl_envs.graders import answers
 from torchrl_envs.rewards.answer import AnswerReward
 from torchrl_envs.rewards.functions import RewardFunctions
 
@@ -47,7 +41,7 @@ class _TaggedReward(AnswerReward):
     def components(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
         """See :class:`AnswerReward`."""
         del query
-        tags = read_tags(text)
+        tags = answers.read_tags(text)
         success = bool(tags.answer) and self._is_right(tags.answer, row)
         wrong = self.format_reward if tags.answer else 0.0
         reward = self.correct_reward if success else wrong
@@ -100,8 +94,10 @@ class GSM8KRewardParser(_TaggedReward):
     def _is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
         """Whether it is the number after the last ``####``."""
         gold = str(row[self.answer_column])
-        marked = hash_answer(gold)
-        return normalize_number(answer) == normalize_number(gold if marked is None else marked)
+        marked = answers.hash_answer(gold)
+        return answers.normalize_number(answer) == answers.normalize_number(
+            gold if marked is None else marked
+        )
 
 
 class GSM8KPrepareQuestion(EpisodeTransform):
@@ -175,8 +171,8 @@ def gsm8k_task(
     )
 
     def final_answer(text: str) -> str | None:
-        answer = read_tags(text).answer
-        return normalize_number(answer) if answer else None
+        answer = answers.read_tags(text).answer
+        return answers.normalize_number(answer) if answer else None
 
     def solution(row: Row) -> str | None:
         reasoning, mark, answer = str(row.get("answer")).rpartition("####")
@@ -307,8 +303,8 @@ def math_task(
     )
 
     def rewards() -> list[RewardFunctions]:
-        grade = MathVerifyReward(timeout_s=timeout_s, num_workers=num_workers)
-        return [RewardFunctions([grade, think_answer_format], weights=[1.0, format_reward])]
+        grade = answers.MathVerifyReward(timeout_s=timeout_s, num_workers=num_workers)
+        return [RewardFunctions([grade, answers.think_answer_format], weights=[1.0, format_reward])]
 
     def with_answer(row: Row) -> Row:
         answer = last_boxed(row.get("solution") or "")

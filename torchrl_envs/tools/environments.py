@@ -13,14 +13,7 @@ from torchrl_data.checks import check_numbers, one_of
 from torchrl_data.messages import Message
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.tool_calls import ToolCall
-from torchrl_envs.concurrency import (
-    Call,
-    ConcurrentCalls,
-    Outcome,
-    OwnRandom,
-    accepted_arguments,
-    run_call,
-)
+from torchrl_envs import concurrency
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource, with_observation
 from torchrl_envs.episode.episode import Episode
@@ -56,21 +49,21 @@ class Instance:
             self.environment = environment
             too_late = self._abandoned
         if too_late and hasattr(environment, "close"):
-            _log_close_error(environment, run_call(environment.close))
+            _log_close_error(environment, concurrency.run_call(environment.close))
 
     def reset(self, columns: Mapping[str, Any]) -> Any:
         """Reset it with what it asks for; nothing where it could not be made."""
         if self.environment is None:
             return None
         reset = self.environment.reset
-        return reset(**accepted_arguments(reset, columns, drop="seed"))
+        return reset(**concurrency.accepted_arguments(reset, columns, drop="seed"))
 
     async def reset_async(self, columns: Mapping[str, Any]) -> Any:
         """The same for an environment whose ``reset`` is ``async``."""
         waiting = self.reset(columns)
         return None if waiting is None else await waiting
 
-    def closing(self, reason: str) -> Call | None:
+    def closing(self, reason: str) -> concurrency.Call | None:
         """Nobody needs it any more: how it is closed, if it has been made and can be."""
         del reason
         with self._lock:
@@ -104,7 +97,7 @@ async def start_instance(
     return outcomes[-1].value
 
 
-def _log_close_error(closed: Any, outcome: Outcome) -> None:
+def _log_close_error(closed: Any, outcome: concurrency.Outcome) -> None:
     if outcome.error is not None:
         _log.warning("%s.close failed", type(closed).__name__, exc_info=outcome.error)
 
@@ -301,7 +294,7 @@ class EnvironmentTools(ToolSource, RewardSource):
 
     async def _score(self, episode: Episode, instance: Instance) -> None:
         get_reward = instance.environment.get_reward
-        arguments = accepted_arguments(get_reward, {"messages": episode.messages})
+        arguments = concurrency.accepted_arguments(get_reward, {"messages": episode.messages})
         (outcome,) = await self.call(
             functools.partial(get_reward, **arguments), timeout_s=self.timeout_s
         )
@@ -326,7 +319,7 @@ def _environment_type(factory: Factory, timeout_s: float) -> type:
         )
     probe = factory()
     if getattr(probe, "close", None) is not None:
-        calls = ConcurrentCalls(timeout_s=timeout_s)
+        calls = concurrency.ConcurrentCalls(timeout_s=timeout_s)
         try:
             ((outcome,),) = calls.run([[probe.close]])
             _log_close_error(probe, outcome)
@@ -448,7 +441,7 @@ class StepEnvironments(EpisodeTransform, RewardSource):
             EpisodeStartError: it can't be made or reset; that ends this episode alone.
         """
         row = dict(episode.example or {})
-        guard = OwnRandom(episode.seed) if self.global_random else nullcontext
+        guard = concurrency.OwnRandom(episode.seed) if self.global_random else nullcontext
         instance = _Stepped(self.name, functools.partial(self.factory, row), guard)
         options = {column: row[column] for column in self.reset_columns}
         episode.query = await start_instance(
@@ -486,7 +479,7 @@ class StepEnvironments(EpisodeTransform, RewardSource):
         total = None
         if rewards:
             total = sum(rewards) if self.reward == "sum" else rewards[-1]
-        episode.score.add_outcome(self.name, Outcome(total), who=f"{self.name}.step")
+        episode.score.add_outcome(self.name, concurrency.Outcome(total), who=f"{self.name}.step")
 
 
 def protocol_of(environment: Any) -> Kind | None:

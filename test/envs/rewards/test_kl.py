@@ -253,7 +253,7 @@ def test_the_reference_is_no_part_of_the_state(models):
         (lambda m: RetrieveLogProb(m, temperature=0.0), ValueError, "temperature"),
         (lambda m: RetrieveKL(m), ValueError, "needs a ref_model"),
         (lambda m: RetrieveKL(ref_model=m, ref_model_factory=lambda: m), ValueError, "not both"),
-        (lambda _: KLComputation(coeff=math.nan), ValueError, "coeff must be finite"),
+        (lambda _: KLComputation(coeff=math.nan), ValueError, "coeff must be a finite number"),
         (lambda m: KLRewardTransform(m, padding_side="left"), TypeError, "padding_side"),
     ],
 )

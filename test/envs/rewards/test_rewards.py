@@ -423,7 +423,7 @@ def test_the_reward_sees_the_whole_conversation_once(scripted, call_text, play):
     [
         pytest.param([], None, "at least one function", id="no function"),
         pytest.param([print], [1.0, 2.0], "1 functions but 2 weights", id="weights"),
-        pytest.param([print], [math.nan], "weights must be finite", id="a weight of NaN"),
+        pytest.param([print], [math.nan], r"weights\[0\] must be a finite", id="a weight of NaN"),
     ],
 )
 def test_wrong_settings_are_named(functions, weights, words):

@@ -117,7 +117,9 @@ def test_a_generator_without_easy_questions_says_what_to_do():
         make_task("multi_env", tasks={"zebra_puzzles": 1}, level="easy")
     with pytest.raises(ValueError, match="level must be own or easy, got 'hard'"):
         question_task("gcd", level="hard")
-    with pytest.raises(ValueError, match=r"right_fraction must be a finite number in \(0, 1\], got 0"):
+    with pytest.raises(
+        ValueError, match=r"right_fraction must be a finite number in \(0, 1\], got 0"
+    ):
         question_task("gcd", right_fraction=0)
 
 

@@ -189,7 +189,9 @@ def test_metrics_by_task(scripted, call_text):
     ("tasks", "words"),
     [
         pytest.param({"echo": 1, "cach": 1}, "no task 'cach'", id="name"),
-        pytest.param({"echo": "half"}, "share of echo must be a finite number, got 'half'", id="share"),
+        pytest.param(
+            {"echo": "half"}, "share of echo must be a finite number, got 'half'", id="share"
+        ),
         pytest.param({"echo": 1, "catch": -1}, "positive share", id="negative"),
         pytest.param({"a": {"task": "echo", "num_rwos": 3}}, "num_rwos", id="setting"),
     ],

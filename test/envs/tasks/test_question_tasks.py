@@ -165,7 +165,7 @@ def test_a_row_that_can_not_be_scored_marks_itself(scripted):
         (lambda: GSM8KEnv(dataset=[{"question": "a"}]), r"GSM8KEnv needs.*\['answer'\]"),
         (lambda: GSM8KEnv(dataset=[]), "no rows"),
         (lambda: GSM8KEnv(dataset=GSM8K, num_envs=3, repeats=2), "whole groups of 2"),
-        (lambda: GSM8KRewardParser(weight=math.inf), "weight must be finite"),
+        (lambda: GSM8KRewardParser(weight=math.inf), "weight must be a finite number"),
         (lambda: MATHEnv(dataset=[{"problem": "a", "solution": "b"}]), "no .boxed"),
         (lambda: CountdownEnv(num_count=1), "num_count"),
     ],
