@@ -265,10 +265,8 @@ class ConcurrentCalls:
 
     def __init__(self, *, timeout_s: float = 30.0, max_threads: int = 64) -> None:
         if not timeout_s > 0 or max_threads < 1:
-            raise ValueError(
-                f"timeout_s must be positive and max_threads at least 1, got {timeout_s!r} and "
-                f"{max_threads!r}."
-            )
+            given = f"got {timeout_s!r} and {max_threads!r}"
+            raise ValueError(f"timeout_s must be positive and max_threads at least 1, {given}.")
         self.timeout_s = timeout_s
         self.max_threads = max_threads
         self._threads = DaemonThreads(max_threads)
@@ -286,7 +284,7 @@ class ConcurrentCalls:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has threads of its own."""
-        settings = {"timeout_s": self.timeout_s, "max_threads": self.max_threads}
+        settings: Any = {"timeout_s": self.timeout_s, "max_threads": self.max_threads}
         return functools.partial(type(self), **settings), ()
 
     def run(
@@ -337,7 +335,12 @@ class ConcurrentCalls:
     async def _await(self, chain: "_Chain") -> None:
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
-        chain.done.add_done_callback(lambda _: _notify(loop, done))
+
+        def notify(_: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # The loop is closed, and nobody waits.
+                loop.call_soon_threadsafe(done.set)
+
+        chain.done.add_done_callback(notify)
         if chain.is_async:
             self._awaited.add(chain)
             if self._watch is None or self._watch.done():
@@ -533,11 +536,6 @@ class _Chain:
             if leaves:
                 self.generation = math.inf
             return leaves and not self._is_given_up
-
-
-def _notify(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # The loop is closed, and nobody waits.
-        loop.call_soon_threadsafe(done.set)
 
 
 def run_call(call: Call) -> Outcome:

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from typing import Any, Final, NamedTuple
 
 from .concurrency import Call, Outcome, is_async
@@ -74,12 +74,9 @@ def clean_text(text: str, max_bytes: int) -> str:
 
 def as_text(function: Call, max_bytes: int) -> Call:
     """A call whose result is made text where it runs, under its deadline."""
-    if is_async(function):
 
-        async def call_async() -> str:
-            return value_text(await function(), max_bytes=max_bytes)
-
-        return call_async
+    async def call_async() -> str:
+        return value_text(await function(), max_bytes=max_bytes)
 
     def call() -> str:
         value = function()
@@ -88,7 +85,7 @@ def as_text(function: Call, max_bytes: int) -> Call:
             raise TypeError("a tool that is not a coroutine function returned a coroutine")
         return value_text(value, max_bytes=max_bytes)
 
-    return call
+    return call_async if is_async(function) else call
 
 
 def _shown(value: Any, max_bytes: int) -> tuple[str, bool]:
@@ -126,30 +123,24 @@ class _Items(list[Any]):
             yield from self._array[start : start + _ITEMS].tolist()
 
 
-_PLAIN: Final[tuple[Callable[[Any], Any], ...]] = (
-    lambda v: sorted(v, key=repr) if isinstance(v, Set) else None,
-    lambda v: (
-        {f.name: getattr(v, f.name) for f in dataclasses.fields(v)}
-        if dataclasses.is_dataclass(v) and not isinstance(v, type)
-        else None
-    ),
-    lambda v: v.model_dump(mode="json") if hasattr(type(v), "model_dump") else None,
-    lambda v: (
-        (v.tolist() if getattr(v, "ndim", 1) == 0 or not hasattr(type(v), "__len__") else _Items(v))
-        if hasattr(type(v), "tolist")
-        else None
-    ),
-    lambda v: v.decode("utf-8", errors="replace") if isinstance(v, bytes) else None,
-)
-
-
 def _plain(value: Any) -> Any:
     """What JSON can show of a value that is not JSON itself."""
-    for convert in _PLAIN:
-        plain = convert(value)
-        if plain is not None:
-            return plain
-    raise TypeError(f"{type(value).__name__} is not JSON")
+    kind: Any = type(value)
+    plain: Any = None
+    if isinstance(value, Set):
+        plain = sorted(value, key=repr)
+    elif dataclasses.is_dataclass(kind):
+        plain = {f.name: getattr(value, f.name) for f in dataclasses.fields(kind)}
+    elif hasattr(kind, "model_dump"):
+        plain = value.model_dump(mode="json")
+    elif hasattr(kind, "tolist"):
+        is_scalar = getattr(value, "ndim", 1) == 0 or not hasattr(kind, "__len__")
+        plain = value.tolist() if is_scalar else _Items(value)
+    elif isinstance(value, bytes):
+        plain = value.decode("utf-8", errors="replace")
+    if plain is None:
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    return plain
 
 
 _JSON: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_plain)
@@ -171,9 +162,9 @@ def _head(text: str, max_bytes: int) -> str:
 def _cut(text: str, max_bytes: int, total: int | None) -> str:
     """The beginning of a text, and how much is missing."""
     shown = _head(text, max_bytes)
-    if total is not None:
-        return f"{shown}\n[... {total - max_bytes} more bytes were cut]"
-    return f"{shown}\n[... {len(text) - len(shown)} more characters were cut]"
+    missing = f"{len(text) - len(shown)} more characters"
+    missing = missing if total is None else f"{total - max_bytes} more bytes"
+    return f"{shown}\n[... {missing} were cut]"
 
 
 # Fenced code blocks in what a model wrote.
@@ -207,11 +198,7 @@ def code_blocks(text: str) -> Iterator[CodeBlock]:
         if opening is None:
             if fence is not None:
                 opening, start, lines = fence, position, []
-        elif (
-            fence is not None
-            and not fence["info"].strip()
-            and len(fence["ticks"]) >= len(opening["ticks"])
-        ):
+        elif fence and not fence["info"].strip() and len(fence["ticks"]) >= len(opening["ticks"]):
             yield _block(opening, lines, start, is_closed=True)
             opening = None
         else:
@@ -223,6 +210,5 @@ def code_blocks(text: str) -> Iterator[CodeBlock]:
 
 
 def _block(opening: re.Match[str], lines: list[str], start: int, *, is_closed: bool) -> CodeBlock:
-    words = opening["info"].split()
-    language = words[0].lower() if words else ""
+    language = "".join(opening["info"].lower().split()[:1])
     return CodeBlock("\n".join(lines), language, start, is_closed)

@@ -1,5 +1,6 @@
 """Tools as a model sees them: a schema from a signature, and arguments checked against it."""
 
+import functools
 import inspect
 import json
 import math
@@ -18,11 +19,7 @@ from jsonschema.protocols import Validator
 from jsonschema.validators import extend
 from referencing import Registry
 from referencing.exceptions import Unresolvable
-from transformers.utils.chat_template_utils import (
-    DocstringParsingException,
-    TypeHintParsingException,
-    get_json_schema,
-)
+from transformers.utils import chat_template_utils
 
 from torchrl_data.tool_calls import read_json
 
@@ -47,22 +44,24 @@ class SlowSchemaError(Exception):
 def make_validator(schema: dict[str, Any]) -> Validator:
     """A validator whose errors :func:`errors_in_time` finds."""
     Draft202012Validator.check_schema(schema)
-    keywords = set()
-    for keyword, value in _keywords(schema):
-        keywords.add(keyword)
-        patterns = [value] if keyword == "pattern" else []
-        if keyword == "patternProperties" and isinstance(value, Mapping):
-            patterns = list(value)
-        for pattern in patterns:
-            if not isinstance(pattern, str):  # an argument of that name
-                continue
-            if len(pattern) > _MAX_PATTERN:
-                size = f"a pattern has {len(pattern)} characters"
-                raise SchemaError(f"{size}, more than {_MAX_PATTERN}")
-            try:
-                regex.compile(pattern)
-            except regex.error as error:
-                raise SchemaError(f"{pattern!r:.200} is no pattern: {error}") from error
+    keywords, patterns, waiting = set(), [], [schema]
+    for node in waiting:
+        if isinstance(node, Mapping):
+            keywords |= node.keys()
+            patterns += [node.get("pattern"), *(node.get("patternProperties") or ())]
+            waiting += [value for key, value in node.items() if key not in _LITERAL]
+        elif isinstance(node, list):
+            waiting += node
+    for pattern in patterns:
+        if not isinstance(pattern, str):  # an argument of that name
+            continue
+        if len(pattern) > _MAX_PATTERN:
+            size = f"a pattern has {len(pattern)} characters"
+            raise SchemaError(f"{size}, more than {_MAX_PATTERN}")
+        try:
+            regex.compile(pattern)
+        except regex.error as error:
+            raise SchemaError(f"{pattern!r:.200} is no pattern: {error}") from error
     if {"unevaluatedProperties", "patternProperties"} <= keywords:
         raise SchemaError("unevaluatedProperties beside patternProperties is not supported")
     # A registry of its own, so that a reference to somewhere else is never fetched.
@@ -76,16 +75,6 @@ def errors_in_time(validator: Validator, instance: Any) -> Iterator[ValidationEr
         yield from validator.iter_errors(instance)
     finally:
         del _now.deadline
-
-
-def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
-    waiting = [schema]
-    for node in waiting:
-        if isinstance(node, Mapping):
-            yield from node.items()
-            waiting += [value for key, value in node.items() if key not in _LITERAL]
-        elif isinstance(node, list):
-            waiting += node
 
 
 def _remaining_s() -> float:
@@ -124,13 +113,9 @@ def _pattern_properties(validator: Any, patterns: Any, instance: Any, _: Any) ->
 def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: Any) -> Errors:
     if not validator.is_type(instance, "object"):
         return
-    patterns = schema.get("patternProperties", {})
-    named = {
-        name
-        for name in instance
-        if name in schema.get("properties", {}) or any(_matches(p, name) for p in patterns)
-    }
-    rest = {name: value for name, value in instance.items() if name not in named}
+    named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    others = {name: value for name, value in instance.items() if name not in named}
+    rest = {n: v for n, v in others.items() if not any(_matches(p, n) for p in patterns)}
     own = Draft202012Validator.VALIDATORS["additionalProperties"]
     yield from own(validator, allowed, rest, {})
 
@@ -153,12 +138,9 @@ def _comparable(value: Any) -> Any:
     return value
 
 
-def _in_time(check: Callable[..., Any]) -> Callable[..., Errors]:
-    def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Errors:
-        _remaining_s()
-        yield from check(validator, value, instance, schema) or ()
-
-    return checked
+def _in_time(check: Any, validator: Any, value: Any, instance: Any, schema: Any) -> Errors:
+    _remaining_s()
+    yield from check(validator, value, instance, schema) or ()
 
 
 _CHECKS: Final = {
@@ -169,7 +151,7 @@ _CHECKS: Final = {
     "uniqueItems": _unique_items,
 }
 _InTime: Final = extend(
-    Draft202012Validator, {keyword: _in_time(check) for keyword, check in _CHECKS.items()}
+    Draft202012Validator, {key: functools.partial(_in_time, own) for key, own in _CHECKS.items()}
 )
 
 
@@ -178,6 +160,10 @@ _InTime: Final = extend(
 RESERVED: Final = frozenset({"reset", "get_reward", "close"})
 """The lifecycle of an environment; never offered to the model."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_UNREADABLE: Final = (
+    chat_template_utils.DocstringParsingException,
+    chat_template_utils.TypeHintParsingException,
+)
 _NOT_BY_NAME: Final = {
     inspect.Parameter.POSITIONAL_ONLY: "",
     inspect.Parameter.VAR_POSITIONAL: "*",
@@ -226,8 +212,8 @@ class Tool(NamedTuple):
 
 def typed_arguments(arguments: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
     """The same for a schema that nobody has checked: what it does not say stays text."""
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    known = properties if isinstance(properties, dict) else {}
+    known = parameters.get("properties") if isinstance(parameters, dict) else None
+    known = known if isinstance(known, dict) else {}
     return {name: _typed(text, known.get(name)) for name, text in arguments.items()}
 
 
@@ -297,8 +283,8 @@ def function_tool(
                 "model gives each argument by its name. Write the arguments out."
             )
     try:
-        schema = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
+        schema = chat_template_utils.get_json_schema(function)
+    except _UNREADABLE as error:
         raise ValueError(
             f"The tool {label} can't be offered to a model: {error} A tool needs a docstring with "
             "an `Args:` section that describes each argument, and a type hint for each. Prefix the "
@@ -321,9 +307,12 @@ def schema_tool(schema: dict[str, Any], *, is_strict: bool = True) -> Tool:
     function = schema["function"]
     parameters = function["parameters"]
     # An argument that the tool does not have is an error, not a Python exception inside it.
-    checked = _with_null(parameters)
-    if is_strict:
-        checked = {"additionalProperties": False, **checked}
+    checked = {"additionalProperties": False, **parameters} if is_strict else dict(parameters)
+    for name, its in (properties := dict(parameters.get("properties", {}))).items():
+        if isinstance(its, dict) and its.get("nullable"):  # OpenAPI's word for what accepts null
+            properties[name] = {"anyOf": [its, {"type": "null"}]}
+    if properties:
+        checked["properties"] = properties
     return Tool(function["name"], schema, make_validator(checked), *_plain(checked))
 
 
@@ -346,14 +335,3 @@ def _plain(parameters: Mapping[str, Any]) -> tuple[dict[str, type], frozenset[st
         and schema["type"] in _SCALARS
     }
     return plain, frozenset(parameters.get("required", ()))
-
-
-def _with_null(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Parameters whose ``nullable`` ones, OpenAPI's word for it, accept null."""
-    properties = {
-        name: {"anyOf": [schema, {"type": "null"}]}
-        if isinstance(schema, dict) and schema.get("nullable")
-        else schema
-        for name, schema in parameters.get("properties", {}).items()
-    }
-    return {**parameters, "properties": properties} if properties else parameters

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 # Which hosts a browser may reach.
@@ -50,22 +50,17 @@ class AllowedHosts:
             return True
         if not self._any_public or port not in _WEB_PORTS:
             return False
-        host = _normal(host)
-        address = _address(host)
+        host, address = _normal(host)
         return is_public(address) if address else bool(_NAME.fullmatch(host))
 
     def names(self, host: str, port: int) -> bool:
         """Whether a host is named itself, so that it may have a private address."""
-        host = _normal(host)
-        address = _address(host)
+        host, address = _normal(host)
         for allowed, is_address, own_port in self._rules:
             if port != own_port and (own_port is not None or port not in _WEB_PORTS):
                 continue
-            if is_address or address is not None:
-                found = address == allowed
-            else:
-                found = host == allowed or host.endswith(f".{allowed}")
-            if found:
+            is_below = host == allowed or host.endswith(f".{allowed}")
+            if address == allowed if is_address or address is not None else is_below:
                 return True
         return False
 
@@ -100,8 +95,7 @@ def _rule(domain: str) -> tuple[str, bool, int | None]:
         host, port = parts.hostname or "", parts.port
     except ValueError as error:
         raise ValueError(f"allowed_domains: {domain!r} is no host: {error}.") from error
-    host = _normal(host)
-    address = _address(host)
+    host, address = _normal(host)
     is_host = address is not None or bool(_NAME.fullmatch(host))
     if not is_host or parts.netloc != domain or "@" in domain:
         raise ValueError(
@@ -111,15 +105,13 @@ def _rule(domain: str) -> tuple[str, bool, int | None]:
     return address or host, address is not None, port
 
 
-def _normal(host: str) -> str:
-    return host.strip("[]").rstrip(".").lower()
-
-
-def _address(host: str) -> str | None:
+def _normal(host: str) -> tuple[str, str | None]:
+    """A host as it is compared, and its address if it is one."""
+    host = host.strip("[]").rstrip(".").lower()
     try:
-        return ipaddress.ip_address(host).compressed
+        return host, ipaddress.ip_address(host).compressed
     except ValueError:
-        return None
+        return host, None
 
 
 # An HTTP proxy on the loopback interface that connects to allowed hosts only.
@@ -160,11 +152,11 @@ class FilteringProxy:
 
     async def start(self, path: Path | None = None) -> None:
         """Listen at a Unix socket, or else on a free port of the loopback interface."""
-        settings: Any = {"limit": _MAX_HEAD_BYTES}
+        serve, limit = self._serve, _MAX_HEAD_BYTES
         if path is not None:
-            self._server = await asyncio.start_unix_server(self._serve, path, **settings)
+            self._server = await asyncio.start_unix_server(serve, path, limit=limit)
         else:
-            self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, **settings)
+            self._server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=limit)
 
     @property
     def url(self) -> str:
@@ -202,9 +194,8 @@ class FilteringProxy:
         host, port, first = await self._read_request(reader)
         address = await self._resolve(host, port)
         try:
-            remote = await asyncio.wait_for(
-                asyncio.open_connection(address, port), _CONNECT_TIMEOUT_S
-            )
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                remote = await asyncio.open_connection(address, port)
         except (OSError, TimeoutError) as error:
             raise _RefusedError("502 Bad Gateway") from error
         try:
@@ -261,9 +252,8 @@ class FilteringProxy:
             found = name.lower() + b": " + scheme.lower() + b" " + credentials
             if secrets.compare_digest(found, expected):
                 return
-        raise _RefusedError(
-            "407 Proxy Authentication Required", 'Proxy-Authenticate: Basic realm="browser"'
-        )
+        challenge = 'Proxy-Authenticate: Basic realm="browser"'
+        raise _RefusedError("407 Proxy Authentication Required", challenge)
 
     async def _resolve(self, host: str, port: int) -> str:
         """The address to connect to: what was checked is what is used."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_data.messages import Message
 from torchrl_data.stop_reasons import ENVIRONMENT_ERROR
 from torchrl_data.tool_calls import MalformedCall, ToolCall, TurnParser, parse_tool_calls
@@ -104,11 +105,8 @@ class ToolSource(EpisodeTransform):
         show_schemas: bool = True,
     ) -> None:
         super().__init__()
-        if not timeout_s > 0 or max_result_bytes < 1:
-            raise ValueError(
-                f"{type(self).__name__}: timeout_s and max_result_bytes must be positive, got "
-                f"{timeout_s!r} and {max_result_bytes!r}."
-            )
+        check_numbers(type(self).__name__, POSITIVE, timeout_s=timeout_s)
+        check_counts(type(self).__name__, max_result_bytes=max_result_bytes)
         self.timeout_s = timeout_s
         self.max_result_bytes = max_result_bytes
         self.show_schemas = show_schemas
@@ -194,12 +192,11 @@ def check_tool_names(sources: Collection[ToolSource]) -> None:
     owners: dict[str, str] = {}
     for source in sources:
         own = source.tool_names()
-        for name, owner in own.items():
-            if name in owners:
-                raise ValueError(
-                    f"Two sources of tools have one named {name!r}: {owners[name]} and {owner}. A "
-                    "call could not tell them apart; rename one, or give one source a prefix."
-                )
+        for name in own.keys() & owners.keys():
+            raise ValueError(
+                f"Two sources of tools have one named {name!r}: {owners[name]} and {own[name]}. A "
+                "call could not tell them apart; rename one, or give one source a prefix."
+            )
         owners.update(own)
 
 
@@ -249,17 +246,14 @@ class ToolDispatcher:
     def _read(self, episode: Episode, text: str) -> list[Job | Answer]:
         """What a turn asks for, of all sources, in the order of the text."""
         items: list[Job | Answer] = []
-        takes_part = [bool(source.concerned([episode])) for source in self.sources]
-        tools = [
-            source.tools_of(episode) if is_concerned else {}
-            for source, is_concerned in zip(self.sources, takes_part, strict=True)
-        ]
-        if any(tools):
+        concerned = {n: s for n, s in enumerate(self.sources) if s.concerned([episode])}
+        tools = {number: source.tools_of(episode) for number, source in concerned.items()}
+        if any(tools.values()):
             parsed = self.parse(text)
             for call, position in zip(parsed.calls, parsed.positions, strict=True):
                 items.append(self._bind(tools, episode, call, position))
-        for number, source in enumerate(self.sources):
-            for item in source.read_turn(episode, text) if takes_part[number] else ():
+        for number, source in concerned.items():
+            for item in source.read_turn(episode, text):
                 # Lanes belong to their source.
                 if isinstance(item, Job) and item.lane is not None:
                     item = item._replace(lane=(number, item.lane))
@@ -269,7 +263,7 @@ class ToolDispatcher:
 
     def _bind(
         self,
-        tools: Sequence[Mapping[str, "Tool"]],
+        tools: Mapping[int, Mapping[str, "Tool"]],
         episode: Episode,
         call: ToolCall | MalformedCall,
         position: int,
@@ -277,7 +271,7 @@ class ToolDispatcher:
         """A call that is ready to run, or what is wrong with it; ``tools`` of each source."""
         if isinstance(call, MalformedCall):
             return _refusal(None, f"malformed tool call: {call.error}", position)
-        for number, own in enumerate(tools):
+        for number, own in tools.items():
             tool = own.get(call.name)
             if tool is not None:
                 if call.is_text:
@@ -288,7 +282,7 @@ class ToolDispatcher:
                 job = self.sources[number].bind(episode, call)
                 lane = None if job.lane is None else (number, job.lane)
                 return Job(job.call, job.phrase, job.timeout_s, lane, position, call.name)
-        names = [name for own in tools for name in own]
+        names = [name for own in tools.values() for name in own]
         return _refusal(call, f"unknown tool {call.name!r:.80}; the tools are {names}", position)
 
 

@@ -338,12 +338,8 @@ class ToolProcesses:
             raise ValueError(f"num_processes and max_memory_mb must be at least 1, got {given}.")
         self.functions = dict(functions)
         self.timeout_s = timeout_s
-        self._settings = {
-            "num_processes": num_processes,
-            "timeout_s": timeout_s,
-            "max_memory_mb": max_memory_mb,
-            "preload": preload,
-        }
+        self._settings: Any = {"num_processes": num_processes, "timeout_s": timeout_s}
+        self._settings |= {"max_memory_mb": max_memory_mb, "preload": preload}
         self._max_result_bytes = max_result_bytes
         for name, function in functions.items():
             try:
@@ -398,7 +394,8 @@ def _handle(functions: Mapping[str, Callable[..., Any]], max_bytes: int, request
     outcome = run_call(functools.partial(functions[name], **arguments))
     if outcome.error is None:
         outcome = run_call(functools.partial(value_text, outcome.value, max_bytes=max_bytes))
-    if outcome.error is None:
-        return json.dumps(("value", outcome.value)).encode()
-    kind = "lost" if isinstance(outcome.error, EpisodeLostError) else "error"
-    return json.dumps((kind, error_line(outcome.error))).encode()
+    answer = "value", outcome.value
+    if outcome.error is not None:
+        is_lost = isinstance(outcome.error, EpisodeLostError)
+        answer = "lost" if is_lost else "error", error_line(outcome.error)
+    return json.dumps(answer).encode()

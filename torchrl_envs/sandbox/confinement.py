@@ -69,24 +69,15 @@ class SandboxLimits:
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
-            raise ValueError(
-                f"SandboxLimits.timeout_s must be positive and finite, got {self.timeout_s!r}."
-            )
-        smallest = {
-            "memory_bytes": 64 * _MIB,
-            "disk_bytes": 4096,
-            "num_files": 16,
-            "num_processes": 1,
-            "num_open_files": 16,
-            "max_output_bytes": 256,
-            "max_code_bytes": 1,
-        }
+            wrong = f"must be positive and finite, got {self.timeout_s!r}"
+            raise ValueError(f"SandboxLimits.timeout_s {wrong}.")
+        smallest = {"memory_bytes": 64 * _MIB, "disk_bytes": 4096, "max_output_bytes": 256}
+        smallest |= {"num_files": 16, "num_open_files": 16, "num_processes": 1, "max_code_bytes": 1}
         for name, least in smallest.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"SandboxLimits.{name} must be an integer of at least {least}, got {value!r}."
-                )
+                wrong = f"must be an integer of at least {least}, got {value!r}"
+                raise ValueError(f"SandboxLimits.{name} {wrong}.")
 
 
 # What a run in the sandbox gave.
@@ -381,11 +372,9 @@ def syscall_filter() -> bytes:
                 raise SandboxUnavailableError(
                     f"libseccomp does not know the system call {name!r}: install 2.5 or later."
                 )
-            array = (_Comparison * max(1, len(comparisons)))(*comparisons)
-            action = ctypes.c_uint32(_ERRNO | error)
-            result = library.seccomp_rule_add_array(
-                context, action, number, len(comparisons), array
-            )
+            count, action = len(comparisons), ctypes.c_uint32(_ERRNO | error)
+            array = (_Comparison * max(1, count))(*comparisons)
+            result = library.seccomp_rule_add_array(context, action, number, count, array)
             if result != 0:
                 message = f"libseccomp refuses the rule for {name!r}: {os.strerror(-result)}."
                 raise SandboxUnavailableError(message)

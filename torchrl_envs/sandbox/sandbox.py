@@ -112,11 +112,9 @@ class SandboxProcess:
             raise
         finally:
             os.close(inside)
-        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
-        assert stdin is not None
-        assert stdout is not None
-        assert stderr is not None
-        self._stdin, self._outputs = stdin, (stdout, stderr)
+        process: Any = self._process  # none of the three is None
+        stdout, stderr = self._outputs = process.stdout, process.stderr
+        self._stdin = process.stdin
         self.clear_output()
         for stream, take in (
             (stdout.fileno(), lambda data: self.stdout.add(data)),
@@ -269,9 +267,8 @@ class Sandbox:
         allow_unsandboxed: bool = False,
     ) -> None:
         if isolation not in (None, "none", *_CHOICES):
-            raise ValueError(
-                f"Sandbox: isolation must be one of {_CHOICES}, 'none' or None, got {isolation!r}."
-            )
+            choices = f"must be one of {_CHOICES}, 'none' or None"
+            raise ValueError(f"Sandbox: isolation {choices}, got {isolation!r}.")
         if isolation == "none" and not allow_unsandboxed:
             raise ValueError(
                 "Sandbox: isolation='none' runs untrusted code with the rights of this process. "
@@ -444,11 +441,8 @@ def _reason_against(
             reason = f"works on Linux only, this is {sys.platform}"
         if reason is None:
             trial = Sandbox.__new__(Sandbox)
-            trial.isolation, trial.interpreter, trial.limits = (
-                choice,
-                interpreter,
-                confinement.TRIAL_LIMITS,
-            )
+            trial.isolation, trial.interpreter = choice, interpreter
+            trial.limits = confinement.TRIAL_LIMITS
             try:
                 failed = confinement.failing_checks(trial.run)
                 reason = f"these do not hold here: {', '.join(failed)}" if failed else None

@@ -151,19 +151,17 @@ class MLGymActions(ToolSource, RewardSource):
     def __init__(
         self,
         environments: Mapping[str, Callable[[], Any]],
-        *,
         score: ScoreOf,
         reward_wrong_format: float,
+        *,
         timeout_s: float,
         start_timeout_s: float,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
         self.reward_wrong_format = reward_wrong_format
         self.start_timeout_s = start_timeout_s
-        self._factories = {
-            task: functools.partial(MLGymSession, make, score=score)
-            for task, make in environments.items()
-        }
+        session = functools.partial(functools.partial, MLGymSession, score=score)
+        self._factories = {task: session(make) for task, make in environments.items()}
 
     @property
     def reward_names(self) -> list[str]:
@@ -173,15 +171,8 @@ class MLGymActions(ToolSource, RewardSource):
     async def begin(self, episode: Episode) -> None:
         """Start an environment; what it says is the query."""
         task = str((episode.example or {}).get("task"))
-        episode.query = await start_instance(
-            self,
-            episode,
-            Instance(f"MLGym {task}", self._factories[task]),
-            MLGymSession,
-            {},
-            start_timeout_s=self.start_timeout_s,
-            timeout_s=self.timeout_s,
-        )
+        instance = Instance(f"MLGym {task}", self._factories[task])
+        episode.query = await start_instance(self, episode, instance, MLGymSession, {})
 
     def read_turn(self, episode: Episode, text: str) -> list[Job | Answer]:
         """The command of a turn."""
@@ -261,20 +252,11 @@ class MLGymWrapper(EpisodeEnv):
     ) -> None:
         if not environments:
             raise ValueError("MLGymWrapper: no environment was given; give {task: factory}.")
-        primer = DataLoadingPrimer(
-            [{"prompt": task, "task": task} for task in environments],
-            group_size=repeats,
-            shuffle=shuffle,
-            seed=seed,
-            num_epochs=num_epochs,
-        )
-        actions = MLGymActions(
-            environments,
-            score=score,
-            reward_wrong_format=reward_wrong_format,
-            timeout_s=timeout_s,
-            start_timeout_s=start_timeout_s,
-        )
+        rows = [{"prompt": task, "task": task} for task in environments]
+        how: Any = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
+        limits = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
+        primer = DataLoadingPrimer(rows, group_size=repeats, **how)
+        actions = MLGymActions(environments, score, reward_wrong_format, **limits)
         parts = Compose(primer, actions)  # type: ignore[call-arg]
         super().__init__(ChatEnv(batch_size=num_envs, **kwargs), parts)
         self.check()
@@ -316,7 +298,7 @@ def make_mlgym(
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     try:
-        mlgym = importlib.import_module("mlgym")
+        mlgym: Any = importlib.import_module("mlgym")
     except ImportError as error:
         raise ImportError(
             f"make_mlgym needs MLGym, which is not on PyPI: git clone {REPOSITORY}, then pip "
@@ -330,29 +312,21 @@ def make_mlgym(
         )
     devices = itertools.count()
     settings = {"max_steps": max_steps, "container_type": container_type, "seed": seed}
-    environments = {
-        name: functools.partial(_make_environment, name, devices, settings) for name in names
-    }
+    settings |= {"verbose": False, "aliases_file": "docker/aliases.sh"}
+
+    def make(task: str) -> Any:
+        """An ``MLGymEnv`` and its agent's configuration. Starts a container."""
+        environment: Any = importlib.import_module("mlgym.environment.env")
+        agent: Any = importlib.import_module("mlgym.agent.base")
+        backend: Any = importlib.import_module("mlgym.backend.base")
+        path = f"tasks/{task}.yaml"
+        arguments = environment.EnvironmentArguments(task_config_path=path, **settings)
+        # A device's name is part of the container's: no two rows share one.
+        env = environment.MLGymEnv(arguments, devices=[f"cpu_{next(devices)}"])
+        path = mlgym.CONFIG_DIR / "agents" / "default.yaml"
+        model = backend.ModelArguments("")
+        env.config = agent.AgentArguments(model=model, agent_config_path=path).config
+        return env
+
+    environments = {name: functools.partial(make, name) for name in names}
     return MLGymWrapper(environments, tokenizer=tokenizer, seed=seed, **kwargs)
-
-
-def _make_environment(
-    task: str, devices: "itertools.count[int]", settings: Mapping[str, Any]
-) -> Any:
-    """An ``MLGymEnv`` and its agent's configuration. Starts a container."""
-    environment: Any = importlib.import_module("mlgym.environment.env")
-    agent: Any = importlib.import_module("mlgym.agent.base")
-    backend: Any = importlib.import_module("mlgym.backend.base")
-    config_dir: Path = importlib.import_module("mlgym").CONFIG_DIR
-    arguments = environment.EnvironmentArguments(
-        task_config_path=f"tasks/{task}.yaml",
-        verbose=False,
-        aliases_file="docker/aliases.sh",
-        **settings,
-    )
-    # A device's name is part of the container's: no two rows share one.
-    env = environment.MLGymEnv(arguments, devices=[f"cpu_{next(devices)}"])
-    env.config = agent.AgentArguments(
-        model=backend.ModelArguments(""), agent_config_path=config_dir / "agents" / "default.yaml"
-    ).config
-    return env

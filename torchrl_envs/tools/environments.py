@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from torchrl_data.checks import check_numbers, one_of
+from torchrl_data.checks import POSITIVE, check_numbers, one_of
 from torchrl_data.messages import Message
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.tool_calls import ToolCall
@@ -18,7 +18,7 @@ from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource, with_observation
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.tool_source import Job, ToolSource
-from torchrl_envs.episode.transform import EpisodeStartError, EpisodeTransform, Event
+from torchrl_envs.episode.transform import EpisodeStartError, EpisodeTransform
 from torchrl_envs.tool_results import MAX_RESULT_BYTES, error_line
 from torchrl_envs.tool_schemas import Tool, environment_tools
 
@@ -75,22 +75,18 @@ class Instance:
 
 
 async def start_instance(
-    owner: EpisodeTransform,
+    owner: Any,  # an EpisodeTransform with timeout_s and start_timeout_s
     episode: Episode,
     instance: Instance,
     cls: type,
     columns: Mapping[str, Any],
-    *,
-    start_timeout_s: float,
-    timeout_s: float,
 ) -> Any:
     """Make and reset the environment of an episode, which holds it from then on."""
-    episode.resources.add(
-        owner, instance, closing=instance.closing, timeout_s=timeout_s, name=cls.__name__
-    )
+    closing: Any = {"closing": instance.closing, "timeout_s": owner.timeout_s}
+    episode.resources.add(owner, instance, name=cls.__name__, **closing)
     is_async = inspect.iscoroutinefunction(getattr(cls, "reset", None))
     reset = functools.partial(instance.reset_async if is_async else instance.reset, columns)
-    outcomes = await owner.call(instance.make, reset, timeout_s=start_timeout_s)
+    outcomes = await owner.call(instance.make, reset, timeout_s=owner.start_timeout_s)
     for outcome, what in zip(outcomes, ("constructor", "reset"), strict=True):
         if outcome.error is not None:
             raise EpisodeStartError(f"{instance.name}: {what}") from outcome.error
@@ -203,24 +199,25 @@ class EnvironmentTools(ToolSource, RewardSource):
                     "route_column=."
                 )
             if self.only_for is None:
-                loader.require("environment", self._route_error)
+                known, column = sorted(self.factories), self.route_column
+                loader.require(
+                    "environment",
+                    lambda row: (
+                        ""
+                        if row.get(column) in known
+                        else f"it names the environment {row.get(column)!r}; there are {known}"
+                    ),
+                )
         for name, cls in self.types.items():
             if not hasattr(cls, "reset"):
-                raise ValueError(
-                    f"The environment {cls.__name__} has no reset(self, **row) method; add one (it "
-                    "may return None)."
-                )
+                missing = "no reset(self, **row) method; add one (it may return None)"
+                raise ValueError(f"The environment {cls.__name__} has {missing}.")
             missing = set(_required_arguments(cls.reset)[1:]) - columns - {"seed"}
             if missing:
                 raise ValueError(
                     f"{name}.reset needs the columns {sorted(missing)}, which the data lacks; its "
                     f"columns are {sorted(columns)}. Add them, or give the parameters a default."
                 )
-
-    def _route_error(self, row: Mapping[str, Any]) -> str:
-        name = row.get(self.route_column)
-        known = sorted(self.factories)
-        return "" if name in known else f"it names the environment {name!r}; there are {known}"
 
     # Lifecycle ----------------------------------------------------------------------------------
 
@@ -245,19 +242,10 @@ class EnvironmentTools(ToolSource, RewardSource):
         columns = dict(episode.example or {})
         name = columns.get(self.route_column) if self.is_routed else next(iter(self.factories))
         if name not in self.factories:
-            known = sorted(self.factories)
-            raise EpisodeStartError(f"{name}: route") from ValueError(
-                f"there is no such environment; there are {known}"
-            )
-        observation = await start_instance(
-            self,
-            episode,
-            Instance(name, self.factories[name]),
-            self.types[name],
-            {"seed": episode.seed, **columns},
-            start_timeout_s=self.start_timeout_s,
-            timeout_s=self.timeout_s,
-        )
+            unknown = f"there is no such environment; there are {sorted(self.factories)}"
+            raise EpisodeStartError(f"{name}: route") from ValueError(unknown)
+        instance, columns = Instance(name, self.factories[name]), {"seed": episode.seed, **columns}
+        observation = await start_instance(self, episode, instance, self.types[name], columns)
         try:
             query = [] if episode.query is None else episode.query
             episode.query = with_observation(query, observation)
@@ -285,19 +273,15 @@ class EnvironmentTools(ToolSource, RewardSource):
 
     # Reward -------------------------------------------------------------------------------------
 
-    def finish(self, episode: Episode) -> Event:
+    async def finish(self, episode: Episode) -> None:
         """Ask the environment for its reward."""
         instance: Instance | None = episode.resources.get(self)
         if instance is None or not hasattr(self.types[instance.name], "get_reward"):
-            return None
-        return self._score(episode, instance)
-
-    async def _score(self, episode: Episode, instance: Instance) -> None:
+            return
         get_reward = instance.environment.get_reward
         arguments = concurrency.accepted_arguments(get_reward, {"messages": episode.messages})
-        (outcome,) = await self.call(
-            functools.partial(get_reward, **arguments), timeout_s=self.timeout_s
-        )
+        ask = functools.partial(get_reward, **arguments)
+        (outcome,) = await self.call(ask, timeout_s=self.timeout_s)
         episode.score.add_outcome(instance.name, outcome, who=f"{instance.name}.get_reward")
 
 
@@ -335,12 +319,10 @@ def _check_lifecycle(cls: type) -> None:
         if method is None:
             continue
         if not callable(method):
-            raise TypeError(
-                f"{cls.__name__}.{name} must be a method, got {type(method).__name__}: "
-                f"{method!r:.80}."
-            )
-        bound = not isinstance(inspect.getattr_static(cls, name), types.FunctionType)
-        missing = [a for a in _required_arguments(method)[0 if bound else 1 :] if a not in given]
+            found = f"{type(method).__name__}: {method!r:.80}"
+            raise TypeError(f"{cls.__name__}.{name} must be a method, got {found}.")
+        is_function = isinstance(inspect.getattr_static(cls, name), types.FunctionType)
+        missing = [a for a in _required_arguments(method)[is_function:] if a not in given]
         if missing:
             gets = f"{', '.join(given)} if it names it" if given else "no arguments"
             raise TypeError(
@@ -356,11 +338,8 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a class that is not written in Python
         return []
-    return [
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
+    named = (p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+    return [p.name for p in named if p.default is p.empty]
 
 
 # Environments that are stepped with what the policy wrote: Gymnasium's, GEM's, SkyRL Gym's.
@@ -415,12 +394,10 @@ class StepEnvironments(EpisodeTransform, RewardSource):
     ) -> None:
         super().__init__()
         if not callable(factory):
-            raise TypeError(
-                f"StepEnvironments takes a function that makes an environment from a row, got "
-                f"{factory!r:.80}."
-            )
+            takes = "takes a function that makes an environment from a row"
+            raise TypeError(f"StepEnvironments {takes}, got {factory!r:.80}.")
         limits = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
-        check_numbers("StepEnvironments", "(0, inf)", **limits)
+        check_numbers("StepEnvironments", POSITIVE, **limits)
         self.factory = factory
         self.name = name
         self.reward: RewardOf = one_of("reward", reward, REWARDS_OF, who="StepEnvironments")
@@ -444,15 +421,8 @@ class StepEnvironments(EpisodeTransform, RewardSource):
         guard = concurrency.OwnRandom(episode.seed) if self.global_random else nullcontext
         instance = _Stepped(self.name, functools.partial(self.factory, row), guard)
         options = {column: row[column] for column in self.reset_columns}
-        episode.query = await start_instance(
-            self,
-            episode,
-            instance,
-            _Stepped,
-            {"query": episode.query, "seed": episode.seed, "options": options},
-            start_timeout_s=self.start_timeout_s,
-            timeout_s=self.timeout_s,
-        )
+        columns = {"query": episode.query, "seed": episode.seed, "options": options}
+        episode.query = await start_instance(self, episode, instance, _Stepped, columns)
 
     async def after_turn(self, episode: Episode) -> None:
         """Step with what the policy wrote."""
@@ -462,8 +432,7 @@ class StepEnvironments(EpisodeTransform, RewardSource):
         step = functools.partial(instance.step, str(episode.last_message["content"]))
         (outcome,) = await self.call(step, timeout_s=self.timeout_s)
         if outcome.error is not None:
-            reason = f"{ENVIRONMENT_ERROR}: {self.name}: {error_line(outcome.error)}"
-            episode.truncate(reason)
+            episode.truncate(f"{ENVIRONMENT_ERROR}: {self.name}: {error_line(outcome.error)}")
             return
         messages, is_terminated, is_truncated = outcome.value
         episode.say(*messages)
@@ -476,9 +445,7 @@ class StepEnvironments(EpisodeTransform, RewardSource):
         """Add up what the steps gave."""
         instance: _Stepped | None = episode.resources.get(self)
         rewards = [] if instance is None else instance.rewards
-        total = None
-        if rewards:
-            total = sum(rewards) if self.reward == "sum" else rewards[-1]
+        total = None if not rewards else sum(rewards) if self.reward == "sum" else rewards[-1]
         episode.score.add_outcome(self.name, concurrency.Outcome(total), who=f"{self.name}.step")
 
 

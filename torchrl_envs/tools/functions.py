@@ -62,19 +62,16 @@ class FunctionTools(ToolSource):
         )
         if not functions:
             raise ValueError("FunctionTools needs at least one function.")
-        named = (
-            functions.items() if isinstance(functions, Mapping) else [(None, f) for f in functions]
-        )
+        is_named = isinstance(functions, Mapping)
+        named = functions.items() if is_named else [(None, f) for f in functions]
         self.functions: dict[str, Callable[..., Any]] = {}
         self.tools: dict[str, Tool] = {}
         self._offered = self.tools
         for name, function in named:
             tool = function_tool(function, name=name)
             if tool.name in self.tools:
-                raise ValueError(
-                    f"FunctionTools has two functions named {tool.name!r}. Give them names with "
-                    "{name: function}."
-                )
+                two = f"two functions named {tool.name!r}"
+                raise ValueError(f"FunctionTools has {two}. Give them names: {{name: function}}.")
             self.tools[tool.name] = tool
             self.functions[tool.name] = function
         self._processes: ToolProcesses | None = None
@@ -202,17 +199,20 @@ class PythonInterpreter(ToolSource):
         items: list[Job | Answer] = []
         blocks = code_blocks(text) if self.read_code_blocks else ()
         for number, block in enumerate((b for b in blocks if b.language in PYTHON), 1):
-            say = functools.partial(self._say_of_block, number, block.position)
+
+            def say(
+                text: str, failed: bool, number: int = number, at: int = block.position
+            ) -> Answer:
+                ended = "failed" if failed else "executed successfully"
+                said = f"Code block {number} {ended}:\n{text}"
+                message: Any = {"role": self.tool_role, "content": said}
+                return Answer(message, is_error=failed, position=at)
+
             if block.is_closed:
                 items.append(self._job(episode, block.code, say, block.position))
             else:
                 items.append(say("It is not closed with ```, so it was not run.", True))
         return items
-
-    def _say_of_block(self, number: int, position: int, text: str, failed: bool) -> Answer:
-        ended = "failed" if failed else "executed successfully"
-        message = {"role": self.tool_role, "content": f"Code block {number} {ended}:\n{text}"}
-        return Answer(message, is_error=failed, position=position)
 
     def _job(
         self, episode: Episode, code: str, say: Callable[[str, bool], Answer], position: int = 0

@@ -249,9 +249,8 @@ async def make_client(server: Any, on_message: Any) -> AsyncIterator[Any]:
             # What the server writes to stderr is shown, as it is for any child process.
             target = stdio_client(_kept(server), errlog=sys.__stderr__)
         elif isinstance(server, Mapping):
-            http = await stack.enter_async_context(
-                create_mcp_http_client(headers=dict(server.get("headers", {})))
-            )
+            http = create_mcp_http_client(headers=dict(server.get("headers", {})))
+            http = await stack.enter_async_context(http)
             target = streamable_http_client(server["url"], http_client=http)
         client = Client(target, cache=None, message_handler=on_message)
         yield await stack.enter_async_context(client)
@@ -276,11 +275,9 @@ def _content(result: Any) -> Any:
     for block in result.content:
         text = getattr(block, "text", None)
         text = text or getattr(getattr(block, "resource", None), "text", None)
-        if isinstance(text, str) or block.type == "text":
-            pieces.append(text or "")
-        else:
-            what = getattr(block, "mime_type", None) or getattr(block, "uri", None) or "no text"
-            pieces.append(f"[{block.type}: {what}]")
+        what = getattr(block, "mime_type", None) or getattr(block, "uri", None) or "no text"
+        is_text = isinstance(text, str) or block.type == "text"
+        pieces.append(text or "" if is_text else f"[{block.type}: {what}]")
     said = "\n".join(pieces)
     if result.is_error:
         raise MCPToolError(said or "the tool failed")
@@ -408,10 +405,8 @@ class MCPToolTransform(ToolSource):
         own = {name: connection.another() for name, connection in self._shared.items()}
         close = functools.partial(self._there, _close_all, own.values())
         episode.resources.add(self, own, close=close)
-        opened = await self.call_all(
-            *(functools.partial(self._there, connection.tools) for connection in own.values()),
-            timeout_s=2 * self.timeout_s + _GRACE_S,
-        )
+        asks = [functools.partial(self._there, connection.tools) for connection in own.values()]
+        opened = await self.call_all(*asks, timeout_s=2 * self.timeout_s + _GRACE_S)
         for server, outcome in zip(own, opened, strict=True):
             if outcome.error is not None:
                 raise EpisodeStartError(f"MCP server {server}") from outcome.error
