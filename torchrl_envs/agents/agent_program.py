@@ -30,6 +30,7 @@ from torchrl_envs.transforms.context import FoldContext, TokenBudget
 from torchrl_envs.transforms.thinking_prompt import AddThinkingPrompt
 
 from . import programs, turns
+from .programs import Program
 from .server import AgentServer, AgentSession, ProgramEnd
 
 # Whether a conversation can be the policy's prompt; who asks with another one is told so.
@@ -271,7 +272,7 @@ class AgentProgram(ToolSource, RewardSource):
 
     def __init__(
         self,
-        program: programs.Program,
+        program: Program,
         *,
         name: str = "agent",
         error_reward: float | None = None,

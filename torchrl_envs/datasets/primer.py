@@ -21,6 +21,7 @@ from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.episode.transform import EpisodeTransform
 
 from . import rows as data
+from .rows import DataOptions, Place, PromptLimit, RowCheck
 
 if TYPE_CHECKING:
     from torchrl_data.templates.encoder import ConversationEncoder
@@ -248,7 +249,7 @@ class Draw(NamedTuple):
     row: dict[str, Any]
     group_id: int
     seed: int
-    place: data.Place
+    place: Place
 
 
 class DataLoadingPrimer(EpisodeTransform):
@@ -299,15 +300,15 @@ class DataLoadingPrimer(EpisodeTransform):
         seed: int = 0,
         num_epochs: int | None = None,
         num_workers: int = 0,
-        prompt_limit: data.PromptLimit | None = None,
-        options: data.DataOptions | None = None,
+        prompt_limit: PromptLimit | None = None,
+        options: DataOptions | None = None,
     ) -> None:
         super().__init__()
         self.group_size: int = data.one_of(group_size=group_size, repeats=repeats, default=1)
         check_counts("DataLoadingPrimer", group_size=self.group_size, num_epochs=num_epochs)
         check_not_none("DataLoadingPrimer", num_workers=num_workers, seed=seed)
         check_counts("DataLoadingPrimer", 0, num_workers=num_workers, seed=seed)
-        self.options = options or data.DataOptions()
+        self.options = options or DataOptions()
         dataset = data.one_of(dataset=dataset, dataloader=dataloader)
         self.dataset = data.load_rows(dataset, skip_bad_rows=self.options.skip_bad_rows)
         self.shuffle = shuffle
@@ -339,7 +340,7 @@ class DataLoadingPrimer(EpisodeTransform):
         else:
             raise ValueError(f"DataLoadingPrimer: none of the rows can be read; {reason}.")
         self.prompt_column = data.find_prompt_column(self.columns, prompt_column)
-        self._checks: dict[str, data.RowCheck] = {}
+        self._checks: dict[str, RowCheck] = {}
         self._settings = self._describe()
         self.require("prompt", partial(data.prompt_error, column=self.prompt_column))
         self._start()
@@ -379,7 +380,7 @@ class DataLoadingPrimer(EpisodeTransform):
             "max_prompt_tokens": self._prompt_limit and self._prompt_limit.max_tokens,
         }
 
-    def require(self, who: str, check: data.RowCheck) -> None:
+    def require(self, who: str, check: RowCheck) -> None:
         """Check rows: a number of them now, and each one before it is used.
 
         Args:
@@ -542,7 +543,7 @@ class DataLoadingPrimer(EpisodeTransform):
                 f"DataLoadingPrimer: all rows of the data were drawn {self.num_epochs} times."
             )
 
-    def _hold(self, episode: Episode, place: data.Place) -> None:
+    def _hold(self, episode: Episode, place: Place) -> None:
         """Note how the rollout of a draw ends, when it is over."""
         frontier = self._frontier  # that of now: after a restart nobody waits for it any more
 
@@ -571,11 +572,11 @@ class DataLoadingPrimer(EpisodeTransform):
         return {**state, "settings": self._settings, "skipped": dict(self.skipped.counts)}
 
     @property
-    def place(self) -> data.Place:
+    def place(self) -> Place:
         """Epoch and place, in its order, of the row that is read next."""
         return self._rows.position
 
-    def state_from(self, place: data.Place) -> dict[str, Any]:
+    def state_from(self, place: Place) -> dict[str, Any]:
         """A position like that of :meth:`get_extra_state`, from which on everything is drawn again.
 
         Args:

@@ -18,6 +18,7 @@ from torchrl_data.batch_objects import read_objects
 from torchrl_data.checks import MissingEntryError, one_of
 from torchrl_data.conversation import Conversations
 from torchrl_data.history import History
+from torchrl_data.keys import HISTORY
 from torchrl_data.messages import Turn
 from torchrl_data.ragged import first_entries, read_rows
 from torchrl_data.templates.encoder import ConversationEncoder
@@ -107,7 +108,7 @@ class ChatEnv(EnvBase):
     def __init__(
         self,
         *,
-        input_mode: str = keys.HISTORY,
+        input_mode: str = HISTORY,
         batch_size: Sequence[int] | int = (1,),
         tokenizer: PreTrainedTokenizerBase | None = None,
         system_prompt: str | None = None,
@@ -120,7 +121,7 @@ class ChatEnv(EnvBase):
         if size.numel() < 1 or min(size, default=1) < 1:
             raise ValueError(f"ChatEnv: batch_size must have at least one row, got {tuple(size)}.")
         one_of("input_mode", input_mode, keys.INPUT_MODES, who="ChatEnv")
-        if tokenizer is None and input_mode != keys.HISTORY:
+        if tokenizer is None and input_mode != HISTORY:
             raise ValueError(
                 f"ChatEnv: input_mode={input_mode!r} shows what the tokenizer's chat template "
                 "makes of a conversation: give tokenizer=."
@@ -134,7 +135,7 @@ class ChatEnv(EnvBase):
         self.parse_turn: TurnParser = tool_call_parser(tool_call_format, tokenizer)
         self._system_role, self._user_role = system_role, user_role
         example: Any = Conversations.from_messages([_EXAMPLE] * size.numel())
-        self._speller = None if input_mode == keys.HISTORY else self.encoder
+        self._speller = None if input_mode == HISTORY else self.encoder
         if self._speller is not None:
             ids = self._speller.encode_chats([_EXAMPLE])[0].ids
             row = self._speller.decode([ids])[0] if input_mode == keys.TEXT else ids
@@ -270,9 +271,7 @@ class ChatEnv(EnvBase):
         if self.tokenizer is not None:
             texts = [self.encoder.without_end(text) for text in texts]
         said = [{"role": "assistant", "content": text} for text in texts]
-        if self.input_mode == keys.HISTORY and not any(
-            at.awaits_response for at in prompt.positions
-        ):
+        if self.input_mode == HISTORY and not any(at.awaits_response for at in prompt.positions):
             # Nothing has shown its tokens yet: they are made when a policy asks.
             return prompt.append_messages([[message] for message in said])
         ids = [self.encoder.encode_turn(text, close=True)[0] for text in texts]

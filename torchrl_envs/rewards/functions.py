@@ -24,6 +24,7 @@ from torchrl_envs import entries
 from torchrl_envs.concurrency import Call, ConcurrentCalls, Outcome, accepted_arguments, run_all
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.datasets.rows import PROMPT_COLUMNS
+from torchrl_envs.entries import RewardSource
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.episode.transform import EpisodeTransform
@@ -334,7 +335,7 @@ CompletionFormat = Literal["auto", "text", "messages"]
 COMPLETION_FORMATS: Final[tuple[CompletionFormat, ...]] = ("auto", "text", "messages")
 
 
-class RewardFunctions(EpisodeTransform, entries.RewardSource):
+class RewardFunctions(EpisodeTransform, RewardSource):
     """Scores finished episodes with functions of TRL's signature.
 
     A function gets lists, one item per episode that has just finished: ``prompts`` (what came
@@ -438,7 +439,7 @@ class RewardFunctions(EpisodeTransform, entries.RewardSource):
         taken = [
             name
             for part in parts
-            if isinstance(part, entries.RewardSource) and part is not self
+            if isinstance(part, RewardSource) and part is not self
             if part in before or not isinstance(part, RewardFunctions)
             for name in part.reward_names
         ]

@@ -16,6 +16,7 @@ from typing import Any, Final
 from torchrl_envs.processes import kept_command
 
 from . import confinement
+from .confinement import Isolation, SandboxLimits, SandboxResult
 from .inside.frames import pack
 
 # Keeps the start and the end of a stream, however long it is.
@@ -223,8 +224,8 @@ class SandboxProcess:
 
 # Runs untrusted Python code.
 
-_CHOICES: Final[tuple[confinement.Isolation, ...]] = ("bubblewrap",)
-_verified: dict[tuple[confinement.Isolation, confinement.Interpreter], str | None] = {}
+_CHOICES: Final[tuple[Isolation, ...]] = ("bubblewrap",)
+_verified: dict[tuple[Isolation, confinement.Interpreter], str | None] = {}
 _verifying = threading.Lock()
 
 
@@ -261,9 +262,9 @@ class Sandbox:
     def __init__(
         self,
         *,
-        limits: confinement.SandboxLimits | None = None,
+        limits: SandboxLimits | None = None,
         packages: Sequence[str | Path] = (),
-        isolation: confinement.Isolation | None = None,
+        isolation: Isolation | None = None,
         allow_unsandboxed: bool = False,
     ) -> None:
         if isolation not in (None, "none", *_CHOICES):
@@ -274,11 +275,11 @@ class Sandbox:
                 "Sandbox: isolation='none' runs untrusted code with the rights of this process. "
                 "Pass allow_unsandboxed=True as well if that is meant."
             )
-        self.limits = confinement.SandboxLimits() if limits is None else limits
+        self.limits = SandboxLimits() if limits is None else limits
         self.interpreter = confinement.Interpreter.current(packages)
-        self.isolation: confinement.Isolation = self._choose(isolation, allow_unsandboxed)
+        self.isolation: Isolation = self._choose(isolation, allow_unsandboxed)
 
-    def run(self, code: str, *, timeout_s: float | None = None) -> confinement.SandboxResult:
+    def run(self, code: str, *, timeout_s: float | None = None) -> SandboxResult:
         """Run a program in a fresh sandbox and wait for its end.
 
         Args:
@@ -373,10 +374,10 @@ class Sandbox:
 
     def result(
         self, process: SandboxProcess, report: str, *, started: float, state_lost: bool = False
-    ) -> confinement.SandboxResult:
+    ) -> SandboxResult:
         """What a process gave, and how its supervisor said that it ended."""
         kind, _, value = report.partition(" ")
-        return confinement.SandboxResult(
+        return SandboxResult(
             stdout=process.stdout.text(),
             stderr=process.stderr.text(),
             exit_status=int(value) if kind in ("exit", "done") else None,
@@ -389,16 +390,14 @@ class Sandbox:
         )
 
     @staticmethod
-    def reasons_against() -> dict[confinement.Isolation, str | None]:
+    def reasons_against() -> dict[Isolation, str | None]:
         """For each way to isolate code why it does not work here, or ``None`` where it does."""
         interpreter = confinement.Interpreter.current()
         return {choice: _reason_against(choice, interpreter) for choice in _CHOICES}
 
     # Construction -------------------------------------------------------------------------------
 
-    def _choose(
-        self, isolation: confinement.Isolation | None, allow_unsandboxed: bool
-    ) -> confinement.Isolation:
+    def _choose(self, isolation: Isolation | None, allow_unsandboxed: bool) -> Isolation:
         reasons = ["isolation='none' was asked for"] if isolation == "none" else []
         for choice in _CHOICES:
             if isolation not in (None, choice):
@@ -423,9 +422,7 @@ class Sandbox:
         )
 
 
-def _reason_against(
-    choice: confinement.Isolation, interpreter: confinement.Interpreter
-) -> str | None:
+def _reason_against(choice: Isolation, interpreter: confinement.Interpreter) -> str | None:
     """Why a way to isolate code does not work here, or ``None``; tried once per process."""
     key = (choice, interpreter)
     with _verifying:
@@ -478,7 +475,7 @@ class SandboxSession:
         """A copy starts afresh."""
         return type(self), (self.sandbox,)
 
-    def run(self, code: str, *, timeout_s: float | None = None) -> confinement.SandboxResult:
+    def run(self, code: str, *, timeout_s: float | None = None) -> SandboxResult:
         """Run a program where the last one stopped.
 
         Args:

@@ -18,7 +18,7 @@ from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource, with_observation
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.tool_source import Job, ToolSource
-from torchrl_envs.episode.transform import EpisodeStartError, EpisodeTransform
+from torchrl_envs.episode.transform import EpisodeStartError, EpisodeTransform, Event
 from torchrl_envs.tool_results import MAX_RESULT_BYTES, error_line
 from torchrl_envs.tool_schemas import Tool, environment_tools
 
@@ -273,11 +273,13 @@ class EnvironmentTools(ToolSource, RewardSource):
 
     # Reward -------------------------------------------------------------------------------------
 
-    async def finish(self, episode: Episode) -> None:
+    def finish(self, episode: Episode) -> Event:
         """Ask the environment for its reward."""
         instance: Instance | None = episode.resources.get(self)
-        if instance is None or not hasattr(self.types[instance.name], "get_reward"):
-            return
+        has_reward = instance is not None and hasattr(self.types[instance.name], "get_reward")
+        return self._score(episode, instance) if instance and has_reward else None
+
+    async def _score(self, episode: Episode, instance: Instance) -> None:
         get_reward = instance.environment.get_reward
         arguments = concurrency.accepted_arguments(get_reward, {"messages": episode.messages})
         ask = functools.partial(get_reward, **arguments)
