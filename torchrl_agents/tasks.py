@@ -51,8 +51,7 @@ def staleness_of(cfg: schema.CollectorConfig) -> StalenessPolicy:
     if cfg.max_staleness == 0 and cfg.recompute:
         return OnPolicy()
     kind = {"wait": Wait, "drop": Drop}[cfg.staleness_policy]
-    depth = cfg.pipeline_depth
-    return kind(cfg.max_staleness, pipeline_depth=depth, recompute=cfg.recompute)
+    return kind(cfg.max_staleness, pipeline_depth=cfg.pipeline_depth, recompute=cfg.recompute)
 
 
 def tasks_of(cfg: schema.CollectorConfig) -> int | LoadCap:

@@ -195,10 +195,9 @@ def _check_reset(trial: Trial, env: Any) -> None:
 
 
 def _check_specs(trial: Trial, env: Any) -> None:
-    start = trial.reset(env) if trial.given is not None else None
-    if start is not None:
-        known = set(env.full_observation_spec.keys(True, True)) | set(_FLAGS)
-        start = start.select(*known)
+    start = None
+    if trial.given is not None:
+        start = trial.reset(env).select(*env.full_observation_spec.keys(True, True), *_FLAGS)
     with _keeping("specs"):
         check_env_specs(env, tensordict=start)
 
@@ -267,16 +266,12 @@ def _check_untouched(
     following: TensorDictBase,
 ) -> None:
     same = after.ids(row) == before.ids(row) and after.messages(row) == before.messages(row)
-    changed = "" if same else "prompt"
-    for key, values in flags.items():
-        if not changed and bool(values.view(-1)[row]) != bool(following.get(key).view(-1)[row]):
-            changed = key
-    _require(
-        not changed,
-        "done rows",
-        f"row {row} took no part in the step, but its {changed} changed. Write to the rows of "
-        "active_rows(tensordict) only.",
-    )
+    pairs = {key: (value, following.get(key)) for key, value in flags.items()}
+    changed = [] if same else ["prompt"]
+    changed += [key for key, (a, b) in pairs.items() if bool(a.view(-1)[row] != b.view(-1)[row])]
+    message = f"row {row} took no part in the step, but its {' and '.join(changed)} changed. "
+    message += "Write to the rows of active_rows(tensordict) only."
+    _require(not changed, "done rows", message)
 
 
 def _check_partial_reset(trial: Trial, env: Any) -> None:
@@ -305,12 +300,10 @@ def _check_determinism(trial: Trial) -> None:
     first, second = _seeded_run(trial), _seeded_run(trial)
     for step, (one, other) in enumerate(zip(first, second, strict=False)):
         for name, value in one.items():
-            _require(
-                other[name] == value,
-                "determinism",
-                f"with the same seed, {name} differs after {step} steps: {value!r:.200} and "
-                f"{other[name]!r:.200}. Draw from the seed that set_seed or a reset gives.",
-            )
+            found = f"{name} differs after {step} steps: {value!r:.200} and {other[name]!r:.200}"
+            remedy = "Draw from the seed that set_seed or a reset gives."
+            message = f"with the same seed, {found}. {remedy}"
+            _require(other[name] == value, "determinism", message)
 
 
 def _seeded_run(trial: Trial) -> list[dict[str, Any]]:
@@ -336,14 +329,9 @@ def _seeded_run(trial: Trial) -> list[dict[str, Any]]:
 
 def _observed(batch: TensorDictBase) -> dict[str, Any]:
     prompt = _prompt(batch, "determinism")
-    seen: dict[str, Any] = {
-        "prompt": [(prompt.messages(i), prompt.ids(i)) for i in range(len(prompt))]
-    }
-    for key in (keys.REWARD, *_FLAGS):
-        value = batch.get(key, None)
-        if value is not None:
-            seen[key] = value.tolist()
-    return seen
+    shown = [(prompt.messages(i), prompt.ids(i)) for i in range(len(prompt))]
+    found = {key: batch.get(key, None) for key in (keys.REWARD, *_FLAGS)}
+    return {"prompt": shown} | {k: v.tolist() for k, v in found.items() if v is not None}
 
 
 def _check_close(trial: Trial) -> None:

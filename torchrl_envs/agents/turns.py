@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from torchrl_data.messages import Message
 from torchrl_data.tool_calls import ToolCall, TurnParser
+from torchrl_envs.datasets.rows import is_text
 from torchrl_envs.tool_schemas import typed_arguments
 
 LENGTH: Final = "length"
@@ -121,21 +122,13 @@ def reply_to(
     message: Message = {"role": "assistant", "content": text}
     parsed = parse(text) if request.tools else None
     if parsed is not None and parsed.calls:
-        calls = [c for c in parsed.calls if isinstance(c, ToolCall) and _is_text(c)]
-        if len(calls) == len(parsed.calls):
+        calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
+        # JSON may spell half a character, which can't be sent.
+        if len(calls) == len(parsed.calls) and is_text([call[:2] for call in calls]):
             message["content"] = parsed.content or None
             message["tool_calls"] = _written_calls(calls, request.tools or (), used_ids)
             finish_reason = finish_reason if finish_reason == LENGTH else TOOL_CALLS
     return TurnReply(message, finish_reason, num_prompt_tokens, num_tokens, stop)
-
-
-def _is_text(call: ToolCall) -> bool:
-    """Whether a call can be sent: JSON may spell half a character."""
-    try:
-        json.dumps([call.name, call.arguments], ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _written_calls(

@@ -19,16 +19,9 @@ if TYPE_CHECKING:
     from .tools import OpenEnvTools
 
 __all__ = [
-    "EnvResult",
-    "OpenEnvCapacityError",
-    "OpenEnvConnectionError",
-    "OpenEnvError",
-    "OpenEnvProtocolError",
-    "OpenEnvServerError",
-    "OpenEnvSession",
-    "OpenEnvTimeoutError",
-    "OpenEnvTools",
-    "SessionNotResetError",
-]
+    "EnvResult", "OpenEnvCapacityError", "OpenEnvConnectionError", "OpenEnvError",
+    "OpenEnvProtocolError", "OpenEnvServerError", "OpenEnvSession", "OpenEnvTimeoutError",
+    "OpenEnvTools", "SessionNotResetError",
+]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, __file__)

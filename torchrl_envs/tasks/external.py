@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
@@ -270,14 +269,8 @@ def agent_task(
     run: Any = found("program", program) if program is not None else None
     if command is not None:
         run = AgentCommand(list(command), prints_reward=prints_reward)
-    part = partial(
-        AgentProgram,
-        run,
-        error_reward=error_reward,
-        cut_reward=cut_reward,
-        ignored_parameters=list(ignored_parameters),
-        timeout_s=timeout_s,
-    )
+    rewards: Any = {"error_reward": error_reward, "cut_reward": cut_reward}
+    rewards |= {"ignored_parameters": list(ignored_parameters), "timeout_s": timeout_s}
     splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
     splits |= {"num_held_out": num_held_out, "prompt_column": prompt_column}
     train_rows, held_out_rows = load_task_rows(dataset, name=name, **splits)
@@ -286,7 +279,7 @@ def agent_task(
         train_rows=train_rows,
         held_out_rows=held_out_rows,
         prompt_column=prompt_column,
-        tools=lambda _: [part()],
+        tools=lambda _: [AgentProgram(run, **rewards)],
         max_turns=max_turns,
         max_new_tokens=max_new_tokens,
     )
@@ -328,17 +321,14 @@ def answer(endpoint: AgentEndpoint, *, prompt: str, entry: dict[str, Any], gener
         call = _CALL.search(text)
         if call is None:
             return float(score_answer(text, {"entry": entry, "generator": generator}) >= 1.0)
-        chat.append({"role": "tool", "content": _result(call[1])})
+        try:
+            asked = json.loads(call[1])
+            tool: Any = TOOLS[asked["name"]]
+            result = tool(None, **asked["arguments"])
+        except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+            result = f"error: {type(error).__name__}: {error}"
+        chat.append({"role": "tool", "content": result})
     return 0.0
-
-
-def _result(text: str) -> str:
-    try:
-        call = json.loads(text)
-        tool: Any = TOOLS[call["name"]]
-        return tool(None, **call["arguments"])
-    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-        return f"error: {type(error).__name__}: {error}"
 
 
 def calculator_agent_task(
@@ -362,16 +352,7 @@ def calculator_agent_task(
         raise ImportError(
             "calculator_agent asks with OpenAI's client: pip install 'torchrl-agents[graders]'."
         ) from error
-    task = calculator_task(
-        num_rows=num_rows,
-        num_held_out=num_held_out,
-        num_demonstrations=num_demonstrations,
-        seed=seed,
-    )
-    return replace(
-        task,
-        name="calculator_agent",
-        environment=None,
-        tools=lambda _: [AgentProgram(answer, timeout_s=60.0)],
-        max_turns=MAX_REQUESTS,
-    )
+    counts = {"num_held_out": num_held_out, "num_demonstrations": num_demonstrations}
+    task = calculator_task(num_rows=num_rows, seed=seed, **counts)
+    own: Any = {"name": "calculator_agent", "environment": None, "max_turns": MAX_REQUESTS}
+    return replace(task, tools=lambda _: [AgentProgram(answer, timeout_s=60.0)], **own)

@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
+from torchrl_data.checks import one_of
 from torchrl_data.messages import Message
 from torchrl_data.tool_calls import ToolCall, parse_tool_calls
 
@@ -116,9 +117,9 @@ def question_rows(
         dataset = _reasoning_gym().create_dataset(generator, size=size, seed=seed, **settings)
     except (TypeError, AssertionError) as error:
         raise ValueError(f"reasoning-gym's {generator} refuses {settings}: {error}") from error
-    columns: Sequence[str] = ("prompt", "answer", "generator", "entry")
-    values = ((each["question"], str(each["answer"]), generator, each) for each in dataset)
-    return [dict(zip(columns, own, strict=True)) for own in values]
+    common = {"generator": generator}
+    texts = (({"prompt": e["question"], "answer": str(e["answer"])}, e) for e in dataset)
+    return [{**text, **common, "entry": entry} for text, entry in texts]
 
 
 @cache
@@ -185,8 +186,7 @@ def question_task(
     Raises:
         ValueError: there is no such generator or level, or too few different questions.
     """
-    if level not in (None, "own", "easy"):
-        raise ValueError(f"level must be own or easy, got {level!r}.")
+    level = one_of("level", level or "own", ["own", "easy"])
     easy = EASY.get(generator) if level == "easy" else None
     if level == "easy" and easy is None:
         raise ValueError(

@@ -36,32 +36,12 @@ if TYPE_CHECKING:
     from .tokenizer import TemplateTransform, Tokenizer
 
 __all__ = [
-    "AddThinkingPrompt",
-    "AnswerReward",
-    "BrowserTransform",
-    "DataLoadingPrimer",
-    "EnvironmentTools",
-    "EpisodeTransform",
-    "FunctionTools",
-    "KLComputation",
-    "KLRewardTransform",
-    "LLMJudge",
-    "MCPToolTransform",
-    "MathVerifyReward",
-    "PolicyVersion",
-    "PythonInterpreter",
-    "RetrieveKL",
-    "RetrieveLogProb",
-    "RewardErrorLimit",
-    "RewardFunctions",
-    "RewardModel",
-    "StepCounter",
-    "TemplateTransform",
-    "TokenBudget",
-    "Tokenizer",
-    "ToolSource",
-    "as_nested_tensor",
-    "as_padded_tensor",
-]
+    "AddThinkingPrompt", "AnswerReward", "BrowserTransform", "DataLoadingPrimer",
+    "EnvironmentTools", "EpisodeTransform", "FunctionTools", "KLComputation", "KLRewardTransform",
+    "LLMJudge", "MCPToolTransform", "MathVerifyReward", "PolicyVersion", "PythonInterpreter",
+    "RetrieveKL", "RetrieveLogProb", "RewardErrorLimit", "RewardFunctions", "RewardModel",
+    "StepCounter", "TemplateTransform", "TokenBudget", "Tokenizer", "ToolSource",
+    "as_nested_tensor", "as_padded_tensor",
+]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, __file__)

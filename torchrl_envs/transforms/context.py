@@ -4,9 +4,11 @@ Dropped reasoning, folded turns, a budget of tokens.
 """
 
 import functools
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_data.conversation import Conversations
 from torchrl_data.messages import Message, split_reasoning
 from torchrl_data.stop_reasons import CONTEXT_LENGTH, ENVIRONMENT_ERROR, TOKEN_BUDGET
@@ -37,17 +39,14 @@ class DropReasoning(EpisodeTransform):
         messages = episode.messages
         roles = [message["role"] for message in messages]
         last_user = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else 0
-        earlier = [_without_reasoning(message) for message in messages[:last_user]]
+        earlier: list[Message] = []
+        for message in messages[:last_user]:
+            parts = split_reasoning(message) if message["role"] == "assistant" else message
+            if parts.get("reasoning_content") is not None:
+                message = {k: v for k, v in parts.items() if k != "reasoning_content"}
+            earlier.append(message)
         if earlier != messages[:last_user]:
             episode.rewrite([*earlier, *messages[last_user:]])
-
-
-def _without_reasoning(message: Message) -> Message:
-    """A message without its reasoning, or the message itself if it has none."""
-    parts = split_reasoning(message) if message["role"] == "assistant" else message
-    if parts.get("reasoning_content") is None:
-        return message
-    return {key: value for key, value in parts.items() if key != "reasoning_content"}
 
 
 # A long history is folded into a summary, and the episode goes on from there.
@@ -90,13 +89,11 @@ class FoldContext(EpisodeTransform):
         super().__init__()
         if not callable(summarize):
             raise TypeError(f"FoldContext: summarize must be a function, got {summarize!r:.80}.")
-        bounds = [bound for bound in (max_turns, max_tokens) if bound is not None]
-        if not bounds or min(bounds) < 1 or keep_last < 0 or not timeout_s > 0:
-            raise ValueError(
-                "FoldContext needs max_turns or max_tokens, each at least 1, keep_last of 0 or "
-                f"more and a positive timeout_s; got {max_turns}, {max_tokens}, {keep_last} and "
-                f"{timeout_s!r}."
-            )
+        if max_turns is None and max_tokens is None:
+            raise ValueError("FoldContext needs max_turns or max_tokens, got neither.")
+        check_counts("FoldContext", max_turns=max_turns, max_tokens=max_tokens)
+        check_counts("FoldContext", 0, keep_last=keep_last)
+        check_numbers("FoldContext", POSITIVE, timeout_s=timeout_s)
         self.summarize = summarize
         self.max_turns = max_turns
         self.max_tokens = max_tokens
@@ -105,7 +102,13 @@ class FoldContext(EpisodeTransform):
 
     async def before_turn(self, episode: Episode) -> None:
         """Fold the history of an episode if it is long enough."""
-        prompt, later = self._split(episode)
+        messages, held = episode.messages, episode.memory.get(self.key)
+        if held is None:
+            prompt, later = messages[: episode.first_response], messages[episode.first_response :]
+        else:  # the prompt as it was at first, and what was said since: an earlier summary first
+            prompt, earlier = held
+            after = messages[len(with_observation(prompt, earlier)) :]
+            later = [{"role": "user", "content": earlier}, *after]
         folded = later[: len(later) - self.keep_last]
         num_turns = sum(message["role"] == "assistant" for message in later)
         by_turns = self.max_turns is not None and num_turns >= self.max_turns
@@ -123,16 +126,6 @@ class FoldContext(EpisodeTransform):
             return
         episode.memory = {**episode.memory, self.key: (prompt, summary)}
         episode.rewrite([*with_observation(prompt, summary), *later[len(folded) :]])
-
-    def _split(self, episode: Episode) -> tuple[list[Message], list[Message]]:
-        """The prompt as it was at first, and what was said since: an earlier summary first."""
-        messages, folded = episode.messages, episode.memory.get(self.key)
-        if folded is None:
-            first = episode.first_response
-            return messages[:first], messages[first:]
-        prompt, summary = folded
-        after = messages[len(with_observation(prompt, summary)) :]
-        return prompt, [{"role": "user", "content": summary}, *after]
 
 
 # A budget of tokens for a whole episode, known before each turn.
@@ -263,11 +256,5 @@ class TokenBudget(EpisodeTransform):
 def _cap(lengths: Sequence[int], excess: int) -> int:
     """The longest that a text may be, so that all of them lose so many tokens in total."""
     wanted = max(0, sum(lengths) - excess)
-    low, high = 0, max(lengths, default=0)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if sum(min(length, middle) for length in lengths) <= wanted:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    caps = range(1, max(lengths, default=0) + 1)
+    return bisect_right(caps, wanted, key=lambda cap: sum(min(own, cap) for own in lengths))

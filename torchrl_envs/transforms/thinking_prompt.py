@@ -9,6 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import StepCounter
 
 from torchrl_data.batch_io import write_conversations
+from torchrl_data.checks import check_counts
 from torchrl_data.keys import HISTORY, PROMPT, REWARD, ROW
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeTransform
@@ -78,8 +79,7 @@ class AddThinkingPrompt(EpisodeTransform):
             )
         if prompt is not None and random_prompt:
             raise ValueError("AddThinkingPrompt: give prompt or random_prompt, not both.")
-        if max_prompts < 1:
-            raise ValueError(f"AddThinkingPrompt: max_prompts must be positive, got {max_prompts}.")
+        check_counts("AddThinkingPrompt", max_prompts=max_prompts)
         defaults = self.DEFAULT_PROMPTS_EG if egocentric else self.DEFAULT_PROMPTS_COG
         self.cond = cond
         self.prompts = defaults if prompt is None else (prompt,)
@@ -120,9 +120,8 @@ class AddThinkingPrompt(EpisodeTransform):
         shown = TensorDict({}, batch_size=[])
         base: Any = self._environment().base_env
         encoder = None if base.input_mode == HISTORY else base.encoder
-        write_conversations(
-            shown, PROMPT, episode.conversation, mode=base.input_mode, encoder=encoder
-        )
+        how: Any = {"mode": base.input_mode, "encoder": encoder}
+        write_conversations(shown, PROMPT, episode.conversation, **how)
         shown.set_non_tensor(ROW, None if episode.example is None else dict(episode.example))
         for scorer in self.env_transforms(AnswerReward):
             parts = scorer.score_messages(episode.messages, episode.first_response, episode.example)
