@@ -247,7 +247,11 @@ def test_repetition_by_hand():
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [((0,), "ngram_size"), ((3, 0.0), "below 0, got 0.0"), ((3, -1.0, "letters"), "unit")],
+    [
+        ((0,), "ngram_size"),
+        ((3, 0.0), r"must be a .*, 0\), got 0.0"),
+        ((3, -1.0, "letters"), "unit"),
+    ],
 )
 def test_repetition_settings_that_make_no_sense_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):

@@ -67,7 +67,7 @@ def test_the_policys_tokens_stay_and_only_they_are_its_own(scripted, play):
         ({"edit_last_turn": True}, "change what was sampled"),
         ({"role": "assistant"}, "change what was sampled"),
         ({"prompt": "a", "random_prompt": True}, "not both"),
-        ({"max_prompts": 0}, "positive"),
+        ({"max_prompts": 0}, "max_prompts must be a whole number"),
     ],
 )
 def test_what_would_rewrite_the_past_is_refused(settings, words):
