@@ -5,9 +5,8 @@ import json
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -235,7 +234,6 @@ def rollout_rewards(rows: Sequence[TensorDictBase]) -> list[float]:
 # Shape legend: B rows of the environment.
 
 _SAMPLE_ROWS: Final = 16
-_SHOWN_ERRORS: Final = 5
 _log = logging.getLogger(__name__)
 
 
@@ -331,14 +329,7 @@ class DataLoadingPrimer(EpisodeTransform):
         self._system_prompt: str | None = None
         self._num_rows = 1
         self._shown_tools: list[str] = []
-        reason = ""
-        for row_id, row in self._sample(max(1, self.options.num_checked_rows)):
-            if not isinstance(row, data.BadRow):
-                self.columns = tuple(row)
-                break
-            reason = reason or f"row {row_id}: {row.reason}"
-        else:
-            raise ValueError(f"DataLoadingPrimer: none of the rows can be read; {reason}.")
+        self.columns = data.columns_of(self._sample(max(1, self.options.num_checked_rows)))
         self.prompt_column = data.find_prompt_column(self.columns, prompt_column)
         self._checks: dict[str, RowCheck] = {}
         self._settings = self._describe()
@@ -353,14 +344,7 @@ class DataLoadingPrimer(EpisodeTransform):
     # What the data are --------------------------------------------------------------------------
 
     def _sample(self, count: int) -> Iterator[tuple[int, data.MadeRow]]:
-        """Some rows of a sequence, spread evenly, or the first of a stream, with their ids."""
-        size = self._source.num_rows
-        if size is None:
-            keys: Iterable[tuple[int, Any]] = islice(self._source.epoch(0), min(count, 1))
-        else:
-            ids = np.linspace(0, size - 1, min(count, size)).round()
-            keys = ((row_id, row_id) for row_id in ids.astype(int).tolist())
-        return ((row_id, self._prepare(key)) for row_id, key in keys)
+        return ((row_id, self._prepare(key)) for row_id, key in self._source.sample(count))
 
     def _describe(self) -> dict[str, Any]:
         """What a saved position belongs to; the same in every process."""
@@ -393,14 +377,7 @@ class DataLoadingPrimer(EpisodeTransform):
         self._checks[who] = check
         if self.options.skip_bad_rows:
             return
-        sample = self._sample(self.options.num_checked_rows)
-        errors = ((row_id, data.row_error(row, [check])) for row_id, row in sample)
-        if bad := [f"row {row_id}: {error}" for row_id, error in errors if error]:
-            shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
-            raise ValueError(
-                f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. Mend the data, or "
-                "leave such rows out with options=DataOptions(skip_bad_rows=True)."
-            )
+        data.refuse_bad_rows(self._sample(self.options.num_checked_rows), check)
 
     def check(self, env: "EpisodeEnvironment") -> None:
         """The batch must hold whole groups, and its prompts tell of the tools that are shown.
@@ -592,16 +569,7 @@ class DataLoadingPrimer(EpisodeTransform):
         Raises:
             ValueError: it belongs to other data or settings; the message names what differs.
         """
-        settings, saved = {"pools": None, **self._settings}, state["settings"]
-        if other := [
-            f"{name} is {value!r:.80} here and {saved.get(name)!r:.80} there"
-            for name, value in settings.items()
-            if value != saved.get(name)
-        ]:
-            raise ValueError(
-                "DataLoadingPrimer: the saved position belongs to other data or settings: "
-                f"{'; '.join(other)}."
-            )
+        data.check_same({"pools": None, **self._settings}, state["settings"])
         if self._pools is not None:
             self._pools.load_state_dict(state["pools"])
         self._start()

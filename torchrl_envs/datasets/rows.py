@@ -347,6 +347,13 @@ class Source:
             order = random.permutation(self.num_rows).tolist()
         return ((index, index) for index in order[start:])
 
+    def sample(self, count: int) -> Iterator[tuple[int, Any]]:
+        """Ids and keys of some rows of a sequence, spread evenly, or of the first of a stream."""
+        if self.num_rows is None:
+            return islice(self.epoch(0), min(count, 1))
+        ids = np.linspace(0, self.num_rows - 1, min(count, self.num_rows)).round()
+        return ((row_id, row_id) for row_id in ids.astype(int).tolist())
+
     def _from_buffer(
         self, rows: Iterator[tuple[int, Any]], random: np.random.Generator
     ) -> Iterator[tuple[int, Any]]:
@@ -539,6 +546,7 @@ RowCheck = Callable[[Mapping[str, Any]], str]
 
 PROMPT_COLUMNS: Final = ("prompt", "query", "question", "messages", "text")
 """Where the prompt is looked for when no column is named."""
+_SHOWN_ERRORS: Final = 5
 MAX_SKIPPED: Final = 1000
 """Skipped rows that are remembered one by one."""
 
@@ -562,6 +570,40 @@ class SkippedRows:
         """Note one."""
         self.rows.append(row)
         self.counts[kind] += 1
+
+
+def columns_of(rows: Iterable[tuple[int, MadeRow]]) -> tuple[str, ...]:
+    """The columns of the first row that can be read."""
+    reason = ""
+    for row_id, row in rows:
+        if not isinstance(row, BadRow):
+            return tuple(row)
+        reason = reason or f"row {row_id}: {row.reason}"
+    raise ValueError(f"DataLoadingPrimer: none of the rows can be read; {reason}.")
+
+
+def refuse_bad_rows(rows: Iterable[tuple[int, MadeRow]], check: RowCheck) -> None:
+    """Rows that are bad are an error before anything runs."""
+    errors = ((row_id, row_error(row, [check])) for row_id, row in rows)
+    if bad := [f"row {row_id}: {error}" for row_id, error in errors if error]:
+        shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
+        raise ValueError(
+            f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. Mend the data, or leave "
+            "such rows out with options=DataOptions(skip_bad_rows=True)."
+        )
+
+
+def check_same(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where a saved position belongs to something else, naming what."""
+    if other := [
+        f"{name} is {value!r:.80} here and {saved.get(name)!r:.80} there"
+        for name, value in settings.items()
+        if value != saved.get(name)
+    ]:
+        raise ValueError(
+            "DataLoadingPrimer: the saved position belongs to other data or settings: "
+            f"{'; '.join(other)}."
+        )
 
 
 def find_prompt_column(columns: Sequence[str], asked: str | None) -> str:
