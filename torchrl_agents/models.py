@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -47,6 +46,7 @@ from torchrl_data.templates.template import (
     own_template,
     resolve_template,
 )
+from torchrl_envs.datasets import MODEL_FILES, check_source
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import (
     EngineFleet,
@@ -62,12 +62,14 @@ from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 from torchrl_modules.vllm.runtime import ADAPTER_RANKS
 
 from .settings.schema import (
+    SCHEDULES,
     OptimConfig,
     PolicyConfig,
     RecipeConfig,
     RolloutsConfig,
     SettingsError,
     TrainingConfig,
+    collects_on_ray,
     refusing,
 )
 
@@ -86,11 +88,6 @@ def sampling_of(cfg: PolicyConfig) -> SamplingParameters:
         min_p=cfg.min_p,
         stop=tuple(cfg.stop or ()),
     )
-
-
-def collects_on_ray(cfg: RecipeConfig) -> bool:
-    """Whether collectors on Ray have policies of their own."""
-    return isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "ray"
 
 
 def wrapper_arguments(cfg: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -220,6 +217,7 @@ def model_folder(source: str, *, who: str = "policy.model") -> str:
     """
     of_run = Path(source) / "model"
     with refusing(f"{who}={source}"):
+        check_source(source, MODEL_FILES)
         return str(of_run) if (of_run / "config.json").is_file() else local_model(source)
 
 
@@ -570,24 +568,6 @@ def set_generation(cfg: PolicyConfig, policy: TransformersWrapper) -> Transforme
 # Low-rank adapters (LoRA) on the model that is trained, by PEFT.
 
 
-def check_adapters(cfg: RecipeConfig) -> None:
-    """Refuse adapters that can't be had, or would change nothing.
-
-    Raises:
-        ValueError: names the setting.
-    """
-    policy = cfg.policy
-    if policy.lora_rank is None:
-        given = [n for n in ("lora_alpha", "lora_target_modules") if getattr(policy, n)]
-        if given:
-            raise ValueError(f"{given[0]} is for adapters: set policy.lora_rank, too.")
-        return
-    if not isinstance(cfg, TrainingConfig):
-        raise ValueError(f"lora_rank={policy.lora_rank}: nothing is trained here. Leave it out.")
-    if find_spec("peft") is None:
-        raise ValueError("lora_rank needs the package peft: pip install 'torchrl-agents[lora]'.")
-
-
 def add_adapters(
     cfg: TrainingConfig, actor: TransformersWrapper, policy: LLMWrapperBase
 ) -> tuple[TransformersWrapper, LLMWrapperBase]:
@@ -708,15 +688,6 @@ def warm_start(
 
 
 # The optimizer and its schedule, from the settings.
-
-OPTIMIZERS: Final = ("adamw", "sgd")
-SCHEDULES: Final[dict[str, Callable[[float], float]]] = {
-    "trapezoid": lambda done: min(1.0, 2 * (1 - done)),
-    "constant": lambda _: 1.0,
-    "linear": lambda done: 1 - done,
-    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
-}
-"""What the learning rate is multiplied by, from the fraction of the run that is done."""
 
 
 def build_optimizer(cfg: OptimConfig, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import compress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -426,7 +425,7 @@ def open_loggers(cfg: TrainingConfig, run: Run, recipe: str) -> Iterator[list[Lo
         loggers = []
         for name in cfg.logger.backends:
             with _told_of(name):
-                logger, end = LOGGERS[name].begin(run, project, settings)
+                logger, end = LOGGERS[name][0](run, project, settings)
             stack.push(partial(_end, end))
             loggers.append(logger)
         yield loggers
@@ -448,7 +447,7 @@ def check_loggers(cfg: TrainingConfig, recipe: str) -> None:
     """
     for name in cfg.logger.backends:
         with _told_of(name):
-            LOGGERS[name].check(cfg.logger.project or recipe)
+            LOGGERS[name][1](cfg.logger.project or recipe)
 
 
 @contextmanager
@@ -459,12 +458,6 @@ def _told_of(name: str) -> Iterator[None]:
         raise SettingsError(
             f"logger.backends: {name} can't be opened: {type(error).__name__}: {error}"
         ) from error
-
-
-def missing_package(logger: str) -> str | None:
-    """The package that a logger needs and that is not installed."""
-    package = LOGGERS[logger].package
-    return None if package is None or find_spec(package) else package
 
 
 _Opened = tuple[Logger, Callable[[bool], None]]
@@ -536,30 +529,15 @@ def _check_mlflow(project: str) -> None:
     mlflow.MlflowClient().get_experiment_by_name(project)
 
 
-class Tracker(NamedTuple):
-    """Where metrics can go."""
-
-    package: str | None
-    """What it needs beside this library."""
-    begin: Callable[[Run, str, Mapping[str, Any]], _Opened]
-    """From the run, the project and the settings."""
-    check: Callable[[str], Any]
-    """Fails where a run could not begin, told the project."""
-
-
-LOGGERS: Final = {
-    "csv": Tracker(
-        None,
-        partial(_files, "CSVLogger"),
-        lambda _: import_module("torchrl.record.loggers.csv"),
-    ),
-    "tensorboard": Tracker(
-        "tensorboard",
+LOGGERS: Final[dict[str, tuple[Callable[[Run, str, Mapping[str, Any]], _Opened], Callable]]] = {
+    "csv": (partial(_files, "CSVLogger"), lambda _: import_module("torchrl.record.loggers.csv")),
+    "tensorboard": (
         partial(_files, "TensorboardLogger"),
         lambda _: import_module("torch.utils.tensorboard"),
     ),
-    "wandb": Tracker("wandb", _wandb, _check_wandb),
-    "trackio": Tracker("trackio", _trackio, lambda _: import_module("trackio")),
-    "mlflow": Tracker("mlflow", _mlflow, _check_mlflow),
+    "wandb": (_wandb, _check_wandb),
+    "trackio": (_trackio, lambda _: import_module("trackio")),
+    "mlflow": (_mlflow, _check_mlflow),
 }
-"""All of them, by name."""
+"""By name: what opens each, from the run, the project and the settings; and what fails, told the
+project, where a run could not begin."""

@@ -40,12 +40,11 @@ from torchrl.record.loggers import Logger
 from collectors.checkpoint.store import stored
 from objectives import Ranks
 
+from .settings.command_line import AUTO, RECORD, read_record
 from .settings.schema import Recipe, SettingsError
 
 # Which run goes on, and whether its settings are those that it began with.
 
-AUTO: Final = "auto"
-RECORD: Final = "run.json"
 CHECKPOINTS: Final = "checkpoints"
 _MAY_DIFFER: Final = (
     *("checkpoint", "dry_run", "evaluate.num_shown", "hydra", "logger", "overwrite", "resume"),
@@ -53,41 +52,6 @@ _MAY_DIFFER: Final = (
 )
 """Settings that change nothing of the steps that were made."""
 FINISHED: Final = "finished"
-
-
-def with_recorded(arguments: Sequence[str]) -> list[str]:
-    """Arguments of a command line, with those of the run that it resumes before them.
-
-    Args:
-        arguments: without the program's name; ``resume=<folder>`` stands for all that the run was
-            started with.
-
-    Raises:
-        SettingsError: the folder holds no run.
-    """
-    given = _by_name(arguments)
-    folder = given.get("resume", "").partition("=")[2]
-    if folder in ("", AUTO, "null"):
-        return list(arguments)
-    recorded = _by_name(read_record(Path(folder))["command"][1:])
-    kept = [text for name, text in recorded.items() if name not in {*given, "overwrite", "resume"}]
-    return [*kept, *arguments]
-
-
-def _by_name(arguments: Sequence[str]) -> dict[str, str]:
-    return {a.partition("=")[0].lstrip("+~"): a for a in arguments}
-
-
-def read_record(folder: Path) -> dict[str, Any]:
-    """What a run wrote down of itself.
-
-    Raises:
-        SettingsError: there is none in the folder.
-    """
-    try:
-        return json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"resume={folder}: it holds no run: {error}.") from error
 
 
 def plain_settings(cfg: DictConfig) -> dict[str, Any]:

@@ -3,14 +3,12 @@
 import errno
 import json
 import logging
-import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,11 +30,7 @@ from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.transformers import TransformersEngine
 
 from .models import (
-    OPTIMIZERS,
-    SCHEDULES,
     build_sampler,
-    check_adapters,
-    collects_on_ray,
     load_model,
     load_tokenizer,
     model_source,
@@ -46,58 +40,20 @@ from .models import (
     wrapper_arguments,
 )
 from .parallel import follow, loading_device
-from .results import LOGGERS, MultirunSummary, check_loggers, finite, missing_package, open_loggers
-from .run import Run, RunLog, StopSignals, plain_settings, remove, with_recorded
-from .settings.command_line import prepare, task_settings
+from .results import MultirunSummary, check_loggers, finite, open_loggers
+from .run import Run, RunLog, StopSignals, plain_settings, remove
+from .settings.command_line import check_rules, task_settings
 from .settings.schema import (
-    CollectorConfig,
     EpisodeConfig,
     Recipe,
     RecipeConfig,
     RolloutsConfig,
     SettingsError,
     TrainingConfig,
+    collects_on_ray,
     refusing,
 )
-from .tasks import MODES, POLICIES, build_task, set_token_budget, staleness_of
-
-# Settings that can't work are refused by name, before anything is loaded.
-
-_RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
-    (
-        "at least 1",
-        lambda x: x >= 1,
-        "policy.max_model_len policy.max_new_tokens policy.lora_rank engine.num_engines "
-        "collector.num_prompts collector.group_size collector.max_turns collector.num_collectors "
-        "collector.max_episode_tokens collector.min_turn_tokens warm_start.batch_size "
-        "train.num_steps train.num_epochs train.micro_batch_tokens checkpoint.every "
-        "evaluate.num_prompts evaluate.every",
-    ),
-    (
-        "at least 0 and finite",
-        lambda x: math.isfinite(x) and x >= 0,
-        "collector.max_staleness collector.pipeline_depth optim.num_warmup_steps "
-        "optim.weight_decay warm_start.num_steps checkpoint.keep_best evaluate.num_shown",
-    ),
-    (
-        "positive and finite",
-        lambda x: math.isfinite(x) and x > 0,
-        "policy.lora_alpha optim.learning_rate optim.eps optim.max_grad_norm "
-        "warm_start.learning_rate train.timeout_s train.wait_s",
-    ),
-    ("in [0, 1)", lambda x: 0 <= x < 1, "optim.beta1 optim.beta2"),
-    ("from 0 to 2**63 - 1", lambda x: 0 <= x < 1 << 63, ".seed"),
-    ("-1 or at least 1", lambda x: x == -1 or x >= 1, "collector.max_inflight_tasks"),
-    ("at least 2: the newest may be damaged", lambda x: x >= 2, "checkpoint.keep_last"),
-)
-"""What a number must be, in words, and the settings of which that holds; ``None`` may always be."""
-STREAMING: Final = (
-    *("max_staleness", "staleness_policy", "pipeline_depth", "recompute", "max_inflight_tasks"),
-    "follow_load",
-)
-"""Settings of a collector that collects beside training."""
-Fault = tuple[Any, str]
-"""Whether something is wrong, and what to say then."""
+from .tasks import build_task, set_token_budget, staleness_of
 
 
 def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
@@ -106,62 +62,19 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
     Raises:
         SettingsError: names the setting, what it must be, and what it is.
     """
-    for words, holds, names in _RULES:
-        for key in names.split():
-            group, name = key.split(".")
-            value = getattr(getattr(cfg, group, None) if group else cfg, name, None)
-            if value is not None and not holds(value):
-                raise SettingsError(f"{key.lstrip('.')} must be {words}, got {value}.")
-    faults = [_policy_faults(recipe, cfg), _engine_faults(cfg)]
-    if isinstance(cfg, TrainingConfig):
-        faults.append(_training_faults(recipe, cfg))
-    if isinstance(cfg, RolloutsConfig):
-        faults.append(_rollout_faults(recipe, cfg))
-    # One after the other: what is looked at later may need that the rest is right.
-    for is_wrong, words in chain.from_iterable(faults):
-        if is_wrong:
-            raise SettingsError(words)
+    check_rules(recipe, cfg)
+    device = cfg.policy.device or "cpu"
+    with refusing(f"policy.device={device!r} is no device of torch"):
+        kind = torch.device(device).type
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise SettingsError(f"policy.device={device!r}, but torch finds no GPU here.")
     cfg.policy.chat_template = _read_template(cfg.policy.chat_template)
-    own = {"policy": lambda: (sampling_of(cfg.policy), check_adapters(cfg))}
+    own: dict[str, Callable[[], Any]] = {"policy": lambda: sampling_of(cfg.policy)}
+    if isinstance(cfg, RolloutsConfig):
+        own["collector"] = lambda: staleness_of(cfg.collector)
     for group, build in {**own, **recipe.parts(cfg)}.items():
         with refusing(group):
             build()
-
-
-def _policy_faults(recipe: Recipe, cfg: RecipeConfig) -> Iterator[Fault]:
-    policy = cfg.policy
-    changes = cfg.overwrite or getattr(cfg, "resume", None) is not None
-    yield (
-        cfg.dry_run and changes,
-        "dry_run=true changes no earlier run: leave overwrite= and resume= out.",
-    )
-    yield _unknown("engine.name", cfg.engine.name, recipe.engines)
-    yield _unknown("policy.dtype", policy.dtype, ("float32", "bfloat16", "float16"))
-    yield (
-        policy.add_control_tokens and (policy.model is None or cfg.engine.name != "transformers"),
-        "policy.add_control_tokens changes a policy.model as it is loaded by Transformers, so it "
-        "is for one with engine=transformers. The model of the run that trained it has them.",
-    )
-    yield (
-        policy.chat_template is not None
-        and (policy.model is None or policy.chat_template_name is not None),
-        "policy.chat_template is for a policy.model, in the place of policy.chat_template_name.",
-    )
-    yield (
-        policy.model is None and policy.model_kwargs,
-        "policy.model_kwargs are for a policy.model that is loaded.",
-    )
-    device = policy.device or "cpu"
-    with refusing(f"policy.device={device!r} is no device of torch"):
-        kind = torch.device(device).type
-    yield (
-        kind == "cuda" and not torch.cuda.is_available(),
-        f"policy.device={device!r}, but torch finds no GPU here.",
-    )
-
-
-def _unknown(key: str, value: str, known: Collection[str]) -> Fault:
-    return value not in known, f"{key} must be one of {', '.join(known)}, got {value!r}."
 
 
 def _read_template(file: str | None) -> str | None:
@@ -176,155 +89,6 @@ def _read_template(file: str | None) -> str | None:
     if "{" not in text:
         raise SettingsError(f"{where} is no Jinja template: it shows no message.")
     return text
-
-
-def num_ranks() -> int:
-    """How many ranks torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[Fault]:
-    yield _unknown("optim.name", cfg.optim.name, OPTIMIZERS)
-    yield _unknown("optim.schedule", cfg.optim.schedule, SCHEDULES)
-    yield _unknown("train.parallel", cfg.train.parallel, ("auto", "ddp", "fsdp2"))
-    yield (
-        find_spec("matplotlib") is None,
-        f"{recipe.name} draws its learning curve with matplotlib, which is not here: "
-        "pip install 'torchrl-agents[train]'.",
-    )
-    for i, backend in enumerate(cfg.logger.backends):
-        yield _unknown(f"logger.backends[{i}]", backend, LOGGERS)
-        package = missing_package(backend)
-        yield (
-            package is not None,
-            f"logger.backends: {backend} needs the package {package}: pip install {package}.",
-        )
-    yield (
-        cfg.train.stop_at is not None and cfg.evaluate.every is None,
-        f"train.stop_at={cfg.train.stop_at} is compared with tests between the steps: set "
-        "evaluate.every=.",
-    )
-    yield (
-        num_ranks() == 1 and cfg.train.parallel != "auto",
-        f"train.parallel={cfg.train.parallel} is for several ranks: "
-        "torchrun --nproc-per-node=2 ...",
-    )
-    yield (
-        num_ranks() > 1 and cfg.engine.name == "vllm" and not _has_servers(cfg),
-        "An engine of vLLM in this process does not go with several ranks: start servers, and give "
-        "engine.url=, engine.urls= or engine.devices=.",
-    )
-
-
-def _has_servers(cfg: RecipeConfig) -> bool:
-    """Whether vLLM runs in processes of its own, wherever they are started."""
-    engine = cfg.engine
-    return bool(engine.url or engine.urls or engine.starts_servers) or collects_on_ray(cfg)
-
-
-def _engine_faults(cfg: RecipeConfig) -> Iterator[Fault]:
-    engine, longest = cfg.engine, cfg.policy.max_model_len
-    is_vllm = engine.name == "vllm"
-    yield (
-        not is_vllm and (engine.urls or engine.starts_servers),
-        "engine.urls, num_engines and devices are for engine=vllm.",
-    )
-    yield (
-        bool(engine.url) + bool(engine.urls) + engine.starts_servers > 1,
-        "engine.url, engine.urls, and engine.num_engines with engine.devices for engines that are "
-        "started here: give one of them.",
-    )
-    yield (
-        len(engine.devices) % engine.num_engines,
-        f"engine.devices={engine.devices} are shared out to engine.num_engines="
-        f"{engine.num_engines}: take a multiple of them of devices.",
-    )
-    yield (
-        is_vllm and (engine.url or engine.urls) and longest,
-        f"policy.max_model_len={longest}: a server at engine.url has the length that it was "
-        "started with (--max-model-len). Leave it out.",
-    )
-    yield (
-        (engine.name == "transformers" and engine.url) or (not is_vllm and engine.engine_kwargs),
-        "engine.url and engine.engine_kwargs are for engine=vllm.",
-    )
-    own_adapters = engine.engine_kwargs.get("enable_lora")
-    yield (
-        own_adapters and cfg.policy.lora_rank is None,
-        "engine.engine_kwargs.enable_lora needs policy.lora_rank.",
-    )
-    yield (
-        own_adapters and _has_servers(cfg),
-        "engine.engine_kwargs.enable_lora is for an engine in this process; servers get merged "
-        "weights.",
-    )
-    yield (
-        engine.name == "chat" and not (engine.url and cfg.policy.model),
-        "engine=chat needs engine.url=http://.../v1 and policy.model=, its name at the server.",
-    )
-
-
-def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[Fault]:
-    collector, default = cfg.collector, CollectorConfig()
-    yield _unknown("collector.mode", collector.mode, MODES)
-    yield _unknown("collector.staleness_policy", collector.staleness_policy, POLICIES)
-    yield (
-        recipe.needs_groups and collector.group_size < 2,
-        "collector.group_size must be at least 2: a group of one never has a signal, got "
-        f"{collector.group_size}.",
-    )
-    for name in STREAMING:
-        yield (
-            collector.mode == "sync" and getattr(collector, name) != getattr(default, name),
-            f"collector.{name} is for collector=streaming.",
-        )
-    yield (
-        collector.follow_load and cfg.engine.name != "vllm",
-        "collector.follow_load needs engine=vllm: other engines don't tell how full they are.",
-    )
-    yield (
-        collector.mode != "ray" and (collector.num_collectors > 1 or collector.remote_config),
-        "collector.num_collectors and remote_config are for collector=ray.",
-    )
-    if collects_on_ray(cfg) and cfg.engine.name == "vllm":
-        yield from _ray_faults(cfg)
-    for key, bound in (
-        ("policy.max_model_len", cfg.policy.max_model_len),
-        ("collector.max_episode_tokens", collector.max_episode_tokens),
-    ):
-        smallest = collector.min_turn_tokens
-        yield (
-            bound is not None and bound < smallest,
-            f"{key}={bound} leaves no room for a turn of collector.min_turn_tokens={smallest}.",
-        )
-    yield (
-        cfg.policy.temperature <= 0,
-        f"policy.temperature must be positive, got {cfg.policy.temperature}: rollouts of one "
-        "prompt must differ.",
-    )
-    with refusing("collector"):
-        staleness_of(collector)
-
-
-def _ray_faults(cfg: RolloutsConfig) -> Iterator[Fault]:
-    """Each collector has a copy of the model, or starts servers of its own."""
-    engine, count = cfg.engine, cfg.collector.num_collectors
-    for name in ("url", "urls", "devices"):
-        yield (
-            getattr(engine, name),
-            f"engine.{name}: on Ray each collector starts servers of its own, on the GPUs that "
-            "+collector.remote_config.num_gpus= gives it. Leave it out.",
-        )
-    yield (
-        engine.num_engines % count,
-        f"engine.num_engines={engine.num_engines} are shared out to collector.num_collectors="
-        f"{count}: take a multiple of them of engines.",
-    )
-    yield (
-        "max_model_len" in engine.engine_kwargs,
-        "engine.engine_kwargs.max_model_len: the trainer, which knows no engine on Ray, bounds "
-        "episodes by policy.max_model_len. Set that instead.",
-    )
 
 
 # A model of its config, on the meta device: it has shapes and no weights.
@@ -465,7 +229,7 @@ Train = Callable[[Any, Any, Run], dict[str, Any]]
 
 
 def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
-    """Do what the command line says: help, a check, or a run, with short errors for settings.
+    """Do what the command line says: a check or a run, with short errors for settings.
 
     Args:
         recipe: its settings.
@@ -488,23 +252,6 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
             words = f"a file can't be written ({error}). What is whole so far is in {folder}."
             raise SystemExit(f"{recipe.name}.py: {words}") from error
 
-    # The user's modules are found here, in this process and in workers, after all installed ones.
-    here = str(Path.cwd())
-    sys.path.append(here)
-    paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), here]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    try:
-        arguments = with_recorded(sys.argv[1:])
-        names = {argument.partition("=")[0].lstrip("+") for argument in arguments}
-        if names & {"task.factory", "task.tools", "task.rewards"} and "task" not in names:
-            arguments = ["task=environment", *arguments]
-        sys.argv[1:] = arguments
-        text = prepare(recipe, arguments)
-    except SettingsError as error:
-        raise SystemExit(f"{recipe.name}.py: {error}") from error
-    if text is not None:
-        print(text)
-        return
     decorate = hydra.main(
         version_base="1.3", config_path=str(recipe.config_dir), config_name=recipe.name
     )

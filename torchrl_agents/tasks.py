@@ -37,9 +37,7 @@ from .settings import schema
 # How rollouts are collected: in batches between the steps, or beside training.
 
 _LOG = logging.getLogger("torchrl_agents")
-MODES = ("sync", "streaming", "ray")
 AnyCollector = LLMCollector | StreamingCollector | RayLLMCollector
-POLICIES = ("wait", "drop")
 
 
 def staleness_of(cfg: schema.CollectorConfig) -> StalenessPolicy:

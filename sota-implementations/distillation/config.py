@@ -1,11 +1,23 @@
 """Settings of distillation, typed, with what they mean; ``distillation.py --help`` shows all."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
-from teachers import TeacherConfig
+from torchrl_agents.settings.schema import CollectorConfig, Recipe, RolloutsConfig, TrainConfig
 
-from torchrl_agents.settings.schema import CollectorConfig, RolloutsConfig, TrainConfig
+
+@dataclass
+class TeacherConfig:
+    """Who scores what the student sampled."""
+
+    model: str | None = None
+    """Hub id, local path or folder of a run; with url, its name at the server."""
+    url: str | None = None
+    """Of a vLLM server, http://host:port/v1 or unix:///path/of/the/socket; none loads the model in
+    this process. TORCHRL_VLLM_TOKEN or OPENAI_API_KEY is sent where it is set."""
+    timeout_s: float = 600.0
+    """Deadline of the server's answer for one sequence."""
 
 
 @dataclass
@@ -34,3 +46,13 @@ class DistillationConfig(RolloutsConfig):
     task=multi_env."""
     collector: CollectorConfig = field(default_factory=lambda: CollectorConfig(group_size=4))
     train: DistillationTrainConfig = field(default_factory=DistillationTrainConfig)
+
+
+SETTINGS: Final = Recipe(
+    name="distillation",
+    summary="On-policy distillation: a teacher judges each token that the student samples.",
+    example="teacher.model=outputs/sft/gcd/seed0",
+    config_dir=Path(__file__).with_name("config"),
+    config=DistillationConfig,
+    needs_groups=False,
+)

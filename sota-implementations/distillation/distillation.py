@@ -7,13 +7,16 @@ torchrl-agents distillation 'teachers={a: {model: A}, b: {model: B}}' teacher_co
 torchrl-agents distillation experiment=control teacher.model=...       # a control
 """
 
-import torchrl_agents  # noqa: F401 (before torch)
+from config import SETTINGS, DistillationConfig
 
-# isort: split
-from pathlib import Path
+from torchrl_agents.settings.command_line import read_command_line
+
+if __name__ == "__main__":
+    read_command_line(SETTINGS)  # what is wrong is said before torch is imported
+
+from dataclasses import replace
 
 import torch
-from config import DistillationConfig
 from teachers import TEACHER, Panel
 from tensordict import TensorDictBase, lazy_stack
 
@@ -48,14 +51,9 @@ def build(recipe: Recipe, cfg: DistillationConfig, settings: dict) -> Setup:
     return setup
 
 
-RECIPE = Recipe(
-    name="distillation",
-    summary="On-policy distillation: a teacher judges each token that the student samples.",
-    example="teacher.model=outputs/sft/gcd/seed0",
-    script=Path(__file__),
-    config=DistillationConfig,
+RECIPE = replace(
+    SETTINGS,
     loss=loss_of,
-    needs_groups=False,
     parts=lambda cfg: {"teacher": lambda: build_panel(cfg).check(cfg.policy)},
     rehearse=lambda cfg, _, policy: build_panel(cfg).rehearse(policy, cfg.policy),
 )

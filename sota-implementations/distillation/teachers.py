@@ -4,13 +4,14 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import httpcore2
 import torch
+from config import TeacherConfig
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -32,19 +33,6 @@ from torchrl_modules.policies.transformers_wrapper import load_causal_lm
 
 NUM_CONNECTIONS: Final = 32
 """Sequences that a server scores at the same time."""
-
-
-@dataclass
-class TeacherConfig:
-    """Who scores what the student sampled."""
-
-    model: str | None = None
-    """Hub id, local path or folder of a run; with url, its name at the server."""
-    url: str | None = None
-    """Of a vLLM server, http://host:port/v1 or unix:///path/of/the/socket; none loads the model in
-    this process. TORCHRL_VLLM_TOKEN or OPENAI_API_KEY is sent where it is set."""
-    timeout_s: float = 600.0
-    """Deadline of the server's answer for one sequence."""
 
 
 def check_teacher(cfg: TeacherConfig, policy: PolicyConfig) -> None:

@@ -1,9 +1,12 @@
 """Settings of an evaluation, typed, with what they mean; ``evaluate.py --help`` shows all."""
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
-from torchrl_agents.settings.schema import EngineConfig, EpisodeConfig, RecipeConfig
+from torchrl_agents.settings.schema import EngineConfig, EpisodeConfig, Recipe, RecipeConfig
+
+ENGINES: Final = ("transformers", "vllm", "chat")
 
 
 @dataclass
@@ -33,11 +36,13 @@ class EvaluationConfig(RecipeConfig):
     evaluate: SamplesConfig = field(default_factory=SamplesConfig)
 
 
-GROUPS: Final[dict[str, dict[str, Any]]] = {
-    "engine": {
-        "transformers": EngineConfig(),
-        "vllm": EngineConfig(name="vllm"),
-        "chat": EngineConfig(name="chat"),
-    }
-}
-"""The choices of each group that differs."""
+SETTINGS: Final = Recipe(
+    name="evaluate",
+    summary="Evaluation: a model, a run's folder or a server on any task.",
+    example="task=gsm8k task.dataset=test.jsonl policy.model=outputs/grpo/gsm8k/seed0",
+    config_dir=Path(__file__).with_name("config"),
+    config=EvaluationConfig,
+    groups={"engine": {name: EngineConfig(name=name) for name in ENGINES}},
+    engines=ENGINES,
+    pretrained={"policy.gradient_checkpointing": False},
+)

@@ -10,16 +10,18 @@ A table in the terminal; ``evaluation.json`` and ``rollouts/``, which ``torchrl-
 a batch as a step, in the run's folder.
 """
 
-import torchrl_agents  # noqa: F401 (before torch)
+from config import SETTINGS, EvaluationConfig
 
-# isort: split
+from torchrl_agents.settings.command_line import read_command_line
+
+if __name__ == "__main__":
+    read_command_line(SETTINGS)  # what is wrong is said before torch is imported
+
 import json
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from config import GROUPS, EvaluationConfig
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDictBase, lazy_stack
@@ -36,16 +38,7 @@ from torchrl_data import read_conversations
 from torchrl_data.keys import FULL
 from torchrl_envs.graders.answers import final_text
 
-RECIPE = Recipe(
-    name="evaluate",
-    summary="Evaluation: a model, a run's folder or a server on any task.",
-    example="task=gsm8k task.dataset=test.jsonl policy.model=outputs/grpo/gsm8k/seed0",
-    script=Path(__file__),
-    config=EvaluationConfig,
-    groups=GROUPS,
-    engines=("transformers", "vllm", "chat"),
-    pretrained={"policy.gradient_checkpointing": False},
-)
+RECIPE = SETTINGS
 
 
 def build(recipe: Recipe, cfg: EvaluationConfig, settings: dict[str, Any]) -> Test:

@@ -1,8 +1,10 @@
 """Settings of expert iteration, typed, with what they mean; ``--help`` shows all."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
-from torchrl_agents.settings.schema import RolloutsConfig, TrainConfig
+from torchrl_agents.settings.schema import Recipe, RolloutsConfig, TrainConfig
 
 
 @dataclass
@@ -26,3 +28,13 @@ class ExpertConfig(RolloutsConfig):
     """Settings of ``expert_iteration.py``."""
 
     train: ExpertTrainConfig = field(default_factory=ExpertTrainConfig)
+
+
+SETTINGS: Final = Recipe(
+    name="expert_iteration",
+    summary="Expert iteration: sample, keep the best of each group, fine-tune on them, and again.",
+    example="task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
+    config_dir=Path(__file__).with_name("config"),
+    config=ExpertConfig,
+    embedded={"optim.learning_rate": 2e-3},
+)

@@ -5,17 +5,18 @@ torchrl-agents expert-iteration task=gsm8k task.dataset=rows.jsonl policy.model=
 torchrl-agents expert-iteration experiment=control    # a control: shuffled rewards
 """
 
-import torchrl_agents  # noqa: F401 (before torch)
+from config import SETTINGS, ExpertConfig
 
-# isort: split
-from pathlib import Path
+from torchrl_agents.settings.command_line import read_command_line
 
-from config import ExpertConfig
+if __name__ == "__main__":
+    read_command_line(SETTINGS)  # what is wrong is said before torch is imported
+
+from dataclasses import replace
 
 from objectives import SFTLoss, TopKRewardSelector
 from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
-from torchrl_agents.settings.schema import Recipe
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, before_buffer, build_collector, load_models, warm_up
 from torchrl_agents.training import Rollouts, Step, Trainer, learn
@@ -28,16 +29,7 @@ def loss_of(cfg: ExpertConfig, actor: TransformersWrapper) -> SFTLoss:
     return SFTLoss(actor, temperature=cfg.policy.temperature)
 
 
-RECIPE = Recipe(
-    name="expert_iteration",
-    summary="Expert iteration: sample, keep the best of each group, fine-tune on them, and again.",
-    example="task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
-    script=Path(__file__),
-    config=ExpertConfig,
-    loss=loss_of,
-    embedded={"optim.learning_rate": 2e-3},
-    parts=lambda cfg: {"train": lambda: build_selector(cfg)},
-)
+RECIPE = replace(SETTINGS, loss=loss_of, parts=lambda cfg: {"train": lambda: build_selector(cfg)})
 
 
 def build_selector(cfg: ExpertConfig) -> TopKRewardSelector:

@@ -3,45 +3,24 @@
 Loss, advantages, and what is done to rollouts.
 """
 
+from __future__ import annotations  # and what they name is imported when it is used
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from tensordict import TensorDictBase
+import objectives
+import torchrl_envs
+from torchrl_agents.settings.schema import Recipe, RolloutsConfig, TrainConfig
 
-from collectors.llm_collector import PostProcessing
-from objectives import (
-    BNPO,
-    CISPO,
-    DAPO,
-    DPPO,
-    GMPO,
-    GRPO,
-    GSPO,
-    IPO,
-    LUSPO,
-    SAPO,
-    VESPO,
-    DivergenceSurrogate,
-    DrGRPO,
-    GRPOLoss,
-    GRPOLossOutput,
-    KPop,
-    LengthPenalty,
-    MCAdvantage,
-    MixedLoss,
-    Ranks,
-    SamplerCorrection,
-    SFTLoss,
-    write_streams,
-)
-from objectives.losses.options import SURROGATES, TokenFilters
-from torchrl_agents.settings.schema import RolloutsConfig, TrainConfig
-from torchrl_agents.tasks import before_buffer
-from torchrl_data.checks import TokenScorer, TokenScores
-from torchrl_envs import DataLoadingPrimer, DifficultyPools, EpisodeEnv
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+    from collectors.llm_collector import PostProcessing
+    from torchrl_data.checks import TokenScorer
 
 # Settings of GRPO alone, typed, with what they mean; ``grpo.py --help`` shows all.
 
@@ -122,35 +101,41 @@ ALGORITHMS: Final = (
     *("bnpo", "cispo", "dapo", "dppo", "gmpo", "grpo", "gspo", "ipo", "kpop", "luspo", "sapo"),
     "vespo",
 )
-GROUPS: Final[dict[str, dict[str, Any]]] = {
-    "loss": {
-        "dr_grpo": LossConfig(name="dr_grpo", advantage_scale="none"),
-        "dppo_kl": LossConfig(name="dppo", divergence="kl"),
-        "echo": LossConfig(name="dapo", observation_coeff=0.05),
-        "maxrl": LossConfig(name="grpo", advantage="maxrl"),
-        **{name: LossConfig(name=name) for name in ALGORITHMS},
-    },
+PRESETS: Final = {
+    **{name: name.upper() for name in ALGORITHMS},
+    **{"dr_grpo": "DrGRPO", "kpop": "KPop"},
 }
-"""The choices of each group of GRPO alone, by name."""
+"""Losses of the library by ``loss.name``."""
+SETTINGS: Final = Recipe(
+    name="grpo",
+    summary="GRPO: a language model learns a task in an environment that scores it.",
+    example="task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
+    config_dir=Path(__file__).with_name("config"),
+    config=GRPOConfig,
+    groups={
+        "loss": {
+            "dr_grpo": LossConfig(name="dr_grpo", advantage_scale="none"),
+            "dppo_kl": LossConfig(name="dppo", divergence="kl"),
+            "echo": LossConfig(name="dapo", observation_coeff=0.05),
+            "maxrl": LossConfig(name="grpo", advantage="maxrl"),
+            **{name: LossConfig(name=name) for name in ALGORITHMS},
+        },
+    },
+    choices={"loss.name": PRESETS},
+    embedded={"loss.entropy_coeff": 0.01},
+    pretrained={"loss.entropy_coeff": 0.0},
+    parts=lambda cfg: {
+        "loss": lambda: build_loss(
+            cfg.loss, NoActor(), temperature=cfg.policy.temperature, max_tokens=1
+        ),
+        "loss.advantage": lambda: build_advantage(cfg.loss, cfg.collector.group_size),
+        "loss.sampler_correction": lambda: check_correction(cfg),
+        "train.drop_solved_at": lambda: build_pools(cfg),
+    },
+)
 
 
 # What trains, from the settings: loss, advantages, and what happens to rollouts before them.
-
-PRESETS: Final = {
-    "bnpo": BNPO,
-    "cispo": CISPO,
-    "dapo": DAPO,
-    "dppo": DPPO,
-    "dr_grpo": DrGRPO,
-    "gmpo": GMPO,
-    "grpo": GRPO,
-    "gspo": GSPO,
-    "ipo": IPO,
-    "kpop": KPop,
-    "luspo": LUSPO,
-    "sapo": SAPO,
-    "vespo": VESPO,
-}
 
 
 class NoActor:
@@ -158,14 +143,14 @@ class NoActor:
 
     temperature = 1.0
 
-    def score_packed(self, *args: Any, **options: Any) -> TokenScores:
+    def score_packed(self, *args: Any, **options: Any) -> Any:
         """Is never called."""
         raise NotImplementedError
 
 
 def build_loss(
     cfg: LossConfig, actor: Any, *, temperature: float, max_tokens: int
-) -> GRPOLoss | MixedLoss:
+) -> objectives.GRPOLoss | objectives.MixedLoss:
     """The loss; with what the environment answers as a stream of its own where that is trained.
 
     Args:
@@ -177,9 +162,7 @@ def build_loss(
     Raises:
         ValueError: an option is unknown, out of range, or cannot take effect with the others.
     """
-    if cfg.name not in PRESETS:
-        raise ValueError(f"loss.name must be one of {', '.join(PRESETS)}, got {cfg.name!r}.")
-    kind = PRESETS[cfg.name]
+    kind = getattr(objectives, PRESETS[cfg.name])
     options = {
         "surrogate": _surrogate(cfg, kind.preset),
         "ratio_level": cfg.ratio_level,
@@ -198,7 +181,7 @@ def build_loss(
     if cfg.entropy_coeff:
         options |= {"entropy_bonus": True, "entropy_coeff": cfg.entropy_coeff}
     if cfg.sampler_correction is not None:
-        correction = SamplerCorrection(
+        correction = objectives.SamplerCorrection(
             level=cfg.sampler_correction,  # type: ignore[arg-type]
             max_k3=cfg.max_k3,
             normalize=cfg.normalize_correction,
@@ -210,18 +193,22 @@ def build_loss(
         actor,
         temperature=temperature,
         kl_bias_correction=cfg.kl_bias_correction,
-        filters=TokenFilters(drop_truncated=cfg.drop_truncated),
+        filters=objectives.TokenFilters(drop_truncated=cfg.drop_truncated),
         **options,
     )
     if not cfg.observation_coeff:
         return loss
-    return MixedLoss({"rl": loss, "ce": SFTLoss(actor, temperature=temperature)})
+    return objectives.MixedLoss(
+        {"rl": loss, "ce": objectives.SFTLoss(actor, temperature=temperature)}
+    )
 
 
-def policy_output(outputs: Sequence[Any], *, ranks: Ranks | None = None) -> GRPOLossOutput:
+def policy_output(
+    outputs: Sequence[Any], *, ranks: objectives.Ranks | None = None
+) -> objectives.GRPOLossOutput:
     """The output of the policy term of a whole window, from those of its micro-batches."""
     combined = type(outputs[0]).combine(outputs, ranks=ranks)
-    return combined if isinstance(combined, GRPOLossOutput) else combined.streams["rl"]
+    return combined if isinstance(combined, objectives.GRPOLossOutput) else combined.streams["rl"]
 
 
 def check_correction(cfg: GRPOConfig) -> None:
@@ -244,8 +231,8 @@ def _surrogate(cfg: LossConfig, preset: Any) -> Any:
     if not changed:
         return cfg.surrogate
     if surrogate == "divergence":
-        return DivergenceSurrogate(**changed)
-    if not isinstance(surrogate, DivergenceSurrogate):
+        return objectives.DivergenceSurrogate(**changed)
+    if not isinstance(surrogate, objectives.DivergenceSurrogate):
         raise ValueError(
             f"{', '.join(changed)}: for dppo, ipo, kpop and surrogate=divergence, not {cfg.name}."
         )
@@ -256,6 +243,8 @@ def _clip_epsilon(cfg: LossConfig, preset: Any) -> tuple[float, float] | None:
     """Both bounds, where one is given: the other is the preset's, or the surrogate's own."""
     if cfg.clip_low is None and cfg.clip_high is None:
         return None
+    from objectives.losses.options import SURROGATES
+
     surrogate = cfg.surrogate or preset.get("surrogate", "clipped")
     # Where a surrogate has no such bounds, the loss refuses them.
     function = SURROGATES[surrogate].function if surrogate in SURROGATES else None
@@ -268,25 +257,27 @@ def _clip_epsilon(cfg: LossConfig, preset: Any) -> tuple[float, float] | None:
     )
 
 
-def build_advantage(cfg: LossConfig, group_size: int) -> MCAdvantage:
+def build_advantage(cfg: LossConfig, group_size: int) -> objectives.MCAdvantage:
     """Advantages within groups; groups without a signal are dropped.
 
     Raises:
         ValueError: an option is unknown, or a group is too small to have a signal.
     """
-    advantages = MCAdvantage(
+    advantages = objectives.MCAdvantage(
         group_size,
         estimator=cfg.advantage,
         scale=cfg.advantage_scale or "group",
         zero_variance="drop",
     )
     if cfg.length_penalty:
-        priced = LengthPenalty(coeff=cfg.length_penalty, estimator=advantages.estimator)
-        return MCAdvantage(group_size, estimator=priced, zero_variance="drop")
+        priced = objectives.LengthPenalty(coeff=cfg.length_penalty, estimator=advantages.estimator)
+        return objectives.MCAdvantage(group_size, estimator=priced, zero_variance="drop")
     return advantages
 
 
-def build_pools(cfg: GRPOConfig, env: EpisodeEnv | None = None) -> DifficultyPools | None:
+def build_pools(
+    cfg: GRPOConfig, env: torchrl_envs.EpisodeEnv | None = None
+) -> torchrl_envs.DifficultyPools | None:
     """What decides which prompts are drawn again, if anything does.
 
     Args:
@@ -298,8 +289,8 @@ def build_pools(cfg: GRPOConfig, env: EpisodeEnv | None = None) -> DifficultyPoo
     """
     if cfg.train.drop_solved_at is None:
         return None
-    pools = DifficultyPools(easy_at=cfg.train.drop_solved_at, admit_easy=0.0)
-    for primer in () if env is None else env.transforms_of(DataLoadingPrimer):
+    pools = torchrl_envs.DifficultyPools(easy_at=cfg.train.drop_solved_at, admit_easy=0.0)
+    for primer in () if env is None else env.transforms_of(torchrl_envs.DataLoadingPrimer):
         primer.admit_by(pools)
     return pools
 
@@ -307,7 +298,7 @@ def build_pools(cfg: GRPOConfig, env: EpisodeEnv | None = None) -> DifficultyPoo
 def build_postproc(
     cfg: GRPOConfig,
     reference: TokenScorer | None,
-    pools: DifficultyPools | None = None,
+    pools: torchrl_envs.DifficultyPools | None = None,
 ) -> PostProcessing | None:
     """What happens to collected rollouts before they go into the buffer, if anything does.
 
@@ -316,6 +307,8 @@ def build_postproc(
         reference: the model that a KL term compares with, if there is one.
         pools: are told of the rollouts; by the collector itself, where it collects beside training.
     """
+    from torchrl_agents.tasks import before_buffer
+
     first: list[PostProcessing] = []
     if pools is not None and cfg.collector.mode == "sync":
         first.append(pools)
@@ -326,5 +319,5 @@ def build_postproc(
 
 def _write_observations(trajectories: TensorDictBase, coeff: float) -> TensorDictBase:
     """Say which tokens the policy term trains, and which the cross-entropy."""
-    write_streams(trajectories, rl="assistant", ce=("observation", coeff))
+    objectives.write_streams(trajectories, rl="assistant", ce=("observation", coeff))
     return trajectories

@@ -12,28 +12,27 @@ all rollouts, checkpoints and the trained model are in a new folder
 that was stopped goes on, as if it had not been, with ``resume=auto`` or ``resume=<folder>``.
 """
 
-import torchrl_agents  # noqa: F401 (before torch)
-
-# isort: split
-from pathlib import Path
-from typing import Any
-
 from build import (
-    GROUPS,
+    SETTINGS,
     GRPOConfig,
-    NoActor,
     build_advantage,
     build_loss,
     build_pools,
     build_postproc,
-    check_correction,
     policy_output,
 )
+
+from torchrl_agents.settings.command_line import read_command_line
+
+if __name__ == "__main__":
+    read_command_line(SETTINGS)  # what is wrong is said before torch is imported
+
+from dataclasses import replace
+from typing import Any
 
 from objectives import GRPOLoss, MixedLoss, NonFiniteGate, StepOutcome
 from torchrl_agents.parallel import MicroBatches, freeze_reference, share_model
 from torchrl_agents.run import Run
-from torchrl_agents.settings.schema import Recipe
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, build_collector, load_models, warm_up
 from torchrl_agents.training import Rollouts, Trainer, training
@@ -58,26 +57,7 @@ def one_pass(loss: Any, gate: NonFiniteGate, batch: MicroBatches) -> tuple[Any, 
     return policy_output(outputs, ranks=batch.ranks), gate.step()
 
 
-RECIPE = Recipe(
-    name="grpo",
-    summary="GRPO: a language model learns a task in an environment that scores it.",
-    example="task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
-    script=Path(__file__),
-    config=GRPOConfig,
-    groups=GROUPS,
-    embedded={"loss.entropy_coeff": 0.01},
-    pretrained={"loss.entropy_coeff": 0.0},
-    loss=loss_of,
-    one_pass=one_pass,
-    parts=lambda cfg: {
-        "loss": lambda: build_loss(
-            cfg.loss, NoActor(), temperature=cfg.policy.temperature, max_tokens=1
-        ),
-        "loss.advantage": lambda: build_advantage(cfg.loss, cfg.collector.group_size),
-        "loss.sampler_correction": lambda: check_correction(cfg),
-        "train.drop_solved_at": lambda: build_pools(cfg),
-    },
-)
+RECIPE = replace(SETTINGS, loss=loss_of, one_pass=one_pass)
 
 
 def main(cfg: GRPOConfig, setup: Setup, run: Run) -> dict:

@@ -1,10 +1,23 @@
 """Settings of self-play, typed, with what they mean; ``--help`` shows all."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
-from games import OpponentsConfig
+from torchrl_agents.settings.schema import CollectorConfig, Recipe, RolloutsConfig, TrainConfig
 
-from torchrl_agents.settings.schema import CollectorConfig, RolloutsConfig, TrainConfig
+
+@dataclass
+class OpponentsConfig:
+    """Past versions of the policy that it plays against, beside itself."""
+
+    every: int | None = None
+    """A version is taken before the first step and after every so many; none: it only plays
+    itself."""
+    max_size: int = 4
+    """Versions that are kept; the oldest goes first."""
+    share: float = 0.5
+    """Of the games of a step, those against a version; one version plays all games of a step."""
 
 
 @dataclass
@@ -31,3 +44,19 @@ class SelfPlayConfig(RolloutsConfig):
     )
     train: SelfPlayTrainConfig = field(default_factory=SelfPlayTrainConfig)
     opponents: OpponentsConfig = field(default_factory=OpponentsConfig)
+
+
+SETTINGS: Final = Recipe(
+    name="self_play",
+    summary="Self-play: one policy in both seats of a game learns from playing against itself.",
+    example="task=nim task.largest=20",
+    config_dir=Path(__file__).with_name("config"),
+    config=SelfPlayConfig,
+    embedded={
+        "warm_start.num_steps": 300,
+        "optim.learning_rate": 3e-3,
+        "train.kl_to_ref_coeff": 0.02,
+    },
+    pretrained={"train.kl_to_ref_coeff": 0.0},
+    needs_groups=False,
+)

@@ -3,19 +3,19 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
+from config import OpponentsConfig
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from collectors import LLMCollector
 from collectors.llm_collector import trajectory_rows
 from torchrl_agents.models import transformers_policy
+from torchrl_agents.settings.command_line import num_ranks
 from torchrl_agents.settings.schema import RecipeConfig
-from torchrl_agents.start import num_ranks
 from torchrl_agents.training import Step
 from torchrl_data.batch_io import write_conversations
 from torchrl_data.conversation import Conversations
@@ -31,19 +31,6 @@ from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
 # Past versions of the policy, against which it also plays.
-
-
-@dataclass
-class OpponentsConfig:
-    """Past versions of the policy that it plays against, beside itself."""
-
-    every: int | None = None
-    """A version is taken before the first step and after every so many; none: it only plays
-    itself."""
-    max_size: int = 4
-    """Versions that are kept; the oldest goes first."""
-    share: float = 0.5
-    """Of the games of a step, those against a version; one version plays all games of a step."""
 
 
 def check_opponents(cfg: OpponentsConfig, *, engine: str) -> None:

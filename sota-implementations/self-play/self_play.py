@@ -5,12 +5,15 @@ torchrl-agents self-play policy.model=Qwen/Qwen3-0.6B engine=vllm profile=gpu
 torchrl-agents self-play experiment=control           # a control: shuffled rewards
 """
 
-import torchrl_agents  # noqa: F401 (before torch)
+from config import SETTINGS, SelfPlayConfig
 
-# isort: split
-from pathlib import Path
+from torchrl_agents.settings.command_line import read_command_line
 
-from config import SelfPlayConfig
+if __name__ == "__main__":
+    read_command_line(SETTINGS)  # what is wrong is said before torch is imported
+
+from dataclasses import replace
+
 from games import AGENT, PAST, SEATS, GameCollector, OpponentPool, check_opponents
 
 from objectives import GRPOLoss, MCAdvantage, RoleBaseline
@@ -57,20 +60,9 @@ def build(recipe: Recipe, cfg: SelfPlayConfig, settings: dict) -> Setup:
     return setup
 
 
-RECIPE = Recipe(
-    name="self_play",
-    summary="Self-play: one policy in both seats of a game learns from playing against itself.",
-    example="task=nim task.largest=20",
-    script=Path(__file__),
-    config=SelfPlayConfig,
-    embedded={
-        "warm_start.num_steps": 300,
-        "optim.learning_rate": 3e-3,
-        "train.kl_to_ref_coeff": 0.02,
-    },
-    pretrained={"train.kl_to_ref_coeff": 0.0},
+RECIPE = replace(
+    SETTINGS,
     loss=loss_of,
-    needs_groups=False,
     parts=lambda cfg: {
         "train.baseline_decay": lambda: build_baseline(cfg),
         "opponents": lambda: check_opponents(cfg.opponents, engine=cfg.engine.name),

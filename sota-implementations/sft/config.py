@@ -1,9 +1,16 @@
 """Settings of fine-tuning, typed, with what they mean; ``sft.py --help`` shows all."""
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
-from torchrl_agents.settings.schema import EngineConfig, EpisodeConfig, TrainConfig, TrainingConfig
+from torchrl_agents.settings.schema import (
+    EngineConfig,
+    EpisodeConfig,
+    Recipe,
+    TrainConfig,
+    TrainingConfig,
+)
 
 
 @dataclass
@@ -40,5 +47,15 @@ class SFTConfig(TrainingConfig):
     train: SFTTrainConfig = field(default_factory=SFTTrainConfig)
 
 
-GROUPS: Final[dict[str, dict[str, Any]]] = {"engine": {"transformers": EngineConfig()}}
-"""The choices of each group that differs."""
+SETTINGS: Final = Recipe(
+    name="sft",
+    summary="Supervised fine-tuning: a model learns what the assistant says in conversations.",
+    example="data.dataset=chats.jsonl task=gsm8k policy.model=Qwen/Qwen3-0.6B profile=gpu",
+    config_dir=Path(__file__).with_name("config"),
+    config=SFTConfig,
+    groups={"engine": {"transformers": EngineConfig()}},
+    engines=("transformers",),
+    needs_groups=False,
+    embedded={"optim.learning_rate": 1e-2, "optim.max_grad_norm": 1.0},
+    pretrained={"optim.learning_rate": 1e-5},
+)

@@ -5,18 +5,20 @@ torchrl-agents sft data.dataset=chats.jsonl policy.model=Qwen/Qwen3-0.6B task=gs
 torchrl-agents sft experiment=control                       # the answers of other questions
 """
 
-import torchrl_agents  # noqa: F401 (before torch)
+from config import SETTINGS, SFTConfig
 
-# isort: split
+from torchrl_agents.settings.command_line import read_command_line
+
+if __name__ == "__main__":
+    read_command_line(SETTINGS)  # what is wrong is said before torch is imported
+
 import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from config import GROUPS, SFTConfig
 from tensordict import TensorDictBase, lazy_stack
 
 from collectors import LLMCollector, StepMetrics
@@ -40,19 +42,8 @@ def loss_of(cfg: SFTConfig, actor: TransformersWrapper) -> SFTLoss:
     return SFTLoss(actor)
 
 
-RECIPE = Recipe(
-    name="sft",
-    summary="Supervised fine-tuning: a model learns what the assistant says in conversations.",
-    example="data.dataset=chats.jsonl task=gsm8k policy.model=Qwen/Qwen3-0.6B profile=gpu",
-    script=Path(__file__),
-    config=SFTConfig,
-    groups=GROUPS,
-    loss=loss_of,
-    rehearse=lambda cfg, test, policy: encode(cfg, test, policy),
-    engines=("transformers",),
-    needs_groups=False,
-    embedded={"optim.learning_rate": 1e-2, "optim.max_grad_norm": 1.0},
-    pretrained={"optim.learning_rate": 1e-5},
+RECIPE = replace(
+    SETTINGS, loss=loss_of, rehearse=lambda cfg, test, policy: encode(cfg, test, policy)
 )
 
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "sota-implementations/sft"))
 import sft
 
 from torchrl_agents.parallel import Updates
+from torchrl_agents.settings.command_line import read_command_line
 from torchrl_agents.start import run_recipe
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
@@ -41,6 +42,7 @@ def program(*arguments, dies=None):
         if dies is not None and rank == dies[0]:
             die_at(dies[1])
         sys.argv = ["sft.py", *ARGUMENTS, *arguments]
+        read_command_line(sft.RECIPE)
         run_recipe(sft.RECIPE, sft.main, build=sft.build)
 
     return run

@@ -34,12 +34,14 @@ def script(monkeypatch):
 @pytest.fixture
 def run_recipe(script, monkeypatch, capsys):
     """Runs a recipe as its command line does; gives the result."""
+    from torchrl_agents.settings.command_line import read_command_line
     from torchrl_agents.start import run_recipe
 
     def run(name, *arguments):
         module = script(name)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
         build = {"build": module.build} if hasattr(module, "build") else {}
+        read_command_line(module.RECIPE)
         run_recipe(module.RECIPE, getattr(module, "main", None) or module.evaluate, **build)
         return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from torchrl_agents.models import WithoutAdapters, check_adapters, frozen_weights
-from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingConfig
+from torchrl_agents.models import WithoutAdapters, frozen_weights
+from torchrl_agents.settings.command_line import prepare
+from torchrl_agents.settings.schema import SettingsError
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
@@ -125,20 +126,16 @@ def test_the_reference_is_the_model_with_its_adapters_off():
 
 
 @pytest.mark.parametrize(
-    ("settings", "hint"),
+    ("recipe", "setting", "hint"),
     [
-        ({"lora_alpha": 8.0}, r"lora_alpha is for adapters: set policy.lora_rank"),
-        ({"lora_target_modules": ["q_proj"]}, r"lora_target_modules is for adapters"),
+        ("grpo", "policy.lora_alpha=8.0", "lora_alpha is for adapters: set policy.lora_rank"),
+        ("sft", "policy.lora_target_modules=[q_proj]", "lora_target_modules is for adapters"),
+        ("evaluate", "policy.lora_rank=4", "lora_rank=4: nothing is trained here"),
     ],
 )
-def test_settings_without_adapters_are_refused(settings, hint):
-    with pytest.raises(ValueError, match=hint):
-        check_adapters(TrainingConfig(task=None, policy=PolicyConfig(**settings)))
-
-
-def test_adapters_where_nothing_is_trained_are_refused():
-    with pytest.raises(ValueError, match="nothing is trained here"):
-        check_adapters(RecipeConfig(task=None, policy=PolicyConfig(lora_rank=4)))
+def test_settings_without_adapters_are_refused(script, recipe, setting, hint):
+    with pytest.raises(SettingsError, match=hint):
+        prepare(script(recipe).RECIPE, [setting])
 
 
 def test_modules_that_are_not_there_are_named(run):

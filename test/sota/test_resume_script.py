@@ -16,9 +16,8 @@ from torchrl_agents.run import (
     check_same_settings,
     find_run,
     plain_settings,
-    read_record,
-    with_recorded,
 )
+from torchrl_agents.settings.command_line import read_record, with_recorded
 from torchrl_agents.settings.schema import SettingsError
 
 ROOT = Path(__file__).parents[2]

@@ -2,24 +2,45 @@
 
 import ast
 import inspect
+import json
+import math
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field, is_dataclass, make_dataclass
 from difflib import get_close_matches
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final, get_type_hints
+from typing import Any, Final, cast
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from torchrl_envs.tasks.reasoning_gym import generator_settings
-from torchrl_envs.tasks.registry import TASKS, task_factory
+from torchrl_envs.datasets import DATA_FILES, MODEL_FILES, check_source
+from torchrl_envs.tasks import TASKS, find_task, generator_settings, settings_of_task
 
-from .schema import EMBEDDED, PRETRAINED, Recipe, SettingsError
+from .schema import (
+    BACKENDS,
+    EMBEDDED,
+    OPTIMIZERS,
+    PRETRAINED,
+    SCHEDULES,
+    CollectorConfig,
+    Recipe,
+    RecipeConfig,
+    RolloutsConfig,
+    SettingsError,
+    TrainingConfig,
+    collects_on_ray,
+    refusing,
+)
 
 # The help of a recipe: every choice and every setting, with its value and what it means.
 
@@ -53,10 +74,9 @@ def help_text(recipe: Recipe, cfg: DictConfig, groups: Mapping[str, Sequence[str
             _setting(recipe, cfg, f"{name}.{key}", of_group.get(str(key), "")) for key in cfg[name]
         ]
     lines += ["", f"task: {cfg.task.id}"]
-    factory = task_factory(cfg.task.id)
-    said = _arguments(inspect.getdoc(getattr(factory, "func", factory)) or "")
+    said = settings_of_task(cfg.task.id)
     for key in (k for k in setting_names(cfg.task) if k not in ("id", "config")):
-        lines.append(_setting(recipe, cfg, f"task.{key}", said.get(key, "")))
+        lines.append(_setting(recipe, cfg, f"task.{key}", said[key][2] if key in said else ""))
     return "\n".join(lines)
 
 
@@ -92,15 +112,6 @@ def _described(kind: type | None) -> dict[str, str]:
     return found
 
 
-def _arguments(docstring: str) -> dict[str, str]:
-    """What the ``Args:`` section of a docstring says of each argument."""
-    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", docstring, re.MULTILINE | re.DOTALL)
-    if section is None:
-        return {}
-    pairs = re.findall(r"^    (\w+): (.*?)(?=^    \S|\Z)", section[1], re.MULTILINE | re.DOTALL)
-    return {name: " ".join(text.split()) for name, text in pairs}
-
-
 def setting_names(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
     """The path of each setting."""
     for key in cfg:
@@ -114,7 +125,11 @@ def setting_names(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
 
 GIVEN_BY_THE_SCRIPT: Final = {"seed": "seed", "num_held_out": "evaluate.num_prompts"}
 """Settings of tasks that the script's own settings stand for."""
-_TYPES: Final = (int, float, bool, str, int | None, float | None, bool | None, str | None)
+_TYPES: Final[dict[str, Any]] = {
+    **{each.__name__: each for each in (int, float, bool, str)},
+    **{f"{each.__name__} | None": each | None for each in (int, float, bool, str)},
+}
+"""By their annotations; any value is taken for others."""
 SHARED: Final = Path(__file__).parent / "config"
 """Files that all recipes have."""
 _FILES: Final = ("profile", "experiment", "debug")
@@ -139,25 +154,22 @@ def store_task(name: str) -> None:
         SettingsError: there is no such task.
     """
     try:
-        factory = task_factory(name)
+        settings = settings_of_task(name)
     except ValueError as error:
         raise SettingsError(str(error)) from error
     except ImportError as error:
         raise SettingsError(f"task={name}: {error}") from error
-    hints = get_type_hints(getattr(factory, "func", factory))
     columns: list[Any] = [("id", str, field(default=name))]
-    for parameter in inspect.signature(factory).parameters.values():
-        if parameter.name in GIVEN_BY_THE_SCRIPT:
+    for key, (kind, default, _) in settings.items():
+        if key in GIVEN_BY_THE_SCRIPT:
             continue
-        if parameter.name == "config":
-            own: Any = generator_settings(factory.args[0])  # type: ignore[attr-defined]
-            columns.append(("config", Any, field(default_factory=own.copy)))
-            continue
-        kind = hints[parameter.name] if hints[parameter.name] in _TYPES else Any
-        default = MISSING if parameter.default is parameter.empty else parameter.default
+        if key == "config":
+            default = generator_settings(*find_task(name)[2])
+        default = MISSING if default is inspect.Parameter.empty else default
         default = list(default) if isinstance(default, tuple) else default
-        make = field(default_factory=default.copy) if isinstance(default, list) else None
-        columns.append((parameter.name, kind, make or field(default=default)))
+        can_change = isinstance(default, list | dict)
+        default = field(default_factory=default.copy) if can_change else field(default=default)
+        columns.append((key, _TYPES.get(kind, Any), default))
     node = make_dataclass("TaskConfig", columns)
     folder, _, tail = f"task/{name}".rpartition("/")
     ConfigStore.instance().store(group=folder, name=tail, node=node, package="task")
@@ -171,18 +183,18 @@ def task_settings(cfg: DictConfig) -> dict[str, Any]:
     """
     missing = sorted(OmegaConf.missing_keys(cfg.task))
     if missing:
-        raise SettingsError(f"The task {cfg.task.id} needs task.{missing[0]}=...")
+        raise SettingsError(f"The task {cfg.task.id} needs {missing[0]}=...")
     settings = OmegaConf.to_container(cfg.task, resolve=True)
     assert isinstance(settings, dict)
     name = settings.pop("id")
     if "config" in settings:  # only what was changed: a generator has more than can be written
-        defaults = generator_settings(task_factory(name).args[0])  # type: ignore[attr-defined]
+        defaults = generator_settings(*find_task(name)[2])
         changed = {k: v for k, v in settings["config"].items() if v != defaults[k]}
         settings["config"] = changed
-    usual = inspect.signature(task_factory(name)).parameters
+    usual = settings_of_task(name)
     return {
         str(key): tuple(value)
-        if isinstance(value, list) and isinstance(usual[str(key)].default, tuple)
+        if isinstance(value, list) and isinstance(usual[str(key)][1], tuple)
         else value
         for key, value in settings.items()
     }
@@ -191,8 +203,38 @@ def task_settings(cfg: DictConfig) -> dict[str, Any]:
 # What was written ---------------------------------------------------------------------------------
 
 
+def read_command_line(recipe: Recipe) -> None:
+    """Refuse what is wrong with the command line of this process, or show the help it asks for.
+
+    A recipe calls it first, before it imports torch, which takes seconds. From here on the user's
+    modules are found, in workers too, and Hydra knows the settings of the task.
+
+    Args:
+        recipe: whose command line it is.
+
+    Raises:
+        SystemExit: says what is wrong; or the help was shown.
+    """
+    here = str(Path.cwd())
+    sys.path.append(here)  # after all installed ones
+    paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), here]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    try:
+        arguments = with_recorded(sys.argv[1:])
+        names = {argument.partition("=")[0].lstrip("+") for argument in arguments}
+        if names & {"task.factory", "task.tools", "task.rewards"} and "task" not in names:
+            arguments = ["task=environment", *arguments]
+        sys.argv[1:] = arguments
+        text = prepare(recipe, arguments)
+    except SettingsError as error:
+        raise SystemExit(f"{recipe.name}.py: {error}") from error
+    if text is not None:
+        print(text)
+        raise SystemExit(0)
+
+
 def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
-    """Make the command line's task known, and check the names that are on it.
+    """Make the command line's task known, and check what is on it without importing torch.
 
     Args:
         recipe: whose settings they are.
@@ -202,31 +244,34 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
         The help text, if that was asked for.
 
     Raises:
-        SettingsError: a task, a choice or a setting is unknown; the message has what is like it.
+        SettingsError: a task, a choice or a setting is unknown, and the message has what is like
+            it; a value is of a wrong type, or can't work.
     """
     for name in TASKS:
         store_task(name)
-    written = [a for a in arguments if ("=" in a and not a.startswith("-")) or a.startswith("~")]
+    told = vars(get_args_parser().parse_args(arguments))  # as Hydra reads them; it ends on others
+    shows_help = told.pop("help")
     try:
-        overrides = OverridesParser.create().parse_overrides(written)
+        overrides = OverridesParser.create().parse_overrides(told.pop("overrides"))
     except HydraException as error:
         raise SettingsError(str(error).splitlines()[0]) from error
     known_groups = groups(recipe)
     choices = [o for o in overrides if o.key_or_group in known_groups]
     for override in choices:
         _check_choice(known_groups, override)
-    composed = compose_config(
-        recipe, [o.input_line or "" for o in choices if not o.is_sweep_override()]
-    )
+    one = [o for o in overrides if not o.is_sweep_override()]
+    composed = compose_config(recipe, [o.input_line or "" for o in choices if o in one])
     known = sorted(setting_names(composed))
     for override in overrides:
         if override not in choices:
             _check_setting(override, known, composed)
     # Values of a wrong type show here, in one line, and not when Hydra has begun a run.
-    own = (o for o in overrides if not o.key_or_group.startswith("hydra"))
-    compose_config(recipe, [o.input_line or "" for o in own if not o.is_sweep_override()])
-    if {"--help", "-h"} & set(arguments):
+    typed = compose_config(recipe, [o.input_line or "" for o in one])
+    if shows_help:
         return help_text(recipe, composed, known_groups)
+    if one == overrides and not any(told.values()):
+        task_settings(typed)
+        check_rules(recipe, cast("RecipeConfig", OmegaConf.to_object(typed)))
     return None
 
 
@@ -242,7 +287,8 @@ def compose_config(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
     except HydraException as error:
         told = str(error.__cause__ or error)
         key = re.search(r"full_key: (\S+)", told)
-        words = re.split(r"\n\s+full_key", told)[0].strip()
+        told = re.split(r"\n(?:\s+full_key|Config search path)", told)[0]
+        words = " ".join(told.split())
         raise SettingsError(f"{key[1]}: {words}" if key else words) from error
 
 
@@ -275,7 +321,7 @@ def _check_setting(override: Override, known: Sequence[str], composed: DictConfi
     key = override.key_or_group
     if override.is_delete():
         raise SettingsError(f"{key} can't be taken out: give it a value, null for none.")
-    if key in known or key.startswith("hydra.") or override.is_add():
+    if key in known or key.startswith(("hydra.", "hydra/")) or override.is_add():
         return
     parent = key.rpartition(".")[0]
     if isinstance(OmegaConf.select(composed, parent), DictConfig) and parent.endswith("kwargs"):
@@ -294,3 +340,264 @@ def _check_setting(override: Override, known: Sequence[str], composed: DictConfi
 def _guess(name: str, known: Sequence[str]) -> str:
     close = get_close_matches(name, known, n=2, cutoff=0.75)
     return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+# Settings that can't work are refused by name, before anything is loaded, torch included.
+
+_RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
+    (
+        "at least 1",
+        lambda x: x >= 1,
+        "policy.max_model_len policy.max_new_tokens policy.lora_rank engine.num_engines "
+        "collector.num_prompts collector.group_size collector.max_turns collector.num_collectors "
+        "collector.max_episode_tokens collector.min_turn_tokens warm_start.batch_size "
+        "train.num_steps train.num_epochs train.micro_batch_tokens checkpoint.every "
+        "evaluate.num_prompts evaluate.every",
+    ),
+    (
+        "at least 0 and finite",
+        lambda x: math.isfinite(x) and x >= 0,
+        "collector.max_staleness collector.pipeline_depth optim.num_warmup_steps "
+        "optim.weight_decay warm_start.num_steps checkpoint.keep_best evaluate.num_shown",
+    ),
+    (
+        "positive and finite",
+        lambda x: math.isfinite(x) and x > 0,
+        "policy.lora_alpha optim.learning_rate optim.eps optim.max_grad_norm "
+        "warm_start.learning_rate train.timeout_s train.wait_s",
+    ),
+    ("in [0, 1)", lambda x: 0 <= x < 1, "optim.beta1 optim.beta2"),
+    ("from 0 to 2**63 - 1", lambda x: 0 <= x < 1 << 63, ".seed"),
+    ("-1 or at least 1", lambda x: x == -1 or x >= 1, "collector.max_inflight_tasks"),
+    ("at least 2: the newest may be damaged", lambda x: x >= 2, "checkpoint.keep_last"),
+)
+"""What a number must be, in words, and the settings of which that holds; ``None`` may always be."""
+
+
+def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
+    """Refuse settings that can't work, as far as that is known without torch.
+
+    Raises:
+        SettingsError: names the setting, what it must be, and what it is.
+    """
+    for words, holds, names in _RULES:
+        for key in names.split():
+            group, name = key.split(".")
+            value = getattr(getattr(cfg, group, None) if group else cfg, name, None)
+            if value is not None and not holds(value):
+                raise SettingsError(f"{key.lstrip('.')} must be {words}, got {value}.")
+    faults = [_policy_faults(recipe, cfg), _engine_faults(cfg)]
+    if isinstance(cfg, TrainingConfig):
+        faults.append(_training_faults(recipe, cfg))
+    if isinstance(cfg, RolloutsConfig):
+        faults.append(_rollout_faults(recipe, cfg))
+    # One after the other: what is looked at later may need that the rest is right.
+    words = next(chain.from_iterable(faults), None)
+    if words is not None:
+        raise SettingsError(words)
+
+
+def _policy_faults(recipe: Recipe, cfg: RecipeConfig) -> Iterator[str]:
+    policy = cfg.policy
+    changes = cfg.overwrite or getattr(cfg, "resume", None) is not None
+    if cfg.dry_run and changes:
+        yield "dry_run=true changes no earlier run: leave overwrite= and resume= out."
+    yield from _unknown("engine.name", cfg.engine.name, recipe.engines)
+    settings = OmegaConf.structured(cfg)
+    for key, known in recipe.choices.items():
+        yield from _unknown(key, OmegaConf.select(settings, key), known)
+    yield from _unknown("policy.dtype", policy.dtype, ("float32", "bfloat16", "float16"))
+    if policy.add_control_tokens and (policy.model is None or cfg.engine.name != "transformers"):
+        yield (
+            "policy.add_control_tokens changes a policy.model as it is loaded by Transformers, so "
+            "it is for one with engine=transformers. The model of the run that trained it has them."
+        )
+    if policy.chat_template is not None and (policy.model is None or policy.chat_template_name):
+        yield "policy.chat_template is for a policy.model, in place of policy.chat_template_name."
+    if policy.model is None and policy.model_kwargs:
+        yield "policy.model_kwargs are for a policy.model that is loaded."
+    data = getattr(cfg, "data", None)
+    for where, source, suffixes in (
+        (f"task={cfg.task.id}", getattr(cfg.task, "dataset", None), DATA_FILES),
+        ("data.dataset", getattr(data, "dataset", None), DATA_FILES),
+        # With engine=chat a model has its name at the server.
+        (f"policy.model={policy.model}", cfg.engine.name != "chat" and policy.model, MODEL_FILES),
+    ):
+        with refusing(where):
+            check_source(source, suffixes)
+    rank = policy.lora_rank
+    given = [name for name in ("lora_alpha", "lora_target_modules") if getattr(policy, name)]
+    if rank is None and given:
+        yield f"policy.{given[0]} is for adapters: set policy.lora_rank, too."
+    if rank is not None and not isinstance(cfg, TrainingConfig):
+        yield f"policy.lora_rank={rank}: nothing is trained here. Leave it out."
+    if rank is not None and find_spec("peft") is None:
+        yield "policy.lora_rank needs the package peft: pip install 'torchrl-agents[lora]'."
+
+
+def _unknown(key: str, value: str, known: Collection[str]) -> Iterator[str]:
+    if value not in known:
+        yield f"{key} must be one of {', '.join(known)}, got {value!r}."
+
+
+def num_ranks() -> int:
+    """How many ranks torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:
+    yield from _unknown("optim.name", cfg.optim.name, OPTIMIZERS)
+    yield from _unknown("optim.schedule", cfg.optim.schedule, SCHEDULES)
+    yield from _unknown("train.parallel", cfg.train.parallel, ("auto", "ddp", "fsdp2"))
+    if find_spec("matplotlib") is None:
+        yield (
+            f"{recipe.name} draws its learning curve with matplotlib, which is not here: "
+            "pip install 'torchrl-agents[train]'."
+        )
+    for i, backend in enumerate(cfg.logger.backends):
+        yield from _unknown(f"logger.backends[{i}]", backend, BACKENDS)
+        if backend != "csv" and find_spec(backend) is None:
+            yield f"logger.backends: {backend} needs the package {backend}: pip install {backend}."
+    if cfg.train.stop_at is not None and cfg.evaluate.every is None:
+        yield f"train.stop_at={cfg.train.stop_at} needs tests between steps: set evaluate.every=."
+    if num_ranks() == 1 and cfg.train.parallel != "auto":
+        yield f"train.parallel={cfg.train.parallel} is for several ranks, which torchrun starts."
+    if num_ranks() > 1 and cfg.engine.name == "vllm" and not _has_servers(cfg):
+        yield (
+            "An engine of vLLM in this process does not go with several ranks: start servers, and "
+            "give engine.url=, engine.urls= or engine.devices=."
+        )
+
+
+def _has_servers(cfg: RecipeConfig) -> bool:
+    """Whether vLLM runs in processes of its own, wherever they are started."""
+    engine = cfg.engine
+    return bool(engine.url or engine.urls or engine.starts_servers) or collects_on_ray(cfg)
+
+
+def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
+    engine, longest = cfg.engine, cfg.policy.max_model_len
+    is_vllm = engine.name == "vllm"
+    if not is_vllm and (engine.urls or engine.starts_servers):
+        yield "engine.urls, num_engines and devices are for engine=vllm."
+    if bool(engine.url) + bool(engine.urls) + engine.starts_servers > 1:
+        yield (
+            "engine.url, engine.urls, and engine.num_engines with engine.devices for engines that "
+            "are started here: give one of them."
+        )
+    if len(engine.devices) % engine.num_engines:
+        yield (
+            f"engine.devices={engine.devices} are shared out to engine.num_engines="
+            f"{engine.num_engines}: take a multiple of them of devices."
+        )
+    if is_vllm and (engine.url or engine.urls) and longest:
+        yield (
+            f"policy.max_model_len={longest}: a server at engine.url has the length that it was "
+            "started with (--max-model-len). Leave it out."
+        )
+    if (engine.name == "transformers" and engine.url) or (not is_vllm and engine.engine_kwargs):
+        yield "engine.url and engine.engine_kwargs are for engine=vllm."
+    own_adapters = engine.engine_kwargs.get("enable_lora")
+    if own_adapters and cfg.policy.lora_rank is None:
+        yield "engine.engine_kwargs.enable_lora needs policy.lora_rank."
+    if own_adapters and _has_servers(cfg):
+        yield (
+            "engine.engine_kwargs.enable_lora is for an engine in this process; servers get merged "
+            "weights."
+        )
+    if engine.name == "chat" and not (engine.url and cfg.policy.model):
+        yield "engine=chat needs engine.url=http://.../v1 and policy.model=, its name there."
+
+
+def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
+    collector, default = cfg.collector, CollectorConfig()
+    yield from _unknown("collector.mode", collector.mode, ("sync", "streaming", "ray"))
+    yield from _unknown("collector.staleness_policy", collector.staleness_policy, ("wait", "drop"))
+    if recipe.needs_groups and collector.group_size < 2:
+        yield (
+            "collector.group_size must be at least 2: a group of one never has a signal, got "
+            f"{collector.group_size}."
+        )
+    for name in (
+        *("max_staleness", "staleness_policy", "pipeline_depth", "recompute", "follow_load"),
+        "max_inflight_tasks",
+    ):
+        if collector.mode == "sync" and getattr(collector, name) != getattr(default, name):
+            yield f"collector.{name} is for collector=streaming."
+    if collector.follow_load and cfg.engine.name != "vllm":
+        yield "collector.follow_load needs engine=vllm: other engines don't tell how full they are."
+    if collector.mode != "ray" and (collector.num_collectors > 1 or collector.remote_config):
+        yield "collector.num_collectors and remote_config are for collector=ray."
+    if collects_on_ray(cfg) and cfg.engine.name == "vllm":
+        yield from _ray_faults(cfg)
+    for key, bound in (
+        ("policy.max_model_len", cfg.policy.max_model_len),
+        ("collector.max_episode_tokens", collector.max_episode_tokens),
+    ):
+        least = collector.min_turn_tokens
+        if bound is not None and bound < least:
+            yield f"{key}={bound} leaves no room for a turn of collector.min_turn_tokens={least}."
+    if cfg.policy.temperature <= 0:
+        yield f"policy.temperature must be positive: rollouts differ; got {cfg.policy.temperature}."
+
+
+def _ray_faults(cfg: RolloutsConfig) -> Iterator[str]:
+    """Each collector has a copy of the model, or starts servers of its own."""
+    engine, count = cfg.engine, cfg.collector.num_collectors
+    for name in ("url", "urls", "devices"):
+        if getattr(engine, name):
+            yield (
+                f"engine.{name}: on Ray each collector starts servers of its own, on the GPUs that "
+                "+collector.remote_config.num_gpus= gives it. Leave it out."
+            )
+    if engine.num_engines % count:
+        yield (
+            f"engine.num_engines={engine.num_engines} are shared out to collector.num_collectors="
+            f"{count}: take a multiple of them of engines."
+        )
+    if "max_model_len" in engine.engine_kwargs:
+        yield (
+            "engine.engine_kwargs.max_model_len: the trainer, which knows no engine on Ray, bounds "
+            "episodes by policy.max_model_len. Set that instead."
+        )
+
+
+# What a run wrote down of its command line.
+
+AUTO: Final = "auto"
+RECORD: Final = "run.json"
+
+
+def with_recorded(arguments: Sequence[str]) -> list[str]:
+    """Arguments of a command line, with those of the run that it resumes before them.
+
+    Args:
+        arguments: without the program's name; ``resume=<folder>`` stands for all that the run was
+            started with.
+
+    Raises:
+        SettingsError: the folder holds no run.
+    """
+    given = _by_name(arguments)
+    folder = given.get("resume", "").partition("=")[2]
+    if folder in ("", AUTO, "null"):
+        return list(arguments)
+    recorded = _by_name(read_record(Path(folder))["command"][1:])
+    kept = [text for name, text in recorded.items() if name not in {*given, "overwrite", "resume"}]
+    return [*kept, *arguments]
+
+
+def _by_name(arguments: Sequence[str]) -> dict[str, str]:
+    return {a.partition("=")[0].lstrip("+~"): a for a in arguments}
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What a run wrote down of itself.
+
+    Raises:
+        SettingsError: there is none in the folder.
+    """
+    try:
+        return json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"resume={folder}: it holds no run: {error}.") from error

@@ -1,6 +1,7 @@
 """The settings of all recipes, typed, with what they mean, and what tells recipes apart."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,6 +172,16 @@ class OptimConfig:
     """Larger gradients are scaled down to it."""
 
 
+OPTIMIZERS: Final = ("adamw", "sgd")
+SCHEDULES: Final[dict[str, Callable[[float], float]]] = {
+    "trapezoid": lambda done: min(1.0, 2 * (1 - done)),
+    "constant": lambda _: 1.0,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+}
+"""What the learning rate is multiplied by, from the fraction of the run that is done."""
+
+
 @dataclass
 class LoggerConfig:
     """Where metrics go, beside metrics.jsonl."""
@@ -179,6 +190,10 @@ class LoggerConfig:
     """csv, tensorboard, wandb, trackio, mlflow."""
     project: str | None = None
     """Of wandb and trackio, the experiment of mlflow; none: the recipe's name."""
+
+
+BACKENDS: Final = ("csv", "tensorboard", "wandb", "trackio", "mlflow")
+"""Where metrics can go; each but the first needs the package of its name."""
 
 
 @dataclass
@@ -281,6 +296,11 @@ class RolloutsConfig(TrainingConfig):
     collector: CollectorConfig = field(default_factory=CollectorConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
+
+
+def collects_on_ray(cfg: RecipeConfig) -> bool:
+    """Whether collectors on Ray have policies of their own."""
+    return isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "ray"
 
 
 EMBEDDED: Final[dict[str, Any]] = {
@@ -389,12 +409,14 @@ class Recipe:
     """One line for the help."""
     example: str
     """Arguments, for the help."""
-    script: Path
-    """Its file; ``config/`` is beside it."""
+    config_dir: Path
+    """The folder with its YAML files."""
     config: type[RecipeConfig]
     """Its settings."""
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The choices of its own groups, by name; those of all recipes are :data:`GROUPS`."""
+    choices: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """The values that settings of its own may have, by the setting's path."""
     embedded: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the embedded model that differ from those of all recipes."""
     pretrained: Mapping[str, Any] = field(default_factory=dict)
@@ -427,8 +449,3 @@ class Recipe:
         """The choices of each group that its settings have."""
         shared = {k: v for k, v in GROUPS.items() if k in self.config.__dataclass_fields__}
         return {**shared, **self.groups}
-
-    @property
-    def config_dir(self) -> Path:
-        """The folder with its YAML files."""
-        return self.script.parent / "config"

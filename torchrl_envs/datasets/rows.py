@@ -3,7 +3,6 @@
 import json
 import logging
 import pickle
-import re
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,8 @@ from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs.concurrency import CallTimeoutError, DaemonThreads
 from torchrl_envs.processes import ToolProcessError, WorkerPool, WorkerStartError
 
+from . import DATA_FILES, check_source
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 # Data sets by name: a hub id or a local path.
 
 _log = logging.getLogger(__name__)
-_HUB_ID: Final = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?")
-_BUILDERS: Final = {
-    **{".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"},
-    **{".parquet": "parquet", ".arrow": "arrow"},
-}
 
 
 def load_rows(
@@ -80,9 +76,9 @@ def load_rows(
         return _pick_split(datasets.load_from_disk(str(path)), split)
     options = {"name": name, "split": split, "streaming": streaming, **(load_options or {})}
     if path.is_file():
-        builder = _BUILDERS.get(path.suffix)
+        builder = DATA_FILES.get(path.suffix)
         if builder is None:
-            raise ValueError(f"{source} is no data file that is known: {sorted(_BUILDERS)}.")
+            raise ValueError(f"{source} is no data file that is known: {sorted(DATA_FILES)}.")
         try:
             loaded = datasets.load_dataset(builder, data_files=str(path), **options)
         except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
@@ -96,8 +92,7 @@ def load_rows(
             _log.warning("%s: %d lines are left out: %s", path, len(bad), "; ".join(bad[:5]))
             return rows
         return _pick_split(loaded, split)
-    if not path.exists() and (path.suffix in _BUILDERS or not _HUB_ID.fullmatch(str(source))):
-        raise ValueError(f"There is no file or folder {source}, from {Path.cwd()}.")
+    check_source(source, DATA_FILES)
     return _pick_split(datasets.load_dataset(str(source), **options), split)
 
 

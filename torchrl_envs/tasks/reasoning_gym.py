@@ -4,7 +4,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any, Final
@@ -13,6 +13,7 @@ from torchrl_data.checks import one_of
 from torchrl_data.messages import Message
 from torchrl_data.tool_calls import ToolCall, parse_tool_calls
 
+from . import generator_names
 from .task import Row, Slips, Task, common_phrases, played, split_rows, unique_rows
 
 # What a model of 0.1 million parameters learns of reasoning-gym within minutes.
@@ -65,8 +66,6 @@ EASY: Final[dict[str, Easy]] = {
 #
 # Needs the package ``reasoning-gym`` (``pip install torchrl-agents[train]``).
 
-_PLAIN: Final = (int, float, str, bool, type(None))
-
 
 def _reasoning_gym() -> Any:
     try:
@@ -74,34 +73,6 @@ def _reasoning_gym() -> Any:
     except ImportError as error:
         message = "The package reasoning-gym is not installed: pip install reasoning-gym."
         raise ImportError(message) from error
-
-
-def generator_names() -> list[str]:
-    """Names of all generators of reasoning-gym."""
-    _reasoning_gym()
-    return sorted(import_module("reasoning_gym.factory").DATASETS)
-
-
-def generator_settings(generator: str) -> dict[str, Any]:
-    """The settings of a generator that plain values can write, with their defaults.
-
-    Args:
-        generator: its name.
-
-    Returns:
-        Numbers, strings, booleans, ``None`` and lists of them, by name; size and seed are not
-        among them.
-    """
-    kind = import_module("reasoning_gym.factory").DATASETS[generator][1]
-    defaults = {}
-    for one in fields(kind):
-        make: Any = one.default_factory
-        value = make() if one.default is MISSING else one.default
-        value = list(value) if isinstance(value, tuple) else value
-        plain = value if isinstance(value, list) else [value]
-        if one.name not in ("size", "seed") and all(isinstance(x, _PLAIN) for x in plain):
-            defaults[one.name] = value
-    return defaults
 
 
 def question_rows(

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
+from importlib import import_module
 from inspect import signature
 from itertools import chain
 from typing import Any, Final
@@ -17,13 +17,7 @@ from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import cut_after
 from torchrl_envs.episode.transform import EpisodeTransform
 
-from .external import agent_task, calculator_agent_task, environment_task
-from .ifeval import ifeval_task
-from .questions import countdown_task, gsm8k_task, math_task
-from .reasoning_gym import calculator_task, generator_names, question_task
-from .remote import PREFIX, openenv_task, textarena_task
-from .search import search_task
-from .small_games import catch_task, echo_task, nim_task, number_guessing_task, wordle_task
+from . import find_task, settings_of_task
 from .task import ROUTE_COLUMN, Row, Task, is_of_tasks, scoring_of
 
 # Several tasks in one run: each row belongs to one, and meets its tools, rewards and limits.
@@ -267,72 +261,24 @@ def multi_env_task(
     parts = []
     for name, own in settings.items():
         kind = own.pop("task")
-        known = signature(task_factory(kind)).parameters
+        known = settings_of_task(kind)
         given = {k: value for k, value in {"level": level, **shared}.items() if k in known}
         parts.append(replace(make_task(kind, seed=seed, **{**given, **own}), name=name))
     return combine_tasks("multi_env", parts, shares if tasks else None, seed=seed)
-
-
-TASKS: Final[dict[str, Callable[..., Task]]] = {
-    "agent": agent_task,
-    "calculator": calculator_task,
-    "calculator_agent": calculator_agent_task,
-    "catch": catch_task,
-    "countdown": countdown_task,
-    "echo": echo_task,
-    "environment": environment_task,
-    "gsm8k": gsm8k_task,
-    "ifeval": ifeval_task,
-    "math": math_task,
-    "multi_env": multi_env_task,
-    "nim": nim_task,
-    "number_guessing": number_guessing_task,
-    "openenv": openenv_task,
-    "search": search_task,
-    "wordle": wordle_task,
-}
-"""What makes a task, by its name; its keyword arguments are the task's settings."""
-GENERATOR_PREFIX: Final = "reasoning_gym/"
-"""Names a generator of reasoning-gym even where a task has the same name (``countdown``)."""
-
-
-def task_factory(name: str) -> Callable[..., Task]:
-    """What makes a task; its keyword arguments are the task's settings.
-
-    Args:
-        name: one of :data:`TASKS`; ``"textarena/"`` and a game of TextArena for one player; or a
-            generator of reasoning-gym, with ``"reasoning_gym/"`` before it or without.
-
-    Raises:
-        ValueError: there is no such task; the message names those that are like it.
-    """
-    if name in TASKS:
-        return TASKS[name]
-    if name.startswith(PREFIX):
-        return partial(textarena_task, name.removeprefix(PREFIX))
-    generator = name.removeprefix(GENERATOR_PREFIX)
-    if generator in generator_names():
-        return partial(question_task, generator)
-    known = [*TASKS, *generator_names()]
-    close = get_close_matches(name.rpartition("/")[2], known, n=3, cutoff=0.6)
-    guess = f" Did you mean {' or '.join(close)}?" if close else ""
-    raise ValueError(
-        f"There is no task {name!r}.{guess} There are {', '.join(TASKS)}; {PREFIX}<game>; and any "
-        "generator of reasoning-gym (gcd, spell_backward, ...)."
-    )
 
 
 def make_task(name: str, /, *, seed: int = 0, **settings: Any) -> Task:
     """A task by its name.
 
     Args:
-        name: see :func:`task_factory`.
+        name: see :func:`~torchrl_envs.tasks.find_task`.
         seed: of its data, where the task makes them.
         **settings: of the task's own function.
 
     Raises:
         ValueError: there is no such task, or a setting is out of range.
     """
-    factory = task_factory(name)
+    module, function, arguments = find_task(name)
+    factory = getattr(import_module(f"{__package__}.{module}"), function)
     seeds = {"seed": seed} if "seed" in signature(factory).parameters else {}
-    return factory(**seeds, **settings)
+    return factory(*arguments, **seeds, **settings)

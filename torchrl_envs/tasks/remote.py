@@ -12,6 +12,7 @@ from typing import Any, Final
 from torchrl_envs.concurrency import OwnRandom
 from torchrl_envs.openenv.tools import OpenEnvTools, RewardOf
 
+from . import PREFIX
 from .task import Row, Task, load_task_rows, played
 
 # An OpenEnv server as a task: it brings the tools, the state and the reward.
@@ -79,8 +80,6 @@ def openenv_task(
 # session has a state of its own, whatever runs beside it. Some games need word lists that the
 # package would download; nothing is downloaded here.
 
-PREFIX: Final = "textarena/"
-"""What the names of these tasks begin with."""
 MAX_TURNS: Final = 40
 
 

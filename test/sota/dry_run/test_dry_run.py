@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from torchrl_agents import start
 from torchrl_agents.results import check_loggers
+from torchrl_agents.settings.command_line import read_command_line
 from torchrl_agents.settings.schema import LoggerConfig, SettingsError, TrainingConfig
 from torchrl_agents.start import run_recipe
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
@@ -30,6 +31,7 @@ def run(script, tmp_path, monkeypatch):
         module = script(name)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
         build = {"build": module.build} if hasattr(module, "build") else {}
+        read_command_line(module.RECIPE)
         run_recipe(module.RECIPE, getattr(module, "main", None) or module.evaluate, **build)
         return sorted(tmp_path.glob("outputs/*/*/*-[0-9]*"))
 

@@ -1,0 +1,149 @@
+"""A refused command costs no import of torch, and the settings of tasks are known without one."""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from torchrl_agents.results import LOGGERS
+from torchrl_agents.settings.command_line import _TYPES
+from torchrl_agents.settings.schema import BACKENDS
+from torchrl_envs.tasks import TASKS, find_task, generator_names, settings_of_task
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"torch", "torchrl", "tensordict", "transformers", "datasets", "reasoning_gym", "peft"}
+TELL = f"""
+import atexit, json, os, sys
+from pathlib import Path
+heavy = {HEAVY!r}
+seen = Path(os.environ["SEEN"])
+atexit.register(lambda: seen.write_text(json.dumps(sorted(heavy & set(sys.modules)))))
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a command in an empty folder; gives status, output, and which imports it cost."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(TELL)
+    (tmp_path / "here").mkdir()
+    paths = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
+    own = {"PYTHONPATH": paths, "SEEN": str(tmp_path / "seen"), "COLUMNS": "200"}
+
+    def run(*command):
+        done = subprocess.run(
+            [sys.executable, "-m", "torchrl_agents", *command],
+            cwd=tmp_path / "here",
+            env={**os.environ, **own},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert not list((tmp_path / "here").iterdir())  # nothing is left
+        return done, json.loads((tmp_path / "seen").read_text())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("nosuch", "there is no command 'nosuch'"),
+        ("grpo task=calculater", "There is no task 'calculater'. Did you mean calculator or"),
+        ("grpo loss=grpoo", "loss has no choice 'grpoo'. Did you mean grpo?"),
+        ("grpo policy=nosuch", "policy has no choice 'nosuch'. There are embedded,"),
+        ("grpo optim.lr=1", "There is no setting 'optim.lr'. There are optim.beta1,"),
+        ("grpo train.num_steps=abc", "train.num_steps: Value 'abc' of type 'str' could not be"),
+        ("grpo optim.name=adam", "optim.name must be one of adamw, sgd, got 'adam'"),
+        ("grpo loss.name=gpro", "loss.name must be one of bnpo, cispo,"),
+        ("grpo collector.group_size=1", "collector.group_size must be at least 2"),
+        ("grpo logger.backends=[x]", r"logger.backends[0] must be one of csv, tensorboard,"),
+        ("grpo task=openenv", "The task openenv needs task.base_url=..."),
+        (
+            "grpo task=gsm8k task.dataset=nofile.jsonl",
+            "grpo.py: task=gsm8k: There is no file or folder nofile.jsonl, from /",
+        ),
+        (
+            "grpo task.tools=mine:f task.dataset=no/such/folder",
+            "grpo.py: task=environment: There is no file or folder no/such/folder, from /",
+        ),
+        (
+            "grpo policy.model=/no/such/folder",
+            "grpo.py: policy.model=/no/such/folder: There is no file or folder /no/such/folder",
+        ),
+        ("grpo resume=nowhere", "resume=nowhere: it holds no run"),
+        ("grpo hydra/launcher=nosuch", "Could not find 'hydra/launcher/nosuch' Available options"),
+        ("grpo hydra.run.dirr=x", "hydra.run.dirr: Key 'dirr' not in 'RunDir'"),
+        ("grpo --multirunn", "unrecognized arguments: --multirunn"),
+        ("sft data.dataset=chats.json", "data.dataset: There is no file or folder chats.json"),
+        ("evaluate engine=chat", "engine=chat needs engine.url=http://.../v1"),
+        ("evaluate policy.model=a.gguf", "policy.model=a.gguf: There is no file or folder a.gguf"),
+        ("distillation teacher.modle=a", "There is no setting 'teacher.modle'. Did you mean"),
+        ("self-play opponents.evry=1", "There is no setting 'opponents.evry'. Did you mean"),
+        ("expert-iteration train.top_k=x", "train.top_k: Value 'x' of type 'str' could not be"),
+        ("lora policy.lora_rank=0", "policy.lora_rank must be at least 1, got 0"),
+    ],
+)
+def test_what_is_refused_is_refused_before_torch_is_imported(run, command, words):
+    done, imported = run(*command.split())
+    assert done.returncode in (1, 2)
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert imported == []
+
+
+@pytest.mark.parametrize("command", ["--help", "grpo --help", "evaluate task=gsm8k --help"])
+def test_help_is_shown_before_torch_is_imported(run, command):
+    done, imported = run(*command.split())
+    assert (done.returncode, done.stderr, imported) == (0, "", [])
+    assert len(done.stdout.splitlines()) > 10
+
+
+def test_a_command_that_is_right_imports_torch_and_reads_its_arguments_once(run):
+    """Or the tests above could not fail."""
+    done, imported = run("grpo", "--cfg", "job", "train.num_steps=7")
+    assert re.search(r"^  num_steps: 7$", done.stdout, re.MULTILINE)
+    assert {"torch", "transformers"} <= set(imported)
+
+
+@pytest.mark.parametrize("name", [*TASKS, "textarena/2048-v0", "gcd", "reasoning_gym/countdown"])
+def test_settings_read_from_the_source_are_those_of_the_function(name):
+    module, function, arguments = find_task(name)
+    made_by = getattr(import_module(f"torchrl_envs.tasks.{module}"), function)
+    wanted = inspect.signature(partial(made_by, *arguments)).parameters
+    found = settings_of_task(name)
+    by_keyword = [p for p in wanted.values() if p.kind is p.KEYWORD_ONLY]
+    assert len(by_keyword) == len(wanted)  # a name stands for all others
+    assert list(found) == [p.name for p in by_keyword]
+    for parameter in by_keyword:
+        kind, default, text = found[parameter.name]
+        plain = [name for name, each in _TYPES.items() if each == parameter.annotation]
+        assert plain == [kind] if plain else kind not in _TYPES
+        assert (type(default), default) == (type(parameter.default), parameter.default)
+        assert text, parameter.name  # each is told in the help
+
+
+def test_all_generators_are_found_without_the_package():
+    found = subprocess.run(
+        [sys.executable, "-c", "from torchrl_envs.tasks import *; print(*generator_names())"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    from reasoning_gym.factory import DATASETS
+
+    assert found == sorted(DATASETS) == generator_names()
+    assert find_task("gcd") == ("reasoning_gym", "question_task", ("gcd",))
+    assert find_task("reasoning_gym/countdown")[2] == ("countdown",)
+
+
+def test_every_backend_that_is_a_choice_can_be_opened():
+    assert tuple(LOGGERS) == BACKENDS
