@@ -43,7 +43,7 @@ DOORS = {
     "uvicorn": {"torchrl_envs.agents.server"},
     "datasets": {"torchrl_envs.datasets.rows"},
     "textarena": {"torchrl_envs.tasks.remote"},
-    "reasoning_gym": {"torchrl_envs.tasks.reasoning_gym"},
+    "reasoning_gym": {"torchrl_envs.tasks.__init__"},
     "mlgym": {"torchrl_envs.tasks.mlgym"},
 }
 """Where a dependency that is heavy, or that not everyone has, is imported when the code runs."""

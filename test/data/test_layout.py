@@ -162,3 +162,13 @@ def test_what_can_not_be_converted_says_why():
         ChatHistory(batch_size=[1]).to_tokens(tokenizer)
     with pytest.raises(ValueError, match="columns of one number of rows"):
         Tokens.from_rows(prompt=tensors([[1]]), full=tensors([[1], [2]]))
+
+
+@pytest.mark.parametrize("name", ["assistant_mask_all", "attention_mask_all", "mask"])
+def test_an_entry_that_is_none_of_a_group_is_refused_with_those_that_are(name):
+    masks = Masks.from_rows(all_assistant_mask=[torch.tensor([True, False]), torch.tensor([True])])
+    rows = TensorDict({"masks": masks}, [2])
+    assert [len(mask) for mask in rows["masks"].all_assistant_mask] == [2, 1]
+    assert rows["masks"].all_attention_mask is None  # an entry that is not there
+    with pytest.raises(AttributeError, match=f"Masks has no '{name}'; it has .'all_ass"):
+        getattr(rows["masks"], name)

@@ -100,6 +100,19 @@ def settings_of_task(name: str) -> dict[str, tuple[str, Any, str]]:
     return found
 
 
+def load_reasoning_gym() -> Any:
+    """The package.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return import_module("reasoning_gym")
+    except ImportError as error:
+        message = "The package reasoning-gym is not installed: pip install reasoning-gym."
+        raise ImportError(message) from error
+
+
 def generator_names() -> list[str]:
     """Names of all generators of reasoning-gym, which is not imported for that: it takes seconds.
 
@@ -109,10 +122,9 @@ def generator_names() -> list[str]:
     factory = sys.modules.get("reasoning_gym.factory")
     if factory is not None:
         return sorted(factory.DATASETS)
-    package = find_spec("reasoning_gym")
-    if package is None or package.origin is None:
-        raise ImportError("The package reasoning-gym is not installed: pip install reasoning-gym.")
-    texts = (path.read_text(encoding="utf-8") for path in Path(package.origin).parent.rglob("*.py"))
+    package = find_spec("reasoning_gym") or load_reasoning_gym().__spec__
+    files = Path(str(package.origin)).parent.rglob("*.py")
+    texts = (path.read_text(encoding="utf-8") for path in files)
     named = re.compile(r'^(?:DATASET_NAME = |register_dataset\()"(\w+)"', re.MULTILINE)
     return sorted({name for text in texts for name in named.findall(text)})
 
@@ -127,7 +139,7 @@ def generator_settings(generator: str) -> dict[str, Any]:
         Numbers, strings, booleans, ``None`` and lists of them, by name; size and seed are not
         among them.
     """
-    kind = import_module("reasoning_gym.factory").DATASETS[generator][1]
+    kind = load_reasoning_gym().factory.DATASETS[generator][1]
     defaults = {}
     for one in fields(kind):
         make: Any = one.default_factory

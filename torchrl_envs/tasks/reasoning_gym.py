@@ -6,14 +6,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import import_module
 from typing import Any, Final
 
 from torchrl_data.checks import one_of
 from torchrl_data.messages import Message
 from torchrl_data.tool_calls import ToolCall, parse_tool_calls
 
-from . import generator_names
+from . import generator_names, load_reasoning_gym
 from .task import Row, Slips, Task, common_phrases, played, split_rows, unique_rows
 
 # What a model of 0.1 million parameters learns of reasoning-gym within minutes.
@@ -67,14 +66,6 @@ EASY: Final[dict[str, Easy]] = {
 # Needs the package ``reasoning-gym`` (``pip install torchrl-agents[train]``).
 
 
-def _reasoning_gym() -> Any:
-    try:
-        return import_module("reasoning_gym")
-    except ImportError as error:
-        message = "The package reasoning-gym is not installed: pip install reasoning-gym."
-        raise ImportError(message) from error
-
-
 def question_rows(
     generator: str, *, size: int, seed: int, config: Mapping[str, Any] | None = None
 ) -> list[Row]:
@@ -85,7 +76,7 @@ def question_rows(
         )
     settings = dict(config or {})
     try:
-        dataset = _reasoning_gym().create_dataset(generator, size=size, seed=seed, **settings)
+        dataset = load_reasoning_gym().create_dataset(generator, size=size, seed=seed, **settings)
     except (TypeError, AssertionError) as error:
         raise ValueError(f"reasoning-gym's {generator} refuses {settings}: {error}") from error
     common = {"generator": generator}
@@ -96,12 +87,12 @@ def question_rows(
 @cache
 def _scorer(generator: str) -> Callable[[str, Any], float]:
     # To make one is to make the generator, which may read files.
-    return _reasoning_gym().get_score_answer_fn(generator)
+    return load_reasoning_gym().get_score_answer_fn(generator)
 
 
 def score_answer(answer: str, row: Mapping[str, Any]) -> float:
     """Reasoning-gym's own score of an answer, in [0, 1]."""
-    extracted = import_module("reasoning_gym.utils").extract_answer(answer)
+    extracted = load_reasoning_gym().utils.extract_answer(answer)
     score = _scorer(row["generator"])
     return float(score(answer.strip() if extracted is None else extracted, row["entry"]))
 
@@ -124,7 +115,7 @@ class Question:
 
 def _answer(text: str) -> str | None:
     """What reasoning-gym takes for the answer: what stands in ``<answer>``, or all of the text."""
-    extracted = import_module("reasoning_gym.utils").extract_answer(text)
+    extracted = load_reasoning_gym().utils.extract_answer(text)
     return (text if extracted is None else extracted).strip() or None
 
 
