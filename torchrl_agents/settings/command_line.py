@@ -538,7 +538,10 @@ def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
         if bound is not None and bound < least:
             yield f"{key}={bound} leaves no room for a turn of collector.min_turn_tokens={least}."
     if cfg.policy.temperature <= 0:
-        yield f"policy.temperature must be positive: rollouts differ; got {cfg.policy.temperature}."
+        yield (
+            f"policy.temperature must be positive, got {cfg.policy.temperature}: without chance all "
+            "rollouts of a prompt are the same."
+        )
 
 
 def _ray_faults(cfg: RolloutsConfig) -> Iterator[str]:
