@@ -539,8 +539,8 @@ def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
             yield f"{key}={bound} leaves no room for a turn of collector.min_turn_tokens={least}."
     if cfg.policy.temperature <= 0:
         yield (
-            f"policy.temperature must be positive, got {cfg.policy.temperature}: without chance all "
-            "rollouts of a prompt are the same."
+            f"policy.temperature must be positive, got {cfg.policy.temperature}: without chance "
+            "all rollouts of a prompt are the same."
         )
 
 
