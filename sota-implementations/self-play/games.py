@@ -25,7 +25,7 @@ from torchrl_data.tool_calls import ToolCall, parse_tool_calls
 from torchrl_envs import EnvironmentTools
 from torchrl_envs.entries import RowReward, Score, with_observation
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.runner import write_episodes, write_flags, write_rewards
+from torchrl_envs.episode.runner import EpisodeEntries, write_flags
 from torchrl_envs.episode.tool_source import tool_message
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
@@ -196,8 +196,10 @@ class GameCollector(LLMCollector):
         batch = TensorDict({}, batch_size=[len(episodes)])
         write_conversations(batch, PROMPT, Conversations.cat([e.conversation for e in episodes]))
         write_flags(batch, episodes)
-        write_rewards(batch, episodes, [WIN], dense=False)
-        write_episodes(batch, episodes, loads_data=True, has_tools=True)
+        entries = EpisodeEntries()
+        entries.reward_names, entries.loads_data, entries.has_tools = [WIN], True, True
+        entries.write_values(batch, episodes)
+        entries.write_results(batch, episodes)
         own = [n for n in range(len(episodes)) if past.get(n // SEATS) != n % SEATS]
         rows = [row for rows in trajectory_rows(batch, own) for row in rows]
         for number, row in zip(own, rows, strict=True):

@@ -1,5 +1,7 @@
 """What test_sharded_weights.py looks at: weights of several ranks on their way to an engine."""
 
+from functools import partial
+
 import torch
 from forked_ranks import run_ranks
 from torch.distributed.fsdp import fully_shard
@@ -112,14 +114,18 @@ def merged(model):
 def watch_buckets():
     """Bytes of the buckets that are made from now on."""
     sizes = []
-    make = sharded.ShardedWeights.make
+    prepare = sharded.ShardedWeights.__init__
 
-    def watched(self, bucket):
-        made = make(self, bucket)
+    def watched(make):
+        made = make()
         sizes.append(sum(x.numel() * x.element_size() for x in made.values()))
         return made
 
-    sharded.ShardedWeights.make = watched
+    def prepared(self, source):
+        prepare(self, source)
+        self._makers = [partial(watched, make) for make in self._makers]
+
+    sharded.ShardedWeights.__init__ = prepared
     return sizes
 
 

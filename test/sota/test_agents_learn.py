@@ -192,7 +192,7 @@ def test_a_real_pretrained_model_learns_tools_and_its_control_does_not(
     monkeypatch.setenv("TORCHRL_AGENTS_CACHE", str(tmp_path))
     few = ("experiment=smollm2", "evaluate.every=null", "train.stop_at=null", *FAST)
     few += ("task.num_demonstrations=256",)
-    learnt = run_recipe("grpo", *few, "evaluate.num_prompts=32", "train.num_steps=6")
+    learnt = run_recipe("grpo", *few, "evaluate.num_prompts=32", "train.num_steps=8")
     control = ("train.shuffle_rewards=true", "train.num_steps=3", "name=control")
     flat = run_recipe("grpo", *few, *control, "evaluate.num_prompts=16")
     assert learnt["held_out_before"] <= 0.2

@@ -393,7 +393,7 @@ def test_a_base_model_trains_with_a_template_from_a_file(run_script, result_of, 
     for wrong, words in (
         (("policy.chat_template=nowhere.jinja",), "No such file"),
         (("policy.chat_template=rows.jsonl",), "does not show what the assistant says"),
-        ((*template, "policy.chat_template_name=qwen"), "in the place of"),
+        ((*template, "policy.chat_template_name=qwen"), "in place of"),
         ((template[1], "engine=vllm"), "is for one with engine=transformers"),
     ):
         refused = run_script(*given, *wrong, cwd=tmp_path)

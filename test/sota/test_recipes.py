@@ -73,10 +73,10 @@ def metric(result, name):
 @pytest.mark.usefixtures("half_trained")
 def test_expert_iteration(run):
     more = (
-        *("train.num_steps=16", "train.keep_above=0.5"),
-        *("collector.num_prompts=12", "collector.group_size=8"),
+        *("train.num_steps=24", "train.keep_above=0.5", "train.num_epochs=2"),
+        *("collector.num_prompts=24", "collector.group_size=8", "optim.learning_rate=1e-3"),
     )
-    learnt = run("expert-iteration", *HALF_TRAINED, *more)
+    learnt = run("expert-iteration", *HALF_TRAINED, *more)  # 0.91, 0.85, 0.91: seeds 0, 1, 2
     assert abs(learnt["held_out_before"] - GUESSING) < 0.15
     assert learnt["held_out_after"] > 0.75
     control = run("expert-iteration", "experiment=control", *HALF_TRAINED, *more)

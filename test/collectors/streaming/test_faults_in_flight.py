@@ -46,10 +46,10 @@ class Engine(BatchingEngine):
         self.updating.clear()
         if "wrong" in state_dict:
             raise UpdateRefused("a wrong name")
-        self.inside.version = version
+        self._inside.version = version
 
     async def respond(self, prompt, params, **kwargs):
-        text = self.inside.tokenizer.decode(prompt)
+        text = self._inside.tokenizer.decode(prompt)
         number = next(i for i in range(PROMPTS) if f"<{i}>" in text)
         if number in self.hangs:
             await asyncio.Event().wait()

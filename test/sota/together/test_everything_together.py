@@ -26,7 +26,7 @@ LEARNS = (
     *("policy.model=outputs/sft/gsm8k/half", "policy.gradient_checkpointing=false"),
     *("optim.num_warmup_steps=0", "optim.max_grad_norm=0.1", "optim.learning_rate=1e-3"),
     *("train.num_epochs=4", f"train.num_steps={NUM_STEPS}", "checkpoint.every=8"),
-    *("collector.num_prompts=12", "collector.group_size=8", "policy.max_model_len=256"),
+    *("collector.num_prompts=24", "collector.group_size=8", "policy.max_model_len=256"),
 )
 TOGETHER = (
     *("engine=vllm", "engine.num_engines=2", "collector=ray", "collector.num_collectors=2"),
@@ -90,14 +90,14 @@ def test_ranks_collectors_and_engines_learn_together_though_an_engine_is_killed(
     assert process.returncode == 0, "".join(told)[-3000:]
     (result,) = [json.loads(line) for line in told if line.startswith('{"task"')]
     assert result["held_out_before"] < 0.6  # half of the answers are right
-    assert result["held_out_after"] > 0.75, [step["reward"] for step in steps_of(result)]
+    assert result["held_out_after"] > 0.7, [step["reward"] for step in steps_of(result)]
     assert result["steps"] == NUM_STEPS
     assert len(before) == len(after) == 2
     assert {each.pid for each in before} - {each.pid for each in after} == {before[0].pid}
     steps = steps_of(result)
     assert [step["policy_version"] for step in steps] == list(range(1, NUM_STEPS + 1))
     assert all(0 < step["collect/driver_bytes_per_row"] < 1024 for step in steps)
-    assert steps[-1]["ledger/groups/trained"] == NUM_STEPS * 12
+    assert steps[-1]["ledger/groups/trained"] == NUM_STEPS * 24
     deadline = time.monotonic() + 20
     while engines_of(own):
         assert time.monotonic() < deadline, "engines outlive the run"
