@@ -333,9 +333,18 @@ def _tags(body: list[ast.stmt], above: str) -> Iterator[tuple[str, tuple[str, in
                 yield from _tags(node.body, f"{above}{node.name}.")
 
 
+def _forget_others(app: Sphinx) -> list[tuple]:
+    """The index of modules has those with a page: names of others have none, as of ``torchrl``."""
+    modules = getattr(app.env, "_viewcode_modules", {})
+    for name in [name for name, found in modules.items() if not found]:
+        del modules[name]
+    return []
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Add the directive, and tell viewcode where names are defined."""
     app.add_directive("package", Package)
     app.connect("viewcode-follow-imported", _home_module)
     app.connect("viewcode-find-source", _source)
+    app.connect("html-collect-pages", _forget_others, priority=100)  # before viewcode writes them
     return {"parallel_read_safe": True, "parallel_write_safe": True}
