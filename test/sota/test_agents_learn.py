@@ -161,7 +161,7 @@ def test_self_play(run):
     """Against others; a game of the policy against itself is always won and lost."""
     task = ("task.largest=8", "optim.learning_rate=1e-3", "train.baseline_decay=0.9")
     task += ("collector.num_prompts=48", "evaluate.num_prompts=128")
-    task += ("train.num_steps=18",)
+    task += ("train.num_steps=48",)
     learnt = run("self-play", *task, "name=learnt")
     assert learnt["held_out_after"] > max(0.39, learnt["held_out_before"] + 0.1)
     control = run("self-play", *task, "experiment=control")
