@@ -1,6 +1,7 @@
 """Rows join and leave the batch that a Transformers model decodes."""
 
 import asyncio
+import random
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from torchrl_modules.sampling import SamplingParameters, TokenHistory
 from torchrl_modules.scoring.models import evaluation_mode
 
-from .decoding import KeptCaches, PromptReader, RowStream, SlotReader, TokenDraw, start_history
+from .decoding import KeptCaches, PromptReader, SlotReader, TokenDraw, start_history
 from .engine import Generation, VersionSpan
 from .readers import group_rows
 
@@ -33,7 +34,7 @@ class Request:
     tokens: list[int]
     params: SamplingParameters
     budget: int
-    stream: RowStream
+    stream: random.Random
     session: Hashable
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[Generation]"

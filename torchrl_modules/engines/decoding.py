@@ -76,7 +76,7 @@ class TokenDraw:
         self._is_own_softmax = params.is_own_softmax
 
     def __call__(
-        self, logits: Tensor, history: TokenHistory, streams: "Sequence[RowStream] | None" = None
+        self, logits: Tensor, history: TokenHistory, streams: Sequence[random.Random] | None = None
     ) -> DrawnTokens:
         """Draw.
 
@@ -100,8 +100,8 @@ class TokenDraw:
         elif streams is None:
             tokens = drawn_at(p, torch.rand(len(p), dtype=torch.float64, device=p.device))
         else:
-            uniform = torch.tensor([stream.next() for stream in streams], dtype=torch.float64)
-            tokens = drawn_at(p, uniform.to(p.device))
+            uniform = [stream.getrandbits(52) * 2.0**-52 for stream in streams]
+            tokens = drawn_at(p, torch.tensor(uniform, dtype=torch.float64, device=p.device))
         if history.seen is not None and history.counts is not None:
             history.seen.scatter_(1, tokens, True)
             history.counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.float32))
@@ -134,21 +134,6 @@ def drawn_at(p: Tensor, uniform: Tensor) -> Tensor:
     share = ((at - ends.gather(1, block) + size) / size).clamp(0, 1 - 2.0**-52)
     token = _BLOCK * block + torch.searchsorted(inside, share * inside[:, -1:], right=True)
     return token.clamp(max=p.shape[-1] - 1)
-
-
-class RowStream:
-    """Random numbers of one row: what is drawn with them depends on no other row.
-
-    Args:
-        seed: the same numbers each time.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def next(self) -> float:
-        """Uniform, at least 0 and below 1 by at least 2**-52."""
-        return self._random.getrandbits(52) * 2.0**-52
 
 
 class PromptReader(ABC):
@@ -203,7 +188,7 @@ def decode(
     """
     device, shape = reader.model.device, (len(prompts), max(budgets))
     draw, matcher = TokenDraw(params), params.stop_matcher
-    streams = None if seeds is None else [RowStream(seed) for seed in seeds]
+    streams = None if seeds is None else [random.Random(seed) for seed in seeds]
     most = torch.tensor(budgets, device=device)
     stops = torch.tensor(params.stop_token_ids or (), device=device)
     ids = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -225,11 +210,6 @@ def decode(
         history = TokenHistory(drawn_before, seen, counts)
         drawn = draw(logits, history, streams and [streams[row] for row in rows.tolist()])
         tokens = drawn.ids
-        if not bool(drawn.log_probs.isfinite().all()):
-            raise RuntimeError(
-                f"{type(reader.model).__name__} gives logits that are not finite, so no token can "
-                "be drawn. Are its weights loaded, or did training diverge?"
-            )
         ids[rows, step] = tokens
         for name, values in reported.items():
             values[rows, step] = getattr(drawn, name)
@@ -252,6 +232,11 @@ def decode(
             reader.keep(keep)
             rows, running, tokens = rows[keep], running[keep], tokens[keep]
         logits = reader.advance(tokens)
+    if not bool(reported["log_probs"].isfinite().all()):  # once: a look waits for the device
+        raise RuntimeError(
+            f"{type(reader.model).__name__} gives logits that are not finite, so no token can be "
+            "drawn. Are its weights loaded, or did training diverge?"
+        )
     _leave_behind(reader, torch.ones_like(running), rows, prompts, ids, num_drawn)
     longest = int(num_drawn.max())
     figures = {name: values[:, :longest].tolist() for name, values in reported.items()}

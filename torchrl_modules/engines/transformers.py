@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import random
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,7 +37,7 @@ from torchrl_modules.weights import (
 
 from .bridges import EngineThread, SteppedEngine
 from .continuous import ContinuousDecoding, Request, distribution_of
-from .decoding import KeptCaches, PromptReader, RowStream, SlotReader, TokenDraw, decode
+from .decoding import KeptCaches, PromptReader, SlotReader, TokenDraw, decode
 from .engine import Generation
 from .readers import find_image_reader, find_prompt_reader, group_rows, num_positions
 
@@ -438,7 +439,7 @@ class AsyncTransformersEngine(SteppedEngine):
             tokens=list(prompt),
             params=params,
             budget=budget,
-            stream=RowStream(seed),
+            stream=random.Random(seed),
             session=session,
             loop=loop,
             future=loop.create_future(),
