@@ -5,20 +5,18 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final, NamedTuple, Protocol
 
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_data.batch_io import write_conversations
 from torchrl_data.conversation import Conversations
-from torchrl_data.keys import PROMPT
 from torchrl_data.messages import ConversationRecord, Message, Position, Source
 from torchrl_data.stop_reasons import ANSWERED, NO_DATA, ROLLOUT_TRUNCATED
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.runner import EpisodeEntries, EpisodeRunner, write_flags
+from torchrl_envs.episode.runner import EpisodeRunner, batch_of_ended
 from torchrl_envs.episode.tool_source import ToolDispatcher
 from torchrl_envs.rewards.functions import RewardFunction, RewardFunctions
 from torchrl_modules import LLMWrapperBase
@@ -277,16 +275,10 @@ class RolloutFunctionCollector(Collector):
             self._score(episodes)
         finally:
             self._runner.close(drawn)
-        batch = TensorDict({}, batch_size=[len(episodes)])
-        write_conversations(batch, PROMPT, Conversations.cat([e.conversation for e in episodes]))
-        write_flags(batch, episodes)
         names = [] if self.reward_field is None else [self.reward_field]
         if self.reward_functions is not None:
             names += self.reward_functions.reward_names
-        entries = EpisodeEntries()
-        entries.reward_names, entries.has_sources, entries.loads_data = names, True, True
-        entries.write_results(batch, episodes)
-        entries.write_values(batch, episodes)
+        batch = batch_of_ended(episodes, names)
         rows = trajectory_rows(batch, range(len(episodes)))
         return lazy_stack([row for own in rows for row in own]), len(episodes)
 

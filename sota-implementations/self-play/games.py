@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from config import OpponentsConfig
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from collectors import LLMCollector
@@ -17,15 +17,13 @@ from torchrl_agents.models import transformers_policy
 from torchrl_agents.settings.command_line import num_ranks
 from torchrl_agents.settings.schema import RecipeConfig
 from torchrl_agents.training import Step
-from torchrl_data.batch_io import write_conversations
 from torchrl_data.conversation import Conversations
-from torchrl_data.keys import PROMPT
 from torchrl_data.stop_reasons import ANSWERED, ERROR, kind_of
 from torchrl_data.tool_calls import ToolCall, parse_tool_calls
 from torchrl_envs import EnvironmentTools
 from torchrl_envs.entries import RowReward, Score, with_observation
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.runner import EpisodeEntries, write_flags
+from torchrl_envs.episode.runner import batch_of_ended
 from torchrl_envs.episode.tool_source import tool_message
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
@@ -193,13 +191,7 @@ class GameCollector(LLMCollector):
             self._play(episodes, past)
         finally:
             runner.close(episodes)
-        batch = TensorDict({}, batch_size=[len(episodes)])
-        write_conversations(batch, PROMPT, Conversations.cat([e.conversation for e in episodes]))
-        write_flags(batch, episodes)
-        entries = EpisodeEntries()
-        entries.reward_names, entries.loads_data, entries.has_tools = [WIN], True, True
-        entries.write_values(batch, episodes)
-        entries.write_results(batch, episodes)
+        batch = batch_of_ended(episodes, [WIN], has_tools=True)
         own = [n for n in range(len(episodes)) if past.get(n // SEATS) != n % SEATS]
         rows = [row for rows in trajectory_rows(batch, own) for row in rows]
         for number, row in zip(own, rows, strict=True):

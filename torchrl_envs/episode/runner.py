@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from tensordict import NonTensorData, TensorDictBase, unravel_key
+from tensordict import NonTensorData, TensorDict, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.data import Binary, Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
@@ -191,6 +191,22 @@ class EpisodeEntries(Transform):
         if self.dense:
             reward_spec[entries.TOKEN_ENTRIES] = NonTensor(shape=shape, example_data={})
         return reward_spec
+
+
+def batch_of_ended(
+    episodes: Sequence[Episode], reward_names: Sequence[str], *, has_tools: bool = False
+) -> TensorDict:
+    """Episodes that are over, with the entries that the last step of an environment has of them."""
+    batch = TensorDict({}, batch_size=[len(episodes)])
+    conversations = Conversations.cat([episode.conversation for episode in episodes])
+    batch_io.write_conversations(batch, keys.PROMPT, conversations)
+    write_flags(batch, episodes)
+    its = EpisodeEntries()
+    its.reward_names, its.has_sources, its.loads_data = reward_names, True, True
+    its.has_tools = has_tools
+    its.write_results(batch, episodes)
+    its.write_values(batch, episodes)
+    return batch
 
 
 # The one loop through an episode: begin, turns, finish, close.
