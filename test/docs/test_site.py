@@ -2,7 +2,6 @@
 
 import functools
 import http.server
-import os
 import re
 import subprocess
 import sys
@@ -11,9 +10,6 @@ import zlib
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import sync_playwright
-
-from torchrl_envs.tools.browser import find_chromium
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "test/house"), str(ROOT / "docs/site")]
@@ -70,16 +66,6 @@ def address(site):
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=find_chromium(), chromium_sandbox=os.geteuid() != 0
-        )
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

@@ -1,15 +1,12 @@
 """The page of a run in a real Chromium: what it shows, and that content runs nothing (A17)."""
 
 import json
-import os
 import re
 
 import pytest
 from made_records import event, sample, write_record
-from playwright.sync_api import sync_playwright
 
 from collectors.record import RunRecord, TokenSpan, write_html
-from torchrl_envs.tools.browser import find_chromium
 
 PAYLOADS = [
     f"{opening}{body}{closing}"
@@ -27,16 +24,6 @@ PAYLOADS = [
     ]
     for body in ("ran(1)", "window.RAN=1", "`${window.RAN=1}`", "\x00ran(1)", "eval('RAN=1')//")
 ]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=find_chromium(), chromium_sandbox=os.geteuid() != 0
-        )
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture
