@@ -157,7 +157,8 @@ def __getattr__(name: str) -> Any:
             f"module {__name__!r} has no {name}: it is made of advantages, so it is in "
             "'objectives' (from objectives import TopKRewardSelector)."
         )
-    return _find(name)
+    globals()[name] = value = _find(name)  # found once
+    return value
 
 
 def __dir__() -> list[str]:

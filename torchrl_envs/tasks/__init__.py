@@ -68,6 +68,10 @@ def find_task(name: str) -> tuple[str, str, tuple[str, ...]]:
     )
 
 
+_parsed: Final = cache(lambda path: ast.parse(path.read_text(encoding="utf-8")))
+"""The source of a module, which may make several tasks."""
+
+
 @cache
 def settings_of_task(name: str) -> dict[str, tuple[str, Any, str]]:
     """The settings of a task, as the source of its function has its keyword arguments.
@@ -81,7 +85,7 @@ def settings_of_task(name: str) -> dict[str, tuple[str, Any, str]]:
         ImportError: see :func:`find_task`.
     """
     module, function, _ = find_task(name)
-    body = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")).body
+    body = _parsed(Path(__file__).with_name(f"{module}.py")).body
     constants = {ast.unparse(x.target): x.value for x in body if isinstance(x, ast.AnnAssign)}
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     made_by = functions[function]
