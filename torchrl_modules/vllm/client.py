@@ -3,13 +3,12 @@
 import json
 import os
 import secrets
-import select
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
@@ -150,7 +149,7 @@ _asking = threading.local()
 """``interrupt``: what this thread's request is interrupted by."""
 
 
-class _Sockets(httpcore2.NetworkBackend):
+class _Sockets(httpcore2.SyncBackend):
     """Opens connections that can be interrupted from another thread."""
 
     def __init__(self) -> None:
@@ -158,34 +157,20 @@ class _Sockets(httpcore2.NetworkBackend):
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def connect_tcp(
-        self, host: str, port: int, timeout: float | None = None, *_: Any, **__: Any
-    ) -> "_Stream":
-        with _as_error(httpcore2.ConnectTimeout, httpcore2.ConnectError):
-            connection = socket.create_connection((host, port), timeout)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return self._kept(connection)
+    def connect_tcp(self, *args: Any, **kwargs: Any) -> "_Stream":
+        return self._kept(super().connect_tcp(*args, **kwargs))
 
-    def connect_unix_socket(
-        self, path: str, timeout: float | None = None, *_: Any, **__: Any
-    ) -> "_Stream":
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with _as_error(httpcore2.ConnectTimeout, httpcore2.ConnectError):
-                connection.settimeout(timeout)
-                connection.connect(path)
-        except BaseException:
-            connection.close()
-            raise
-        return self._kept(connection)
+    def connect_unix_socket(self, *args: Any, **kwargs: Any) -> "_Stream":
+        return self._kept(super().connect_unix_socket(*args, **kwargs))
 
-    def _kept(self, connection: socket.socket) -> "_Stream":
+    def _kept(self, stream: httpcore2.NetworkStream) -> "_Stream":
+        connection = stream.get_extra_info("socket")
         with self._lock:
             if self._is_closed:  # while another thread came to connect: nobody would close it
                 connection.close()
                 raise httpcore2.ConnectError("the client is closed")
             self._open = [*(one for one in self._open if one.fileno() >= 0), connection]
-        return _Stream(connection)
+        return _Stream(stream)
 
     def close(self) -> None:
         """Close those, too, that the pool has let go of after a request that was broken off."""
@@ -204,48 +189,23 @@ class _Sockets(httpcore2.NetworkBackend):
 class _Stream(httpcore2.NetworkStream):
     """A connection."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    def __init__(self, stream: httpcore2.NetworkStream) -> None:
+        self._stream = stream
+        self.read, self.close = stream.read, stream.close
+        self.get_extra_info = stream.get_extra_info
         self.interrupt: Interrupt | None = None
         """Of the request that it carries."""
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        with _as_error(httpcore2.ReadTimeout, httpcore2.ReadError):
-            self._socket.settimeout(timeout)
-            return self._socket.recv(max_bytes)
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         self.interrupt = getattr(_asking, "interrupt", None)
         if self.interrupt is not None:
             self.interrupt.attach(self)
-        with _as_error(httpcore2.WriteTimeout, httpcore2.WriteError):
-            self._socket.settimeout(timeout)
-            self._socket.sendall(buffer)
+        self._stream.write(buffer, timeout)
 
     def shut_down(self) -> None:
         """Whoever reads reads the end."""
         with suppress(OSError):  # it ended by itself
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def get_extra_info(self, info: str) -> Any:
-        if info != "is_readable":
-            return None
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
-
-
-@contextmanager
-def _as_error(timeout: type[Exception], other: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError as error:
-        raise timeout(str(error)) from error
-    except OSError as error:
-        raise other(str(error)) from error
+            self.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
 
 Scope = MutableMapping[str, Any]
