@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
+    from torchrl.envs import LLMHashingEnv
     from torchrl.envs.transforms import StepCounter
 
     from .agents.agent_program import AgentProgram
     from .agents.programs import AgentCommand, AgentEndpoint
-    from .compat import DatasetChatEnv, LLMEnv, LLMHashingEnv
+    from .compat import DatasetChatEnv, LLMEnv
     from .concurrency import EpisodeLostError
     from .datasets.primer import DataExhaustedError, DataLoadingPrimer, DifficultyPools
     from .datasets.rows import DataOptions, PromptLimit, load_rows

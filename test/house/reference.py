@@ -23,7 +23,10 @@ words in the [glossary](glossary.md).
 
 Written by `python test/house/reference.py`.
 """
-OF_TORCHRL = {"torchrl.envs.transforms.StepCounter": "Ends an episode after a number of turns."}
+OF_TORCHRL = {
+    "torchrl.envs.LLMHashingEnv": "An action is the next token; `hashing` names what it leads to.",
+    "torchrl.envs.transforms.StepCounter": "Ends an episode after a number of turns.",
+}
 
 
 def page(root: Path = ROOT) -> str:
