@@ -4,6 +4,7 @@ import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -284,11 +285,8 @@ def as_nested_tensor(list_of_tensordicts: Sequence[TensorDictBase]) -> TensorDic
     Raises:
         ValueError: there are no rows.
     """
-
-    def nest(*values: Tensor) -> Tensor:
-        return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
-
-    return _stacked(list_of_tensordicts, nest, dim=0)
+    nest = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+    return _stacked(list_of_tensordicts, lambda *values: nest(list(values)), dim=0)
 
 
 def as_padded_tensor(
