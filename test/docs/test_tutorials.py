@@ -60,6 +60,40 @@ def test_your_environment_prints_what_the_page_says(run_tutorial):
         assert (source(cell), printed(cell)) == (source(kept), printed(kept))
 
 
+def test_tools_and_mcp_answers_what_the_page_says(run_tutorial):
+    cells = run_tutorial("tools-and-mcp")
+    for cell, kept in zip(cells, read(FOLDER / "tools-and-mcp.ipynb"), strict=True):
+        if not figures([cell]):  # the figure's cell tells a time
+            assert (source(cell), printed(cell)) == (source(kept), printed(kept))
+    assert figures(cells) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_your_agent_learns(run_tutorial):
+    cells = run_tutorial("your-agent")
+    said = "".join(map(printed, cells))
+    rows = re.findall(r"group (\d), turns 2: .* (\d) trained", said)
+    assert rows == [("0", "8"), ("1", "4"), ("1", "4")]
+    first, last = map(float, re.findall(r"first step ([\d.]+), of the last five ([\d.]+)", said)[0])
+    assert first < 0.1
+    assert last > 0.8
+    assert figures(cells) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_streaming_trains_every_group_and_no_token_that_is_too_old(run_tutorial):
+    cells = run_tutorial("streaming")
+    said = "".join(map(printed, cells))
+    assert re.search(r"^trained +120 ", said, re.MULTILINE)
+    assert re.search(r"^dropped +0 ", said, re.MULTILINE)
+    batches, streaming = map(int, re.findall(r"oldest token (\d) steps old", said))
+    assert batches == 0
+    assert 0 < streaming <= 4
+    assert figures(cells) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_losses_in_your_loop_learns(run_tutorial):
