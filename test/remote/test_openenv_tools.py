@@ -288,7 +288,7 @@ def test_what_is_wrong_at_construction(servers):
 
 def test_a_column_that_reset_reads_is_missing(servers, scripted):
     tools = OpenEnvTools(f"{servers}/wordle", actions=[guess], reset_columns=["word"], **SETTINGS)
-    with pytest.raises(ValueError, match=r"reads the columns \['word'\]"):
+    with pytest.raises(ValueError, match=r"needs the columns \['word'\]"):
         collector_of([{"prompt": "x"}], scripted(["x"]), tools)
     tools.close()
 

@@ -366,14 +366,8 @@ class AgentProgram(ToolSource, RewardSource):
         bounds = [(b.max_model_len, b.min_turn_tokens) for b in env.transforms_of(TokenBudget)]
         self._prompts.bound(most - least for most, least in bounds if most is not None)
         for loader in env.transforms_of(DataLoadingPrimer):
-            missing = [
-                c for c in programs.required_columns(self.program) if c not in loader.columns
-            ]
-            if missing:
-                raise ValueError(
-                    f"AgentProgram: the program asks for {missing}, which the data lack; their "
-                    f"columns are {sorted(loader.columns)}."
-                )
+            needed = programs.required_columns(self.program)
+            loader.require_columns("AgentProgram: the program", needed)
         host = str(urlsplit(self.server.url).hostname)
         in_process = not isinstance(self.program, programs.AgentCommand)
         if in_process and "http" in getproxies() and not proxy_bypass(host):

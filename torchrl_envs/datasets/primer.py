@@ -379,6 +379,23 @@ class DataLoadingPrimer(EpisodeTransform):
             return
         data.refuse_bad_rows(self._sample(self.options.num_checked_rows), check)
 
+    def require_columns(self, who: str, needed: Iterable[str], do: str = "") -> None:
+        """Check that the data have columns.
+
+        Args:
+            who: needs them.
+            needed: their names.
+            do: what may be done where they lack some; a sentence after a space.
+
+        Raises:
+            ValueError: they lack some.
+        """
+        if missing := [column for column in needed if column not in self.columns]:
+            raise ValueError(
+                f"{who} needs the columns {missing}, which the data lack; they have "
+                f"{sorted(self.columns)}.{do}"
+            )
+
     def check(self, env: "EpisodeEnvironment") -> None:
         """The batch must hold whole groups, and its prompts tell of the tools that are shown.
 

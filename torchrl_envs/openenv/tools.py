@@ -243,12 +243,7 @@ class OpenEnvTools(ToolSource, RewardSource):
             ValueError: they lack some.
         """
         for loader in env.transforms_of(DataLoadingPrimer):
-            missing = [c for c in (*self.where, *self.reset_columns) if c not in loader.columns]
-            if missing:
-                raise ValueError(
-                    f"OpenEnvTools reads the columns {missing}, which the data lacks; its columns "
-                    f"are {sorted(loader.columns)}."
-                )
+            loader.require_columns("OpenEnvTools", (*self.where, *self.reset_columns))
 
     async def begin(self, episode: Episode) -> None:
         """Open and reset a session; add what the server says to the query.

@@ -85,12 +85,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
             ValueError: they don't.
         """
         for loader in env.transforms_of(DataLoadingPrimer):
-            missing = [c for c in self.required_columns if c not in loader.columns]
-            if missing:
-                raise ValueError(
-                    f"{self._get_name()} reads the columns {missing}, which the data lack; they "
-                    f"have {sorted(loader.columns)}."
-                )
+            loader.require_columns(self._get_name(), self.required_columns)
 
     # In an environment --------------------------------------------------------------------------
 

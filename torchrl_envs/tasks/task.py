@@ -154,12 +154,7 @@ class TaskEnv(EpisodeEnv):
             prompt_column=task.prompt_column,
             map_row=map_row or task.map_row,
         )
-        missing = [column for column in task.columns if column not in primer.columns]
-        if missing:
-            raise ValueError(
-                f"{type(self).__name__} needs the columns {missing}; the data set has "
-                f"{sorted(primer.columns)}."
-            )
+        primer.require_columns(type(self).__name__, task.columns)
         parts: list[Any] = [primer]
         if task.environment is not None:
             environments = EnvironmentTools(task.environment, show_schemas=show_schemas)

@@ -190,14 +190,9 @@ class EnvironmentTools(ToolSource, RewardSource):
             )
 
     def _check_columns(self, loader: DataLoadingPrimer) -> None:
-        columns = set(loader.columns)
         if self.is_routed:
-            if self.route_column not in columns:
-                raise ValueError(
-                    f"EnvironmentTools routes by the column {self.route_column!r}, which the data "
-                    f"lacks; its columns are {sorted(columns)}. Add it or name another one with "
-                    "route_column=."
-                )
+            do = " Add what says of each row its environment, or name another one by route_column=."
+            loader.require_columns("EnvironmentTools", [self.route_column], do)
             if self.only_for is None:
                 known, column = sorted(self.factories), self.route_column
                 loader.require(
@@ -212,12 +207,9 @@ class EnvironmentTools(ToolSource, RewardSource):
             if not hasattr(cls, "reset"):
                 missing = "no reset(self, **row) method; add one (it may return None)"
                 raise ValueError(f"The environment {cls.__name__} has {missing}.")
-            missing = set(_required_arguments(cls.reset)[1:]) - columns - {"seed"}
-            if missing:
-                raise ValueError(
-                    f"{name}.reset needs the columns {sorted(missing)}, which the data lacks; its "
-                    f"columns are {sorted(columns)}. Add them, or give the parameters a default."
-                )
+            needed = set(_required_arguments(cls.reset)[1:]) - {"seed"}
+            do = " Add them, or give the parameters a default."
+            loader.require_columns(f"{name}.reset", sorted(needed), do)
 
     # Lifecycle ----------------------------------------------------------------------------------
 

@@ -305,7 +305,8 @@ def test_columns_that_the_program_asks_for_are_there(chatml_tokenizer):
 
     part = Compose(DataLoadingPrimer(ROWS, group_size=1), AgentProgram(program))
     env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(part)
-    with pytest.raises(ValueError, match=r"asks for \['level'\], which the data lack"):
+    words = r"the program needs the columns \['level'\], which the data lack"
+    with pytest.raises(ValueError, match=words):
         env.check()
 
 

@@ -131,12 +131,12 @@ def test_a_dataset_of_datasets_works():
             lambda: compose(
                 DataLoadingPrimer([{"prompt": "a", "other": 1}]), EnvironmentTools(Good)
             ).check(),
-            r"Good.reset needs the columns \['number'\].*columns are \['other', 'prompt'\]",
+            r"Good.reset needs the columns \['number'\].*have \['other', 'prompt'\]\. Add them",
             id="no column for reset",
         ),
         pytest.param(
             lambda: compose(DataLoadingPrimer(ROWS), EnvironmentTools({"good": Good})).check(),
-            "routes by the column 'environment', which the data lacks.*route_column=",
+            r"needs the columns \['environment'\], which the data lack.*route_column=",
             id="no routing column",
         ),
         pytest.param(
