@@ -4,7 +4,6 @@ Its conversation, rewards and resources, and how its events wait together with o
 """
 
 import asyncio
-import inspect
 import itertools
 import logging
 import threading
@@ -12,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from types import CoroutineType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -191,7 +191,7 @@ class PendingCalls(NamedTuple):
 async def run_event(event: Callable[["Episode"], Any], episode: "Episode") -> None:
     """Run an event of an episode, sync or ``async``, to its end."""
     waiting = event(episode)
-    if inspect.iscoroutine(waiting):
+    if isinstance(waiting, CoroutineType):
         await waiting
 
 

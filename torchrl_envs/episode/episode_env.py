@@ -451,7 +451,7 @@ class AsyncEpisodeRunner:
             episode.conversation = base.open(episode.query, episode.tools)
         except Exception as error:
             runner.fail(episode, type(self._env.base_env).__name__, error)
-        await drive(events.before_turn(episode))
+        await drive(run_event(events.before_turn, episode))
         while not (episode.stop_reason or episode.is_done):
             episode.conversation, episode.finish_reason = await policy.take_turn(
                 episode.conversation, max_new_tokens=episode.max_new_tokens, session=episode.id
@@ -463,7 +463,7 @@ class AsyncEpisodeRunner:
             for step in self._turn_steps:
                 await drive(run_event(step, episode))
             episode.end_unanswered()
-            await drive(events.before_turn(episode))
+            await drive(run_event(events.before_turn, episode))
         episode.settle()
         events.over([episode])
 

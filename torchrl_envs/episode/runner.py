@@ -4,6 +4,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import CoroutineType
 from typing import Any, Final
 
 import torch
@@ -21,7 +22,15 @@ from torchrl_envs import entries
 from torchrl_envs.concurrency import ConcurrentCalls
 from torchrl_envs.tool_results import error_line
 
-from .episode import Episode, Resources, close_left_open, close_resources, drive, run_event
+from .episode import (
+    Episode,
+    EventCoroutine,
+    Resources,
+    close_left_open,
+    close_resources,
+    drive,
+    run_event,
+)
 from .tool_source import ToolDispatcher
 from .transform import EpisodeStartError, EpisodeTransform, overrides
 
@@ -295,13 +304,17 @@ class EpisodeRunner:
         ]
         episode.tools = schemas or episode.tools
 
-    async def before_turn(self, episode: Episode) -> None:
+    def before_turn(self, episode: Episode) -> EventCoroutine | None:
         """Bound the next turn of an episode, if it goes on; or it gets a ``stop_reason``."""
+
+        async def bound() -> None:
+            for transform in self._parts["before_turn"]:
+                if not (episode.stop_reason or episode.is_done):
+                    await self.run_safely(transform, "before_turn", episode)
+
         if not (episode.stop_reason or episode.is_done):
             episode.max_new_tokens = None
-        for transform in self._parts["before_turn"]:
-            if not (episode.stop_reason or episode.is_done):
-                await self.run_safely(transform, "before_turn", episode)
+        return bound() if self._parts["before_turn"] else None
 
     async def run_safely(
         self, part: EpisodeTransform | ToolDispatcher, event: str, episode: Episode
@@ -311,18 +324,23 @@ class EpisodeRunner:
         What it raises ends this episode alone, truncated and unscorable, with ``stop_reason``
         ``"environment_error: <where>: <type>: <message>"``; nothing more takes part in it then.
         """
-        if kind_of(episode.stop_reason) == ENVIRONMENT_ERROR:
+        if episode.stop_reason and kind_of(episode.stop_reason) == ENVIRONMENT_ERROR:
             return
         try:
             if isinstance(part, ToolDispatcher) or part.concerned([episode]):
-                await run_event(getattr(part, event), episode)
+                waiting = getattr(part, event)(episode)
+                if isinstance(waiting, CoroutineType):
+                    await waiting
         except (Exception, SystemExit) as error:
             where = "tools" if part is self.dispatcher else type(part).__name__
             fail(episode, where, error)
 
-    def run(self, event: Callable[[Episode], Any], episodes: Sequence[Episode]) -> None:
-        """Run an event, sync or ``async``, on each episode, then raise what the first raised."""
-        drive([run_event(event, episode) for episode in episodes], self.calls)
+    def run(
+        self, event: Callable[[Episode], EventCoroutine | None], episodes: Sequence[Episode]
+    ) -> None:
+        """Run an event on each episode to its end, then raise what the first raised."""
+        begun = map(event, episodes)
+        drive([waiting for waiting in begun if waiting is not None], self.calls)
 
     def over(self, episodes: Sequence[Episode]) -> None:
         """Tell that episodes are over, each as soon as it is; to be told again says no more."""
@@ -343,7 +361,7 @@ class EpisodeRunner:
             if concerned and overrides(transform, "finish_batch"):
                 transform.finish_batch(concerned)
             if overrides(transform, "finish"):
-                self.run(transform.finish, concerned)
+                self.run(functools.partial(run_event, transform.finish), concerned)
         for episode in episodes:
             if not episode.is_scorable:
                 is_failed = kind_of(episode.stop_reason) in UNSCORABLE_REASONS
