@@ -54,6 +54,25 @@ def check_not_none(who: str, /, **settings: object) -> None:
             raise ValueError(f"{_named(who, name)} must be given, got None.")
 
 
+def check_columns(who: str, columns: Collection[str], needed: Iterable[str], do: str = "") -> None:
+    """Refuse data that lack columns.
+
+    Args:
+        who: needs them.
+        columns: of the data.
+        needed: their names.
+        do: what may be done where the data lack some; a sentence after a space.
+
+    Raises:
+        ValueError: they lack some.
+    """
+    if missing := [column for column in needed if column not in columns]:
+        raise ValueError(
+            f"{who} needs the columns {missing}, which the data lack; they have "
+            f"{sorted(columns)}.{do}"
+        )
+
+
 def check_counts(who: str = "", least: int = 1, /, **counts: int | None) -> None:
     """Check that settings are whole numbers of at least ``least``."""
     for name, value in counts.items():

@@ -13,7 +13,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from torchrl_data.checks import check_counts, check_numbers
+from torchrl_data.checks import check_columns, check_counts, check_numbers
 from torchrl_data.conversation import Conversations, waiting_rows
 from torchrl_data.messages import Message
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
@@ -367,7 +367,7 @@ class AgentProgram(ToolSource, RewardSource):
         self._prompts.bound(most - least for most, least in bounds if most is not None)
         for loader in env.transforms_of(DataLoadingPrimer):
             needed = programs.required_columns(self.program)
-            loader.require_columns("AgentProgram: the program", needed)
+            check_columns("AgentProgram: the program", loader.columns, needed)
         host = str(urlsplit(self.server.url).hostname)
         in_process = not isinstance(self.program, programs.AgentCommand)
         if in_process and "http" in getproxies() and not proxy_bypass(host):

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -378,23 +378,6 @@ class DataLoadingPrimer(EpisodeTransform):
         if self.options.skip_bad_rows:
             return
         data.refuse_bad_rows(self._sample(self.options.num_checked_rows), check)
-
-    def require_columns(self, who: str, needed: Iterable[str], do: str = "") -> None:
-        """Check that the data have columns.
-
-        Args:
-            who: needs them.
-            needed: their names.
-            do: what may be done where they lack some; a sentence after a space.
-
-        Raises:
-            ValueError: they lack some.
-        """
-        if missing := [column for column in needed if column not in self.columns]:
-            raise ValueError(
-                f"{who} needs the columns {missing}, which the data lack; they have "
-                f"{sorted(self.columns)}.{do}"
-            )
 
     def check(self, env: "EpisodeEnvironment") -> None:
         """The batch must hold whole groups, and its prompts tell of the tools that are shown.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from torchrl_data.checks import one_of
+from torchrl_data.checks import check_columns, one_of
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
@@ -243,7 +243,7 @@ class OpenEnvTools(ToolSource, RewardSource):
             ValueError: they lack some.
         """
         for loader in env.transforms_of(DataLoadingPrimer):
-            loader.require_columns("OpenEnvTools", (*self.where, *self.reset_columns))
+            check_columns("OpenEnvTools", loader.columns, (*self.where, *self.reset_columns))
 
     async def begin(self, episode: Episode) -> None:
         """Open and reset a session; add what the server says to the query.

@@ -12,7 +12,7 @@ from torchrl.data import Binary, Composite, Unbounded
 
 from torchrl_data.batch_io import read_conversations
 from torchrl_data.batch_objects import read_objects
-from torchrl_data.checks import MissingEntryError, check_numbers
+from torchrl_data.checks import MissingEntryError, check_columns, check_numbers
 from torchrl_data.keys import FULL, GROUP_ID, REWARD, REWARDS, ROW, SCORABLE
 from torchrl_envs.concurrency import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
@@ -85,7 +85,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
             ValueError: they don't.
         """
         for loader in env.transforms_of(DataLoadingPrimer):
-            loader.require_columns(self._get_name(), self.required_columns)
+            check_columns(self._get_name(), loader.columns, self.required_columns)
 
     # In an environment --------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torchrl.envs import Transform
 from torchrl.envs.transforms import Compose, StepCounter
 
 from torchrl_data.batch_io import read_conversations
-from torchrl_data.checks import check_numbers
+from torchrl_data.checks import check_columns, check_numbers
 from torchrl_data.conversation import Conversations
 from torchrl_data.messages import Message
 from torchrl_data.templates.encoder import ConversationEncoder, encode_demonstrations
@@ -154,7 +154,7 @@ class TaskEnv(EpisodeEnv):
             prompt_column=task.prompt_column,
             map_row=map_row or task.map_row,
         )
-        primer.require_columns(type(self).__name__, task.columns)
+        check_columns(type(self).__name__, primer.columns, task.columns)
         parts: list[Any] = [primer]
         if task.environment is not None:
             environments = EnvironmentTools(task.environment, show_schemas=show_schemas)

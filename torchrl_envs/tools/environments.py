@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from torchrl_data.checks import POSITIVE, check_numbers, one_of
+from torchrl_data.checks import POSITIVE, check_columns, check_numbers, one_of
 from torchrl_data.messages import Message
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.tool_calls import ToolCall
@@ -192,7 +192,7 @@ class EnvironmentTools(ToolSource, RewardSource):
     def _check_columns(self, loader: DataLoadingPrimer) -> None:
         if self.is_routed:
             do = " Add what says of each row its environment, or name another one by route_column=."
-            loader.require_columns("EnvironmentTools", [self.route_column], do)
+            check_columns("EnvironmentTools", loader.columns, [self.route_column], do)
             if self.only_for is None:
                 known, column = sorted(self.factories), self.route_column
                 loader.require(
@@ -209,7 +209,7 @@ class EnvironmentTools(ToolSource, RewardSource):
                 raise ValueError(f"The environment {cls.__name__} has {missing}.")
             needed = set(_required_arguments(cls.reset)[1:]) - {"seed"}
             do = " Add them, or give the parameters a default."
-            loader.require_columns(f"{name}.reset", sorted(needed), do)
+            check_columns(f"{name}.reset", loader.columns, sorted(needed), do)
 
     # Lifecycle ----------------------------------------------------------------------------------
 
