@@ -2,8 +2,10 @@
 
     PYTHONPATH=. python benchmarks/ways_to_train.py [--only "vLLM server" DDP] [--seed 0]
 
-Each way is the command ``torchrl-agents grpo experiment=smollm2`` with the settings that the table
-shows, and ends at a held-out reward of 0.9 (of 48 prompts, tested every 4 steps) or after 20 steps.
+All begin with the weights of one short fine-tuning on demonstrations that call a random tool. Each
+way is then the command ``torchrl-agents grpo experiment=smollm2`` with at most two turns and the
+settings that the table shows, and ends at a held-out reward of 0.9 (of 48 prompts, tested every 4
+steps) or after 20 steps.
 The worst deviation of the mean ratio from 1 and the smallest effective sample size say how far what
 was trained is from what was drawn: engines differ in their arithmetic, asynchronous ways in the age
 of their weights. CPU is that of all processes, engines included; memory the peak of the sum of
@@ -22,9 +24,22 @@ from typing import Any, Final
 
 import psutil
 
-SCRIPT = Path(__file__).parents[1] / "sota-implementations/grpo/grpo.py"
+RECIPES = Path(__file__).parents[1] / "sota-implementations"
+WARM = (
+    "policy=smollm2",
+    "task=calculator",
+    "policy.show_tool_schemas=false",
+    "train.num_steps=8",
+    "train.batch_size=16",
+    "train.autocast=true",
+    "optim.learning_rate=5e-5",
+    "evaluate.num_prompts=8",
+    "name=warm",
+)
 COMMON = (
     "experiment=smollm2",
+    "warm_start.num_steps=0",
+    "collector.max_turns=2",
     "train.stop_at=0.9",
     "evaluate.num_prompts=48",
     "evaluate.every=4",
@@ -75,9 +90,10 @@ class Usage:
         return sum(self._cpu_s.values())
 
 
-def train(settings: tuple[str, ...], runner: tuple[str, ...], seed: int, folder: Path) -> Any:
+def train(recipe: str, settings: tuple[str, ...], runner: tuple[str, ...], folder: Path) -> Any:
     """One run; its result, its metrics of each step, and what it took."""
-    command = [sys.executable, *runner, str(SCRIPT), *COMMON, *settings, f"seed={seed}"]
+    script = RECIPES / recipe / f"{recipe}.py"
+    command = [sys.executable, *runner, str(script), *settings]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with (folder / "output").open("w+") as output:
         process = subprocess.Popen(
@@ -128,11 +144,17 @@ def main() -> None:
     given = parser.parse_args()
     print("| way | settings | held-out reward | steps | ratio | ESS | CPU | memory | tokens/s |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for name in given.only:
-        settings, runner = WAYS[name]
-        with tempfile.TemporaryDirectory() as folder:
-            found = train(settings, runner, given.seed, Path(folder))
-            print(row(name, settings, found), flush=True)
+    seed = f"seed={given.seed}"
+    with tempfile.TemporaryDirectory() as first:
+        warm = train("sft", (*WARM, seed), (), Path(first))
+        if warm is None:
+            sys.exit("ways_to_train.py: the fine-tuning that all begin with failed; see above.")
+        weights = f"policy.model={warm[0]['output_dir']}"
+        for name in given.only:
+            settings, runner = WAYS[name]
+            with tempfile.TemporaryDirectory() as folder:
+                found = train("grpo", (*COMMON, weights, *settings, seed), runner, Path(folder))
+                print(row(name, settings, found), flush=True)
 
 
 if __name__ == "__main__":
