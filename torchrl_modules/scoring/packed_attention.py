@@ -36,6 +36,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 _WORTH: Final = 32
 """A shared token saves a pass through the model; a token behind it pays about 1/32 of one, for a
 second piece of attention."""
+_BLOCK: Final = 128
+"""Tokens of a block of flex attention's mask."""
 
 
 class Segment(NamedTuple):
@@ -74,15 +76,29 @@ class PrefixTrie:
 
     @cached_property
     def block_mask(self) -> Any:
-        """The mask of the trie for flex attention; all layers share it."""
-        from torch.nn.attention.flex_attention import create_block_mask
+        """The mask of the trie for flex attention, in memory O((M / 128)^2); layers share it."""
+        from torch.nn.attention.flex_attention import BlockMask
 
         ends, size = self.subtree_end, len(self.ids)
 
         def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:  # noqa: ARG001
             return (k <= q) & (q < ends[k])
 
-        return create_block_mask(sees, None, None, size, size, device=str(self.ids.device))
+        # Of a block of keys, the least and the largest end tell which later blocks of queries see
+        # all of it, or any of it.
+        least, most = pad(ends, (0, -size % _BLOCK), value=size).view(-1, _BLOCK).aminmax(dim=1)
+        key = torch.arange(0, size, _BLOCK, device=ends.device)
+        query = key[:, None]
+        whole = (key < query) & (query + _BLOCK <= least)
+        partial = (key <= query) & (query < most) & ~whole
+        counts = [
+            x[None, None].to(torch.int32)
+            for some in (partial, whole)
+            for x in (some.sum(1), some.argsort(dim=1, descending=True, stable=True))
+        ]
+        return BlockMask.from_kv_blocks(
+            *counts, BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(size, size)
+        )
 
 
 def build_trie(ids: Tensor, lengths: Tensor, ends: Tensor, *, share: bool) -> PrefixTrie:

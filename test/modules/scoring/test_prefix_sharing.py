@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from torchrl_data.ragged import pack
@@ -91,14 +92,47 @@ def test_attention_over_the_trie_is_masked_attention(rows, heads, seed):
     )
 
 
-def test_the_mask_for_flex_attention_is_that_of_the_trie():
-    trie = trie_of([[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0], [1, 0]])
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    seen = flex.create_mask(
-        trie.block_mask.mask_mod, 1, 1, len(trie.ids), len(trie.ids), device="cpu"
-    )[0, 0]
-    for at, row in enumerate(seen.tolist()):
-        assert [k for k, visible in enumerate(row) if visible] == ancestors(trie, at)
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 400), st.integers(0, 2), st.integers(1, 300)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_the_mask_for_flex_attention_is_that_of_the_trie(rows):
+    """Block by block what PyTorch makes of the dense mask; rows share up to 400 tokens."""
+    trie = trie_of([[7] * common + [kind] * rest for common, kind, rest in rows])
+    mask, size = trie.block_mask, len(trie.ids)
+    at = torch.arange(size)
+    dense = (at <= at[:, None]) & (at[:, None] < trie.subtree_end)
+    expected = create_block_mask(lambda b, h, q, k: dense[q, k], None, None, size, size, "cpu")
+    assert mask.shape == expected.shape
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(mask, name), getattr(expected, name)), name
+    for count, places in (
+        ("kv_num_blocks", "kv_indices"),
+        ("full_kv_num_blocks", "full_kv_indices"),
+        ("q_num_blocks", "q_indices"),
+        ("full_q_num_blocks", "full_q_indices"),
+    ):
+        found, known = getattr(mask, places)[0, 0], getattr(expected, places)[0, 0]
+        for block, number in enumerate(getattr(mask, count)[0, 0].tolist()):
+            assert torch.equal(found[block, :number], known[block, :number]), places
+    seen = create_mask(mask.mask_mod, 1, 1, size, size, device="cpu")[0, 0]
+    assert torch.equal(seen, dense)
+
+
+@pytest.mark.parametrize("size", [8192, 32768, 131072])
+def test_the_mask_for_flex_attention_takes_memory_of_its_blocks(size):
+    """All it allocates is 256 bytes for a pair of blocks, of which a dense mask has 128 * 128."""
+    prompt, rest = list(range(size // 2)), size // 8
+    trie = trie_of([prompt + [size + i] * rest for i in range(4)])
+    assert len(trie.ids) == size
+    with torch.profiler.profile(profile_memory=True) as profile:
+        trie.block_mask  # noqa: B018
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+    assert size * 8 < allocated < 256 * (size // 128) ** 2
 
 
 SMALL = {"vocab_size": 16, "bos_token_id": None, "eos_token_id": None}
