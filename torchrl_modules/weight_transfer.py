@@ -235,10 +235,12 @@ class C10dWeightTransfer:
         self._bucket_bytes = bucket_bytes
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-transfer")
         self._buffer: Tensor | None = None
+        limits = control.rpc("torchrl_limits")
+        self._dtype = getattr(torch, limits.get("dtype", ""), None)
         meeting = {
             "master_address": master_address,
             "master_port": master_port or _free_port(master_address),
-            "world_size": 1 + control.rpc("torchrl_limits")["num_workers"],
+            "world_size": 1 + limits["num_workers"],
             "timeout_s": timeout_s,
         }
         self._group: BroadcastGroup | None = None
@@ -272,7 +274,7 @@ class C10dWeightTransfer:
         group, call = self._group, self._control.call
         if group is None:
             raise RuntimeError("C10dWeightTransfer is closed. Make another one.")
-        layout = WeightLayout.of(shells(weights), self._bucket_bytes)
+        layout = WeightLayout.of(shells(weights, self._dtype), self._bucket_bytes)
         call("start_weight_update")
         received = self._threads.submit(call, "update_weights", update_info=layout.message)
         try:
@@ -329,17 +331,19 @@ _DTYPES: Final = {
 
 @contextmanager
 def weights_file(
-    state_dict: Mapping[str, Tensor], *, directory: str | None, is_near: bool, who: str
+    state_dict: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    directory: str | None,
+    is_near: bool,
+    who: str,
 ) -> Iterator[str]:
     """Gives the path of a safetensors file for another process of this user."""
     # The file has no name: it is a descriptor of this process, and gone with it, however it ends.
-    faults = value_faults(state_dict)
-    faults += [
-        f"{name} is {value.dtype}, which can't be sent"
-        for name, value in shells(state_dict).items()
-        if isinstance(value, Tensor) and value.dtype not in _DTYPES
-    ]
-    refuse(faults, who=who)
+    refuse(value_faults(state_dict), who=who)
+    sent = shells(state_dict, dtype)
+    unknown = {name: value.dtype for name, value in sent.items() if value.dtype not in _DTYPES}
+    refuse([f"{name} is {kind}, which can't be sent" for name, kind in unknown.items()], who=who)
     with ExitStack() as stack:
         if not is_near:
             named = tempfile.NamedTemporaryFile(prefix="weights-", dir=directory)  # noqa: SIM115
@@ -352,14 +356,15 @@ def weights_file(
         # The library's own writer needs a name, and leaves it behind when killed.
         header: dict[str, object] = {}
         end = 0
-        for name, value in shells(state_dict).items():
+        for name, value in sent.items():
             begin, end = end, end + value.numel() * value.element_size()
             place = {"shape": list(value.shape), "data_offsets": [begin, end]}
             header[name] = {"dtype": _DTYPES[value.dtype], **place}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # so that the values are aligned
         file.write(len(text).to_bytes(8, "little") + text)
-        for value in state_dict.values():
-            file.write(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        for name, shell in sent.items():
+            value = state_dict[name].detach().to("cpu", shell.dtype).contiguous()
+            file.write(value.view(-1).view(torch.uint8).numpy())
         file.flush()
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}" if is_near else str(file.name)

@@ -22,6 +22,8 @@ class WeightFacts(NamedTuple):
     dtype: torch.dtype
     largest: float
     """The largest absolute value; infinity where a value is NaN or infinite."""
+    place: Hashable
+    """The same for names of one and the same tensor, which are tied."""
 
 
 class LazyWeights(Mapping[str, Tensor]):
@@ -35,7 +37,8 @@ class LazyWeights(Mapping[str, Tensor]):
 
     def same_values(self, first: str, second: str) -> bool:
         """Whether two names stand for the same values."""
-        return torch.equal(self[first], self[second])
+        is_one = self.facts[first].place == self.facts[second].place
+        return is_one or torch.equal(self[first], self[second])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.facts)
@@ -56,13 +59,54 @@ class RenamedWeights(LazyWeights):
         return self._weights[self._names[name]]
 
 
-def shells(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Tensors of the same types and shapes; without data where the weights are lazy."""
-    if not isinstance(weights, LazyWeights):
-        return weights
+def facts_of(weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What has the shapes and types of weights, without making any."""
+    return weights.facts if isinstance(weights, LazyWeights) else weights
+
+
+def shells(weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Weights without data as they are sent: tied ones once, and no wider than an engine's type."""
+    facts = facts_of(weights)
     return {
-        name: torch.empty(facts.shape, dtype=facts.dtype, device="meta")
-        for name, facts in weights.facts.items()
+        name: torch.empty(facts[name].shape, dtype=narrowed(facts[name], dtype), device="meta")
+        for name, first in first_names(weights).items()
+        if name == first
+    }
+
+
+def narrowed(value: Any, dtype: torch.dtype | None) -> torch.dtype:
+    """In which type a tensor is sent to an engine that computes in ``dtype``; ``None``: in its own.
+
+    Scales, biases and other vectors stay as they are: a model may keep them in a wider type.
+    """
+    fits = (
+        dtype is not None
+        and value.dtype.is_floating_point
+        and len(value.shape) > 1
+        and dtype.itemsize < value.dtype.itemsize
+    )
+    return dtype if fits and dtype is not None else value.dtype
+
+
+def first_names(weights: Mapping[str, Any]) -> dict[str, str]:
+    """For each name the first one of the same tensor."""
+    first: dict[Hashable, str] = {}
+    facts = facts_of(weights).items()
+    return {
+        name: first.setdefault(getattr(x, "place", None) or _place(x), name) for name, x in facts
+    }
+
+
+def copied(
+    weights: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> dict[str, Tensor]:
+    """Copies that no training changes: as they are sent, see :func:`shells`; on their devices."""
+    return {
+        name: weights[name].detach().to(device=device, dtype=shell.dtype, copy=True)
+        for name, shell in shells(weights, dtype).items()
     }
 
 
@@ -89,8 +133,7 @@ class ExpectedWeights:
     @classmethod
     def of(cls, named: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Self:
         """Those of a model's entries; entries that share their memory are tied."""
-        first: dict[Any, str] = {}
-        canonical = {name: first.setdefault(_place(v), name) for name, v in named.items()}
+        canonical = first_names(named)
         own = {name: named[name] for name, known in canonical.items() if name == known}
         return cls(own, {name: known for name, known in canonical.items() if name != known}, dtype)
 
@@ -99,7 +142,7 @@ class ExpectedWeights:
         known = {name: self.aliases.get(name, name) for name in new}
         faults = [f"it has no use for {name}" for name, at in known.items() if at not in self.own]
         lazy = new if isinstance(new, LazyWeights) else None
-        looked_at: Mapping[str, Any] = new if lazy is None else lazy.facts
+        looked_at = facts_of(new)
         chosen: dict[str, str] = {}
         for name, at in known.items():
             if at not in self.own:

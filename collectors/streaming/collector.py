@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
@@ -24,7 +25,7 @@ from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.bridges import BatchingEngine, open_async
 from torchrl_modules.engines.engine import AsyncEngine, push_weights
 from torchrl_modules.policies.base import AsyncPolicy
-from torchrl_modules.weights import AdapterWeights
+from torchrl_modules.weights import AdapterWeights, LazyWeights, copied
 
 from .group_runner import Timeline
 from .load import (
@@ -46,16 +47,22 @@ from .producer import EvaluationPoint, Evaluations, Producer
 class SnapshotUpdater(InProcessUpdater):
     """Copies the trainer's weights, for an engine that takes them up while training goes on."""
 
-    def snapshot(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A copy of the weights as the policy takes them.
+    def snapshot(
+        self, source: nn.Module | Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """A copy of the weights as the policy takes them, tied ones once.
+
+        Shards are copied into host memory as they are gathered, a bucket at a time.
 
         Args:
             source: the trained model, or its state dict.
+            dtype: in which the engine takes them; matrices that are wider are converted.
         """
-        with self._checked(source) as weights:
+        with self._checked(source, dtype) as weights:
             if isinstance(weights, AdapterWeights):
                 return weights.cloned()
-            return {name: value.detach().clone() for name, value in weights.items()}
+            device = "cpu" if isinstance(weights, LazyWeights) else None
+            return copied(weights, dtype=dtype, device=device)
 
     def _send(self, weights: Mapping[str, Tensor], version: int | None) -> int:
         del weights, version
@@ -117,7 +124,8 @@ class WeightPushes:
         self.wait()
         producer = self._producer
         with producer.timeline.span("copy weights", "trainer", 0):
-            weights = self._updater.snapshot(source)
+            dtype = getattr(producer.policy.engine, "update_dtype", None)
+            weights = self._updater.snapshot(source, dtype)
         number = producer.policy.version + 1 if version is None else version
         with producer.changed:
             producer.check_alive()

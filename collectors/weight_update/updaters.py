@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.weight_transfer import C10dWeightTransfer
-from torchrl_modules.weights import UpdateRefused, shells
+from torchrl_modules.weights import UpdateRefused, facts_of
 
 from .weights import adapter_weights, gathered_state_dict, is_spread, pushed_weights, unwrapped
 
@@ -115,19 +115,23 @@ class WeightUpdater:
             ValueError: the policy refuses the update and goes on with its old weights; or the
                 state dict is one of adapters alone, which can't be applied.
         """
-        with self._checked(source) as weights:
+        dtype = getattr(getattr(self.policy, "engine", None), "update_dtype", None)
+        with self._checked(source, dtype) as weights:
             return self._send(weights, version)
 
     @contextmanager
-    def _checked(self, source: nn.Module | Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+    def _checked(
+        self, source: nn.Module | Mapping[str, Tensor], dtype: torch.dtype | None
+    ) -> Iterator[Mapping[str, Tensor]]:
         """The weights as the policy takes them, and as :meth:`init` said that they would be."""
         with ExitStack() as stack:
             if is_spread(source):
-                weights: Mapping[str, Tensor] = stack.enter_context(pushed_weights(source))
+                pushed = pushed_weights(source, dtype)
+                weights: Mapping[str, Tensor] = stack.enter_context(pushed)
             else:
                 weights = self._gathered(source)
             known = self._metadata
-            shapes = {name: value.shape for name, value in shells(weights).items()}
+            shapes = {name: value.shape for name, value in facts_of(weights).items()}
             if known is not None and shapes != known:
                 names = sorted(shapes.keys() | known.keys())
                 wrong = [name for name in names if shapes.get(name) != known.get(name)]

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchrl_modules.weight_transfer import WeightLayout
-from torchrl_modules.weights import AdapterWeights, LazyWeights, UpdateRefused, WeightFacts
+from torchrl_modules.weights import (
+    AdapterWeights,
+    LazyWeights,
+    UpdateRefused,
+    WeightFacts,
+    first_names,
+    narrowed,
+)
 
 # The weights of a PEFT model with its adapters merged, the model left as it was.
 
@@ -74,9 +81,10 @@ def tuner_layers(model: Any) -> dict[str, Any]:
     return layers
 
 
-def whole(value: Tensor) -> Tensor:
+def whole(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A detached tensor; one that is spread over ranks is gathered, in which all take part."""
-    value = value.detach()
+    # In the type in which it is sent to an engine that computes in `dtype`.
+    value = value.detach().to(narrowed(value, dtype))
     gather = getattr(value, "full_tensor", None)
     return value if gather is None else gather()
 
@@ -241,12 +249,16 @@ def unwrapped(module: nn.Module) -> nn.Module:
 # Weights of a sharded model with adapters, merged a layer at a time by all ranks.
 
 
-def lazy_merge(model: Any) -> tuple[list[Callable[[], dict[str, Tensor]]], dict[str, Tensor]]:
+Maker = Callable[[torch.dtype | None], dict[str, Tensor]]
+"""Makes some weights whole, in a type that is not wider than this; all ranks call it."""
+
+
+def lazy_merge(model: Any) -> tuple[list[Maker], dict[str, Tensor]]:
     """The weights of a PEFT model that is spread over ranks, merged a layer at a time.
 
     Returns:
-        What makes the whole weights of each layer with its adapters merged, which all ranks call;
-        and what no adapter changes, shards, by the names of the model without adapters.
+        What makes the whole weights of each layer with its adapters merged; and what no adapter
+        changes, shards, by the names of the model without adapters.
 
     Raises:
         TypeError: see :func:`merged_weights`.
@@ -260,12 +272,11 @@ def lazy_merge(model: Any) -> tuple[list[Callable[[], dict[str, Tensor]]], dict[
         if not names.is_left_out(name)
     }
 
-    def merge(prefix: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def merge(
+        prefix: str, own: Mapping[str, Tensor], dtype: torch.dtype | None
+    ) -> dict[str, Tensor]:
         merged = merged_layer(prefix, layers[prefix])
-        return {
-            names.plain(name): merged[name] if name in merged else whole(value)
-            for name, value in own.items()
-        }
+        return {names.plain(n): whole(merged.get(n, value), dtype) for n, value in own.items()}
 
     makers = []
     for prefix, layer in layers.items():
@@ -380,9 +391,16 @@ def contribute_weights(source: nn.Module | Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def pushed_weights(source: nn.Module | Mapping[str, Tensor]) -> Iterator[LazyWeights]:
-    """The weights for the engine of this rank, to be read inside, while the others take part."""
-    shards = ShardedWeights(source)
+def pushed_weights(
+    source: nn.Module | Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> Iterator[LazyWeights]:
+    """The weights for the engine of this rank, to be read inside, while the others take part.
+
+    Args:
+        source: the model, or its state dict.
+        dtype: what the engine computes in: wider weights are converted before they are gathered.
+    """
+    shards = ShardedWeights(source, dtype)
     own = shards.rank
     leaders = [i for i, role in enumerate(_roles(_PUSHES, shards.device)) if role is _PUSHES]
     for rank in leaders[: leaders.index(own)]:
@@ -407,14 +425,16 @@ class ShardedWeights(LazyWeights):
     bucket, while the others :meth:`serve`.
     """
 
-    def __init__(self, source: nn.Module | Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, source: nn.Module | Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> None:
         self.rank = dist.get_rank()
+        self._dtype = dtype
         facts: dict[str, WeightFacts] = {}
         self.facts = facts
         """Of every weight, by Transformers' names, in order."""
-        self._makers: list[Callable[[], dict[str, Tensor]]] = []
+        self._makers: list[Maker] = []
         self._bucket_of: dict[str, int] = {}
-        self._same: dict[str, Any] = {}  # equal for names of one and the same tensor
         self._at = -1
         self._bucket: dict[str, Tensor] = {}
         if isinstance(source, nn.Module):
@@ -427,9 +447,10 @@ class ShardedWeights(LazyWeights):
             else:
                 makers, source = lazy_merge(module)
                 for make in makers:  # merged once to be looked at, and again to be sent
-                    for name, value in make().items():
+                    for name, value in make(None).items():
                         self._bucket_of[name] = len(self._makers)
-                        facts[name] = WeightFacts(value.shape, value.dtype, _largest(value))
+                        kind = narrowed(value, dtype)
+                        facts[name] = WeightFacts(value.shape, kind, _largest(value), name)
                     self._makers.append(make)
         rest = plain_weights(source)
         self.device = next(iter(rest.values())).device
@@ -437,31 +458,33 @@ class ShardedWeights(LazyWeights):
         largest = largest.to(self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         for (name, value), most in zip(rest.items(), largest.tolist(), strict=True):
-            facts[name] = WeightFacts(value.shape, value.dtype, most)
-            self._same[name] = (_local(value).data_ptr() or id(value), value.shape)
-        for bucket in WeightLayout.of(rest, BUCKET_BYTES).buckets():
+            place = (_local(value).data_ptr() or id(value), value.shape)
+            facts[name] = WeightFacts(value.shape, narrowed(value, dtype), most, place)
+        first = first_names({name: facts[name] for name in rest})
+        once = {name: rest[name] for name, known in first.items() if name == known}
+        for bucket in WeightLayout.of(once, BUCKET_BYTES).buckets():
             self._bucket_of |= dict.fromkeys(bucket, len(self._makers))
-            some = {name: rest[name] for name in bucket}
-            self._makers.append(lambda some=some: {n: whole(x) for n, x in some.items()})
+            some = {name: once[name] for name in bucket}
+            self._makers.append(
+                lambda kind, some=some: {n: whole(x, kind) for n, x in some.items()}
+            )
+        self._first = {name: name for name in facts} | first
 
     def __getitem__(self, name: str) -> Tensor:
-        at = self._bucket_of[name]
+        first = self._first[name]
+        at = self._bucket_of[first]
         if at != self._at:
             self._at, self._bucket = -1, {}  # gone before the next one comes
-            self.say(at, self.rank)
-            self._bucket = self._makers[at]()  # every rank calls it
+            self.say((at, self._dtype), self.rank)
+            self._bucket = self._makers[at](self._dtype)  # every rank calls it
             self._at = at
-        return self._bucket[name]
-
-    def same_values(self, first: str, second: str) -> bool:
-        """Whether two names stand for the same values."""
-        known = first in self._same and self._same[first] == self._same.get(second)
-        return known or super().same_values(first, second)
+        return self._bucket[first]
 
     def serve(self, leader: int) -> Exception | None:
         """Make the buckets that another rank asks for; gives what was wrong, if anything was."""
-        while isinstance(asked := self.say(None, leader), int):
-            self._makers[asked]()
+        while isinstance(asked := self.say(None, leader), tuple):
+            at, dtype = asked
+            self._makers[at](dtype)
         return asked
 
     def say(self, value: Any, leader: int) -> Any:

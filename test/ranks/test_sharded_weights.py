@@ -20,6 +20,17 @@ def test_an_update_is_taken_whole_or_refused_whole(found, size, case):
     assert engine["version"] == 1
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_copy_for_a_streaming_engine_is_gathered_once_in_the_engines_type(found, size):
+    first, *others = found(f"snapshot, {size} ranks")
+    own = first["float64"] - first["tied"] - first["vectors"]
+    assert first["names"] == {"lm_head.weight"}, "it is tied to the embedding"
+    assert first["equal"]
+    assert first["held"] == own / 4 + first["vectors"]
+    assert first["gathered"] == first["held"] == others[-1]["gathered"]
+    assert first["largest"] == 64 * 64 * 2, "no more than a layer is gathered at a time"
+
+
 def test_weights_that_stop_coming_leave_no_engine_that_serves(found):
     (first, serving, second, again), other = found("broken")
     assert first == "RuntimeError: out of memory"

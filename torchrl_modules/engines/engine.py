@@ -226,6 +226,11 @@ class EngineOver:
         """Most tokens of a prompt and its response together."""
         return self._inside.max_model_len
 
+    @property
+    def update_dtype(self) -> Any:
+        """In which type it takes weights that are sent; ``None`` where it does not say."""
+        return getattr(self._inside, "update_dtype", None)
+
 
 class ClosedAsynchronously:
     """``async with`` closes it in the end, in a thread."""

@@ -429,6 +429,12 @@ class EngineFleet(ClosedAsynchronously):
         """Most tokens of a prompt and its response, where an engine knows it."""
         return self._least("max_model_len")
 
+    @property
+    def update_dtype(self) -> Any:
+        """In which type all take weights that are sent; ``None`` where they differ."""
+        dtypes = {getattr(member.engine, "update_dtype", None) for member in self._members}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
     def _least(self, name: str) -> int | None:
         known = [getattr(member.engine, name, None) for member in self._members]
         return min((value for value in known if value is not None), default=None)

@@ -64,7 +64,7 @@ from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import check_same_rendering
 from torchrl_modules.engines.engine import AsyncEngine, Engine, Generation
 from torchrl_modules.sampling import SamplingParameters, repeat_rows, requested_sampling
-from torchrl_modules.weights import AdapterWeights, LazyWeights
+from torchrl_modules.weights import AdapterWeights, LazyWeights, copied
 
 # What a policy reads of a batch and writes into it, in every input mode.
 #
@@ -509,10 +509,11 @@ class LLMWrapperBase(TensorDictModuleBase):
             ValueError: the engine refuses the update; the old weights and version stay.
         """
         weights = state_dict
-        as_it_is = isinstance(weights, AdapterWeights) or (
-            isinstance(weights, LazyWeights) and getattr(self.engine, "reads_in_order", False)
-        )
-        if not as_it_is:
+        if isinstance(weights, LazyWeights):
+            if not getattr(self.engine, "reads_in_order", False):  # never whole on a GPU
+                dtype = getattr(self.engine, "update_dtype", None)
+                weights = copied(weights, dtype=dtype, device="cpu")
+        elif not isinstance(weights, AdapterWeights):
             weights = {name: value.detach() for name, value in weights.items()}
         self.engine.update_weights(weights, version=version)
         return self.policy_version

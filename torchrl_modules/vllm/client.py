@@ -14,6 +14,7 @@ from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
 import httpcore2
+import torch
 from torch import Tensor
 
 from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation, read_load
@@ -380,6 +381,8 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         self._own_ends = frozenset(limits.get("own_ends", ()))
         self.vocab_size: int | None = limits["vocab_size"]
         """Token ids are below it; ``None`` where a plain server does not say."""
+        self.update_dtype: torch.dtype | None = getattr(torch, limits.get("dtype", ""), None)
+        """In which it takes weights that are sent; ``None`` where it does not say."""
         self.max_model_len: int = limits["max_model_len"]
         """Most tokens of a prompt and its response together."""
 
@@ -608,6 +611,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             else:
                 path = weights_file(
                     state_dict,
+                    dtype=self.update_dtype,
                     directory=self._weights_directory,
                     is_near=all(map(is_near, self._workers)),
                     who="VLLMServerEngine.update_weights",

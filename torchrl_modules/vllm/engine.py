@@ -124,6 +124,7 @@ class VLLMEngine(WholeBatchEngine):
         """Most tokens of a prompt and its response together."""
         self.compute_dtype: torch.dtype = config.dtype
         """Of the weights and the activations."""
+        self.update_dtype = self.compute_dtype
         chunked = llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
         self._seeds_are_fatal: bool = chunked and self._names.current_platform.is_cpu()
         self._own_ends = frozenset(own_ends(config))

@@ -42,13 +42,14 @@ class vLLMWorker:
         """What requests are checked against.
 
         Returns:
-            ``vocab_size``, ``max_model_len``, the model's ``own_ends``, and how many workers there
-            are, ``num_workers``.
+            ``vocab_size``, ``max_model_len``, the model's ``own_ends`` and ``dtype``, and how many
+            workers there are, ``num_workers``.
         """
         return {
             "num_workers": self.vllm_config.parallel_config.world_size_across_dp,
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "own_ends": own_ends(self.model_config),
         }
 

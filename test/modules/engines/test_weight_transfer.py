@@ -208,17 +208,25 @@ def test_what_is_handed_over_is_read_again_and_leaves_nothing(tmp_path, is_near,
     }
     sent["of another order"] = sent["w0"].T
     sent["tied"] = sent["w0"]
-    directory = None if in_memory else str(tmp_path)
-    with weights_file(sent, directory=directory, is_near=is_near, who="Engine") as path:
-        read = load_file(path)
+    where = {"directory": None if in_memory else str(tmp_path), "is_near": is_near}
+    with (
+        weights_file(sent, **where, who="Engine") as path,
+        weights_file(sent, dtype=torch.bfloat16, **where, who="Engine") as narrow,
+    ):
+        read, narrowed = load_file(path), load_file(narrow)
     assert not list(tmp_path.iterdir())
-    assert read.keys() == sent.keys()
+    del sent["tied"]  # its values are there under the other name
+    assert read.keys() == narrowed.keys() == sent.keys()
     for name, value in sent.items():
         assert read[name].dtype == value.dtype
         assert torch.equal(read[name], value), name
+        is_wide = value.dim() > 1 and value.dtype == torch.float32
+        expected = value.bfloat16() if is_wide else value
+        assert narrowed[name].dtype == expected.dtype
+        assert torch.equal(narrowed[name], expected), name
     for wrong, message in [([1.0], "no whole"), (torch.ones(1, dtype=torch.complex64), "complex")]:
         with (
             pytest.raises(ValueError, match=f"Engine refuses .*{message}"),
-            weights_file({"a": wrong}, directory=directory, is_near=is_near, who="Engine"),
+            weights_file({"a": wrong}, **where, who="Engine"),
         ):
             pass
