@@ -17,11 +17,17 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from tensordict import TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from collectors.weight_update.weights import gathered_state_dict, unwrapped, whole
@@ -191,15 +197,19 @@ def _engine_kwargs(cfg: RecipeConfig) -> dict[str, Any]:
     return engine_kwargs
 
 
-def model_files(policy: LLMWrapperBase) -> dict[str, bytes]:
+def model_files(policy: LLMWrapperBase, *, weights: bool = True) -> dict[str, bytes]:
     """A whole model as it is now, adapters merged, and its tokenizer: as files, by name.
 
     Args:
         policy: over Transformers.
+        weights: ``False`` for its config and tokenizer alone.
     """
     engine = cast("TransformersEngine", policy.engine)
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
-        engine.inside.save_pretrained(folder, state_dict=gathered_state_dict(engine.model))
+        if weights:
+            engine.inside.save_pretrained(folder, state_dict=gathered_state_dict(engine.model))
+        else:
+            engine.inside.config.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         return files_of(folder)
 
@@ -381,6 +391,71 @@ def _task_tokenizer(task: Task) -> PreTrainedTokenizerBase:
         template = builtin_template("chatml")
         texts, _ = render_jinja_template([list(chat) for chat in chats], chat_template=template)
     return train_tokenizer(list(texts), isolated=task.isolated, phrases=task.phrases)
+
+
+# A model of its config, on the meta device: it has shapes and no weights.
+
+_FILES: Final = ("model.safetensors", "pytorch_model.bin")
+_ELSEWHERE: Final = {"gguf_file", "subfolder", "variant"}
+"""Arguments with which the weights are in other files."""
+_OF_LOADING: Final = _ELSEWHERE | {
+    *("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision"),
+    *("token", "trust_remote_code", "attn_implementation", "experts_implementation"),
+    *("device_map", "max_memory", "offload_folder", "offload_buffers", "low_cpu_mem_usage"),
+    *("ignore_mismatched_sizes", "use_safetensors", "weights_only", "disable_mmap", "key_mapping"),
+    *("quantization_config", "fusion_config", "adapter_name", "adapter_kwargs", "tp_plan"),
+    *("tp_size", "device_mesh", "distributed_config", "generation_config", "kernel_config"),
+    *("use_kernels", "allow_all_kernels", "tqdm_class"),
+}
+"""Arguments of ``from_pretrained`` that no model is made with."""
+
+
+def outline(
+    path: str, *, dtype: torch.dtype, check: bool = True, **arguments: Any
+) -> PreTrainedModel:
+    """A causal language model on the meta device; the files of its weights have to be there.
+
+    Args:
+        path: hub id, of which no weights are fetched, or a folder.
+        dtype: of the weights that it has not got.
+        check: whether a folder has to have the files of the weights, too.
+        **arguments: of ``from_pretrained``.
+
+    Raises:
+        ValueError: there is no such model, as from ``from_pretrained``.
+        OSError: it has no config, or its weights are not there or broken off.
+        TypeError: no model and no config has such an argument.
+    """
+    config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **arguments)
+    unknown = sorted(set(rest) - _OF_LOADING)
+    if unknown:
+        raise TypeError(f"from_pretrained takes no {', '.join(unknown)}")
+    names = ("attn_implementation", "trust_remote_code")
+    own = {name: arguments[name] for name in names if name in arguments}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **own)
+    if check and Path(path).is_dir() and not _ELSEWHERE & arguments.keys():
+        _check_weights(Path(path))
+    return model.eval()  # as `from_pretrained` gives it
+
+
+def _check_weights(folder: Path) -> None:
+    """Find all files of a model's weights, without reading them."""
+    names: set[str] = {name for name in _FILES if (folder / name).is_file()}
+    for name in _FILES:
+        index = folder / f"{name}.index.json"
+        if not names and index.is_file():
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if missing or not names:
+        raise OSError(f"its folder has no {', '.join(missing) or ' or '.join(_FILES)}")
+    for name in sorted(names):
+        try:
+            if name.endswith(".safetensors"):
+                with safe_open(folder / name, framework="np"):
+                    pass  # nothing but the header is read, which says how long the file has to be
+        except SafetensorError as error:
+            raise OSError(f"{name} broke off: {error}") from error
 
 
 def load_model(
@@ -695,6 +770,9 @@ def build_optimizer(cfg: OptimConfig, parameters: Iterable[Tensor]) -> torch.opt
     common: Any = {"lr": cfg.learning_rate, "weight_decay": cfg.weight_decay}
     if cfg.name == "sgd":
         return torch.optim.SGD(parameters, momentum=cfg.beta1, **common)
+    parameters = list(parameters)
+    if all(value.is_cuda for value in parameters):
+        common["fused"] = True
     return torch.optim.AdamW(parameters, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, **common)
 
 

@@ -6,17 +6,19 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -45,6 +47,7 @@ from .models import (
     load_model,
     model_files,
     model_folder,
+    outline,
     set_learning_rate,
     transformers_policy,
     with_adapters,
@@ -62,6 +65,15 @@ class MicroBatches(NamedTuple):
     window: Any
     """Of the loss, see :meth:`TokenLoss.measure_window`."""
     ranks: Ranks
+    model: nn.Module
+    """With its wrappers."""
+    reduces_once: bool
+    """Whether gradients are reduced over the ranks once, with the last part."""
+
+    def passes(self) -> Iterable[PackedBatch]:
+        """The parts in order; the backward pass of each comes before the next one is asked for."""
+        once = self.ranks.reduced_once(self.model, self.parts)
+        return once if self.reduces_once else self.parts
 
 
 Pass = Callable[[Any, NonFiniteGate, MicroBatches], tuple[Any, StepOutcome]]
@@ -71,7 +83,7 @@ Pass = Callable[[Any, NonFiniteGate, MicroBatches], tuple[Any, StepOutcome]]
 def one_pass(loss: Any, gate: NonFiniteGate, batch: MicroBatches) -> tuple[Any, StepOutcome]:
     """See :data:`Pass`."""
     outputs = []
-    for part in batch.parts:
+    for part in batch.passes():
         outputs.append(loss(part, window=batch.window))
         gate.backward(outputs[-1], part)
     return type(outputs[0]).combine(outputs, ranks=batch.ranks), gate.step()
@@ -110,6 +122,10 @@ class Updates:
             ranks=jobs.ranks,
         )
         self._batch: MicroBatches | None = None
+        self._model = actor.model
+        copies = parallel_kind(cfg, jobs.ranks) != "fsdp2"
+        # Reduced once, the gradients of shards would be whole on every rank until then.
+        self._reduces_once = copies if cfg.train.reduce == "auto" else cfg.train.reduce == "step"
         # Of adapters these alone are saved where the rest can be loaded again.
         is_given = is_adapted(actor.model) and cfg.policy.model is not None
         self.identity = {"weights of policy.model": frozen_weights(actor.model)} if is_given else {}
@@ -144,7 +160,8 @@ class Updates:
         """Every rank gets its share of the rows, as many micro-batches as the others."""
         ranks = self._jobs.ranks
         parts = ranks.scatter(batch, max_tokens=self._cfg.train.micro_batch_tokens)
-        self._batch = MicroBatches(parts, self.loss.measure_window(parts, ranks=ranks), ranks)
+        window = self.loss.measure_window(parts, ranks=ranks)
+        self._batch = MicroBatches(parts, window, ranks, self._model, self._reduces_once)
         return self._set_rate(step)
 
     def _make(self) -> tuple[Any, StepOutcome]:
@@ -159,17 +176,6 @@ class Updates:
 
 GIVE_WEIGHTS = "give weights"
 _WHOLE = "give all that is trained and frozen"
-
-
-class Plan(NamedTuple):
-    """What rank 0 tells the others before they have the model."""
-
-    cfg: Any
-    """The settings, filled in."""
-    files: dict[str, bytes] | None
-    """The model and its tokenizer, where they were made here; else ``policy.model`` is loaded."""
-    warmed: bool
-    """The parameters are no longer those that are loaded."""
 
 
 def parallel_kind(cfg: TrainingConfig, ranks: Ranks) -> str:
@@ -205,13 +211,11 @@ def share_model(
     ranks = run.jobs.ranks
     if ranks.size == 1:
         return actor, policy
-    files = model_files(actor) if cfg.policy.model is None else None
-    warm_start: Any = getattr(cfg, "warm_start", None)
-    warmed = files is None and warm_start is not None and bool(warm_start.num_steps)
-    # The settings of a task are of a class made here, and nobody else's business.
-    ranks.broadcast(Plan(replace(cfg, task=None), files, warmed))
+    files = model_files(actor, weights=False) if cfg.policy.model is None else None
+    # Config and tokenizer, where they were made here; else `policy.model` has them. The settings of
+    # a task are of a class made here, and nobody else's business.
+    ranks.broadcast((replace(cfg, task=None), files))
     model: Any = actor.model
-    _copy_from_first(ranks, model, all_of_it=warmed)
     if policy is actor and parallel_kind(cfg, ranks) == "fsdp2":
         whole = copy.deepcopy(model)
         whole = whole.unload() if is_adapted(model) else whole  # it is given merged weights
@@ -237,15 +241,14 @@ def follow(ranks: Ranks, recipe: Recipe) -> None:
 
     for number in SIGNALS:
         signal.signal(number, wait_for_rank_0)
-    plan: Plan = ranks.broadcast()
-    cfg = plan.cfg
-    cfg.policy.device = loading_device(cfg, ranks)
+    cfg, files = ranks.broadcast()
     given = cfg.policy.model
-    with folder_of((plan.files or {}) if given is None else model_folder(given)) as folder:
-        model, tokenizer = load_model(cfg.policy, folder)
+    with folder_of(files if given is None else model_folder(given)) as folder:
+        # It has no weights before rank 0 gives them, part by part.
+        settings = replace(cfg.policy, device="meta")
+        model, tokenizer = load_model(settings, folder, load=partial(outline, check=False))
     if cfg.policy.lora_rank is not None:
         model = with_adapters(cfg.policy, model)
-    _copy_from_first(ranks, model, all_of_it=plan.warmed)
     actor = _wrapped(cfg, ranks, model, tokenizer)
     jobs = RankJobs(ranks)
     jobs.known |= {
@@ -257,15 +260,6 @@ def follow(ranks: Ranks, recipe: Recipe) -> None:
         checkpoints = Checkpoints(cfg.checkpoint, jobs, RunState(identity={}, **updates.sharded))
         jobs.follow()
         checkpoints.close()
-
-
-def _copy_from_first(ranks: Ranks, model: nn.Module, *, all_of_it: bool) -> None:
-    """What other ranks could not load: new adapters, or all weights."""
-    if all_of_it:
-        ranks.copy_from_first(model)
-    elif is_adapted(model):
-        trained = [value for value in model.parameters() if value.requires_grad]
-        ranks.copy_from_first(nn.ParameterList(trained))
 
 
 def whole_model(
@@ -309,16 +303,28 @@ def _wrapped(
     cfg: TrainingConfig, ranks: Ranks, model: PreTrainedModel, tokenizer: Any
 ) -> TransformersWrapper:
     """The actor of a rank: over a model that is copied, or spread layer by layer, over all."""
+    # Rank 0's weights reach the others here: of shards, a layer at a time.
     wrapped: nn.Module = model
     if parallel_kind(cfg, ranks) == "ddp":
-        wrapped = DistributedDataParallel(model)
+        ranks.copy_from_first(model)
+        wrapped = DistributedDataParallel(model, init_sync=False)
     else:
-        mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+        copies = cfg.train.num_replicas
+        sizes = {"replicate": copies} if copies > 1 else {}
+        sizes["shard"] = ranks.size // copies
+        kind, shape = ranks.device.type, tuple(sizes.values())
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=tuple(sizes))
+        options: dict[str, Any] = {"mesh": mesh}
+        if cfg.train.autocast:
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if cfg.train.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy()
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         names = model._no_split_modules or ()
         layers = [block for each in lists for block in each if type(block).__name__ in names]
         for part in (*layers, model):
-            fully_shard(part, mesh=mesh)
+            ranks.copy_from_first(part)
+            fully_shard(part, **options)
     return transformers_policy(cfg, wrapped, tokenizer, generate=False)
 
 

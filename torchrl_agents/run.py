@@ -40,7 +40,7 @@ from torchrl.record.loggers import Logger
 from collectors.checkpoint.store import stored
 from objectives import Ranks
 
-from .settings.command_line import AUTO, RECORD, read_record
+from .settings.command_line import AUTO, OF_RANKS, RECORD, read_record
 from .settings.schema import Recipe, SettingsError
 
 # Which run goes on, and whether its settings are those that it began with.
@@ -48,7 +48,8 @@ from .settings.schema import Recipe, SettingsError
 CHECKPOINTS: Final = "checkpoints"
 _MAY_DIFFER: Final = (
     *("checkpoint", "dry_run", "evaluate.num_shown", "hydra", "logger", "overwrite", "resume"),
-    *("train.num_steps", "train.parallel", "train.timeout_s", "train.wait_s"),
+    *("train.num_steps", "train.timeout_s", "train.wait_s"),
+    *(f"train.{name}" for name in OF_RANKS),
 )
 """Settings that change nothing of the steps that were made."""
 FINISHED: Final = "finished"

@@ -16,8 +16,8 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from collectors.composition_checks import check_fit
@@ -34,6 +34,7 @@ from .models import (
     load_model,
     load_tokenizer,
     model_source,
+    outline,
     sampling_of,
     vllm_policy,
     with_adapters,
@@ -68,6 +69,11 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
         kind = torch.device(device).type
     if kind == "cuda" and not torch.cuda.is_available():
         raise SettingsError(f"policy.device={device!r}, but torch finds no GPU here.")
+    if isinstance(cfg, TrainingConfig) and cfg.train.cpu_offload and not torch.cuda.is_available():
+        raise SettingsError(
+            "train.cpu_offload=true takes shards from GPUs into host memory, but torch finds no "
+            "GPU here: they are in host memory anyway. Leave it out."
+        )
     cfg.policy.chat_template = _read_template(cfg.policy.chat_template)
     own: dict[str, Callable[[], Any]] = {"policy": lambda: sampling_of(cfg.policy)}
     if isinstance(cfg, RolloutsConfig):
@@ -89,68 +95,6 @@ def _read_template(file: str | None) -> str | None:
     if "{" not in text:
         raise SettingsError(f"{where} is no Jinja template: it shows no message.")
     return text
-
-
-# A model of its config, on the meta device: it has shapes and no weights.
-
-_FILES: Final = ("model.safetensors", "pytorch_model.bin")
-_ELSEWHERE: Final = {"gguf_file", "subfolder", "variant"}
-"""Arguments with which the weights are in other files."""
-_OF_LOADING: Final = _ELSEWHERE | {
-    *("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision"),
-    *("token", "trust_remote_code", "attn_implementation", "experts_implementation"),
-    *("device_map", "max_memory", "offload_folder", "offload_buffers", "low_cpu_mem_usage"),
-    *("ignore_mismatched_sizes", "use_safetensors", "weights_only", "disable_mmap", "key_mapping"),
-    *("quantization_config", "fusion_config", "adapter_name", "adapter_kwargs", "tp_plan"),
-    *("tp_size", "device_mesh", "distributed_config", "generation_config", "kernel_config"),
-    *("use_kernels", "allow_all_kernels", "tqdm_class"),
-}
-"""Arguments of ``from_pretrained`` that no model is made with."""
-
-
-def outline(path: str, *, dtype: torch.dtype, **arguments: Any) -> PreTrainedModel:
-    """A causal language model on the meta device; the files of its weights have to be there.
-
-    Args:
-        path: hub id, of which no weights are fetched, or a folder.
-        dtype: of the weights that it has not got.
-        **arguments: of ``from_pretrained``.
-
-    Raises:
-        ValueError: there is no such model, as from ``from_pretrained``.
-        OSError: it has no config, or its weights are not there or broken off.
-        TypeError: no model and no config has such an argument.
-    """
-    config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **arguments)
-    unknown = sorted(set(rest) - _OF_LOADING)
-    if unknown:
-        raise TypeError(f"from_pretrained takes no {', '.join(unknown)}")
-    names = ("attn_implementation", "trust_remote_code")
-    own = {name: arguments[name] for name in names if name in arguments}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **own)
-    if Path(path).is_dir() and not _ELSEWHERE & arguments.keys():
-        _check_weights(Path(path))
-    return model
-
-
-def _check_weights(folder: Path) -> None:
-    """Find all files of a model's weights, without reading them."""
-    names: set[str] = {name for name in _FILES if (folder / name).is_file()}
-    for name in _FILES:
-        index = folder / f"{name}.index.json"
-        if not names and index.is_file():
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    missing = sorted(name for name in names if not (folder / name).is_file())
-    if missing or not names:
-        raise OSError(f"its folder has no {', '.join(missing) or ' or '.join(_FILES)}")
-    for name in sorted(names):
-        try:
-            if name.endswith(".safetensors"):
-                with safe_open(folder / name, framework="np"):
-                    pass  # nothing but the header is read, which says how long the file has to be
-        except SafetensorError as error:
-            raise OSError(f"{name} broke off: {error}") from error
 
 
 # What a dry run checks: all that a run would refuse later, but for what weights alone can tell.

@@ -21,6 +21,7 @@ from torchrl_modules.weights import (
     UpdateRefused,
     WeightFacts,
     first_names,
+    largest,
     narrowed,
 )
 
@@ -51,17 +52,11 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
         TypeError: the model has adapters that can't be merged into weights, such as prompts.
         ValueError: PEFT refuses to merge them, because the result is not finite, say.
     """
-    layers = tuner_layers(model)
-    merged: dict[str, Tensor] = {}
-    for name, layer in layers.items():
-        if not (layer.merged or layer.disable_adapters):
-            merged |= merged_layer(name, layer)
-    names = AdapterNames(model, layers)
-    return {
-        names.plain(name): merged[name] if name in merged else whole(value)
-        for name, value in model.state_dict(keep_vars=True).items()
-        if not names.is_left_out(name)
-    }
+    makers, rest = lazy_merge(model)
+    merged = {name: whole(value) for name, value in rest.items()}
+    for make in makers:
+        merged |= make(None)
+    return merged
 
 
 def tuner_layers(model: Any) -> dict[str, Any]:
@@ -450,14 +445,14 @@ class ShardedWeights(LazyWeights):
                     for name, value in make(None).items():
                         self._bucket_of[name] = len(self._makers)
                         kind = narrowed(value, dtype)
-                        facts[name] = WeightFacts(value.shape, kind, _largest(value), name)
+                        facts[name] = WeightFacts(value.shape, kind, largest(value), name)
                     self._makers.append(make)
         rest = plain_weights(source)
         self.device = next(iter(rest.values())).device
-        largest = torch.tensor([_largest(_local(x)) for x in rest.values()], dtype=torch.float64)
-        largest = largest.to(self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        for (name, value), most in zip(rest.items(), largest.tolist(), strict=True):
+        found = torch.tensor([largest(_local(x)) for x in rest.values()], dtype=torch.float64)
+        found = found.to(self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        for (name, value), most in zip(rest.items(), found.tolist(), strict=True):
             place = (_local(value).data_ptr() or id(value), value.shape)
             facts[name] = WeightFacts(value.shape, narrowed(value, dtype), most, place)
         first = first_names({name: facts[name] for name in rest})
@@ -504,11 +499,3 @@ def _roles(own: bool, device: torch.device) -> list[bool]:
 def _local(value: Any) -> Tensor:
     to_local = getattr(value, "to_local", None)
     return value if to_local is None else to_local()
-
-
-def _largest(value: Tensor) -> float:
-    """The largest absolute value, infinity for NaN; 0 where there is none."""
-    if not value.numel() or not value.is_floating_point():
-        return 0.0
-    most = float(torch.linalg.vector_norm(value.detach(), ord=torch.inf))
-    return most if most == most else float("inf")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from datetime import timedelta
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final
 
 import torch
 import torch.distributed
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from torchrl_data.checks import POSITIVE, check_numbers
@@ -74,36 +73,12 @@ def _ends(lengths: Sequence[int], bound: int) -> list[int]:
     return [*ends, len(lengths)] if lengths else []
 
 
-_FIELDS = ("ids", "lengths", "target_mask", "target_lengths", "sampled", "left_out")
-
-
-def to_tensors(parts: Sequence[PackedBatch]) -> dict[str, Tensor]:
-    """Batches as tensors by name, on the CPU."""
-    tensors: dict[str, Tensor] = {}
-    for index, part in enumerate(parts):
-        named = {name: getattr(part, name) for name in _FIELDS}
-        named |= {f"entries.{name}": value for name, value in part.entries.items()}
-        tensors |= {f"{index:06}.{name}": x.cpu().contiguous() for name, x in named.items()}
-    return tensors
-
-
-def from_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> list[PackedBatch]:
-    """The batches again."""
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name in sorted(tensors):
-        index, _, rest = name.partition(".")
-        parts.setdefault(index, {})[rest] = tensors[name].to(device)
-    return [
-        PackedBatch(
-            **{name: named[name] for name in _FIELDS},  # pyright: ignore[reportArgumentType]
-            entries={
-                name.removeprefix("entries."): value
-                for name, value in named.items()
-                if name.startswith("entries.")
-            },
-        )
-        for named in parts.values()
-    ]
+def _moved(part: PackedBatch, device: torch.device | str) -> PackedBatch:
+    """A batch in memory of its own, on a device."""
+    entries = {name: value.to(device, copy=True) for name, value in part.entries.items()}
+    held = {f.name: getattr(part, f.name) for f in fields(part)}
+    own = {n: x.to(device, copy=True) for n, x in held.items() if isinstance(x, Tensor)}
+    return replace(part, **own, entries=entries)
 
 
 # The processes that train one model together: what they tell each other, and how they end.
@@ -299,32 +274,76 @@ class Ranks:
         if self.size == 1:
             assert batch is not None
             return list(batch.micro_batches(max_tokens=max_tokens))
-        if batch is None:
-            room = torch.empty(self.broadcast()[self.rank - 1], dtype=torch.uint8)
-            dist.recv(room, 0, self._control)
-            return from_tensors(load_tensors(room.numpy().tobytes()), self.device)
-        shares = equal_shares(batch, self.size, max_tokens=max_tokens)
-        blobs = [save_tensors(to_tensors(share)) for share in shares[1:]]
-        self.broadcast([len(blob) for blob in blobs])
-        for to, blob in enumerate(blobs, 1):
-            dist.send(torch.frombuffer(bytearray(blob), dtype=torch.uint8), to, self._control)
-        return shares[0]
+        shares = None if batch is None else equal_shares(batch, self.size, max_tokens=max_tokens)
+        # What is sent is pickled, and a view would take all that it is a view of with it.
+        sent = shares and [[_moved(part, "cpu") for part in share] for share in shares]
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, sent, src=0, group=self._control)
+        return [_moved(part, self.device) for part in own[0]] if shares is None else shares[0]
 
     # How they begin alike, and end together -------------------------------------------------------
 
     @torch.no_grad()
     def copy_from_first(self, module: torch.nn.Module) -> None:
-        """Give a module of every rank the parameters and buffers of rank 0's.
+        """Give a module of every rank the parameters and buffers of rank 0's, on its device.
+
+        What other ranks have on the meta device is made, so rank 0 alone has to load a model. What
+        is sharded already stays as it is: so no other rank ever has more than a layer of it whole::
+
+            for part in (*model.model.layers, model):
+                ranks.copy_from_first(part)
+                fully_shard(part)
 
         Args:
-            module: whole, of the same shapes on each rank, before it is wrapped or sharded.
+            module: of the same names and shapes on each rank.
+
+        Raises:
+            ValueError: it has other names or shapes than that of rank 0.
         """
         if self.size == 1:
             return
-        for value in [*module.parameters(), *module.buffers()]:
-            moved = value.detach().cpu().contiguous()
-            dist.broadcast(moved, 0, group=self._control)
-            value.copy_(moved)
+        named = chain(module.named_parameters(), module.named_buffers())
+        tensors = {name: value for name, value in named if not hasattr(value, "device_mesh")}
+        own = {name: value.shape for name, value in tensors.items()}
+        kinds: dict[str, Any] = self.broadcast({n: (x.shape, x.dtype) for n, x in tensors.items()})
+        differ = [n for n in {**own, **kinds} if own.get(n) != kinds.get(n, (None,))[0]]
+        if differ:
+            raise ValueError(
+                f"Ranks.copy_from_first: {type(module).__name__} of rank {self.rank} differs from "
+                f"that of rank 0 in {len(differ)} names or shapes, such as {differ[:4]}."
+            )
+        for name, value in tensors.items():
+            shape, dtype = kinds[name]
+            moved = value.detach() if self.rank == 0 else torch.empty(shape, dtype=dtype)
+            moved = moved.to(self.device).contiguous()
+            dist.broadcast(moved, 0)
+            if value.is_meta:  # the module keeps it, by all its names
+                new = torch.nn.Parameter(moved, value.requires_grad)
+                torch.utils.swap_tensors(value, new if isinstance(value, type(new)) else moved)
+            else:
+                value.data = moved
+
+    def reduced_once(
+        self, model: torch.nn.Module, parts: Sequence[PackedBatch]
+    ) -> Iterator[PackedBatch]:
+        """Micro-batches of a step, of which the last alone adds the gradients of all ranks up.
+
+        Forward and backward pass of each come before the next one is asked for. Until the last one
+        every rank has whole gradients, after ``fully_shard``, too.
+
+        Args:
+            model: in ``DistributedDataParallel``, or after ``fully_shard``.
+            parts: this rank's share.
+
+        Yields:
+            Each of them.
+        """
+        sharded = getattr(model, "set_requires_gradient_sync", lambda _: None)
+        for left in range(len(parts) - 1, -1, -1):
+            if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+                model.require_backward_grad_sync = left == 0  # what `no_sync` sets
+            sharded(left == 0)
+            yield parts[-1 - left]
 
     def __enter__(self) -> Ranks:
         return self

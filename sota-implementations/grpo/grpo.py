@@ -51,7 +51,7 @@ def loss_of(cfg: GRPOConfig, actor: TransformersWrapper) -> GRPOLoss | MixedLoss
 def one_pass(loss: Any, gate: NonFiniteGate, batch: MicroBatches) -> tuple[Any, StepOutcome]:
     """A gradient over all rows of a step, in micro-batches, and an optimizer step."""
     outputs = []
-    for part in batch.parts:
+    for part in batch.passes():
         outputs.append(loss(part, window=batch.window))
         gate.backward(outputs[-1], part)
     return policy_output(outputs, ranks=batch.ranks), gate.step()

@@ -85,7 +85,7 @@ def left_by(folder):
 
 
 def adapters():
-    """One process; and one that is killed, then two ranks, of which each is, and one again."""
+    """One process; and two ranks, of which each is killed, then one, that is, and one again."""
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         torch.manual_seed(0)
@@ -94,10 +94,10 @@ def adapters():
         tiny_qwen3(len(tokenizer)).save_pretrained("base")
         ends = [
             run(1, "name=one"),
-            run(1, "name=two", "resume=auto", dies=(0, 3)),
-            run(2, "name=two", "resume=auto", "train.parallel=fsdp2", dies=(1, 3)),
+            run(2, "name=two", "train.parallel=fsdp2", dies=(1, 3)),
             run(2, "name=two", "resume=auto", "train.parallel=ddp", dies=(0, 2)),
-            run(1, "name=two", "resume=auto"),
+            run(1, "resume=outputs/sft/gcd/two-001", dies=(0, 2)),  # was begun with fsdp2
+            run(1, "resume=outputs/sft/gcd/two-001"),
         ]
         outputs = Path("outputs/sft/gcd")
         found = {name: left_by(outputs / f"{name}-001") for name in ("one", "two")}

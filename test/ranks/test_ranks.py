@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objectives import PackedBatch, Ranks
-from objectives.batching.ranks import equal_shares, from_tensors, smallest_bound, to_tensors
+from objectives.batching.ranks import _moved, equal_shares, smallest_bound
 
 CASES = (
     "grpo",
@@ -48,6 +49,44 @@ def test_ranks_train_what_one_process_trains(found, size, case, how):
     assert any(is_ragged) or case != "grpo", "ranks had different numbers of rows"
     if case == "grpo, empty ranks":
         assert shares[1:] == [[[0]] * len(shares[0])] * (size - 1)
+
+
+@pytest.mark.parametrize("case", ["grpo", "lora"])
+def test_copies_of_shards_train_what_one_process_trains(found, case):
+    """HSDP: two copies of the model, each in shards of two of the four ranks."""
+    alone = found(f"one process, {case}")
+    for ranked in found("4 ranks, hsdp"):
+        close = {"rtol": 0, "atol": 1e-6}
+        torch.testing.assert_close(ranked[case]["parameters"], alone["parameters"], **close)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_gradients_are_reduced_once_a_step_and_are_those_of_each_time(found, how):
+    """Four micro-batches; a model of two layers and what is around them is reduced in pieces."""
+    for rank in found(f"reduced, {how}"):
+        num_pieces = rank["once"]["num"]
+        assert rank["each"]["num"] == 4 * num_pieces > 0
+        torch.testing.assert_close(rank["once"]["grads"], rank["each"]["grads"])
+
+
+def test_what_is_gathered_under_autocast_is_in_bfloat16(found):
+    """Of the recipes' wrapper; each rank receives all matrices in 2 bytes instead of 4."""
+    for rank in found("gathered"):
+        plain, narrow = rank
+        assert plain["bytes"] == 2 * narrow["bytes"] > 0
+        assert plain["dtypes"] == {torch.float32}
+        assert narrow["dtypes"] == {torch.bfloat16}
+        assert narrow["reduced"] == {torch.float32}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_take_their_shards_from_rank_0_without_a_model_of_their_own(found, size):
+    """Bytes at their peak, beside those that were there before; a layer is a sixteenth of all."""
+    _, *others = found(f"loaded, {size} ranks")
+    for rank in others:
+        assert rank["equal"]
+        assert rank["on meta before"]
+        assert rank["peak"] < rank["model"] * (1 / size + 0.25)
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
@@ -118,7 +157,7 @@ def test_every_row_is_dealt_out_once(lengths, size, max_tokens):
     assert torch.equal(torch.cat([torch.arange(0), *[p.ids for p in parts]]), packed(lengths).ids)
     assert all(len(part.ids) <= max_tokens or part.num_rows == 1 for part in parts)
     for share in shares:
-        again = from_tensors(to_tensors(share), torch.device("cpu"))
+        again = pickle.loads(pickle.dumps([_moved(part, "cpu") for part in share]))
         assert [vars(part).keys() for part in again] == [vars(part).keys() for part in share]
         for part, copy in zip(share, again, strict=True):
             torch.testing.assert_close(vars(copy), vars(part), rtol=0, atol=0)

@@ -5,7 +5,7 @@ import torch
 
 
 def test_adapters_of_ranks_that_are_killed_are_those_of_one_process(found):
-    """One process, then shards, then copies, then one process; each but the last is killed."""
+    """Shards, then copies, then one process, of the folder alone; each but the last is killed."""
     result = found("recipe with adapters")
     one, two = result["one"], result["two"]
     assert [step["step"] for step in two["metrics"]] == [1, 2, 3, 4, 5, 6]
@@ -24,7 +24,7 @@ def test_adapters_of_ranks_that_are_killed_are_those_of_one_process(found):
 
 def test_a_rank_that_is_killed_ends_the_others(found):
     """Of kill -9 nobody is told; who waits for the dead one says so, and does not wait long."""
-    whole, alone, without_1, without_0, last = found("recipe with adapters")["ends"]
+    whole, without_1, without_0, alone, last = found("recipe with adapters")["ends"]
     assert whole[0] == last[0] == ""
     assert alone[0].startswith("[-9]")
     for (text, seconds), left, codes in (

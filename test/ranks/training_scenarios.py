@@ -4,10 +4,16 @@ Everything is computed in float64, so that the order of a sum does not matter: A
 root of a gradient's square, which makes steps of full size of the rounding of a gradient near 0.
 """
 
+import contextlib
+import itertools
+from types import SimpleNamespace
+
 import torch
+import torch.distributed as dist
 from forked_ranks import run_ranks
 from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict, lazy_stack
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -25,6 +31,7 @@ from objectives import (
     TokenFilters,
 )
 from objectives.batching.ranks import norm_over
+from torchrl_agents import parallel
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.tiny_model import tiny_qwen3
 
@@ -66,13 +73,16 @@ def build(case):
 def wrap(model, how, case):
     if how == "ddp":
         return DistributedDataParallel(model)
-    if how == "fsdp2":
+    if how in ("fsdp2", "hsdp"):
+        sizes = {"shard": dist.get_world_size()}
+        sizes = {"replicate": 2, "shard": 2} if how == "hsdp" else sizes
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         policy = MixedPrecisionPolicy()
         if case == "bfloat16":
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         layers = [x for x in model.modules() if type(x).__name__ == "Qwen3DecoderLayer"]
         for part in (*layers, model):
-            fully_shard(part, mp_policy=policy)
+            fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -130,7 +140,7 @@ def train(ranks, how, case):
         parts = ranks.scatter(packed, max_tokens=40)
         window = loss.measure_window(parts, ranks=ranks)
         outputs = []
-        for part in parts:
+        for part in ranks.reduced_once(actor.model, parts) if case in FEW else parts:
             outputs.append(loss(part, window=window))
             gate.backward(outputs[-1], part)
         outcome = gate.step()
@@ -171,6 +181,120 @@ def one_nan(ranks, how):
             kept = parameters_of(actor)
     same = all(torch.equal(kept[name], before[name]) for name in before)
     return {"outcomes": [tuple(outcome) for outcome in outcomes], "kept": same}
+
+
+def reduced(ranks, how):
+    """Gradients and reductions of four micro-batches, reduced each time and once."""
+    found = {}
+    for name in ("each", "once"):
+        actor = Actor(wrap(build("grpo"), how, "grpo"), None)
+        loss = GRPOLoss(actor)
+        packed = loss.pack(rows_of(0, 4 * ranks.size)) if ranks.rank == 0 else None
+        parts = ranks.scatter(packed, max_tokens=1000)
+        (part,) = parts
+        lengths = [part.run(i, i + 1) for i in range(4)]
+        count = counted(actor.model) if how == "ddp" else Collectives("reduce_scatter_single")
+        with count as calls:
+            given = lengths if name == "each" else ranks.reduced_once(actor.model, lengths)
+            for each in given:
+                loss(each).total().backward()
+        grads = [p.grad.full_tensor() if how == "fsdp2" else p.grad for p in actor.parameters()]
+        found[name] = {"num": len(calls), "grads": grads}
+    return found
+
+
+@contextlib.contextmanager
+def counted(model):
+    """The buckets that `DistributedDataParallel` reduces."""
+    calls = []
+
+    def reduce(_, bucket):
+        calls.append(bucket.buffer())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    model.register_comm_hook(None, reduce)
+    yield calls
+
+
+class Collectives:
+    """Tensors that are given to a collective of torch.distributed: what it receives into first."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __enter__(self):
+        self.calls, self.inside = [], getattr(dist, self.name)
+
+        def call(*args, **kwargs):
+            self.calls.append((args or tuple(kwargs.values()))[0])
+            return self.inside(*args, **kwargs)
+
+        setattr(dist, self.name, call)
+        return self.calls
+
+    def __exit__(self, *error):
+        setattr(dist, self.name, self.inside)
+
+
+def settings_of(**train):
+    """What `parallel` asks of a run's settings."""
+    train = {"num_replicas": 1, "autocast": False, "cpu_offload": False} | train
+    return SimpleNamespace(train=SimpleNamespace(parallel="fsdp2", **train))
+
+
+def gathered(ranks, how):
+    """Bytes and types of a forward and a backward pass, in float32 and under autocast."""
+    del how
+    parallel.transformers_policy = lambda _, model, *__, **___: model
+    found = []
+    for autocast in (False, True):
+        model = parallel._wrapped(settings_of(autocast=autocast), ranks, build("bfloat16"), None)
+        dtype = torch.bfloat16 if autocast else None
+        loss = GRPOLoss(Actor(model, dtype))
+        packed = loss.pack(rows_of(0, 4)) if ranks.rank == 0 else None
+        (part,) = ranks.scatter(packed, max_tokens=1000)
+        gathers, reductions = Collectives("all_gather_single"), "reduce_scatter_single"
+        with gathers as came, Collectives(reductions) as went:
+            loss(part).total().backward()
+        found.append(
+            {
+                "bytes": sum(x.numel() * x.element_size() for x in came),
+                "dtypes": {x.dtype for x in came},
+                "reduced": {x.dtype for x in went},
+            }
+        )
+    return found
+
+
+def loaded(ranks, how):
+    """Bytes of tensors of a rank while it takes its shards of a model that rank 0 has."""
+    del how
+    parallel.transformers_policy = lambda _, model, *__, **___: model
+
+    def made():
+        torch.manual_seed(ranks.rank)
+        return tiny_qwen3(64, hidden_size=64, head_dim=16, num_layers=16, intermediate_size=256)
+
+    if ranks.rank == 0:
+        model = made()
+        expected = {name: x.detach().clone() for name, x in model.named_parameters()}
+    else:
+        with torch.device("meta"):
+            model = made()
+        expected = {}
+    is_meta = all(x.is_meta for x in model.parameters())
+    num_bytes = sum(x.numel() * 4 for x in model.parameters())
+    with torch.profiler.profile(profile_memory=True) as profile:
+        model = parallel._wrapped(settings_of(), ranks, model, None)
+    events = [x for x in profile.profiler.kineto_results.events() if x.name() == "[memory]"]
+    changes = [x.nbytes() for x in sorted(events, key=lambda x: x.start_ns())]
+    peak = max(itertools.accumulate(changes))
+    same = []
+    for name, value in model.named_parameters():
+        whole = value.full_tensor()
+        (first,) = ranks.broadcast([expected.get(name)])
+        same.append(torch.equal(whole, first))
+    return {"peak": peak, "model": num_bytes, "equal": all(same), "on meta before": is_meta}
 
 
 def unreduced(ranks, how):
@@ -250,6 +374,14 @@ def scenarios():
             )
     for how in ("ddp", "fsdp2"):
         yield f"one nan, {how}", lambda how=how: run_ranks(2, lambda r: one_nan(r, how))
+        yield f"reduced, {how}", lambda how=how: run_ranks(2, lambda r: reduced(r, how))
+    yield (
+        "4 ranks, hsdp",
+        lambda: run_ranks(4, lambda r: {x: train(r, "hsdp", x) for x in ("grpo", "lora")}),
+    )
+    yield "gathered", lambda: run_ranks(2, lambda r: gathered(r, ""))
+    for size in (2, 4):
+        yield f"loaded, {size} ranks", lambda size=size: run_ranks(size, lambda r: loaded(r, ""))
     yield "limited", lambda: run_ranks(2, lambda r: limited_passes(r, "fsdp2"))
     yield "partly sharded", lambda: run_ranks(2, lambda r: partly_sharded(r, ""))
     yield "unreduced", lambda: run_ranks(2, lambda r: unreduced(r, ""))

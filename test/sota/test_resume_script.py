@@ -176,6 +176,16 @@ def test_a_run_goes_on_with_its_own_settings(tmp_path):
         with_recorded([f"resume={tmp_path}"])
 
 
+def test_a_folder_of_any_layout_goes_on_with_any_number_of_ranks(tmp_path, monkeypatch):
+    shards = ["train.parallel=fsdp2", "train.num_replicas=2", "train.reduce=step"]
+    (tmp_path / "run.json").write_text(json.dumps({"command": ["grpo.py", "seed=3", *shards]}))
+    resume = f"resume={tmp_path}"
+    assert with_recorded([resume]) == ["seed=3", resume]
+    assert with_recorded([resume, "train.parallel=ddp"]) == ["seed=3", resume, "train.parallel=ddp"]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert with_recorded([resume]) == ["seed=3", *shards, resume]
+
+
 def test_lines_after_the_last_checkpoint_are_dropped_and_torn_ones_too(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')

@@ -236,10 +236,30 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
         (["engine.url=http://x"], "are for engine=vllm"),
         (["logger=trackio"], "pip install trackio"),
         (["optim.schedule=cosin"], "schedule must be one of"),
+        (["train.reduce=never"], "train.reduce must be one of auto, step, micro_batch"),
+        (["train.num_replicas=2"], "train.num_replicas is for several ranks"),
+        (["train.cpu_offload=true"], "train.cpu_offload is for several ranks"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
 def test_what_makes_no_sense_is_refused(check, overrides, words):
+    with pytest.raises(SettingsError, match=words):
+        check(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.num_replicas=2"], "train.num_replicas is for train.parallel=fsdp2, got auto"),
+        (["train.parallel=fsdp2", "train.num_replicas=3"], "has to divide the 4 ranks"),
+        (["train.parallel=fsdp2", "train.cpu_offload=true"], "torch finds no GPU"),
+    ],
+)
+def test_settings_of_shards_that_can_take_no_effect_are_refused(
+    check, monkeypatch, overrides, words
+):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check("train.parallel=fsdp2", "train.num_replicas=2")
     with pytest.raises(SettingsError, match=words):
         check(*overrides)
 

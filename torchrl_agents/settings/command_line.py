@@ -37,6 +37,7 @@ from .schema import (
     RecipeConfig,
     RolloutsConfig,
     SettingsError,
+    TrainConfig,
     TrainingConfig,
     collects_on_ray,
     refusing,
@@ -460,8 +461,15 @@ def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:
             yield f"logger.backends: {backend} needs the package {backend}: pip install {backend}."
     if cfg.train.stop_at is not None and cfg.evaluate.every is None:
         yield f"train.stop_at={cfg.train.stop_at} needs tests between steps: set evaluate.every=."
-    if num_ranks() == 1 and cfg.train.parallel != "auto":
-        yield f"train.parallel={cfg.train.parallel} is for several ranks, which torchrun starts."
+    yield from _unknown("train.reduce", cfg.train.reduce, ("auto", "step", "micro_batch"))
+    changed = [n for n in OF_RANKS if getattr(cfg.train, n) != getattr(TrainConfig(), n)]
+    for name in changed:
+        if num_ranks() == 1:
+            yield f"train.{name} is for several ranks, which torchrun starts."
+        elif name in ("num_replicas", "cpu_offload") and cfg.train.parallel != "fsdp2":
+            yield f"train.{name} is for train.parallel=fsdp2, got {cfg.train.parallel}."
+    if cfg.train.num_replicas < 1 or num_ranks() % cfg.train.num_replicas:
+        yield f"train.num_replicas={cfg.train.num_replicas} has to divide the {num_ranks()} ranks."
     if num_ranks() > 1 and cfg.engine.name == "vllm" and not _has_servers(cfg):
         yield (
             "An engine of vLLM in this process does not go with several ranks: start servers, and "
@@ -567,6 +575,8 @@ def _ray_faults(cfg: RolloutsConfig) -> Iterator[str]:
 
 # What a run wrote down of its command line.
 
+OF_RANKS: Final = ("parallel", "reduce", "num_replicas", "cpu_offload")
+"""Settings of training that are of several ranks alone."""
 AUTO: Final = "auto"
 RECORD: Final = "run.json"
 
@@ -586,7 +596,10 @@ def with_recorded(arguments: Sequence[str]) -> list[str]:
     if folder in ("", AUTO, "null"):
         return list(arguments)
     recorded = _by_name(read_record(Path(folder))["command"][1:])
-    kept = [text for name, text in recorded.items() if name not in {*given, "overwrite", "resume"}]
+    new = {*given, "overwrite", "resume"}
+    if num_ranks() == 1:  # it goes on with any number of ranks, one included
+        new |= {f"train.{name}" for name in OF_RANKS}
+    kept = [text for name, text in recorded.items() if name not in new]
     return [*kept, *arguments]
 
 

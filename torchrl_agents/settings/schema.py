@@ -252,6 +252,14 @@ class TrainConfig:
     """Compute activations in bfloat16."""
     parallel: str = "auto"
     """Of several ranks (torchrun): ddp, fsdp2 or auto: fsdp2 on GPUs, ddp on CPUs."""
+    reduce: str = "auto"
+    """Of several ranks, when they add their gradients up: step: once, with the last micro-batch,
+    until when each has whole gradients; micro_batch; or auto: step with ddp, micro_batch with
+    fsdp2."""
+    num_replicas: int = 1
+    """Of fsdp2: so many copies of the model, each in shards (HSDP): as many as there are nodes."""
+    cpu_offload: bool = False
+    """Of fsdp2: shards, gradients and the optimizer stay in host memory between two uses."""
     timeout_s: float = 600.0
     """The longest that a rank waits for another one in training."""
     wait_s: float = 7200.0

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 from torch import Tensor
 
 from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.weights import UpdateRefused, next_version
+from torchrl_modules.weights import UpdateRefused, copied, next_version
 
 from .bridges import LoopThread, open_async
 from .engine import (
@@ -587,12 +587,9 @@ class EngineFleet(ClosedAsynchronously):
     async def _update(
         self, state_dict: Mapping[str, Tensor], version: int | None, recompute: bool
     ) -> None:
-        def copied() -> dict[str, Tensor]:
-            return {name: v.detach().to("cpu", copy=True) for name, v in state_dict.items()}
-
         async with self._updating:
             number = next_version(version, self._version, who="EngineFleet.update_weights")
-            copying = asyncio.create_task(asyncio.to_thread(copied))
+            copying = asyncio.create_task(asyncio.to_thread(copied, state_dict, device="cpu"))
             serving: Collection[Member] = ()
             try:
                 while not any(member.known.served == number for member in serving):

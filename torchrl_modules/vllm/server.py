@@ -34,6 +34,7 @@ from torchrl_modules.engines.engine import (
 )
 from torchrl_modules.engines.supervision import EngineState, Supervision
 from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.weights import copied
 
 from .client import TOKEN_VARIABLE, Interrupt, JSONClient, VLLMServerEngine
 from .engine import AsyncVLLMEngine, VLLMEngine
@@ -375,7 +376,7 @@ class SupervisedEngine(VLLMEngineOver, WholeBatchEngine):
                 with self._replacing(is_update=True) as (engine, incarnation):
                     engine.update_weights(state_dict, version=version, recompute=recompute)
                     with self._lock:
-                        self._weights = {n: v.detach().cpu().clone() for n, v in state_dict.items()}
+                        self._weights = copied(state_dict, device="cpu")
                         self.supervision = self.supervision.acknowledged(
                             incarnation, engine.version
                         )
