@@ -80,7 +80,7 @@ def narrowed(value: Any, dtype: torch.dtype | None) -> torch.dtype:
     own: torch.dtype = value.dtype
     if dtype is None or len(value.shape) < 2 or not own.is_floating_point:
         return own
-    return min(dtype, own, key=lambda each: each.itemsize)
+    return min(own, dtype, key=lambda each: each.itemsize)
 
 
 def first_names(weights: Mapping[str, Any]) -> dict[str, str]:
