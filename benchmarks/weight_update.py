@@ -124,7 +124,7 @@ def vllm_rows(weights: dict[str, torch.Tensor], repeats: int) -> list[Row]:
         engine = VLLMEngine(folder, max_model_len=256, kv_cache_memory_bytes=64 << 20)
     engine.update_weights(weights)
     check_log_probs(engine)
-    given = engine._expected_weights().check(weights)
+    given = engine._expected.check(weights, who="VLLMEngine.update_weights")
     copy = flat_copy(weights)
 
     def reload() -> None:

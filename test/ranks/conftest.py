@@ -9,6 +9,13 @@ import pytest
 import torch
 
 
+def pytest_collection_modifyitems(items):
+    """Whichever test is first waits for all scenarios."""
+    for item in items:
+        if "found" in item.fixturenames:
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(scope="session")
 def found(tmp_path_factory, pytestconfig):
     """What a scenario gave, by its name."""
@@ -18,7 +25,7 @@ def found(tmp_path_factory, pytestconfig):
         env={**os.environ, "PYTHONPATH": str(pytestconfig.rootpath), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=840,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
