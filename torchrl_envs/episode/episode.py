@@ -587,13 +587,15 @@ class Episode:
         if not self.is_done:
             return False
         if not self.stop_reason:
-            ended = {"length": stop_reasons.RESPONSE_LENGTH}
             if stop_reasons.kind_of(self.finish_reason) == stop_reasons.ERROR:
                 self.stop_reason = self.finish_reason
             elif self.is_truncated:
                 self.stop_reason = stop_reasons.MAX_STEPS
             else:
-                self.stop_reason = ended.get(self.finish_reason, stop_reasons.ANSWERED)
+                is_long = self.finish_reason == "length"
+                self.stop_reason = (
+                    stop_reasons.RESPONSE_LENGTH if is_long else stop_reasons.ANSWERED
+                )
         # A turn cut at its budget did not end by itself.
         if self.stop_reason in stop_reasons.CUT_REASONS:
             self.truncate()

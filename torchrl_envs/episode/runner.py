@@ -306,41 +306,51 @@ class EpisodeRunner:
 
     def before_turn(self, episode: Episode) -> EventCoroutine | None:
         """Bound the next turn of an episode, if it goes on; or it gets a ``stop_reason``."""
+        if episode.stop_reason or episode.is_done:
+            return None
+        episode.max_new_tokens = None
+        return self._bound(episode) if self._parts["before_turn"] else None
 
-        async def bound() -> None:
-            for transform in self._parts["before_turn"]:
-                if not (episode.stop_reason or episode.is_done):
-                    await self.run_safely(transform, "before_turn", episode)
+    async def _bound(self, episode: Episode) -> None:
+        for transform in self._parts["before_turn"]:
+            if episode.stop_reason or episode.is_done:
+                return
+            if (waiting := self.run_safely(transform, "before_turn", episode)) is not None:
+                await waiting
 
-        if not (episode.stop_reason or episode.is_done):
-            episode.max_new_tokens = None
-        return bound() if self._parts["before_turn"] else None
-
-    async def run_safely(
+    def run_safely(
         self, part: EpisodeTransform | ToolDispatcher, event: str, episode: Episode
-    ) -> None:
+    ) -> EventCoroutine | None:
         """Run an event of an episode that has started, of a transform or of what tools answer.
 
         What it raises ends this episode alone, truncated and unscorable, with ``stop_reason``
         ``"environment_error: <where>: <type>: <message>"``; nothing more takes part in it then.
+
+        Returns:
+            What is left of an event that waits for something; most do not.
         """
         if episode.stop_reason and kind_of(episode.stop_reason) == ENVIRONMENT_ERROR:
-            return
+            return None
+        where = "tools" if part is self.dispatcher else type(part).__name__
+
+        async def rest() -> None:
+            try:
+                await waiting
+            except (Exception, SystemExit) as error:
+                fail(episode, where, error)
+
         try:
             if isinstance(part, ToolDispatcher) or part.concerned([episode]):
                 waiting = getattr(part, event)(episode)
-                if isinstance(waiting, CoroutineType):
-                    await waiting
+                return rest() if isinstance(waiting, CoroutineType) else None
         except (Exception, SystemExit) as error:
-            where = "tools" if part is self.dispatcher else type(part).__name__
             fail(episode, where, error)
+        return None
 
-    def run(
-        self, event: Callable[[Episode], EventCoroutine | None], episodes: Sequence[Episode]
-    ) -> None:
+    def run(self, event: Callable[[Episode], Any], episodes: Sequence[Episode]) -> None:
         """Run an event on each episode to its end, then raise what the first raised."""
         begun = map(event, episodes)
-        drive([waiting for waiting in begun if waiting is not None], self.calls)
+        drive([waiting for waiting in begun if isinstance(waiting, CoroutineType)], self.calls)
 
     def over(self, episodes: Sequence[Episode]) -> None:
         """Tell that episodes are over, each as soon as it is; to be told again says no more."""
@@ -361,7 +371,7 @@ class EpisodeRunner:
             if concerned and overrides(transform, "finish_batch"):
                 transform.finish_batch(concerned)
             if overrides(transform, "finish"):
-                self.run(functools.partial(run_event, transform.finish), concerned)
+                self.run(transform.finish, concerned)
         for episode in episodes:
             if not episode.is_scorable:
                 is_failed = kind_of(episode.stop_reason) in UNSCORABLE_REASONS

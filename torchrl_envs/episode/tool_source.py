@@ -4,7 +4,7 @@ The dispatcher reads each turn of the policy once, runs what it asks for, and ap
 """
 
 import re
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers
@@ -14,7 +14,7 @@ from torchrl_data.tool_calls import MalformedCall, ToolCall, TurnParser, parse_t
 from torchrl_envs.concurrency import Call, EpisodeLostError, Outcome
 from torchrl_envs.tool_results import MAX_RESULT_BYTES, as_text, error_line, error_text, result_text
 
-from .episode import Episode, PendingCall, PendingCalls, ToolCallRecord
+from .episode import Episode, EventCoroutine, PendingCall, PendingCalls, ToolCallRecord
 from .transform import EpisodeTransform
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class ToolDispatcher:
         self.sources: Sequence[ToolSource] = ()
         """All sources of the environment, in order; the environment keeps it up to date."""
 
-    async def after_turn(self, episode: Episode) -> None:
+    def after_turn(self, episode: Episode) -> EventCoroutine | None:
         """Answer a turn: run what it asks for, say what comes of it in order, and count it.
 
         Args:
@@ -220,11 +220,11 @@ class ToolDispatcher:
         """
         message = episode.last_message
         items = self._read(episode, message["content"]) if message["role"] == "assistant" else ()
-        jobs = [item for item in items if isinstance(item, Job)]
-        outcomes: Iterator[Outcome] = iter(())
-        if jobs:
-            pending = [PendingCall(job.call, job.timeout_s, job.lane) for job in jobs]
-            outcomes = iter(await PendingCalls(pending))
+        return self._answer(episode, items) if items else None
+
+    async def _answer(self, episode: Episode, items: Sequence[Job | Answer]) -> None:
+        pending = [PendingCall(i.call, i.timeout_s, i.lane) for i in items if isinstance(i, Job)]
+        outcomes = iter(await PendingCalls(pending) if pending else ())
         messages: list[Message] = []
         end: Answer | None = None  # the first that ends the episode says why
         for item in items:
@@ -246,13 +246,13 @@ class ToolDispatcher:
     def _read(self, episode: Episode, text: str) -> list[Job | Answer]:
         """What a turn asks for, of all sources, in the order of the text."""
         items: list[Job | Answer] = []
-        concerned = {n: s for n, s in enumerate(self.sources) if s.concerned([episode])}
-        tools = {number: source.tools_of(episode) for number, source in concerned.items()}
+        concerned = [pair for pair in enumerate(self.sources) if pair[1].concerned([episode])]
+        tools = {number: source.tools_of(episode) for number, source in concerned}
         if any(tools.values()):
             parsed = self.parse(text)
             for call, position in zip(parsed.calls, parsed.positions, strict=True):
                 items.append(self._bind(tools, episode, call, position))
-        for number, source in concerned.items():
+        for number, source in concerned:
             for item in source.read_turn(episode, text):
                 # Lanes belong to their source.
                 if isinstance(item, Job) and item.lane is not None:
