@@ -120,7 +120,7 @@ def test_adapters_learn(run):
 @pytest.mark.slow
 @pytest.mark.usefixtures("half_trained")
 def test_grpo_learns_from_rollouts_of_older_weights(run):
-    more = ("collector=streaming", "collector.max_staleness=2", "train.num_steps=45")
+    more = ("collector=streaming", "collector.max_staleness=1", "train.num_steps=45")
     more += ("collector.num_prompts=12", "collector.group_size=8", "evaluate.num_prompts=128")
     more += ("optim.schedule=linear",)
     learnt = run("grpo", *HALF_TRAINED, *more, "name=streams")
