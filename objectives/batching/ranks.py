@@ -318,11 +318,9 @@ class Ranks:
             moved = moved.to(self.device).contiguous()
             dist.broadcast(moved, 0)
             if value.is_meta:  # the module keeps it, by all its names
-                is_trained = isinstance(value, torch.nn.Parameter)
+                trained = isinstance(value, torch.nn.Parameter)
                 # A tensor of its own over those bytes: gloo may hold the one that it received.
-                new = (
-                    torch.nn.Parameter(moved, value.requires_grad) if is_trained else moved.detach()
-                )
+                new = torch.nn.Parameter(moved, value.requires_grad) if trained else moved.detach()
                 torch.utils.swap_tensors(value, new)
             else:
                 value.data = moved

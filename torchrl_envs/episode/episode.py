@@ -591,11 +591,10 @@ class Episode:
                 self.stop_reason = self.finish_reason
             elif self.is_truncated:
                 self.stop_reason = stop_reasons.MAX_STEPS
+            elif self.finish_reason == "length":
+                self.stop_reason = stop_reasons.RESPONSE_LENGTH
             else:
-                is_long = self.finish_reason == "length"
-                self.stop_reason = (
-                    stop_reasons.RESPONSE_LENGTH if is_long else stop_reasons.ANSWERED
-                )
+                self.stop_reason = stop_reasons.ANSWERED
         # A turn cut at its budget did not end by itself.
         if self.stop_reason in stop_reasons.CUT_REASONS:
             self.truncate()
