@@ -236,10 +236,7 @@ def save_model(
 
 
 def _save(
-    path: Path,
-    model: Any,
-    policy: TransformersWrapper,
-    weights: Mapping[str, Tensor] | None = None,
+    path: Path, model: Any, policy: TransformersWrapper, weights: Mapping[str, Tensor] | None = None
 ) -> None:
     model.save_pretrained(path, state_dict=None if weights is None else dict(weights))
     tokenizer = policy.tokenizer

@@ -39,9 +39,7 @@ def build_selector(cfg: ExpertConfig) -> TopKRewardSelector:
         ValueError: an option is unknown, or more are kept than there are in a group.
     """
     return TopKRewardSelector(
-        group_size=cfg.collector.group_size,
-        topk_size=cfg.train.top_k,
-        above=cfg.train.keep_above,
+        group_size=cfg.collector.group_size, topk_size=cfg.train.top_k, above=cfg.train.keep_above
     )
 
 

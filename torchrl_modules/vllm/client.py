@@ -161,8 +161,13 @@ class _Sockets(httpcore2.SyncBackend):
     def connect_tcp(self, *args: Any, **kwargs: Any) -> "_Stream":
         return self._kept(super().connect_tcp(*args, **kwargs))
 
-    def connect_unix_socket(self, *args: Any, **kwargs: Any) -> "_Stream":
-        return self._kept(super().connect_unix_socket(*args, **kwargs))
+    def connect_unix_socket(self, path: str, timeout: Any = None, *_: Any, **__: Any) -> "_Stream":
+        connection = socket.socket(socket.AF_UNIX)  # the library leaves one open that is refused
+        connection.settimeout(timeout)
+        if refused := connection.connect_ex(path):
+            connection.close()
+            raise httpcore2.ConnectError(f"{path}: {os.strerror(refused)}")
+        return self._kept(vars(httpcore2)["_backends"].sync.SyncStream(connection))
 
     def _kept(self, stream: httpcore2.NetworkStream) -> "_Stream":
         connection = stream.get_extra_info("socket")
