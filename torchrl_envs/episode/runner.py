@@ -332,17 +332,10 @@ class EpisodeRunner:
         if episode.stop_reason and kind_of(episode.stop_reason) == ENVIRONMENT_ERROR:
             return None
         where = "tools" if part is self.dispatcher else type(part).__name__
-
-        async def rest() -> None:
-            try:
-                await waiting
-            except (Exception, SystemExit) as error:
-                fail(episode, where, error)
-
         try:
             if isinstance(part, ToolDispatcher) or part.concerned([episode]):
-                waiting = getattr(part, event)(episode)
-                return rest() if isinstance(waiting, CoroutineType) else None
+                rest = getattr(part, event)(episode)
+                return _safely(rest, episode, where) if isinstance(rest, CoroutineType) else None
         except (Exception, SystemExit) as error:
             fail(episode, where, error)
         return None
@@ -350,7 +343,7 @@ class EpisodeRunner:
     def run(self, event: Callable[[Episode], Any], episodes: Sequence[Episode]) -> None:
         """Run an event on each episode to its end, then raise what the first raised."""
         begun = map(event, episodes)
-        drive([waiting for waiting in begun if isinstance(waiting, CoroutineType)], self.calls)
+        drive([waiting for waiting in begun if waiting is not None], self.calls)
 
     def over(self, episodes: Sequence[Episode]) -> None:
         """Tell that episodes are over, each as soon as it is; to be told again says no more."""
@@ -371,7 +364,7 @@ class EpisodeRunner:
             if concerned and overrides(transform, "finish_batch"):
                 transform.finish_batch(concerned)
             if overrides(transform, "finish"):
-                self.run(transform.finish, concerned)
+                self.run(functools.partial(run_event, transform.finish), concerned)
         for episode in episodes:
             if not episode.is_scorable:
                 is_failed = kind_of(episode.stop_reason) in UNSCORABLE_REASONS
@@ -405,6 +398,13 @@ class EpisodeRunner:
         """What an episode holds; nothing if it is closed."""
         _, held = self._open.get(episode.id, (0, None))
         return Resources() if held is None else held
+
+
+async def _safely(rest: EventCoroutine, episode: Episode, where: str) -> None:
+    try:
+        await rest
+    except (Exception, SystemExit) as error:
+        fail(episode, where, error)
 
 
 def fail(episode: Episode, where: str, error: BaseException) -> None:

@@ -234,6 +234,22 @@ def test_a_partial_reset_that_fails_leaves_the_running_rows(recorder, scripted, 
     env.close()
 
 
+def test_an_end_that_raises_keeps_no_other_from_ending(scripted):
+    class Ends(EpisodeTransform):
+        def finish(self, episode):
+            ended.append(episode.row)
+            if episode.row < 2:
+                raise OSError(f"no disk for row {episode.row}")
+
+    ended = []
+    parts = Compose(DataLoadingPrimer([{"prompt": "a"}] * 3), Ends())
+    env = ChatEnv(batch_size=3, tokenizer=scripted([]).tokenizer).append_transform(parts)
+    with pytest.raises(OSError, match="no disk for row 0"):
+        LLMCollector(env, scripted(["done"], write_tokens=False)).collect()
+    assert ended == [0, 1, 2]
+    env.close()
+
+
 def test_a_close_that_fails_is_logged_and_keeps_no_other_from_closing(recorder, scripted, caplog):
     class Fails(Recorder):
         def close(self):
