@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,10 @@ def read(path):
 def printed(cell):
     streams = [o["text"] for o in cell["outputs"] if o["output_type"] == "stream"]
     return "".join("".join(text) for text in streams)
+
+
+def said(cells):
+    return "".join(map(printed, cells))
 
 
 def source(cell):
@@ -44,6 +49,7 @@ def test_what_a_page_shows_is_of_one_whole_run(name):
 
 @pytest.fixture(scope="session")
 def run_tutorial(tmp_path_factory):
+    @cache
     def run(name):
         folder = tmp_path_factory.mktemp(name)
         command = [sys.executable, str(FOLDER / "execute.py"), name, "--into", str(folder)]
@@ -54,41 +60,41 @@ def run_tutorial(tmp_path_factory):
     return run
 
 
-def test_your_environment_prints_what_the_page_says(run_tutorial):
-    cells = run_tutorial("your-environment")
-    for cell, kept in zip(cells, read(FOLDER / "your-environment.ipynb"), strict=True):
-        assert (source(cell), printed(cell)) == (source(kept), printed(kept))
-
-
-def test_tools_and_mcp_answers_what_the_page_says(run_tutorial):
-    cells = run_tutorial("tools-and-mcp")
-    for cell, kept in zip(cells, read(FOLDER / "tools-and-mcp.ipynb"), strict=True):
+@pytest.mark.parametrize(("name", "num_figures"), [("your-environment", 0), ("tools-and-mcp", 1)])
+def test_a_page_prints_what_it_says(run_tutorial, name, num_figures):
+    cells = run_tutorial(name)
+    for cell, kept in zip(cells, read(FOLDER / f"{name}.ipynb"), strict=True):
         if not figures([cell]):  # the figure's cell tells a time
             assert (source(cell), printed(cell)) == (source(kept), printed(kept))
-    assert figures(cells) == 1
+    assert figures(cells) == num_figures
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["losses-in-your-loop", "your-agent"])
+def test_a_page_that_trains_learns(run_tutorial, name):
+    cells = run_tutorial(name)
+    rewards = re.findall(r"first step ([\d.]+), of the last five ([\d.]+)", said(cells))
+    first, last = map(float, rewards[0])
+    assert first < 0.1
+    assert last > 0.8
+    assert figures(cells) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_your_agent_has_a_row_of_each_text_that_it_went_on_from(run_tutorial):
+    rows = re.findall(r"group (\d), turns 2: .* (\d) trained", said(run_tutorial("your-agent")))
+    assert rows == [("0", "8"), ("1", "4"), ("1", "4")]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_your_rewards_learns_from_degrees_what_it_does_not_from_exactness(run_tutorial):
     cells = run_tutorial("your-rewards")
-    said = "".join(map(printed, cells))
-    last = dict(re.findall(r"trained with (\w+): .*, ([\d.]+) at last", said))
+    last = dict(re.findall(r"trained with (\w+): .*, ([\d.]+) at last", said(cells)))
     assert float(last["close"]) > float(last["exact"]) + 0.15
-    assert said.count("not scorable: ") == 2
-    assert figures(cells) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_your_agent_learns(run_tutorial):
-    cells = run_tutorial("your-agent")
-    said = "".join(map(printed, cells))
-    rows = re.findall(r"group (\d), turns 2: .* (\d) trained", said)
-    assert rows == [("0", "8"), ("1", "4"), ("1", "4")]
-    first, last = map(float, re.findall(r"first step ([\d.]+), of the last five ([\d.]+)", said)[0])
-    assert first < 0.1
-    assert last > 0.8
+    assert said(cells).count("not scorable: ") == 2
     assert figures(cells) == 2
 
 
@@ -96,23 +102,12 @@ def test_your_agent_learns(run_tutorial):
 @pytest.mark.timeout(1200)
 def test_streaming_trains_every_group_and_no_token_that_is_too_old(run_tutorial):
     cells = run_tutorial("streaming")
-    said = "".join(map(printed, cells))
-    assert re.search(r"^trained +120 ", said, re.MULTILINE)
-    assert re.search(r"^dropped +0 ", said, re.MULTILINE)
-    batches, streaming = map(int, re.findall(r"oldest token (\d) steps old", said))
+    text = said(cells)
+    assert re.search(r"^trained +120 ", text, re.MULTILINE)
+    assert re.search(r"^dropped +0 ", text, re.MULTILINE)
+    batches, streaming = map(int, re.findall(r"oldest token (\d) steps old", text))
     assert batches == 0
     assert 0 < streaming <= 4
-    assert figures(cells) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_losses_in_your_loop_learns(run_tutorial):
-    cells = run_tutorial("losses-in-your-loop")
-    said = "".join(map(printed, cells))
-    first, last = map(float, re.findall(r"first step ([\d.]+), of the last five ([\d.]+)", said)[0])
-    assert first < 0.1
-    assert last > 0.8
     assert figures(cells) == 2
 
 
@@ -120,9 +115,7 @@ def test_losses_in_your_loop_learns(run_tutorial):
 @pytest.mark.timeout(1800)
 def test_first_run_learns(run_tutorial):
     cells = run_tutorial("first-run")
-    said = "".join(map(printed, cells))
-    first, last = map(
-        float, re.findall(r"step \d+: ([\d.]+) of the recorded .*; step \d+: ([\d.]+)", said)[0]
-    )
+    rewards = re.findall(r"step \d+: ([\d.]+) of the recorded .*; step \d+: ([\d.]+)", said(cells))
+    first, last = map(float, rewards[0])
     assert last > first + 0.2
     assert figures(cells) == 1
