@@ -120,13 +120,15 @@ def test_adapters_learn(run):
 @pytest.mark.slow
 @pytest.mark.usefixtures("half_trained")
 def test_grpo_learns_from_rollouts_of_older_weights(run):
-    more = ("collector=streaming", "collector.max_staleness=1", "train.num_steps=45")
+    more = ("collector=streaming", "collector.max_staleness=2", "train.num_steps=45")
     more += ("collector.num_prompts=12", "collector.group_size=8", "evaluate.num_prompts=128")
     more += ("optim.schedule=linear",)
-    learnt = run("grpo", *HALF_TRAINED, *more, "name=streams")
+    # At twice the rate a run in a dozen forgets the token that ends a turn, and all reward with it.
+    slower = ("optim.learning_rate=1e-3", "name=streams")
+    learnt = run("grpo", *HALF_TRAINED, *more, *slower)
     assert metric(learnt, "ledger/staleness/mean")[-1] > 0
     assert abs(learnt["held_out_before"] - GUESSING) < 0.15
-    assert learnt["held_out_after"] > 0.7  # 0.84 to 0.99: the order of the groups is not fixed
+    assert learnt["held_out_after"] > 0.7  # 0.78 to 0.91 in 12 runs: the groups' order varies
     control = run("grpo", "experiment=control", *HALF_TRAINED, *more)
     assert metric(control, "ledger/staleness/mean")[-1] > 0
     assert control["held_out_after"] < 0.55
