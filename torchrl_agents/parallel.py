@@ -72,8 +72,7 @@ class MicroBatches(NamedTuple):
 
     def passes(self) -> Iterable[PackedBatch]:
         """The parts in order; the backward pass of each comes before the next one is asked for."""
-        once = self.ranks.reduced_once(self.model, self.parts)
-        return once if self.reduces_once else self.parts
+        return self.ranks.reduced_once(self.model, self.parts) if self.reduces_once else self.parts
 
 
 Pass = Callable[[Any, NonFiniteGate, MicroBatches], tuple[Any, StepOutcome]]

@@ -15,6 +15,7 @@ from urllib.parse import urlencode, urlsplit
 
 import httpcore2
 import torch
+from httpcore2._backends.sync import SyncStream
 from torch import Tensor
 
 from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation, read_load
@@ -167,7 +168,7 @@ class _Sockets(httpcore2.SyncBackend):
         if refused := connection.connect_ex(path):
             connection.close()
             raise httpcore2.ConnectError(f"{path}: {os.strerror(refused)}")
-        return self._kept(vars(httpcore2)["_backends"].sync.SyncStream(connection))
+        return self._kept(SyncStream(connection))
 
     def _kept(self, stream: httpcore2.NetworkStream) -> "_Stream":
         connection = stream.get_extra_info("socket")
