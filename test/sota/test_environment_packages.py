@@ -1,0 +1,164 @@
+"""Environments of other packages, run for real: what docs/environment-packages.md shows.
+
+Its files are written to a folder, and the settings of its commands make the tasks there.
+"""
+
+import json
+import logging
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from torchrl_data import read_conversations
+from torchrl_data.keys import PROMPT
+from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.task import TaskEnv
+
+PAGE = Path(__file__).parents[2] / "docs/environment-packages.md"
+FILES = re.compile(r"`(\w+\.py)`:\n\n```python\n(.*?)```", re.DOTALL)
+LINES = re.compile(r"`(\w+\.jsonl)` has lines such as\n\n```json\n(.*?)```", re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a reader has written the files of the page."""
+    path = tmp_path_factory.mktemp("packages")
+    text = PAGE.read_text("utf-8")
+    files = dict(FILES.findall(text))
+    assert set(files) == {"lake.py", "aviary_steps.py", "text_world.py"}
+    for name, code in files.items():
+        assert len([line for line in code.splitlines() if line]) <= 30
+        (path / name).write_text(code)
+    for name, line in LINES.findall(text):
+        rows = [json.loads(line) for _ in range(8)]
+        for number, row in enumerate(rows[1:], start=2):  # of equal prompts the first is kept
+            row["prompt"] = f"{number}. {row['prompt']}"
+        (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path)
+        from text_world import coin_game
+
+        games = [coin_game(f"{path}/games", seed, level) for seed, level in ((0, 1), (1, 2))]
+    games += [{**game, "prompt": f"{game['prompt']} {number}"} for number in "23" for game in games]
+    (path / "games.jsonl").write_text("".join(json.dumps(game) + "\n" for game in games))
+    return path
+
+
+@pytest.fixture
+def there(folder, monkeypatch):
+    """The reader's folder, and their modules; what GEM does to Python's logging is undone."""
+    handlers = logging.root.handlers[:]
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    logging.root.handlers[:] = handlers
+    for name, module in list(sys.modules.items()):
+        if str(folder) in str(getattr(module, "__file__", None)):
+            del sys.modules[name]
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def command_of(module):
+    """The words of the command that names a module's environment."""
+    lines = PAGE.read_text("utf-8").replace("\\\n", " ").splitlines()
+    (found,) = (line for line in lines if f"task.factory={module}:" in line)
+    return [word for word in shlex.split(found)[2:] if word != "policy=smollm2"]
+
+
+def settings_of(module):
+    """The same as settings of the task."""
+    pairs = (word.removeprefix("task.").split("=", 1) for word in command_of(module))
+    return {name: yaml.safe_load(value) for name, value in pairs}
+
+
+def played(play, scripted, module, turns, row=0):
+    """The end of an episode, and what was said to the policy in it."""
+    settings = settings_of(module)
+    task = make_task("environment", **settings, num_held_out=1)
+    if "dataset" in settings:
+        task = replace(task, train_rows=[lines_of(Path(settings["dataset"]))[row]])
+    env = TaskEnv(task, num_envs=1)
+    try:
+        (end,) = play(env, scripted(turns))
+    finally:
+        env.close()
+    said = read_conversations(end, PROMPT, who="test").messages(0)
+    return end, [message["content"] for message in said if message["role"] == "user"]
+
+
+@pytest.mark.usefixtures("there")
+def test_gymnasium(play, scripted):
+    """The shortest way over the lake of four by four; a turn without a move costs nothing."""
+    moves = ["Well.", "Go DOWN!", "down", "right", "right", "down", "right"]
+    end, said = played(play, scripted, "lake", moves)
+    assert said[0].endswith("[S]FFF\nFHFH\nFFFH\nHFFG")
+    assert said[1] == "Say left, down, right or up."
+    assert said[2] == "(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
+    assert said[-1] == "(Right)\nSFFF\nFHFH\nFFFH\nHFF[G]"
+    assert (end["reward"].item(), end["terminated"].item()) == (1.0, True)
+    end, said = played(play, scripted, "lake", ["right", "down"])
+    assert said[-1] == "(Down)\nSFFF\nF[H]FH\nFFFH\nHFFG"
+    assert (end["reward"].item(), end["terminated"].item()) == (0.0, True)
+
+
+@pytest.mark.usefixtures("there")
+def test_gem(play, scripted):
+    """A number from 1 to 10 in four guesses; the last one is paid by how near it is."""
+    guesses = [f"I say \\boxed{{{n}}}" for n in (1, 2, 3, 4)]
+    end, said = played(play, scripted, "gem", guesses)
+    assert "between 1 and 10 (inclusive) within 4 turns" in said[0]
+    for n, text in enumerate(said[1:-1], start=1):
+        assert text == f"At turn {n}, you guessed {n}, and the target number is higher than {n}."
+    n, reward = len(said) - 1, end["reward"].item()
+    if said[-1] == f"Congratulations! You guessed the correct number {n} in {n} turns.":
+        assert reward == 1.0
+    else:
+        assert said[-1] == "You have reached the maximum number of turns."
+        assert reward in [pytest.approx(1 - away / 9) for away in range(1, 7)]
+    end, said = played(play, scripted, "gem", ["five"])
+    assert said[1] == "At turn 1, you did not provide a valid guess."
+    assert (end["reward"].item(), end["terminated"].item()) == (pytest.approx(-0.1), True)
+
+
+@pytest.mark.usefixtures("there")
+def test_skyrl_gym(play, scripted):
+    end, said = played(play, scripted, "skyrl_gym", ["#### 4", "5", "so #### 5"])
+    assert said[0] == "What is 2 + 3? End with '#### ANSWER'."
+    assert all("'#### ANSWER'" in text for text in said[1:])
+    assert len(said) == 3
+    assert end["reward"].item() == pytest.approx(0.2 / 5 + 0 + 1)  # a form, nothing, an answer
+
+
+@pytest.mark.usefixtures("there")
+def test_aviary(play, scripted, call_text):
+    calls = [call_text("calculator", expr="2 + 3"), call_text("submit_answer", answer="5")]
+    end, said = played(play, scripted, "aviary_steps", calls)
+    assert '"name":"calculator"' in said[0]
+    assert said[1:] == ["5", "True"]
+    assert (end["reward"].item(), end["terminated"].item()) == (1.0, True)
+    wrong = [call_text("submit_answer", answer="6")]
+    assert played(play, scripted, "aviary_steps", wrong)[0]["reward"].item() == 0.0
+    for broken in ("five", "<tool_call>{</tool_call>", '<tool_call>{"name": "x"}</tool_call>'):
+        end, said = played(play, scripted, "aviary_steps", [broken])
+        assert said[1].startswith("Must call one of the provided tools")
+        assert end["reward"].item() == -1.0
+
+
+@pytest.mark.filterwarnings("ignore:.* is not fully supported:UserWarning")  # by jericho
+@pytest.mark.usefixtures("there")
+def test_textworld(play, scripted):
+    end, said = played(play, scripted, "text_world", ["look", "go south", "take coin"], row=1)
+    assert said[0].count("-= Studio =-") == 1
+    assert "move south" in said[0]
+    assert said[1].startswith("-= Studio =-\n")
+    assert said[2].startswith("-= Spare Room =-\n")
+    assert "Your score has just gone up by one point." in said[3]
+    assert (end["reward"].item(), end["terminated"].item()) == (1.0, True)
