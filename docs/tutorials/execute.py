@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LOGGED = re.compile(r"^\d{4}-\d\d-\d\d .*\n?", re.MULTILINE)
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+CELL = re.compile(r"[^\s\"']*/ipykernel_\d+/\d+\.py")
 
 
 def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
@@ -66,7 +67,7 @@ def _kept(outputs: list, folder: Path) -> list:
 
 def _plain(text: str, folder: Path) -> str:
     """Without colours and without the folders of this machine."""
-    return ANSI.sub("", text).replace(f"{folder}/", "").replace(f"{ROOT}/", "")
+    return CELL.sub("<cell>", ANSI.sub("", text)).replace(f"{folder}/", "").replace(f"{ROOT}/", "")
 
 
 def main(arguments: list[str]) -> None:

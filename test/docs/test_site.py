@@ -25,6 +25,8 @@ SHOWN = (
     "concepts/tokens.html",
     "concepts/who-talks-to-whom.html",
     "tutorials/losses-in-your-loop.html",
+    "tutorials/coming-from-trl.html",
+    "tutorials/coming-from-torchrl.html",
     "api/objectives.html",
     "reference.html",
 )

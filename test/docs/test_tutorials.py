@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from functools import cache
@@ -79,6 +80,31 @@ def test_a_page_that_trains_learns(run_tutorial, name):
     assert first < 0.1
     assert last > 0.8
     assert figures(cells) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("name", "losses"), [("coming-from-trl", 4), ("coming-from-torchrl", 2)])
+def test_a_page_for_those_who_come_computes_the_same_loss(run_tutorial, name, losses):
+    cells = run_tutorial(name)
+    equal = re.findall(r"(\S+)   here (\S+)   gradients apart by (\S+) of", said(cells))
+    assert len(equal) == losses
+    for theirs, ours, gap in equal:
+        assert float(theirs) == pytest.approx(float(ours), abs=2e-6)
+        assert float(theirs) != 0
+        assert float(gap) < 1e-3
+    rewards = re.findall(r"first step ([\d.]+), of the last five ([\d.]+)", said(cells))
+    assert len(rewards) == 2  # theirs and ours
+    for first, last in rewards:
+        assert float(first) < 0.2
+        assert float(last) > 0.8
+    assert figures(cells) == 1
+
+
+def test_a_page_shows_no_path_of_a_cell(tmp_path):
+    plain = runpy.run_path(str(FOLDER / "execute.py"))["_plain"]
+    told = 'File "/tmp/ipykernel_17/33.py", line 2, in judge'
+    assert plain(told, tmp_path) == 'File "<cell>", line 2, in judge'
 
 
 @pytest.mark.slow
