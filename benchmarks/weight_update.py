@@ -80,7 +80,7 @@ def broadcast_rows(weights: dict[str, torch.Tensor], repeats: int) -> list[Row]:
 
     def transfer(bucket_bytes: int) -> dict[str, torch.Tensor]:
         layout = WeightLayout.of(weights, bucket_bytes)
-        flat = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        flats = []
 
         def send() -> None:
             for bucket in layout.buckets():
@@ -88,10 +88,11 @@ def broadcast_rows(weights: dict[str, torch.Tensor], repeats: int) -> list[Row]:
 
         def receive() -> None:
             for bucket in layout.buckets():
-                groups[1].broadcast(flat[layout.slice_of(bucket)])
+                flats.append((torch.empty(layout.size_of(bucket), dtype=torch.uint8), bucket))
+                groups[1].broadcast(flats[-1][0])
 
         in_threads(send, receive)
-        return layout.views(flat)
+        return {name: value for flat in flats for name, value in layout.views(*flat)}
 
     for bucket_bytes in (1 << 28, 1):
         assert all(torch.equal(v, weights[k]) for k, v in transfer(bucket_bytes).items())
@@ -129,7 +130,7 @@ def vllm_rows(weights: dict[str, torch.Tensor], repeats: int) -> list[Row]:
 
     def reload() -> None:
         copy()
-        engine._llm.collective_rpc(load_weights, args=(engine._names, given))
+        engine._llm.collective_rpc(load_weights, args=(engine._names, given.items()))
 
     taken = medians(
         {"limit": reload, "ours": lambda: engine.update_weights(weights)},

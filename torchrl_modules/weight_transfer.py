@@ -1,15 +1,14 @@
 """How weights reach another process: in buckets, over a process group or a shared file."""
 
-import ipaddress
 import json
 import math
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from .weights import refuse, shells, value_faults
+from .weights import ExpectedWeights, refuse, shells, value_faults
 
 # Weights as one flat run of bytes, cut into buckets: how both ends of a transfer lay them out.
 
@@ -79,9 +78,9 @@ class WeightLayout:
         if bucket:
             yield bucket
 
-    def slice_of(self, bucket: Sequence[str]) -> slice:
-        """The bytes of a bucket."""
-        return slice(self.places[bucket[0]].start, self.places[bucket[-1]].end)
+    def size_of(self, bucket: Sequence[str]) -> int:
+        """How many bytes a bucket has."""
+        return self.places[bucket[-1]].end - self.places[bucket[0]].start
 
     def fill(self, buffer: Tensor, bucket: Sequence[str], weights: Mapping[str, Tensor]) -> Tensor:
         """Copy a bucket's tensors into a uint8 buffer, and give the part that is the bucket."""
@@ -90,14 +89,14 @@ class WeightLayout:
             place = self.places[name]
             target = buffer[place.start - first : place.end - first]
             target.view(place.dtype).view(place.shape).copy_(weights[name], non_blocking=True)
-        return buffer[: self.places[bucket[-1]].end - first]
+        return buffer[: self.size_of(bucket)]
 
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors in the flat bytes, uint8 ``[num_bytes]``, without a copy."""
-        return {
-            name: flat[place.start : place.end].view(place.dtype).view(place.shape)
-            for name, place in self.places.items()
-        }
+    def views(self, flat: Tensor, bucket: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of a bucket in its bytes, uint8, without a copy."""
+        first = self.places[bucket[0]].start
+        for name in bucket:
+            start, end, dtype, shape = self.places[name]
+            yield name, flat[start - first : end - first].view(dtype).view(shape)
 
 
 class _Place(NamedTuple):
@@ -121,13 +120,27 @@ class BroadcastGroup:
         self._timeout = timedelta(seconds=timeout_s)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send a contiguous tensor to all ranks, or receive it into one of its type and size."""
+        """Send a contiguous tensor to all ranks, or receive it into one of its type and size.
+
+        Raises:
+            RuntimeError: another member is gone, or did not come in time; the group is of no more
+                use then.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        self._backend.broadcast([tensor], options).wait(self._timeout)
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
+        work = self._backend.broadcast([tensor], options)
+        if not tensor.is_cuda:
+            work.wait(self._timeout)
+            return
+        # NCCL's wait() returns at once, and its watchdog would end the process, not the call.
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                self.close()
+                raise RuntimeError(f"a broadcast took longer than {self._timeout}")
+            time.sleep(1e-3)
+        torch.cuda.current_stream(tensor.device).synchronize()
 
     def close(self) -> None:
         """Leave the group. May be called twice."""
@@ -177,86 +190,74 @@ def stateless_init_process_group(
     prefix = dist.PrefixStore("torchrl-weights", store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = 2 * timeout  # after `broadcast` has given up
         with torch.cuda.device(device):
             backend: Any = dist.ProcessGroupNCCL(prefix, rank, world_size, options)
     else:
         gloo = dist.ProcessGroupGloo._Options()
         gloo._timeout = timeout
-        try:
-            is_loopback = ipaddress.ip_address(master_address).is_loopback
-        except ValueError:
-            is_loopback = master_address == "localhost"
-        # On one machine nothing listens to the outside.
-        gloo._devices = [
-            dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-            if is_loopback
-            else dist.ProcessGroupGloo.create_default_device()
-        ]
+        # The interface that leads to the others: on one machine nothing listens to the outside.
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+        own = {"interface": interface} if interface else {"hostname": own_address(master_address)}
+        gloo._devices = [dist.ProcessGroupGloo.create_device(**own)]
         backend = dist.ProcessGroupGloo(prefix, rank, world_size, gloo)
     return BroadcastGroup(backend, store, timeout_s)
 
 
-# The trainer's end of vLLM's weight transfer over a c10d broadcast; vLLM is not imported.
-#
-# See `torchrl_modules.vllm.weights` for the worker's end.
+def own_address(host: str) -> str:
+    """The address of this machine on the way to another one, or to itself.
+
+    Args:
+        host: a name or an address.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # nothing is sent
+        return probe.getsockname()[0]
 
 
-@dataclass(frozen=True)
-class TransferControl:
-    """vLLM's control of a transfer, wherever the engine runs."""
+# The trainer's end of a broadcast to the workers of an engine; see `vLLMWorker` for the other end.
 
-    call: Callable[..., Any]
-    """One step of vLLM's protocol by its name, with what the step takes."""
-    rpc: Callable[[str], Any]
-    """A method of the workers by its name; gives the answer of the one with most trouble."""
+RemoteCall = Callable[..., Any]
+"""Calls a method of an engine's workers by its name, and gives their answer, as JSON carries it."""
 
 
 class C10dWeightTransfer:
     """Sends weights to the workers of an engine: gloo between CPUs, NCCL between GPUs."""
 
-    # `vLLMUpdater` says what the arguments are; a broadcast, and the memory that this takes, have
-    # at most `bucket_bytes`. NCCL needs a device for each rank: a trainer that shares its only GPU
-    # with the engine sends by file instead.
+    # `VLLMServerEngine.join` says what the arguments are; a broadcast, and the memory that this
+    # takes, have at most `bucket_bytes`. NCCL needs a device for each rank: a trainer that shares
+    # its only GPU with the engine sends by file instead.
 
     def __init__(
         self,
-        control: TransferControl,
+        rpc: RemoteCall,
         *,
         master_address: str = "127.0.0.1",
         master_port: int | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         bucket_bytes: int = 256 << 20,
         timeout_s: float = 120.0,
     ) -> None:
-        self._control = control
+        self._rpc = rpc
         self._timeout_s = timeout_s
-        self._device = torch.device(device)
         self._bucket_bytes = bucket_bytes
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-transfer")
         self._buffer: Tensor | None = None
-        limits = control.rpc("torchrl_limits")
-        self._dtype = getattr(torch, limits.get("dtype", ""), None)
-        meeting = {
-            "master_address": master_address,
-            "master_port": master_port or _free_port(master_address),
-            "world_size": 1 + limits["num_workers"],
-            "timeout_s": timeout_s,
-        }
         self._group: BroadcastGroup | None = None
-        joined = self._threads.submit(
-            control.call, "init_weight_transfer_engine", init_info=meeting
-        )
+        limits = rpc("torchrl_limits")
+        self._dtype = getattr(torch, limits.get("dtype", ""), None)
+        is_cuda = limits.get("device") == "cuda" and torch.cuda.is_available()
+        self._device = torch.device(device or ("cuda" if is_cuda else "cpu"))
+        port = master_port or _free_port(master_address)
+        size = 1 + limits["num_workers"]
+        meeting = [master_address, port, size, self._device.type, timeout_s]
+        joined = self._threads.submit(rpc, "torchrl_join", *meeting)
         try:
             self._group = stateless_init_process_group(
-                master_address,
-                meeting["master_port"],
-                0,
-                meeting["world_size"],
-                self._device,
-                timeout_s=timeout_s,
+                master_address, port, 0, size, self._device, timeout_s=timeout_s
             )
-            joined.result(timeout_s)
+            self._expected = ExpectedWeights.from_message(joined.result(timeout_s), self._dtype)
         except (RuntimeError, TimeoutError) as error:
             self.close()
             if joined.done() and not joined.cancelled():
@@ -268,35 +269,29 @@ class C10dWeightTransfer:
             self.close()
             raise
 
+    def check(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Check an update as a whole before anything is sent, and give what `send` takes."""
+        return self._expected.check(weights, who="C10dWeightTransfer")
+
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
-        """Send whole weights, and let the workers check and load them; gives their outcome."""
-        refuse(value_faults(weights), who="C10dWeightTransfer")
-        group, call = self._group, self._control.call
+        """Send checked weights, which the workers load as they come; gives their outcome."""
+        group = self._group
         if group is None:
             raise RuntimeError("C10dWeightTransfer is closed. Make another one.")
         layout = WeightLayout.of(shells(weights, self._dtype), self._bucket_bytes)
-        call("start_weight_update")
-        received = self._threads.submit(call, "update_weights", update_info=layout.message)
+        loaded = self._threads.submit(self._rpc, "torchrl_receive_weights", layout.message)
         try:
             for bucket in layout.buckets():
-                place = layout.slice_of(bucket)
-                room = max(place.stop - place.start, min(layout.num_bytes, self._bucket_bytes))
+                room = max(layout.size_of(bucket), min(layout.num_bytes, self._bucket_bytes))
                 if self._buffer is None or self._buffer.numel() < room:
                     self._buffer = torch.empty(room, dtype=torch.uint8, device=self._device)
                 group.broadcast(layout.fill(self._buffer, bucket, weights))
-        except RuntimeError:
-            if received.done():
-                received.result()  # says more
-            raise
-        try:
-            received.result(self._timeout_s)
-        except TimeoutError as error:
-            raise RuntimeError(
-                f"C10dWeightTransfer: no worker says within {self._timeout_s} s that it has all."
-            ) from error
-        call("finish_weight_update")
-        outcome = self._control.rpc("torchrl_transfer_outcome")
-        return {"failed": "a worker gave no outcome"} if outcome is None else outcome
+            return loaded.result(self._timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            self.close()  # whoever still waits for a bucket gets an error
+            if loaded.done() and (outcome := loaded.result()):
+                return outcome  # says more
+            return {"failed": f"the weights did not arrive within {self._timeout_s} s ({error})"}
 
     def close(self) -> None:
         """Leave the group; the engine goes on. May be called twice."""
@@ -304,6 +299,11 @@ class C10dWeightTransfer:
         group, self._group = self._group, None
         if group is not None:
             group.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether another one has to be made for the next update."""
+        return self._group is None
 
 
 def _free_port(address: str) -> int:

@@ -130,6 +130,21 @@ class ExpectedWeights:
         own = {name: named[name] for name, known in canonical.items() if name == known}
         return cls(own, {name: known for name, known in canonical.items() if name != known}, dtype)
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """Everything but the values, as JSON can carry it."""
+        own = {n: [str(x.dtype).removeprefix("torch."), *x.shape] for n, x in self.own.items()}
+        return {"own": own, "aliases": dict(self.aliases)}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any], dtype: torch.dtype | None) -> Self:
+        """What an engine that computes in ``dtype`` has said of itself by :attr:`message`."""
+        own = {
+            name: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
+            for name, (kind, *shape) in message["own"].items()
+        }
+        return cls(own, message["aliases"], dtype)
+
     def check(self, new: Mapping[str, Tensor], *, who: str) -> Mapping[str, Tensor]:
         """Check an update as a whole, and give the values to load, aliases left out."""
         known = {name: self.aliases.get(name, name) for name in new}

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_modules.engines.transformers import TransformersEngine
-from torchrl_modules.weight_transfer import C10dWeightTransfer
 from torchrl_modules.weights import UpdateRefused, facts_of
 
 from .weights import adapter_weights, gathered_state_dict, is_spread, pushed_weights, unwrapped
@@ -185,13 +184,12 @@ class vLLMUpdater(WeightUpdater):
 
     Args:
         policy: a :class:`~torchrl_modules.vLLMWrapper`; a collector sets its own.
-        transfer: ``"direct"``: an engine of this process is handed the tensors, a server of this
-            machine gets them in a file in memory. ``"c10d"``: they are broadcast to the engine's
-            workers through vLLM's weight transfer, by gloo between CPUs and by NCCL between GPUs of
-            one or several machines; :meth:`init` joins the workers.
+        transfer: ``"direct"``: an engine of this process is handed the tensors, a server gets them
+            as its ``weight_transfer`` says. ``"c10d"``: they are broadcast to the server's workers,
+            which :meth:`init` joins; see :meth:`~torchrl_modules.VLLMServerEngine.join`.
         master_address: for ``"c10d"``: of this process, as the workers reach it.
         master_port: for ``"c10d"``: where they meet; a free one when not given.
-        device: for ``"c10d"``: what the workers compute on.
+        device: for ``"c10d"``: what sends.
 
     Raises:
         ValueError: ``transfer`` is another one.
@@ -210,9 +208,9 @@ class vLLMUpdater(WeightUpdater):
         policy: UpdatablePolicy | None = None,
         *,
         transfer: Literal["direct", "c10d"] = "direct",
-        master_address: str = "127.0.0.1",
+        master_address: str | None = None,
         master_port: int | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> None:
         if transfer not in ("direct", "c10d"):
             raise ValueError(f"vLLMUpdater: transfer must be 'direct' or 'c10d', got {transfer!r}.")
@@ -223,7 +221,6 @@ class vLLMUpdater(WeightUpdater):
             "master_port": master_port,
             "device": device,
         }
-        self._transfer: C10dWeightTransfer | None = None
         if policy is not None:
             self.attach(policy)
 
@@ -237,10 +234,11 @@ class vLLMUpdater(WeightUpdater):
             TypeError: its engine is not vLLM, or can't be reached by this transfer.
         """
         engine: Any = getattr(policy, "engine", policy)
-        if self._by_broadcast and not hasattr(engine, "transfer_control"):
+        if self._by_broadcast and not hasattr(engine, "join"):
             raise TypeError(
-                f"vLLMUpdater can't broadcast to {type(engine).__name__}: an asynchronous or a "
-                "supervised engine is updated with transfer='direct'."
+                f"vLLMUpdater can't broadcast to {type(engine).__name__}: an engine of this "
+                "process is updated with transfer='direct', and so are several servers, and one "
+                "that is supervised or asynchronous: build these with weight_transfer='c10d'."
             )
         if isinstance(engine, TransformersEngine):
             raise TypeError(
@@ -250,22 +248,12 @@ class vLLMUpdater(WeightUpdater):
         super().attach(policy)
 
     def _connect(self, policy: UpdatablePolicy) -> None:
-        self.close()
         if self._by_broadcast:
             engine: Any = getattr(policy, "engine", policy)
-            self._transfer = C10dWeightTransfer(engine.transfer_control(), **self._meeting)
-
-    def _send(self, weights: Mapping[str, Tensor], version: int | None) -> int:
-        if not self._by_broadcast:
-            return super()._send(weights, version)
-        if self._transfer is None:
-            raise RuntimeError("vLLMUpdater: call init() first, which joins the engine's workers.")
-        engine: Any = getattr(self.policy, "engine", self.policy)
-        engine.update_weights(weights, version=version, via=self._transfer)
-        return engine.version
+            engine.join(**self._meeting)
 
     def close(self) -> None:
         """Leave the workers' group. May be called twice."""
-        if self._transfer is not None:
-            self._transfer.close()
-            self._transfer = None
+        if self._by_broadcast and self._policy is not None:
+            engine: Any = getattr(self._policy, "engine", self._policy)
+            engine.leave()

@@ -15,11 +15,10 @@ from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.tiny_model import tiny_qwen3
 from torchrl_modules.weight_transfer import (
     C10dWeightTransfer,
-    TransferControl,
     WeightLayout,
     stateless_init_process_group,
 )
-from torchrl_modules.weights import RenamedWeights
+from torchrl_modules.weights import ExpectedWeights, RenamedWeights
 
 
 class Policy:
@@ -194,12 +193,10 @@ def by_broadcast(ranks):
         fully_shard(part)
     if ranks.rank:
         return contribute_weights(model)
-    worker = Worker()
-    transfer = C10dWeightTransfer(
-        TransferControl(call=worker.call, rpc=worker.rpc), bucket_bytes=1 << 13
-    )
+    worker = Worker(model)
+    transfer = C10dWeightTransfer(worker.rpc, bucket_bytes=1 << 13)
     with sharded.pushed_weights(model) as weights:
-        outcome = transfer.send(weights)
+        outcome = transfer.send(transfer.check(weights))
     transfer.close()
     del expected["lm_head.weight"]  # tied to the embedding, and sent once
     same = all(
@@ -212,21 +209,25 @@ def by_broadcast(ranks):
 class Worker:
     """Receives what a transfer sends."""
 
-    def rpc(self, method):
-        limits = {"num_workers": 1, "dtype": "bfloat16"}
-        return {"torchrl_limits": limits, "torchrl_transfer_outcome": {}}[method]
+    def __init__(self, model):
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self.message = ExpectedWeights.of(named).message
 
-    def call(self, step, init_info=None, update_info=None):
-        if init_info is not None:
+    def rpc(self, method, *arguments):
+        if method == "torchrl_limits":
+            return {"num_workers": 1, "dtype": "bfloat16"}
+        if method == "torchrl_join":
+            address, port, size, device, timeout_s = arguments
             self.group = stateless_init_process_group(
-                init_info["master_address"], init_info["master_port"], 1, 2, timeout_s=30.0
+                address, port, 1, size, device, timeout_s=timeout_s
             )
-        if update_info is not None:
-            layout = WeightLayout(**update_info)
-            flat = torch.empty(layout.num_bytes, dtype=torch.uint8)
-            for bucket in layout.buckets():
-                self.group.broadcast(flat[layout.slice_of(bucket)])
-            self.weights = layout.views(flat)
+            return self.message
+        layout, self.weights = WeightLayout(**arguments[0]), {}
+        for bucket in layout.buckets():
+            flat = torch.empty(layout.size_of(bucket), dtype=torch.uint8)
+            self.group.broadcast(flat)
+            self.weights |= layout.views(flat, bucket)
+        return {}
 
 
 def scenarios():

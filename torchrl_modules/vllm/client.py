@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import urlencode, urlsplit
 
 import httpcore2
@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation, read_load
 from torchrl_modules.engines.supervision import ProgressWatch, is_near, is_stopped
 from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.weight_transfer import C10dWeightTransfer, TransferControl, weights_file
+from torchrl_modules.weight_transfer import C10dWeightTransfer, own_address, weights_file
 from torchrl_modules.weights import UpdateRefused, next_version
 
 from .requests import (
@@ -299,9 +299,9 @@ class ServerRoutes:
             raise RuntimeError(f"VLLMServerEngine: {self._prober.url}/metrics tells no load.")
         return load
 
-    def _rpc(self, method: str, *args: str) -> dict[str, Any]:
+    def _rpc(self, method: str, *args: Any) -> dict[str, Any]:
         results = self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
-        kinds = {str(result if result is None else list(result)) for result in results}
+        kinds = {str(list(result)) for result in results}
         if len(kinds) > 1:
             return {"failed": f"the workers' answers to {method} differ: {results}"}
         return results[0]
@@ -325,7 +325,7 @@ _READ = "vllm:prompt_tokens_total"
 
 
 class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
-    """Draws tokens with a vLLM server on this machine.
+    """Draws tokens with a vLLM server, on this machine or another one.
 
     Weights are updated where ``torchrl_modules.vllm.server`` started it; a ``vllm serve
     --enable-scale-out`` can be drawn from. Any number of threads may call it. The server may be
@@ -341,7 +341,9 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             connections open or not; and so is one that takes weights, if it is stopped. Before its
             very first token it warms up, and ``timeout_s`` counts.
         num_connections: most rows that are drawn at a time.
-        weights_directory: where weights that are handed over take room; memory when not given.
+        weight_transfer: how new weights go there: in a ``"file"`` in memory, broadcast (``"c10d"``,
+            see :meth:`join`), or ``"auto"``: in a file to a server on this machine.
+        weights_directory: where such a file takes room; memory when not given.
 
     Raises:
         ConnectionError: nobody answers at the URL.
@@ -361,8 +363,13 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         timeout_s: float = 600.0,
         stall_timeout_s: float = 30.0,
         num_connections: int = 128,
+        weight_transfer: Literal["auto", "file", "c10d"] = "auto",
         weights_directory: str | None = None,
     ) -> None:
+        if weight_transfer not in (known := ("auto", "file", "c10d")):
+            raise ValueError(
+                f"VLLMServerEngine: weight_transfer={weight_transfer!r} is none of {known}."
+            )
         self._rows = JSONClient(url, timeout_s, token=token, num_connections=num_connections)
         # Rows that wait while weights are replaced hold their connections, all that there are.
         self._client = JSONClient(url, timeout_s, token=token)
@@ -370,6 +377,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         self._pool = ThreadPoolExecutor(num_connections, thread_name_prefix="vllm-client")
         self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
         self._weights_directory = weights_directory
+        self._transfer: C10dWeightTransfer | None = None
         self._lock = threading.Lock()
         self._updating = self._paused = False
         self._num_probes = 0
@@ -378,6 +386,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         self._labels: list[str] = ["default"]
         self._missing = ""
         self._is_processed = True
+        self._meeting: dict[str, Any] = {}
         try:
             self._prober.await_answer("/health", wait_s, goes_on=lambda: not self._failure)
             limits = self._read_limits()
@@ -385,6 +394,8 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             self.close()
             raise
         self._own_ends = frozenset(limits.get("own_ends", ()))
+        near = all(map(is_near, self._workers))
+        self._broadcasts = weight_transfer == "c10d" or (weight_transfer == "auto" and not near)
         self.vocab_size: int | None = limits["vocab_size"]
         """Token ids are below it; ``None`` where a plain server does not say."""
         self.update_dtype: torch.dtype | None = getattr(torch, limits.get("dtype", ""), None)
@@ -540,7 +551,6 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         *,
         version: int | None = None,
         recompute: bool = True,
-        via: C10dWeightTransfer | None = None,
     ) -> None:
         """Replace the weights, all or none.
 
@@ -550,7 +560,6 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             state_dict: as for `VLLMEngine.update_weights`.
             version: as for `VLLMEngine.update_weights`.
             recompute: as for `AsyncVLLMEngine.update_weights`.
-            via: by which way they go, made with `transfer_control`; in memory when not given.
 
         Raises:
             EngineDied: the server is gone, stopped for ``stall_timeout_s``, or stuck for
@@ -568,7 +577,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             self._updating = True
             try:
                 with self._watch.waiting():
-                    self._load(state_dict, str(version), recompute, via)
+                    self._load(state_dict, str(version), recompute)
             except ConnectionError as error:
                 reason = self._failure or error
                 raise EngineDied(f"VLLMServerEngine.update_weights: {reason}") from error
@@ -604,16 +613,13 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 "options by `python -m torchrl_modules.vllm.server`, which adds it."
             )
 
-    def _load(
-        self,
-        state_dict: Mapping[str, Tensor],
-        label: str,
-        recompute: bool,
-        via: C10dWeightTransfer | None,
-    ) -> None:
+    def _load(self, state_dict: Mapping[str, Tensor], label: str, recompute: bool) -> None:
         with ExitStack() as stack:
-            if via is not None:
-                load = partial(via.send, state_dict)
+            if self._broadcasts:
+                if self._transfer is None or self._transfer.is_closed:  # an update broke off
+                    self.join(**self._meeting)
+                assert self._transfer is not None
+                load = partial(self._transfer.send, self._transfer.check(state_dict))
             else:
                 path = weights_file(
                     state_dict,
@@ -640,15 +646,48 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 if not (self._mixed or self._paused):
                     self._post("/resume")
 
-    def transfer_control(self) -> TransferControl:
-        """VLLM's control of a weight transfer, for a `C10dWeightTransfer`."""
+    def join(
+        self,
+        *,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Meet the server's workers, to which all later updates are broadcast, a bucket at a time.
+
+        By NCCL between GPUs and by gloo between CPUs, of one or several machines; the workers take
+        their shares of each bucket as it comes. An update that breaks off leaves the server
+        paused; the next one meets anew. Without this call, the first update that is broadcast does
+        it (``weight_transfer``).
+
+        Args:
+            master_address: of this process, as the workers reach it; the address of this machine on
+                the way to the server when not given.
+            master_port: where they meet; a free one when not given.
+            device: what sends; this process's GPU where it has one and the workers compute on GPUs.
+
+        Raises:
+            RuntimeError: the server is a plain ``vllm serve``, or the workers did not come.
+        """
         self._check_updatable()
-        return TransferControl(
-            call=lambda step, **body: self._post(f"/{step}", body or None), rpc=self._rpc
-        )
+        self.leave()
+        self._broadcasts = True
+        host = urlsplit(self._client.url).hostname or "127.0.0.1"
+        self._meeting = {
+            "master_address": master_address or own_address(host),
+            "master_port": master_port,
+            "device": device,
+        }
+        self._transfer = C10dWeightTransfer(self._rpc, **self._meeting)
+
+    def leave(self) -> None:
+        """Close the group that :meth:`join` opened. May be called twice."""
+        if self._transfer is not None:
+            self._transfer.close()
 
     def close(self) -> None:
         """End the connections; the server goes on."""
+        self.leave()
         self._pool.shutdown()
         for client in (self._rows, self._client, self._prober):
             client.close()

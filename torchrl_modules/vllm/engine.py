@@ -15,7 +15,6 @@ from torch import Tensor
 from torchrl_modules.engines.bridges import EngineThread, SteppedEngine
 from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation
 from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.weight_transfer import C10dWeightTransfer, TransferControl
 from torchrl_modules.weights import AdapterWeights, ExpectedWeights, UpdateRefused, next_version
 
 from .requests import (
@@ -219,7 +218,6 @@ class VLLMEngine(WholeBatchEngine):
         state_dict: Mapping[str, Tensor],
         *,
         version: int | None = None,
-        via: C10dWeightTransfer | None = None,
     ) -> None:
         """Replace the weights, all or none.
 
@@ -231,7 +229,6 @@ class VLLMEngine(WholeBatchEngine):
                 precision and on any device. Every parameter is there; of tied ones, one will do.
                 An engine with ``enable_lora`` takes `AdapterWeights` and nothing else.
             version: the number of these weights, above the present one; ``None`` counts on.
-            via: by which way they go, made with `transfer_control`; by reference when not given.
 
         Raises:
             UpdateRefused: a name, type, shape or value is wrong; the old weights keep serving.
@@ -239,31 +236,19 @@ class VLLMEngine(WholeBatchEngine):
                 of loading, and the engine refuses to generate until an update succeeds.
         """
         with self.used_by("update_weights", repairs=True):
-            self.load(state_dict, version, via)
+            self.load(state_dict, version)
             self._llm.reset_prefix_cache()
 
-    def transfer_control(self) -> TransferControl:
-        """VLLM's control of a weight transfer, for a `C10dWeightTransfer`."""
-        return TransferControl(
-            call=lambda step, **body: getattr(self._llm, step)(*([body] if body else [])),
-            rpc=lambda method: self._llm.collective_rpc(method)[0],
-        )
-
-    def load(
-        self,
-        state_dict: Mapping[str, Tensor],
-        version: int | None,
-        via: C10dWeightTransfer | None = None,
-    ) -> None:
+    def load(self, state_dict: Mapping[str, Tensor], version: int | None) -> None:
         """Check and load weights between two steps; for whoever steps the engine.
 
         It takes and raises what `update_weights` does.
         """
         version = next_version(version, self._version, who="VLLMEngine.update_weights")
         if isinstance(state_dict, AdapterWeights):
-            if self._adapters is None or via is not None:
-                needed = "by reference" if self._adapters else "to an engine with enable_lora=True"
-                raise UpdateRefused(f"VLLMEngine.update_weights: adapters alone go {needed}.")
+            if self._adapters is None:
+                needed = "an engine with enable_lora=True"
+                raise UpdateRefused(f"VLLMEngine.update_weights: adapters alone go to {needed}.")
             self._adapters.load(state_dict, version)
             self._llm.llm_engine.set_weight_version(str(version))
             self._version = version
@@ -274,10 +259,7 @@ class VLLMEngine(WholeBatchEngine):
             self._expected = expected_weights(config)
         weights = self._expected.check(state_dict, who="VLLMEngine.update_weights")
         self._mixed = True
-        if via is None:
-            self._llm.collective_rpc(load_weights, args=(self._names, weights))
-        elif outcome := via.send(weights):
-            raise RuntimeError(f"VLLMEngine.update_weights: {outcome}.")
+        self._llm.collective_rpc(load_weights, args=(self._names, weights.items()))
         self._llm.llm_engine.set_weight_version(str(version))
         self._version = version
         self._mixed = False

@@ -103,13 +103,6 @@ def import_vllm(*, in_process: bool = True) -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
-def register_weight_transfer(name: str, module: str, class_name: str) -> None:
-    """Make a back-end of vLLM's weight transfer known in this process, once."""
-    factory = vllm_module("distributed.weight_transfer.factory").WeightTransferEngineFactory
-    if name not in factory._registry:
-        factory.register_engine(name, module, class_name)
-
-
 def vllm_module(name: str) -> Any:
     """A module of vLLM, by its name inside."""
     return importlib.import_module(f"vllm.{name}")
@@ -161,10 +154,7 @@ FIXED: Final = {
 }
 """What the contract of an engine fixes."""
 
-WORKER: Final = {
-    "worker_extension_cls": "torchrl_modules.vllm.worker.vLLMWorker",
-    "weight_transfer_config": {"backend": "c10d"},
-}
+WORKER: Final = {"worker_extension_cls": "torchrl_modules.vllm.worker.vLLMWorker"}
 """So that new weights can be sent to the workers."""
 
 CPU_DEFAULTS: Final = {

@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,9 +51,7 @@ def check_updatable(llm_engine: Any) -> None:
         )
 
 
-def load_all_or_none(
-    worker: Any, model: Any, read: Callable[[], Mapping[str, Tensor]]
-) -> dict[str, str]:
+def load_all_or_none(worker: Any, read: Callable[[], Mapping[str, Tensor]]) -> dict[str, str]:
     """Check weights that have come to a worker, and load them: all or none."""
     # Gives `{}`; or what was `refused`, and nothing was changed; or what `failed`, and the weights
     # are a mixture.
@@ -62,21 +60,21 @@ def load_all_or_none(
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     try:
-        load_weights(worker, import_vllm(in_process=False), weights, model)
+        load_weights(worker, import_vllm(in_process=False), weights.items())
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"}
     return {}
 
 
 def load_weights(
-    worker: Any, names: SimpleNamespace, weights: Mapping[str, Tensor], model: Any = None
+    worker: Any, names: SimpleNamespace, weights: Iterable[tuple[str, Tensor]]
 ) -> None:
     """Load checked weights in a worker; `RuntimeError`: some were not loaded."""
-    model = worker.model_runner.get_model() if model is None else model
+    model = worker.model_runner.get_model()
     with names.set_current_vllm_config(worker.vllm_config), torch.no_grad():
         names.initialize_layerwise_reload(model)
         try:
-            loaded = model.load_weights(iter(weights.items()))
+            loaded = model.load_weights(iter(weights))
         finally:
             # Puts the parameters back from the meta device, loaded or not.
             names.finalize_layerwise_reload(model, worker.model_config)

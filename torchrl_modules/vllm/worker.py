@@ -1,12 +1,11 @@
 """What vLLM's workers are given so that they can be asked for their limits and sent new weights.
 
 vLLM takes it with ``worker_extension_cls="torchrl_modules.vllm.worker.vLLMWorker"``, which
-``VLLMEngine`` and ``python -m torchrl_modules.vllm.server`` add. Its import in a worker also
-registers the weight transfer ``"c10d"``. Nobody else imports it: it imports vLLM.
+``VLLMEngine`` and ``python -m torchrl_modules.vllm.server`` add. Nobody else imports it.
 """
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,10 +19,8 @@ from torchrl_modules.weight_transfer import (
 )
 
 from .requests import own_ends
-from .runtime import register_weight_transfer, vllm_module
-from .weights import load_all_or_none
-
-register_weight_transfer("c10d", __name__, "C10dWeightTransferEngine")
+from .runtime import import_vllm
+from .weights import expected_weights, load_all_or_none, load_weights
 
 
 class vLLMWorker:
@@ -36,17 +33,19 @@ class vLLMWorker:
     model_config: Any
     model_runner: Any
     vllm_config: Any
-    weight_transfer_engine: Any
+    device: torch.device
+    _torchrl_group: BroadcastGroup | None = None
 
     def torchrl_limits(self) -> dict[str, Any]:
         """What requests are checked against.
 
         Returns:
-            ``vocab_size``, ``max_model_len``, the model's ``own_ends`` and ``dtype``, and how many
-            workers there are, ``num_workers``.
+            ``vocab_size``, ``max_model_len``, the model's ``own_ends`` and ``dtype``, on which
+            kind of ``device`` it computes, and how many workers there are, ``num_workers``.
         """
         return {
             "num_workers": self.vllm_config.parallel_config.world_size_across_dp,
+            "device": self.device.type,
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
@@ -67,90 +66,60 @@ class vLLMWorker:
             ``{}``; or what was wrong: ``refused``, and nothing was changed, or ``failed``, and the
             weights are a mixture.
         """
-        return load_all_or_none(self, self.model_runner.get_model(), lambda: load_file(path))
+        return load_all_or_none(self, lambda: load_file(path))
 
-    def torchrl_transfer_outcome(self) -> dict[str, str] | None:
-        """How the last update by weight transfer went, as for `torchrl_load_weights`."""
-        return self.weight_transfer_engine.outcome
+    def torchrl_join(
+        self, address: str, port: int, world_size: int, device: str, timeout_s: float
+    ) -> dict[str, Any]:
+        """Join a trainer, which waits there as rank 0; of an earlier one, leave it.
 
+        Args:
+            address: of the trainer.
+            port: of the trainer.
+            world_size: the trainer and all workers.
+            device: ``"cuda"``: it sends from GPU to GPU.
+            timeout_s: of the meeting, and of each bucket.
 
-# The worker's end of vLLM's weight transfer over a c10d broadcast: gloo on a CPU, NCCL on GPUs.
-#
-# A back-end of ``vllm.distributed.weight_transfer``; vLLM's own ones need an accelerator. Nothing
-# of the model is touched before all weights have come and were checked as a whole.
-
-_base = vllm_module("distributed.weight_transfer.base")
-
-
-@dataclass
-class C10dInitInfo(_base.WeightTransferInitInfo):
-    """Where the trainer, rank 0, waits."""
-
-    master_address: str
-    master_port: int
-    world_size: int
-    timeout_s: float
-
-
-@dataclass
-class C10dUpdateInfo(_base.WeightTransferUpdateInfo):
-    """What comes: see :class:`~torchrl_modules.weight_transfer.WeightLayout`."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    bucket_bytes: int
-
-
-class C10dWeightTransferEngine(_base.WeightTransferEngine):
-    """Receives weights in buckets, keeps them until all are there, then loads them in one go."""
-
-    init_info_cls = C10dInitInfo
-    update_info_cls = C10dUpdateInfo
-    supports_draft_weight_update = False
-
-    _group: BroadcastGroup | None = None
-    _received: dict[str, torch.Tensor] | None = None
-    outcome: dict[str, str] | None = None
-    """Of the last update: see `load_all_or_none`; ``None`` until its end."""
-
-    def init_transfer_engine(self, init_info: C10dInitInfo) -> None:
-        """Join the trainer's group; of an earlier trainer, leave it."""
-        self.shutdown()
-        parallel = self.parallel_config
+        Returns:
+            :attr:`~torchrl_modules.weights.ExpectedWeights.message`: what every update has to hold.
+        """
+        self._leave()
+        parallel = self.vllm_config.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._group = stateless_init_process_group(
-            init_info.master_address,
-            init_info.master_port,
-            rank,
-            init_info.world_size,
-            self.device,
-            timeout_s=init_info.timeout_s,
+        self._torchrl_device = self.device if device == "cuda" else torch.device("cpu")
+        self._torchrl_group = stateless_init_process_group(
+            address, port, rank, world_size, self._torchrl_device, timeout_s=timeout_s
         )
+        return expected_weights(self.model_config).message
 
-    def start_weight_update(self) -> None:
-        """Forget what an update that was broken off has left."""
-        self._received, self.outcome = None, None
+    def torchrl_receive_weights(self, layout: dict[str, Any]) -> dict[str, str]:
+        """Load weights as they come, a bucket at a time; the trainer has checked them as a whole.
 
-    def receive_weights(self, update_info: C10dUpdateInfo) -> None:
-        """Receive all weights; the model stays as it is."""
-        if self._group is None:
-            raise RuntimeError("C10dWeightTransferEngine: no trainer has been named yet.")
-        layout = WeightLayout(
-            update_info.names, update_info.dtype_names, update_info.shapes, update_info.bucket_bytes
-        )
-        flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
-        for bucket in layout.buckets():
-            self._group.broadcast(flat[layout.slice_of(bucket)])
-        self._received = layout.views(flat)
+        Args:
+            layout: the arguments of :class:`~torchrl_modules.weight_transfer.WeightLayout`.
 
-    def finish_weight_update(self) -> None:
-        """Check what has come as a whole, and load it; `outcome` says how it went."""
-        weights, self._received = self._received, None
-        self.outcome = load_all_or_none(self, self.model, lambda: weights or {})
+        Returns:
+            ``{}``; or what ``failed``, and the weights are a mixture.
+        """
+        try:
+            load_weights(
+                self, import_vllm(in_process=False), self._arriving(WeightLayout(**layout))
+            )
+        except Exception as error:
+            self._leave()  # the trainer, which may still be sending, gets an error
+            return {"failed": f"{type(error).__name__}: {error}"}
+        return {}
 
-    def shutdown(self) -> None:
-        """Leave the trainer's group."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+    def _arriving(self, layout: WeightLayout) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._torchrl_group is None:
+            raise RuntimeError("no trainer has been joined")
+        for bucket in layout.buckets():  # in memory of its own: vLLM keeps what is of one layer
+            size = layout.size_of(bucket)
+            flat = torch.empty(size, dtype=torch.uint8, device=self._torchrl_device)
+            self._torchrl_group.broadcast(flat)
+            yield from layout.views(flat, bucket)
+
+    def _leave(self) -> None:
+        group, self._torchrl_group = self._torchrl_group, None
+        if group is not None:
+            group.close()

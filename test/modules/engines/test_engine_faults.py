@@ -172,7 +172,7 @@ def test_a_plain_server_can_be_drawn_from_and_an_update_says_what_it_lacks(start
         with pytest.raises(RuntimeError, match=r"--worker-extension-cls .*VLLM_SERVER_DEV_MODE=1"):
             engine.update_weights(FIRST)
         with pytest.raises(RuntimeError, match="VLLM_SERVER_DEV_MODE=1"):
-            engine.transfer_control()
+            engine.join()
         assert engine.generate(PROMPTS, PARAMS, seeds=SEEDS)[0].ids
     with pytest.raises(RuntimeError, match="--enable-scale-out"), start({"plain": "no"})() as url:
         VLLMServerEngine(url)

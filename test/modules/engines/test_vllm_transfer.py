@@ -1,4 +1,4 @@
-"""vLLM's own weight transfer with a back-end that runs on a CPU, in each deployment."""
+"""Weights broadcast to a server's workers, and what becomes of them when one breaks off."""
 
 import threading
 import time
@@ -19,19 +19,16 @@ NORM = "model.norm.weight"
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(params=["vllm_engine", "server_engine"], ids=["in process", "server"])
-def policy(request, chatml_tokenizer):
-    engine = request.getfixturevalue(request.param)
-    return vLLMWrapper(engine, tokenizer=chatml_tokenizer)
+@pytest.fixture
+def policy(server_engine, chatml_tokenizer):
+    return vLLMWrapper(server_engine, tokenizer=chatml_tokenizer)
 
 
 @pytest.fixture
 def updater(policy):
     updater = vLLMUpdater(policy, transfer="c10d")
-    with pytest.raises(RuntimeError, match="call init"):
-        updater.push({})
     updater.init()
-    updater._transfer._bucket_bytes = 40_000  # several buckets
+    policy.engine._transfer._bucket_bytes = 40_000  # several buckets
     yield updater
     updater.close()
     updater.close()
@@ -83,14 +80,43 @@ def test_a_model_with_adapters_is_served_as_it_computes(policy, updater, build_m
     assert all(torch.equal(before[name], value) for name, value in trained.state_dict().items())
 
 
-def test_another_trainer_may_take_over(policy, updater, other_model):
+def test_another_trainer_may_take_over(policy, updater, server, chatml_tokenizer, other_model):
     with pytest.raises(ValueError, match="'direct' or 'c10d'"):
         vLLMUpdater(policy, transfer="ipc")
-    successor = vLLMUpdater(policy, transfer="c10d")
-    successor.init()
-    successor.push(other_model)
+    with pytest.raises(ValueError, match="weight_transfer='nccl' is none of"):
+        vLLMWrapper(server, tokenizer=chatml_tokenizer, engine_kwargs={"weight_transfer": "nccl"})
+    settings = {"weight_transfer": "c10d"}  # as a recipe's engine.engine_kwargs
+    successor = vLLMWrapper(server, tokenizer=chatml_tokenizer, engine_kwargs=settings)
+    successor.update_weights(other_model.state_dict())
+    assert not successor.engine._transfer.is_closed
+    assert_from(other_model, successor)
+    successor.engine.close()
+
+
+def test_a_broadcast_that_breaks_off_is_made_good_by_the_next(
+    policy, updater, server_engine, model, other_model, monkeypatch
+):
+    """The trainer's end fails after the first bucket; the workers have loaded a part."""
+    updater.push(model)
+    transfer, version = server_engine._transfer, updater.version
+    broadcast, sent = transfer._group.broadcast, []
+
+    def breaks(tensor):
+        sent.append(tensor)
+        if len(sent) > 1:
+            raise RuntimeError("the network is gone")
+        broadcast(tensor)
+
+    monkeypatch.setattr(transfer._group, "broadcast", breaks)
+    with pytest.raises(RuntimeError, match=r"the network is gone|failed|Connection"):
+        updater.push(other_model)
+    assert transfer.is_closed
+    assert updater.version == version
+    with pytest.raises(RuntimeError, match="mixture"):
+        server_engine.generate(PROMPTS, PARAMS)
+    assert updater.push(other_model) == version + 1
+    assert server_engine._transfer is not transfer
     assert_from(other_model, policy)
-    successor.close()
 
 
 def test_requests_in_flight_go_on_under_the_new_weights(
@@ -123,10 +149,11 @@ def test_requests_in_flight_go_on_under_the_new_weights(
             assert gap[drawn].abs().max() < 5e-5
 
 
-def test_an_asynchronous_engine_is_updated_directly(vllm_engine, chatml_tokenizer):
+def test_an_engine_of_this_process_is_updated_directly(vllm_engine, chatml_tokenizer):
     served = AsyncVLLMEngine(vllm_engine)
     policy = vLLMWrapper(served, tokenizer=chatml_tokenizer)
-    with pytest.raises(TypeError, match="transfer='direct'"):
-        vLLMUpdater(policy, transfer="c10d")
+    for each in (policy, vLLMWrapper(vllm_engine, tokenizer=chatml_tokenizer)):
+        with pytest.raises(TypeError, match=r"transfer=.direct.*weight_transfer=.c10d"):
+            vLLMUpdater(each, transfer="c10d")
     policy.engine.close()
     served.close()

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from torchrl_modules.weight_transfer import (
     C10dWeightTransfer,
-    TransferControl,
     WeightLayout,
     _free_port,
     stateless_init_process_group,
@@ -35,17 +34,15 @@ def test_what_is_laid_out_is_found_again(entries, bucket_bytes):
     layout = WeightLayout.of(weights, bucket_bytes)
     other_end = WeightLayout(**layout.message)
     assert other_end.places == layout.places
-    flat = torch.full((layout.num_bytes,), 77, dtype=torch.uint8)
-    sent = []
+    found = {}
     for bucket in layout.buckets():
-        place = layout.slice_of(bucket)
-        size = place.stop - place.start
+        size = layout.size_of(bucket)
         assert len(bucket) == 1 or size <= bucket_bytes
-        flat[place] = layout.fill(torch.empty(size + 3, dtype=torch.uint8), bucket, weights)
-        sent += bucket
-    assert sent == list(weights)
-    found = other_end.views(flat)
-    assert found.keys() == weights.keys()
+        room = torch.full((size + 3,), 77, dtype=torch.uint8)
+        flat = layout.fill(room, bucket, weights)
+        assert len(flat) == size
+        found |= other_end.views(flat, bucket)
+    assert list(found) == list(weights)
     for name, value in weights.items():
         assert found[name].dtype == value.dtype
         assert torch.equal(found[name], value)
@@ -125,14 +122,17 @@ def used_store():
 
 
 def lost_workers(fault):
-    """Control of an engine whose workers do not join."""
+    """The workers of an engine, which do not join."""
 
-    def call(step, init_info):
-        assert step == "init_weight_transfer_engine"
+    def rpc(method, *_):
+        if method == "torchrl_limits":
+            return {"num_workers": 1}
+        assert method == "torchrl_join"
         if fault is not None:
             raise fault
+        return {}
 
-    return TransferControl(call=call, rpc={"torchrl_limits": {"num_workers": 1}}.__getitem__)
+    return rpc
 
 
 @pytest.mark.parametrize(
