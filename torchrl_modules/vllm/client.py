@@ -260,10 +260,14 @@ class AccessControl:
 
 
 class ServerRoutes:
-    """Asks a server, and says what it answers."""
+    """Asks a server, and says what it answers; meets its workers."""
 
     _client: JSONClient
     _prober: JSONClient
+    _missing = ""
+    _broadcasts = False
+    _transfer: C10dWeightTransfer | None = None
+    _meeting: Mapping[str, Any] = {}  # noqa: RUF012 - replaced, never changed
 
     def _check_health(self) -> None:
         status, _ = self._prober.request("GET", "/health")
@@ -317,8 +321,55 @@ class ServerRoutes:
             )
         return answer
 
+    def _check_updatable(self) -> None:
+        if self._missing:
+            raise RuntimeError(
+                f"VLLMServerEngine: the server at {self._client.url} can be drawn from, but its "
+                f"weights can't be updated: it lacks {self._missing}. Start it with the same "
+                "options by `python -m torchrl_modules.vllm.server`, which adds it."
+            )
 
-# vLLM in a process of its own on this machine, reached by URL: `VLLMServerEngine`.
+    def join(
+        self,
+        *,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Meet the server's workers, to which all later updates are broadcast, a bucket at a time.
+
+        By NCCL between GPUs and by gloo between CPUs, of one or several machines; the workers take
+        their shares of each bucket as it comes. An update that breaks off leaves the server
+        paused; the next one meets anew. Without this call, the first update that is broadcast does
+        it (``weight_transfer``).
+
+        Args:
+            master_address: of this process, as the workers reach it; the address of this machine on
+                the way to the server when not given.
+            master_port: where they meet; a free one when not given.
+            device: what sends; this process's GPU where it has one and the workers compute on GPUs.
+
+        Raises:
+            RuntimeError: the server is a plain ``vllm serve``, or the workers did not come.
+        """
+        self._check_updatable()
+        self.leave()
+        self._broadcasts = True
+        host = urlsplit(self._client.url).hostname or "127.0.0.1"
+        self._meeting = {
+            "master_address": master_address or own_address(host),
+            "master_port": master_port,
+            "device": device,
+        }
+        self._transfer = C10dWeightTransfer(self._rpc, **self._meeting)
+
+    def leave(self) -> None:
+        """Close the group that :meth:`join` opened. May be called twice."""
+        if self._transfer is not None:
+            self._transfer.close()
+
+
+# vLLM in a process of its own, reached by URL: `VLLMServerEngine`.
 
 _DRAWN = "vllm:generation_tokens_total"
 _READ = "vllm:prompt_tokens_total"
@@ -377,16 +428,13 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         self._pool = ThreadPoolExecutor(num_connections, thread_name_prefix="vllm-client")
         self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
         self._weights_directory = weights_directory
-        self._transfer: C10dWeightTransfer | None = None
         self._lock = threading.Lock()
         self._updating = self._paused = False
         self._num_probes = 0
         self._failure = ""
         self._workers: list[Any] = []
         self._labels: list[str] = ["default"]
-        self._missing = ""
         self._is_processed = True
-        self._meeting: dict[str, Any] = {}
         try:
             self._prober.await_answer("/health", wait_s, goes_on=lambda: not self._failure)
             limits = self._read_limits()
@@ -605,14 +653,6 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             elif not self._mixed:
                 self._post("/resume")
 
-    def _check_updatable(self) -> None:
-        if self._missing:
-            raise RuntimeError(
-                f"VLLMServerEngine: the server at {self._client.url} can be drawn from, but its "
-                f"weights can't be updated: it lacks {self._missing}. Start it with the same "
-                "options by `python -m torchrl_modules.vllm.server`, which adds it."
-            )
-
     def _load(self, state_dict: Mapping[str, Tensor], label: str, recompute: bool) -> None:
         with ExitStack() as stack:
             if self._broadcasts:
@@ -645,45 +685,6 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             finally:
                 if not (self._mixed or self._paused):
                     self._post("/resume")
-
-    def join(
-        self,
-        *,
-        master_address: str | None = None,
-        master_port: int | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        """Meet the server's workers, to which all later updates are broadcast, a bucket at a time.
-
-        By NCCL between GPUs and by gloo between CPUs, of one or several machines; the workers take
-        their shares of each bucket as it comes. An update that breaks off leaves the server
-        paused; the next one meets anew. Without this call, the first update that is broadcast does
-        it (``weight_transfer``).
-
-        Args:
-            master_address: of this process, as the workers reach it; the address of this machine on
-                the way to the server when not given.
-            master_port: where they meet; a free one when not given.
-            device: what sends; this process's GPU where it has one and the workers compute on GPUs.
-
-        Raises:
-            RuntimeError: the server is a plain ``vllm serve``, or the workers did not come.
-        """
-        self._check_updatable()
-        self.leave()
-        self._broadcasts = True
-        host = urlsplit(self._client.url).hostname or "127.0.0.1"
-        self._meeting = {
-            "master_address": master_address or own_address(host),
-            "master_port": master_port,
-            "device": device,
-        }
-        self._transfer = C10dWeightTransfer(self._rpc, **self._meeting)
-
-    def leave(self) -> None:
-        """Close the group that :meth:`join` opened. May be called twice."""
-        if self._transfer is not None:
-            self._transfer.close()
 
     def close(self) -> None:
         """End the connections; the server goes on."""
