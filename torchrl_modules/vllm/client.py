@@ -267,7 +267,7 @@ class ServerRoutes:
     _missing = ""
     _broadcasts = False
     _transfer: C10dWeightTransfer | None = None
-    _meeting: Mapping[str, Any] = {}  # noqa: RUF012 - replaced, never changed
+    _meeting: Mapping[str, Any] = {}
 
     def _check_health(self) -> None:
         status, _ = self._prober.request("GET", "/health")
