@@ -1,10 +1,12 @@
 """Environments of other packages, run for real: what docs/environment-packages.md shows.
 
-Its files are written to a folder, and the settings of its commands make the tasks there.
+Its files are written to a folder, and its commands run there. The model has tokens that are whole
+actions, some right and some wrong, so that a few steps of GRPO tell them apart.
 """
 
 import json
 import logging
+import random
 import re
 import shlex
 import sys
@@ -12,16 +14,42 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from collectors.record import RunRecord
 from torchrl_data import read_conversations
 from torchrl_data.keys import PROMPT
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import TaskEnv
+from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs/environment-packages.md"
 FILES = re.compile(r"`(\w+\.py)`:\n\n```python\n(.*?)```", re.DOTALL)
 LINES = re.compile(r"`(\w+\.jsonl)` has lines such as\n\n```json\n(.*?)```", re.DOTALL)
+FAST = (
+    *(
+        "debug=tiny",
+        "warm_start.num_steps=0",
+        "train.num_steps=8",
+        "collector.num_prompts=2",
+        "collector.group_size=8",
+    ),
+    *("evaluate.num_prompts=2", "logger=none", "optim.learning_rate=3e-3", "train.num_epochs=4"),
+    *("optim.num_warmup_steps=0", "policy.gradient_checkpointing=false"),
+)
+
+
+def answer(value):
+    return {"name": "submit_answer", "arguments": {"answer": value}}
+
+
+ACTIONS = {
+    "lake": ("left", "right", "down", "up"),
+    "gem": tuple(f"\\boxed{{{n}}}" for n in range(1, 11)),
+    "skyrl_gym": tuple(f"#### {n}" for n in range(3, 8)),
+    "aviary_steps": tuple(json.dumps(answer(str(n))) for n in range(3, 8)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +190,62 @@ def test_textworld(play, scripted):
     assert said[2].startswith("-= Spare Room =-\n")
     assert "Your score has just gone up by one point." in said[3]
     assert (end["reward"].item(), end["terminated"].item()) == (1.0, True)
+
+
+@pytest.fixture
+def actor(there):
+    """Makes a model that says one of some actions, each as often; gives its folder."""
+
+    def make(name, actions):
+        rng = random.Random(0)
+        torch.manual_seed(0)
+        tokenizer = train_tokenizer([], vocab_size=263, phrases=actions)
+        model = tiny_qwen3(len(tokenizer), max_position_embeddings=4096)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        is_call = actions[0].startswith("{")
+        for _ in range(60):
+            said = [rng.choice(actions) for _ in range(16)]
+            before = "".join(rng.choice("aeinst. \n") for _ in range(rng.randrange(1, 60)))
+            texts = [f"<tool_call>{text}</tool_call>" if is_call else text for text in said]
+            start = f"<|im_start|>user\n{before}<|im_end|>\n<|im_start|>assistant\n"
+            ids = torch.tensor([tokenizer.encode(f"{start}{text}<|im_end|>") for text in texts])
+            labels = ids.clone()
+            labels[:, : len(tokenizer.encode(start))] = -100
+            model(input_ids=ids, labels=labels).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for part in (tokenizer, model):
+            part.save_pretrained(there / "models" / name)
+        return f"policy.model=models/{name}"
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "num_steps", "gain"),
+    [("lake", 2, None), ("gem", 2, None), ("skyrl_gym", 8, 0.3), ("aviary_steps", 8, 0.3)],
+)
+def test_is_trained_on(module, num_steps, gain, there, actor, run_script):
+    """Where a single action is right, a few steps find it: 0.36 to 1.0, 0.1 to 0.9."""
+    words = [*command_of(module), *FAST, f"train.num_steps={num_steps}", f"name={module}"]
+    words += ["policy.max_new_tokens=8", actor(module, ACTIONS[module])]
+    if module == "lake":  # a hole is below the start, and the goal beside the hole
+        words = [word for word in words if not word.startswith("task.arguments=")]
+        words.append("task.arguments={is_slippery: false, desc: [SF, HG]}")
+    done = run_script(*words, cwd=there)
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = Path(json.loads(done.stdout.strip().splitlines()[-1])["output_dir"])
+    metrics = lines_of(out / "metrics.jsonl")
+    assert len(metrics) == num_steps
+    assert metrics[0]["grad_norm"] > 0
+    record = RunRecord(out)
+    samples = [sample for step in record.steps for sample in record.samples(step.step)]
+    assert {sample.stop_reason for sample in samples} <= {"environment_done", "max_steps"}
+    if gain is not None:
+        rewards = [line["reward"] for line in metrics]
+        assert sum(rewards[-2:]) / 2 > rewards[0] + gain
+    if module == "lake":
+        for sample in samples:
+            is_there = "[G]" in sample.messages[-1]["content"]
+            assert sample.reward == float(is_there)
