@@ -25,6 +25,7 @@ SHOWN = (
     "concepts/tokens.html",
     "concepts/who-talks-to-whom.html",
     "tutorials/losses-in-your-loop.html",
+    "tutorials/reading-a-run.html",
     "tutorials/coming-from-trl.html",
     "tutorials/coming-from-torchrl.html",
     "api/objectives.html",

@@ -101,6 +101,24 @@ def test_a_page_for_those_who_come_computes_the_same_loss(run_tutorial, name, lo
     assert figures(cells) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_reading_a_run_tells_of_what_was_trained(run_tutorial):
+    text = said(cells := run_tutorial("reading-a-run"))
+    ends = re.findall(r"(answered|response_length) +(\d+) rows, truncated: (\w+)", text)
+    assert {(why, cut) for why, _, cut in ends} == {
+        ("answered", "False"),
+        ("response_length", "True"),
+    }
+    assert sum(int(count) for _, count, _ in ends) == 20 * 32  # steps of rollouts
+    tokens, gap = re.findall(r"(\d+) tokens: largest gap (\S+) nats", text)[0]
+    assert 0 < int(tokens) <= 32 * 6
+    assert float(gap) < 1e-3
+    assert text.count("sample 15: ") == 1  # of the group, the last
+    assert "page/index.html" in text
+    assert figures(cells) == 1
+
+
 def test_a_page_shows_no_path_of_a_cell(tmp_path):
     plain = runpy.run_path(str(FOLDER / "execute.py"))["_plain"]
     told = 'File "/tmp/ipykernel_17/33.py", line 2, in judge'
