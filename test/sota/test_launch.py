@@ -38,6 +38,11 @@ def test_settings_are_accepted(example, programs, script, monkeypatch):
         ["bash", LAUNCH / example, "seed=3"], capture_output=True, text=True, check=True
     )
     program, *arguments = shlex.split(done.stdout)
+    assert_accepted(program, arguments, script, monkeypatch)
+
+
+def assert_accepted(program, arguments, script, monkeypatch):
+    """The settings behind the recipe are accepted by as many ranks as are started."""
     at = arguments.index("sota-implementations/grpo/grpo.py")
     options = dict(option.partition("=")[::2] for option in arguments[:at])
     size = options.get("--nproc-per-node", "1")
@@ -51,6 +56,31 @@ def test_settings_are_accepted(example, programs, script, monkeypatch):
     assert cfg.seed == 3
     own = list(range(int(size)))
     assert not set(own) & set(cfg.engine.devices)
+    return cfg
+
+
+def test_on_two_nodes_the_trainer_is_given_the_servers(programs, script, monkeypatch, tmp_path):
+    write = "import shlex, sys; print(shlex.join(sys.argv[1:]), file=open({!r}, 'a'))"
+    programs("srun", write.format(str(tmp_path / "calls")))
+    programs("scontrol", "print('node-a\\nnode-b')")
+    environment = {**os.environ, "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node-[a-b]"}
+    environment["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ["bash", LAUNCH / "two_nodes.sbatch", "seed=3"]
+    subprocess.run(command, env=environment, check=True)
+    deadline = time.monotonic() + 20
+    while len(lines := (tmp_path / "calls").read_text().splitlines()) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    calls = [shlex.split(line) for line in lines]
+    (trainer,) = [call for call in calls if "torchrun" in call]
+    at = trainer.index("torchrun")
+    assert "--nodelist=node-a" in trainer[:at]
+    cfg = assert_accepted(trainer[at], trainer[at + 1 :], script, monkeypatch)
+    servers = [call for call in calls if "torchrl_modules.vllm.server" in call]
+    assert all("--nodelist=node-b" in call and cfg.policy.model in call for call in servers)
+    ports = sorted(call[call.index("--port") + 1] for call in servers)
+    assert list(cfg.engine.urls) == [f"http://node-b:{port}" for port in ports]
+    assert len(ports) == 4
 
 
 # Three ranks, as torchrun has them: rank 0 saves and ends, the others end after it.
