@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("packages")
     text = PAGE.read_text("utf-8")
     files = dict(FILES.findall(text))
-    assert set(files) == {"lake.py", "aviary_steps.py", "text_world.py"}
+    assert set(files) == {"lake.py", "aviary_steps.py"}
     for name, code in files.items():
         assert len([line for line in code.splitlines() if line]) <= 30
         (path / name).write_text(code)
@@ -67,13 +67,6 @@ def folder(tmp_path_factory):
         for number, row in enumerate(rows[1:], start=2):  # of equal prompts the first is kept
             row["prompt"] = f"{number}. {row['prompt']}"
         (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(path)
-        from text_world import coin_game
-
-        games = [coin_game(f"{path}/games", seed, level) for seed, level in ((0, 1), (1, 2))]
-    games += [{**game, "prompt": f"{game['prompt']} {number}"} for number in "23" for game in games]
-    (path / "games.jsonl").write_text("".join(json.dumps(game) + "\n" for game in games))
     return path
 
 
@@ -178,18 +171,6 @@ def test_aviary(play, scripted, call_text):
         end, said = played(play, scripted, "aviary_steps", [broken])
         assert said[1].startswith("Must call one of the provided tools")
         assert end["reward"].item() == -1.0
-
-
-@pytest.mark.filterwarnings("ignore:.* is not fully supported:UserWarning")  # by jericho
-@pytest.mark.usefixtures("there")
-def test_textworld(play, scripted):
-    end, said = played(play, scripted, "text_world", ["look", "go south", "take coin"], row=1)
-    assert said[0].count("-= Studio =-") == 1
-    assert "move south" in said[0]
-    assert said[1].startswith("-= Studio =-\n")
-    assert said[2].startswith("-= Spare Room =-\n")
-    assert "Your score has just gone up by one point." in said[3]
-    assert (end["reward"].item(), end["terminated"].item()) == (1.0, True)
 
 
 @pytest.fixture
