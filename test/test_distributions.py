@@ -59,7 +59,14 @@ def build(target, source, folder):
 def test_source_distribution_has_the_script_and_what_its_commands_need(source):
     for path in ("Makefile", "LICENSE", "README.md", "CHANGELOG.md", ".ci/run"):
         assert (source / path).is_file(), path
-    for folder in ("sota-implementations", "test", "benchmarks", "docs", "requirements"):
+    for folder in (
+        "sota-implementations",
+        "test",
+        "benchmarks",
+        "docs",
+        "examples",
+        "requirements",
+    ):
         ours = {p.relative_to(ROOT) for p in (ROOT / folder).rglob("*") if counts(p)}
         assert {p for p in ours if not (source / p).is_file()} == set()
 

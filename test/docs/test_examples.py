@@ -1,0 +1,119 @@
+"""The programs of examples/: short, of one file, and each runs as it says."""
+
+import ast
+import math
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+STEP = re.compile(r"^step (\d+): reward (-?[\d.]+|nan)", re.MULTILINE)
+OURS = {"collectors", "objectives", "torchrl_data", "torchrl_envs", "torchrl_modules"}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a model that knows nothing."""
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(["Say something about the number."] * 4, vocab_size=290)
+    folder = tmp_path_factory.mktemp("model")
+    model = tiny_qwen3(len(tokenizer), hidden_size=64, head_dim=32, max_position_embeddings=2048)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(name, *arguments):
+        done = subprocess.run(
+            [sys.executable, ROOT / f"examples/{name}.py", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_a_program_is_short_and_names_what_it_imports(path):
+    text = path.read_text("utf-8")
+    assert text.count("\n") <= 100
+    (block,) = re.findall(r"^# /// script\n((?:#.*\n)+?)# ///$", text, re.MULTILINE)
+    told = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
+    assert told["requires-python"] == ">=3.11"
+    given = {re.split(r"[\[<>=]", name)[0] for name in told["dependencies"]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    given |= {re.split(r"[\[<>=]", name)[0] for name in project["dependencies"]}
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(ast.parse(text))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    owners = packages_distributions()
+    needed = {owners[name][0] for name in imported - OURS - set(sys.stdlib_module_names)}
+    assert needed <= given
+    assert "torchrl-agents" in given
+    assert f"({path.name})" in (ROOT / "examples/README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *(
+            (name, ())
+            for name in (
+                "loop_by_hand",
+                "own_environment",
+                "own_tools",
+                "own_reward",
+                "from_trl",
+                "from_torchrl",
+                "agent",
+                "streaming",
+            )
+        ),
+        ("from_torchrl", ("--their-loss",)),
+    ],
+)
+def test_a_program_takes_its_steps(run, model, name, more):
+    steps = STEP.findall(run(name, model, "3", *more))
+    assert len(steps) == 3
+    assert all(math.isfinite(float(reward)) for _, reward in steps)
+
+
+def test_the_foreign_loop_finds_the_best_arm(run):
+    last = run("loss_in_a_foreign_loop").splitlines()[-1]
+    best, found = re.findall(r"\d\.\d+", last)
+    assert best == found
+
+
+def test_an_evaluation_tells_of_all_samples(run, model):
+    lines = run("evaluation", model, "4").splitlines()
+    estimates = {line.split()[0]: float(line.split()[1]) for line in lines if " to " in line}
+    assert set(estimates) == {"reward", "mean@4", *(f"pass{s}{k}" for s in "@^" for k in (1, 2, 4))}
+    assert estimates["pass@1"] <= estimates["pass@2"] <= estimates["pass@4"]
