@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from torchrl_agents.parallel import layers_of
 from torchrl_modules.weights import shells
 
 GPUS: Final = (1, 8, 16)
@@ -83,10 +84,7 @@ def sizes(
 
 def split(model: Any) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
     """The parameters of each layer that is sharded by itself, and those around them."""
-    names = model._no_split_modules or ()
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    blocks = [block for each in lists for block in each if type(block).__name__ in names]
-    layers = [list(block.parameters()) for block in blocks]
+    layers = [list(block.parameters()) for block in layers_of(model)]
     inside = {id(p) for layer in layers for p in layer}
     return layers, [p for p in model.parameters() if id(p) not in inside]
 

@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["torchrl-agents"]
 # ///
-"""Evaluation: several samples of each prompt, pass@k and majority with confidence intervals.
+"""Evaluation: several samples of each prompt, pass@k and pass^k with confidence intervals.
 
 python examples/evaluation.py [MODEL] [SAMPLES]
 """

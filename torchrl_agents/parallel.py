@@ -318,13 +318,20 @@ def _wrapped(
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if cfg.train.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        names = model._no_split_modules or ()
-        layers = [block for each in lists for block in each if type(block).__name__ in names]
-        for part in (*layers, model):
+        for part in (*layers_of(model), model):
             ranks.copy_from_first(part)
             fully_shard(part, **options)
     return transformers_policy(cfg, wrapped, tokenizer, generate=False)
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of a model, each of which is spread by itself.
+
+    Args:
+        model: says which of its blocks are not to be split.
+    """
+    blocks = (b for each in model.modules() if isinstance(each, nn.ModuleList) for b in each)
+    return [b for b in blocks if type(b).__name__ in (model._no_split_modules or ())]
 
 
 # The model from before training, which a KL term compares with.

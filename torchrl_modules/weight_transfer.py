@@ -218,20 +218,18 @@ def own_address(host: str) -> str:
 
 # The trainer's end of a broadcast to the workers of an engine; see `vLLMWorker` for the other end.
 
-RemoteCall = Callable[..., Any]
-"""Calls a method of an engine's workers by its name, and gives their answer, as JSON carries it."""
-
 
 class C10dWeightTransfer:
     """Sends weights to the workers of an engine: gloo between CPUs, NCCL between GPUs."""
 
-    # `VLLMServerEngine.join` says what the arguments are; a broadcast, and the memory that this
+    # `rpc` calls a method of the workers by its name, and gives their answer, as JSON carries it;
+    # `VLLMServerEngine.join` says what the others are. A broadcast, and the memory that this
     # takes, have at most `bucket_bytes`. NCCL needs a device for each rank: a trainer that shares
     # its only GPU with the engine sends by file instead.
 
     def __init__(
         self,
-        rpc: RemoteCall,
+        rpc: Callable[..., Any],
         *,
         master_address: str = "127.0.0.1",
         master_port: int | None = None,
@@ -257,7 +255,8 @@ class C10dWeightTransfer:
             self._group = stateless_init_process_group(
                 master_address, port, 0, size, self._device, timeout_s=timeout_s
             )
-            self._expected = ExpectedWeights.from_message(joined.result(timeout_s), self._dtype)
+            self.expected = ExpectedWeights.from_message(joined.result(timeout_s), self._dtype)
+            """Checks an update as a whole, and gives what `send` takes."""
         except (RuntimeError, TimeoutError) as error:
             self.close()
             if joined.done() and not joined.cancelled():
@@ -268,10 +267,6 @@ class C10dWeightTransfer:
         except BaseException:
             self.close()
             raise
-
-    def check(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Check an update as a whole before anything is sent, and give what `send` takes."""
-        return self._expected.check(weights, who="C10dWeightTransfer")
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Send checked weights, which the workers load as they come; gives their outcome."""

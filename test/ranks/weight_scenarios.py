@@ -196,7 +196,7 @@ def by_broadcast(ranks):
     worker = Worker(model)
     transfer = C10dWeightTransfer(worker.rpc, bucket_bytes=1 << 13)
     with sharded.pushed_weights(model) as weights:
-        outcome = transfer.send(transfer.check(weights))
+        outcome = transfer.send(transfer.expected.check(weights, who="transfer"))
     transfer.close()
     del expected["lm_head.weight"]  # tied to the embedding, and sent once
     same = all(

@@ -442,8 +442,8 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             self.close()
             raise
         self._own_ends = frozenset(limits.get("own_ends", ()))
-        near = all(map(is_near, self._workers))
-        self._broadcasts = weight_transfer == "c10d" or (weight_transfer == "auto" and not near)
+        self._is_near = all(map(is_near, self._workers))
+        self._broadcasts = {"file": False, "c10d": True}.get(weight_transfer, not self._is_near)
         self.vocab_size: int | None = limits["vocab_size"]
         """Token ids are below it; ``None`` where a plain server does not say."""
         self.update_dtype: torch.dtype | None = getattr(torch, limits.get("dtype", ""), None)
@@ -659,13 +659,16 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 if self._transfer is None or self._transfer.is_closed:  # an update broke off
                     self.join(**self._meeting)
                 assert self._transfer is not None
-                load = partial(self._transfer.send, self._transfer.check(state_dict))
+                checked = self._transfer.expected.check(
+                    state_dict, who="VLLMServerEngine.update_weights"
+                )
+                load = partial(self._transfer.send, checked)
             else:
                 path = weights_file(
                     state_dict,
                     dtype=self.update_dtype,
                     directory=self._weights_directory,
-                    is_near=all(map(is_near, self._workers)),
+                    is_near=self._is_near,
                     who="VLLMServerEngine.update_weights",
                 )
                 load = partial(self._rpc, "torchrl_load_weights", stack.enter_context(path))
