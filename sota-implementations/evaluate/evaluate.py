@@ -76,7 +76,7 @@ def evaluate(cfg: EvaluationConfig, test: Test, run: Run) -> dict[str, Any]:
     num_rollouts = len(task.held_out_rows) * cfg.evaluate.num_samples
     batches: list[TensorDictBase] = []
     num_done = 0
-    tell = run.log.steps("evaluation", num_rollouts)
+    tell = run.log.steps("evaluation", -(-num_rollouts // env.batch_size.numel()))
     with RolloutRecorder(run.folder, policy.encoder.tokenizer) as recorder:
         while num_done < num_rollouts and not run.stop.received:
             with run.stop.held():  # a signal in here ends the evaluation after the batch
@@ -84,7 +84,7 @@ def evaluate(cfg: EvaluationConfig, test: Test, run: Run) -> dict[str, Any]:
                 metrics = rollout_metrics(batches[-1])
                 recorder.write(len(batches), batches[-1], metrics=metrics)
                 num_done += sum(int(row["segment"]) == 0 for row in batches[-1].unbind(0))
-                tell(num_done, metrics)
+                tell(len(batches), metrics)
     trajectories = lazy_stack([row for batch in batches for row in batch.unbind(0)])
 
     # A prompt's n samples, of which c are correct: pass@k = 1 - C(n - c, k) / C(n, k).

@@ -92,6 +92,8 @@ def test_a_server_on_a_data_set(evaluate, server, tmp_path):
     }
     assert result["estimates"]["pass^4"]["low"] < 0.5 < result["estimates"]["pass^4"]["high"]
     assert "maj@4" in done.stderr
+    # 48 rollouts, 20 at once: what is left is told in the steps that are timed.
+    assert re.findall(r"evaluation step (\d/\d) ", done.stderr) == ["1/3", "2/3", "3/3"]
     record = RunRecord(folder)
     rollouts = [sample for step in record.steps for sample in record.samples(step.step)]
     assert len(rollouts) == 4 * NUM_ROWS

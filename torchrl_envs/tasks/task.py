@@ -230,7 +230,8 @@ def split_rows(
     if len(distinct) < 2 * num_held_out:
         raise ValueError(
             f"Only {len(distinct)} of {len(rows)} rows have different prompts, too few to hold "
-            f"{num_held_out} out. Generate more rows or hold out fewer."
+            f"{num_held_out} out and keep as many. Generate more rows or hold out fewer; "
+            "held_out_split=train tests on a file as it is."
         )
     return distinct[num_held_out:], distinct[:num_held_out]
 
@@ -274,8 +275,7 @@ def load_task_rows(
     held_out = [dict(row) for row in islice(rows, num_held_out)]
     if len(held_out) < num_held_out:
         raise ValueError(
-            f"The split {held_out_split!r} has only {len(held_out)} rows, too few to hold "
-            f"{num_held_out} out."
+            f"{held_out_split=} has only {len(held_out)} rows, too few to hold {num_held_out} out."
         )
     return train, held_out
 
