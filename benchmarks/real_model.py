@@ -7,7 +7,10 @@ gets the same weights, template, prompts in the same order, rewards, sampling (t
 prompts x 8 rollouts a step, Dr. GRPO's loss, AdamW and learning rate, and is tested on the same
 96 held-out prompts. ``sums`` asks for two-digit sums in at most 8 tokens; ``tools`` has the five
 tools of the calculator, whose schemas stand in the prompt, as TRL wants them. Each contender has a
-process of its own. ``ours without ...`` leaves one of our means out at a time.
+process of its own. ``ours without ...`` leaves one of our means out at a time. ``by hand`` is a
+loop for ``sums`` alone, with no library but Transformers and no more multiplications than a step
+needs: a prompt is read once for its rollouts, in sampling and in training, those that have ended
+are read no more, and groups without a signal and the head on other tokens are left out.
 
 TRL runs with all rows of a step in one batch, without gradient checkpointing, without a reference
 model (``beta=0``) and in float32, as the others; Liger's kernels ask for Triton, and so for a GPU.
@@ -21,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -51,12 +55,21 @@ class Clock:
 
     def __init__(self) -> None:
         self.away = 0.0
+        self.sampling = 0.0
         self.start = time.process_time()
         self.lines: list[dict[str, Any]] = []
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Around the part of a step that samples."""
+        begin = time.process_time()
+        yield
+        self.sampling += time.process_time() - begin
 
     def tell(self, step: int, test: Callable[[], float] | None = None) -> None:
         cpu_s = time.process_time() - self.start - self.away
         line: dict[str, Any] = {"step": step, "cpu_s": round(cpu_s, 1)}
+        line["sampling_s"] = round(self.sampling, 1)
         if test is not None:
             begin = time.process_time()
             line["held_out"] = round(test(), 3)
@@ -140,7 +153,8 @@ def ours(
     clock, test = Clock(), partial(held_out, task, policy, show=True)
     clock.tell(0, test)
     for step in range(1, steps + 1):
-        collector.collect()
+        with clock.drawing():
+            collector.collect()
         if len(buffer):
             batch = loss.pack(buffer[:])
             window = loss.measure_window(batch)
@@ -252,6 +266,120 @@ def trl(name: str, folder: str, steps: int, every: int) -> list[dict[str, Any]]:
     return clock.lines
 
 
+# By hand ------------------------------------------------------------------------------------------
+
+
+def by_hand(name: str, folder: str, steps: int, every: int) -> list[dict[str, Any]]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.chat_template_utils import qwen2_5_chat_template
+
+    from torchrl_envs.tasks.reasoning_gym import score_answer
+
+    if name == "tools":
+        sys.exit("real_model.py: 'by hand' has one turn, and so no tools; give --task sums.")
+    torch.manual_seed(0)
+    task, tokens = task_of(name), tokens_of(name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer.chat_template = qwen2_5_chat_template
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    test = partial(held_out, task, wrapper(model, tokens, tokenizer=tokenizer), show=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    clock = Clock()
+    clock.tell(0, test)
+    for step in range(1, steps + 1):
+        rows = task.train_rows[(step - 1) * PROMPTS : step * PROMPTS]
+        with clock.drawing():
+            prompts = tokenizer.apply_chat_template(
+                [[{"role": "user", "content": row["prompt"]}] for row in rows],
+                add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True,
+            )  # fmt: skip
+            said = sample_by_hand(model, prompts, tokens, tokenizer.eos_token_id)
+            texts = tokenizer.batch_decode(said, skip_special_tokens=True)
+            scores = [score_answer(text, rows[n // N]) >= 1.0 for n, text in enumerate(texts)]
+            rewards = torch.tensor(scores).float().view(PROMPTS, N)
+        advantage = rewards - rewards.mean(1, keepdim=True)
+        groups = [g for g in range(PROMPTS) if advantage[g].any()]
+        if groups:
+            read = [
+                x[prompts["attention_mask"][g].bool()].tolist()
+                for g in groups
+                for x in [prompts["input_ids"][g]]
+            ]
+            log_probs = score_by_hand(model, read, [said[g * N : (g + 1) * N] for g in groups])
+            weights = torch.cat([
+                a.expand(len(answer))
+                for g in groups
+                for a, answer in zip(advantage[g], said[g * N : (g + 1) * N], strict=True)
+            ])  # fmt: skip
+            (-(weights * log_probs).sum() / (PROMPTS * N * tokens)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        clock.tell(step, test if step % every == 0 else None)
+    return clock.lines
+
+
+def sample_by_hand(model: Any, prompts: Any, tokens: int, end: int) -> list[list[int]]:
+    """``N`` answers to each prompt: a cache for all, from which those that have ended are taken."""
+    import torch
+
+    with torch.no_grad():
+        mask = prompts["attention_mask"]
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        out = model(**prompts, position_ids=positions, use_cache=True, logits_to_keep=1)
+        cache = out.past_key_values
+        cache.batch_repeat_interleave(N)
+        mask, logits = (x.repeat_interleave(N, 0) for x in (mask, out.logits[:, -1]))
+        live, said = list(range(len(mask))), [[] for _ in mask]
+        for n in range(tokens):
+            drawn = torch.multinomial(logits.softmax(-1), 1)
+            for row, token in zip(live, drawn.flatten().tolist(), strict=True):
+                said[row].append(token)
+            going = (drawn[:, 0] != end).nonzero()[:, 0]
+            if n == tokens - 1 or not len(going):
+                break
+            if len(going) < len(live):
+                cache.batch_select_indices(going)
+                drawn, mask, live = drawn[going], mask[going], [live[i] for i in going.tolist()]
+            mask = torch.cat([mask, torch.ones_like(drawn)], 1)
+            where = mask.sum(1, keepdim=True) - 1
+            out = model(drawn, attention_mask=mask, position_ids=where, past_key_values=cache)
+            logits = out.logits[:, -1]
+    return said
+
+
+def score_by_hand(model: Any, prompts: list[list[int]], answers: list[list[list[int]]]) -> Any:
+    """Log-probs of all answers: a group is a row, in which each sees the prompt and itself."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    ids, places, parts, sources, targets = [], [], [], [], []
+    for row, (prompt, group) in enumerate(zip(prompts, answers, strict=True)):
+        line, place, part = list(prompt), list(range(len(prompt))), [0] * len(prompt)
+        for number, answer in enumerate(group, 1):
+            sources += [(row, len(prompt) - 1)]
+            sources += [(row, len(line) + n) for n in range(len(answer) - 1)]
+            targets += answer
+            line += answer[:-1]
+            place += range(len(prompt), len(prompt) + len(answer) - 1)
+            part += [number] * (len(answer) - 1)
+        ids.append(torch.tensor(line))
+        places.append(torch.tensor(place))
+        parts.append(torch.tensor(part))
+    part = pad_sequence(parts, batch_first=True, padding_value=-1)
+    seen = (part[:, None, :] == 0) | (part[:, None, :] == part[:, :, None])
+    hidden = model.model(
+        pad_sequence(ids, batch_first=True),
+        attention_mask=seen.tril()[:, None],
+        position_ids=pad_sequence(places, batch_first=True),
+        use_cache=False,
+    ).last_hidden_state
+    rows, columns = torch.tensor(sources).T
+    logits = model.lm_head(hidden[rows, columns])
+    return -torch.nn.functional.cross_entropy(logits, torch.tensor(targets), reduction="none")
+
+
 # All of them --------------------------------------------------------------------------------------
 
 
@@ -267,7 +395,8 @@ def main() -> None:
     if given.run == "warm":
         warm_model(given.task, given.folder)
     elif given.run:
-        run = trl if given.run == "trl" else partial(ours, **WITHOUT[given.run])
+        others = {"trl": trl, "by hand": by_hand}
+        run = others.get(given.run) or partial(ours, **WITHOUT[given.run])
         print(json.dumps(run(given.task, given.folder, given.steps, given.every)))
     else:
         with tempfile.TemporaryDirectory() as work:
@@ -293,16 +422,18 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     each = {who: lines[-1]["cpu_s"] / lines[-1]["step"] for who, lines in found.items()}
     own = base[-1]["cpu_s"] / base[-1]["step"]
     rows = [
-        "| | held-out reward (CPU seconds) | CPU of a step | peak memory |",
-        "|---|---|---|---|",
+        "| | held-out reward (CPU seconds) | CPU of a step | of it sampling | peak memory |",
+        "|---|---|---|---|---|",
     ]
     for who, lines in found.items():
         curve = ", ".join(
             f"{x['held_out']:.2f} ({x['cpu_s']:.0f})" for x in lines if "held_out" in x
         )
+        sampling = lines[-1]["sampling_s"] / lines[-1]["step"]
+        drawn = f"{sampling:.1f} s" if sampling else ""
         memory, own_memory = lines[-1]["peak_gb"], base[-1]["peak_gb"]
         rows.append(
-            f"| {who} | {curve} | {each[who]:.1f} s, {each[who] / own:.2f}x | "
+            f"| {who} | {curve} | {each[who]:.1f} s, {each[who] / own:.2f}x | {drawn} | "
             f"{memory:.1f} GB, {memory / own_memory:.2f}x |"
         )
     return "\n".join(rows)

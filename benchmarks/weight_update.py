@@ -1,6 +1,6 @@
 """Weights into a live engine: an update beside a copy of the bytes, and how long it stalls.
 
-    python benchmarks/weight_update.py [--repeats 9] [--without-vllm]
+    python benchmarks/weight_update.py [--repeats 9] [--without-vllm] [--servers 1 2 4]
 
 A model of 124 MB in 46 tensors. All ways run interleaved in one process, after a check that the
 receiver then has the new weights, to the bit (vLLM: to 1e-4 nats). CPU seconds where not said; the
@@ -12,6 +12,10 @@ table gives medians and their ratios to the limit of each row.
   limit, the copy.
 - ``stall``: the longest pause between two tokens of a response with an update in its midst, wall
   seconds; limit, an update while nothing runs and the longest pause without one.
+
+``--servers 1 2 4`` pushes to so many vLLM servers of this machine at once instead, as a fleet does,
+by a file in memory and by a broadcast over gloo to each: the bytes that the trainer writes and
+sends, wall seconds of a push and the longest pause of a response that the first server draws.
 """
 
 import argparse
@@ -21,8 +25,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from transformers import Qwen3ForCausalLM
 
@@ -138,7 +145,7 @@ def vllm_rows(weights: dict[str, torch.Tensor], repeats: int) -> list[Row]:
         time.process_time,
     )
     wall = medians({"update": lambda: engine.update_weights(weights)}, repeats, time.perf_counter)
-    usual, stalled = asyncio.run(pauses(engine, weights, repeats))
+    usual, stalled = asyncio.run(pauses_in_process(engine, weights, repeats))
     engine.close()
     return [
         ("vLLM", taken["limit"], taken["ours"]),
@@ -155,39 +162,92 @@ def check_log_probs(engine: Any) -> None:
     assert (torch.tensor(row.log_probs) - expected).abs().max() < 1e-4
 
 
-async def pauses(
+async def pauses_in_process(
     engine: Any, weights: dict[str, torch.Tensor], repeats: int
 ) -> tuple[float, float]:
     """The longest pause between two tokens without an update, and with one; medians."""
     from torchrl_modules.vllm.engine import AsyncVLLMEngine
 
-    params = SamplingParameters(max_new_tokens=48, stop_token_ids=())
     longest: dict[bool, list[float]] = {False: [], True: []}
     async with AsyncVLLMEngine(engine) as served:
         for _ in range(repeats):
             for updated in (False, True):
-                update, gaps, last = None, [], None
-                async for _ in (stream := served.submit([5, 6, 7], params)):
-                    now = time.perf_counter()
-                    gaps += [] if last is None else [now - last]
-                    last = now
-                    if updated and update is None and len(gaps) == 16:
-                        update = asyncio.create_task(served.update_weights(weights))
-                await stream.result()
-                if update is not None:
-                    await update
-                longest[updated].append(max(gaps))
+                update = partial(served.update_weights, weights) if updated else None
+                longest[updated].append(await longest_pause(served, update))
     return statistics.median(longest[False]), statistics.median(longest[True])
+
+
+async def longest_pause(served: Any, update: Callable[[], Any] | None) -> float:
+    """Between two tokens of a response, in whose midst there may be an update."""
+    params = SamplingParameters(max_new_tokens=48, stop_token_ids=())
+    begun, gaps, last = None, [], None
+    async for _ in (stream := served.submit([5, 6, 7], params)):
+        now = time.perf_counter()
+        gaps += [] if last is None else [now - last]
+        last = now
+        if update is not None and begun is None and len(gaps) == 16:
+            begun = asyncio.create_task(update())
+    await stream.result()
+    if begun is not None:
+        await begun
+    return max(gaps)
+
+
+async def server_table(weights: dict[str, torch.Tensor], counts: list[int], repeats: int) -> None:
+    from torchrl_modules.vllm.server import OwnServerEngine, start_server
+
+    print(f"{'servers':8}{'way':12}{'MB':>8}{'push ms':>10}{'pause ms':>10}{'without':>10}")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        build(0).save_pretrained(folder)
+        options = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
+        start = partial(start_server, folder, skip_tokenizer_init=True, **options)
+        urls = [stack.enter_context(start()) for _ in range(max(counts))]
+        for count in counts:
+            found: dict[str, list[tuple[float, float, float, float]]] = {}
+            engines = {
+                way: [OwnServerEngine(url, weight_transfer=way) for url in urls[:count]]
+                for way in ("file", "c10d")
+            }
+            for repeat in range(repeats + 1):
+                for way, members in engines.items():
+                    push = partial(push_to, members, weights)
+                    moved, begin = bytes_moved(), time.perf_counter()
+                    await push()
+                    taken, moved = time.perf_counter() - begin, bytes_moved() - moved
+                    usual = await longest_pause(members[0], None)
+                    stalled = await longest_pause(members[0], push)
+                    if repeat:  # the first one also meets
+                        found.setdefault(way, []).append((moved / 1e6, taken, stalled, usual))
+            for way, rows in found.items():
+                moved, *seconds = map(statistics.median, zip(*rows, strict=True))
+                cells = "".join(f"{1e3 * each:10.1f}" for each in seconds)
+                print(f"{count:<8}{way:12}{moved:8.0f}{cells}", flush=True)
+            for member in (each for members in engines.values() for each in members):
+                member.close()
+
+
+async def push_to(members: list[Any], weights: dict[str, torch.Tensor]) -> None:
+    await asyncio.gather(*(each.update_weights(weights) for each in members))
+
+
+def bytes_moved() -> int:
+    """What this process has written, and what went over the loopback interface."""
+    written = psutil.Process().io_counters().write_chars
+    return written + psutil.net_io_counters(pernic=True)["lo"].bytes_sent
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--without-vllm", action="store_true")
+    parser.add_argument("--servers", type=int, nargs="+", default=[])
     args = parser.parse_args()
     weights = {name: value.detach() for name, value in build(1).named_parameters()}
     num_bytes = sum(value.numel() * value.element_size() for value in weights.values())
     print(f"{num_bytes / 1e6:.0f} MB in {len(weights)} tensors")
+    if args.servers:
+        asyncio.run(server_table(weights, args.servers, args.repeats))
+        return
     rows = [transformers_row(weights, args.repeats), *broadcast_rows(weights, args.repeats)]
     if not args.without_vllm:
         rows += vllm_rows(weights, args.repeats)
