@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -551,6 +551,12 @@ class BlockingEngine(EngineOver):
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.update_weights`."""
         self._loop.run(self.inside.update_weights(state_dict, version=version))
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Close the engine. May be called twice."""
         self._loop.close()
@@ -566,7 +572,6 @@ _ASYNC: Final = {
     ),
     "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.engine:AsyncVLLMEngine",
     "torchrl_modules.vllm.client.VLLMServerEngine": _SERVER,
-    "torchrl_modules.vllm.server.SupervisedEngine": _SERVER,
 }
 """By what an engine is served to asyncio; loaded when it is asked for."""
 

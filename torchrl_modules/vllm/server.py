@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import (
@@ -21,20 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import torch
 from torch import Tensor
 
-from torchrl_modules.engines.bridges import LoopThread, gather_rows
+from torchrl_modules.engines.bridges import BlockingEngine, LoopThread, gather_rows
 from torchrl_modules.engines.engine import (
     ClosedAsynchronously,
-    EngineDied,
     EngineLoad,
     Generation,
     VersionSpan,
 )
-from torchrl_modules.engines.supervision import EngineState, Supervision
+from torchrl_modules.engines.fleet import EngineFleet
 from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.weights import copied
 
 from .client import TOKEN_VARIABLE, Interrupt, JSONClient, VLLMServerEngine
 from .engine import AsyncVLLMEngine, VLLMEngine
@@ -227,13 +223,15 @@ def start_server(
 # An engine in another process that is replaced when it dies, and loses no request.
 
 
-class SupervisedEngine(VLLMEngineOver, WholeBatchEngine):
+class SupervisedEngine(BlockingEngine):
     """An :class:`~torchrl_modules.engines.engine.Engine` that outlives its processes.
 
-    When the engine is killed, or draws no token for ``stall_timeout_s``, it is ended and another
-    one is started; one that does not start counts as one that died. It serves once it has
-    acknowledged the weights that the last one had; what was in flight is drawn again, with the same
-    seeds. Rows that were finished stay.
+    It is a fleet (:class:`~torchrl_modules.EngineFleet`) of one server, ``inside``, of which
+    ``inside.health()`` tells the state. When the engine is killed, or draws no token for
+    ``stall_timeout_s``, it is ended and another one is started; one that does not start, or fails
+    in the midst of an update, counts as one that died. It serves once it has acknowledged the
+    weights that the last one had, or that are pushed then; what was in flight is drawn again, with
+    the same seeds. Rows that were finished stay.
 
     Args:
         start: gives a context manager that starts an engine, gives its URL, and ends it on leaving,
@@ -254,220 +252,8 @@ class SupervisedEngine(VLLMEngineOver, WholeBatchEngine):
         max_restarts: int = 3,
         **client_settings: Any,
     ) -> None:
-        if max_restarts < 0:
-            raise ValueError(f"SupervisedEngine: max_restarts must be at least 0: {max_restarts}.")
-        self._start_process = start
-        self._max_restarts = max_restarts
-        self._client_settings = client_settings
-        self._lock = threading.RLock()
-        self._pushing = threading.Lock()
-        self._process = ExitStack()
-        self.url = ""
-        """Of the present engine."""
-        self._weights: dict[str, Tensor] | None = None
-        self._failures = 0
-        self._is_paused = False
-        self.num_restarts = 0
-        """Engines that were replaced."""
-        self.supervision = Supervision()
-        """What is known of the present engine."""
-        self._start()
-
-    @property
-    def version(self) -> int:
-        """Of the weights that serve, or that the engine gets before it serves again."""
-        return self.supervision.wanted
-
-    def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
-        drawn = torch.randint(1 << 31, (len(rows),)).tolist()  # A replacement draws the same.
-        seeds = [
-            own if row.seed is None else row.seed for row, own in zip(rows, drawn, strict=True)
-        ]
-        results: list[Generation | None] = [None] * len(rows)
-        while lost := [index for index, result in enumerate(results) if result is None]:
-            new: Sequence[Generation | None] = [None] * len(lost)
-            with self._replacing(results) as (engine, _):
-                try:
-                    new = engine.generate(
-                        [rows[index].prompt for index in lost],
-                        params,
-                        max_new_tokens=[rows[index].budget for index in lost],
-                        seeds=[seeds[index] for index in lost],
-                    )
-                    self._failures = 0
-                except EngineDied as error:
-                    new = error.results or new
-                    raise
-                finally:
-                    for index, result in zip(lost, new, strict=True):
-                        results[index] = result
-        return [result for result in results if result is not None]
-
-    def draw_one(self, row: Row, params: SamplingParameters, interrupt: Interrupt) -> Generation:
-        """Draw one row, for a caller that may let it go; one that is lost is drawn again.
-
-        Args:
-            row: what is asked for.
-            params: the distribution.
-            interrupt: when it is called, the engine stops drawing, and this raises.
-
-        Raises:
-            EngineDied: it was interrupted, or too many engines died in a row.
-        """
-        if row.seed is None:
-            row = row._replace(seed=int(torch.randint(1 << 31, ())))
-        while True:
-            with self._replacing(interrupt=interrupt) as (engine, _):
-                generation = engine.draw_one(row, params, interrupt)
-                self._failures = 0
-                return generation
-
-    def pause(self, *, paused: bool = True) -> None:
-        """Draw no more tokens, or go on; an engine that takes its place does the same.
-
-        Raises:
-            EngineDied: too many engines died in a row.
-        """
-        with self._pushing:
-            self._is_paused = paused
-            with self._replacing() as (engine, _):
-                engine.pause(paused=paused)
-
-    def check_health(self) -> None:
-        """Whether it serves, or will once its engine is replaced, which its callers see to.
-
-        Raises:
-            EngineDied: it is closed, or too many engines died in a row.
-        """
-        if self.supervision.state is EngineState.DEAD and self._failures > self._max_restarts:
-            raise EngineDied(f"SupervisedEngine: {self._failures} engines in a row died.")
-
-    @property
-    def tells_load(self) -> bool:
-        """See :attr:`VLLMServerEngine.tells_load`."""
-        return self._inside.tells_load
-
-    def measure_load(self) -> EngineLoad:
-        """See :meth:`VLLMServerEngine.measure_load`; also raises while the engine is replaced."""
-        return self._present()[0].measure_load()
-
-    def update_weights(
-        self,
-        state_dict: Mapping[str, Tensor],
-        *,
-        version: int | None = None,
-        recompute: bool = True,
-    ) -> None:
-        """Replace the weights, all or none; they are kept for engines to come.
-
-        Args:
-            state_dict: as for `VLLMEngine.update_weights`.
-            version: as for `VLLMEngine.update_weights`.
-            recompute: as for `VLLMServerEngine.update_weights`.
-
-        Raises:
-            EngineDied: too many engines died in a row.
-            RuntimeError: the engine failed in the middle of loading; it is replaced by one that
-                serves the old weights.
-            UpdateRefused: a name, type, shape or value is wrong; the old weights keep serving.
-        """
-        with self._pushing:
-            while True:
-                with self._replacing(is_update=True) as (engine, incarnation):
-                    engine.update_weights(state_dict, version=version, recompute=recompute)
-                    with self._lock:
-                        self._weights = copied(state_dict, device="cpu")
-                        self.supervision = self.supervision.acknowledged(
-                            incarnation, engine.version
-                        )
-                        self._failures = 0
-                    return
-
-    @contextmanager
-    def _replacing(
-        self,
-        results: "list[Generation | None] | None" = None,
-        *,
-        interrupt: Interrupt | None = None,
-        is_update: bool = False,
-    ) -> Iterator[tuple[VLLMServerEngine, int]]:
-        """The present engine; if it dies meanwhile or its weights are a mixture, it is replaced.
-
-        What broke an update goes on to the caller then, and nothing else does.
-        """
-        engine, incarnation = self._present()
-        try:
-            yield engine, incarnation
-        except (ConnectionError, EngineDied) as error:
-            if interrupt is not None and interrupt.is_set:
-                raise
-            self._replace(incarnation, error, results)
-        except RuntimeError as error:
-            if engine.mixed:
-                self._replace(incarnation, error, results)
-            if is_update or not engine.mixed:
-                raise
-
-    def _present(self) -> tuple[VLLMServerEngine, int]:
-        with self._lock:
-            if not self.supervision.may_serve:
-                raise EngineDied(f"SupervisedEngine: its engine is {self.supervision.state.value}.")
-            return self._inside, self.supervision.incarnation
-
-    def _replace(
-        self, incarnation: int, error: Exception, results: "list[Generation | None] | None"
-    ) -> None:
-        with self._lock:
-            if incarnation != self.supervision.incarnation:
-                return  # Somebody else has seen it die, and it is replaced already.
-            if any(result is not None for result in getattr(error, "results", None) or ()):
-                self._failures = 0
-            while True:
-                self._end()
-                self._failures += 1
-                if self._failures > self._max_restarts:
-                    raise EngineDied(
-                        f"SupervisedEngine: {self._failures} engines in a row died without "
-                        f"finishing a row. The last one: {error}",
-                        results=results,
-                    ) from error
-                self.num_restarts += 1
-                try:
-                    self._start()
-                except Exception as next_error:  # Whatever keeps it from serving, it does not.
-                    error = next_error
-                else:
-                    return
-
-    def _start(self) -> None:
-        """Start an engine that has the weights, or leave none behind."""
-        with ExitStack() as stack:
-            url = stack.enter_context(self._start_process())
-            engine = VLLMServerEngine(url, **self._client_settings)
-            self.supervision = self.supervision.started()
-            known = self.supervision
-            try:
-                if self._weights is not None:
-                    engine.update_weights(self._weights, version=known.wanted)
-                if self._is_paused:
-                    engine.pause()
-            except BaseException:
-                self.supervision = known.died(known.incarnation)
-                engine.close()
-                raise
-            self.supervision = known.acknowledged(known.incarnation, engine.version)
-            self.url, self._inside = url, engine
-            self._process = stack.pop_all()
-
-    def close(self) -> None:
-        """End the engine. May be called twice; nobody may be waiting."""
-        with self._lock:
-            self._end()
-
-    def _end(self) -> None:
-        self.supervision = self.supervision.died(self.supervision.incarnation)
-        self._process.close()  # first, so that nobody waits for it any more
-        self._inside.close()
+        open_server = partial(OwnServerEngine, start, **client_settings)
+        super().__init__(EngineFleet([open_server], max_restarts=max_restarts))
 
 
 class LLMOnDevice(SupervisedEngine):
@@ -565,19 +351,17 @@ class AsyncServerEngine(RespondingEngine, ClosedAsynchronously):
     A thread waits for each response; more callers than the client has connections stand in line.
 
     Args:
-        engine: the client, or a server that is replaced when it dies; it is not closed with this.
+        engine: the client; it is not closed with this.
         num_threads: most responses at a time; at most the client's ``num_connections``.
 
     Raises:
         ValueError: ``num_threads`` is not positive.
     """
 
-    def __init__(
-        self, engine: VLLMServerEngine | SupervisedEngine, *, num_threads: int = 128
-    ) -> None:
+    def __init__(self, engine: VLLMServerEngine, *, num_threads: int = 128) -> None:
         if num_threads < 1:
             raise ValueError(f"AsyncServerEngine: num_threads must be at least 1, {num_threads}.")
-        self._inside: VLLMServerEngine | SupervisedEngine = engine
+        self._inside: VLLMServerEngine = engine
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="vllm-responses")
         self._control = ThreadPoolExecutor(1, thread_name_prefix="vllm-control")
         self._prober = ThreadPoolExecutor(1, thread_name_prefix="vllm-prober")

@@ -23,7 +23,6 @@ from torchrl_modules import (
     EngineDied,
     EngineFleet,
     SamplingParameters,
-    SupervisedEngine,
     TransformersEngine,
     open_async,
     vLLMWrapper,
@@ -339,24 +338,6 @@ class TestServers:
             policy.engine.close()
         assert rows == again
         assert [len(row.ids) for row in rows] == [40] * 4
-
-    def test_a_supervised_engine_is_served_to_many_callers(self, servers):
-        (server,) = servers(({"die_after": 40, "token_s": 0.005}, {}))
-        seeded = [replace(PARAMS, seed=n) for n in range(8)]
-
-        async def main(engine):
-            async with open_async(engine) as served:
-                await served.update_weights(WEIGHTS, version=3)
-                calls = (served.respond([n], params) for n, params in enumerate(seeded))
-                first = await asyncio.gather(*calls)
-                calls = (served.respond([n], params) for n, params in enumerate(seeded))
-                return first, await asyncio.gather(*calls)
-
-        with SupervisedEngine(server, wait_s=20) as engine:
-            first, again = asyncio.run(main(engine))
-            assert engine.num_restarts == 1
-        assert first == again
-        assert {one.versions[0].version for one in first} == {3}
 
 
 def test_what_cannot_be_a_fleet_is_refused(servers):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ FAKE = Path(__file__).with_name("fake_engine.py")
 PROMPTS = [[1, 2], [3], [4, 5, 6], [8]]
 PARAMS = SamplingParameters(max_new_tokens=10, stop_token_ids=())
 SEEDS = [11, 12, 13, 14]
+SEEDED = replace(PARAMS, seed=11)
 FIRST = {"a": torch.ones(4, 3), "b": torch.zeros(3)}
 SECOND = {"a": torch.zeros(4, 3), "b": torch.ones(3)}
 
@@ -73,10 +75,16 @@ def connected(start_one, **settings):
 
 def healthy(start, weights=None):
     """What an engine without faults draws."""
-    with connected(start({})) as engine:
+    with SupervisedEngine(start({})) as engine:
         if weights is not None:
             engine.update_weights(weights)
-        return [row.ids for row in engine.generate(PROMPTS, PARAMS, seeds=SEEDS)]
+        return [row.ids for row in engine.generate(PROMPTS, SEEDED)]
+
+
+def health(engine):
+    """Of the only engine of a fleet."""
+    (only,) = engine.inside.health()
+    return only
 
 
 def test_the_same_seeds_draw_the_same_and_others_do_not(start):
@@ -314,16 +322,16 @@ def test_E01_a_replaced_engine_draws_what_the_first_one_would_have(start, fault)
     start_one = start({"token_s": 0.01, **fault}, {})
     with SupervisedEngine(start_one, stall_timeout_s=1.0) as engine:
         engine.update_weights(FIRST, version=5)
-        rows = engine.generate(PROMPTS, PARAMS, seeds=SEEDS)
-        assert engine.num_restarts == 1
+        rows = engine.generate(PROMPTS, SEEDED)
+        assert health(engine).num_restarts == 1
         # The new process has the weights that the old one had, under their number.
         assert [row.ids for row in rows] == expected
         assert {v for row in rows for v in row.token_versions(otherwise=-1)} == {5}
         assert engine.version == 5
         assert start_one.processes[0].poll() is not None
-        assert engine.supervision.state is EngineState.HEALTHY
+        assert health(engine).state is EngineState.HEALTHY
     assert all(process.poll() is not None for process in start_one.processes)
-    with pytest.raises(EngineDied, match="dead"):
+    with pytest.raises(RuntimeError, match="is closed"):
         engine.generate(PROMPTS, PARAMS)
 
 
@@ -332,16 +340,14 @@ def test_callers_of_several_threads_share_one_replacement(start):
     with SupervisedEngine(start({"die_after": 60}, {})) as engine:
         outcomes = []
         callers = [
-            threading.Thread(
-                target=lambda: outcomes.append(engine.generate(PROMPTS, PARAMS, seeds=SEEDS))
-            )
+            threading.Thread(target=lambda: outcomes.append(engine.generate(PROMPTS, SEEDED)))
             for _ in range(4)
         ]
         for caller in callers:
             caller.start()
         for caller in callers:
             caller.join(timeout=30)
-        assert engine.num_restarts == 1
+        assert health(engine).num_restarts == 1
     assert [[row.ids for row in rows] for rows in outcomes] == [expected] * 4
 
 
@@ -349,26 +355,28 @@ def test_an_engine_that_dies_in_an_update_is_replaced_and_updated(start):
     expected = healthy(start, SECOND)
     with SupervisedEngine(start({"die_in_update": True}, {})) as engine:
         engine.update_weights(SECOND)
-        assert (engine.version, engine.num_restarts) == (1, 1)
-        rows = engine.generate(PROMPTS, PARAMS, seeds=SEEDS)
+        assert (engine.version, health(engine).num_restarts) == (1, 1)
+        rows = engine.generate(PROMPTS, SEEDED)
     assert [row.ids for row in rows] == expected
 
 
-def test_an_engine_that_fails_in_the_middle_of_an_update_is_replaced_by_the_old_weights(start):
+def test_engines_that_fail_in_the_middle_of_an_update_are_replaced_and_updated(start):
     expected = healthy(start, FIRST)
-    with SupervisedEngine(start({}, {"fail_in_update": True}, {})) as engine:
+    start_one = start({}, {"fail_in_update": True}, {})
+    with SupervisedEngine(start_one) as engine:
         engine.update_weights(FIRST)
-        engine._replace(1, RuntimeError("by hand"), None)  # the next one fails to take the weights
-        assert engine.num_restarts == 2
-        assert [row.ids for row in engine.generate(PROMPTS, PARAMS, seeds=SEEDS)] == expected
+        start_one.processes[0].kill()  # the next one fails to take the weights
+        assert [row.ids for row in engine.generate(PROMPTS, SEEDED)] == expected
+        assert (engine.version, health(engine).num_restarts) == (1, 2)
     with SupervisedEngine(start({"fail_in_update": True}, {})) as engine:
-        before = healthy(start)
-        with pytest.raises(RuntimeError, match="between two tensors"):
-            engine.update_weights(SECOND)
-        assert (engine.version, engine.num_restarts) == (0, 1)
-        assert [row.ids for row in engine.generate(PROMPTS, PARAMS, seeds=SEEDS)] == before
+        engine.update_weights(FIRST)
+        assert [row.ids for row in engine.generate(PROMPTS, SEEDED)] == expected
+        assert (engine.version, health(engine).num_restarts) == (1, 1)
+    with (
+        SupervisedEngine(start({"fail_in_update": True}), max_restarts=1) as engine,
+        pytest.raises(EngineDied, match="between two tensors"),
+    ):
         engine.update_weights(SECOND)
-        assert engine.version == 1
 
 
 @pytest.mark.parametrize("num_failures", [1, 9])
@@ -384,15 +392,16 @@ def test_an_engine_that_does_not_start_counts_as_one_that_died(start, num_failur
 
     engine = SupervisedEngine(sometimes, max_restarts=2)
     if num_failures == 1:
-        rows = engine.generate(PROMPTS, PARAMS, seeds=SEEDS)
+        rows = engine.generate(PROMPTS, SEEDED)
         assert [row.ids for row in rows] == healthy(start)
-        assert engine.num_restarts == 2
+        assert next(calls) == 3
+        assert health(engine).num_restarts == 1
     else:
-        with pytest.raises(EngineDied, match=r"3 engines in a row.*no memory") as error:
-            engine.generate(PROMPTS, PARAMS, max_new_tokens=[1, 1, 1, 30], seeds=SEEDS)
+        with pytest.raises(EngineDied, match=r"no engine serves any more: .*no memory") as error:
+            engine.generate(PROMPTS, SEEDED, max_new_tokens=[1, 1, 1, 30])
         assert [row is not None for row in error.value.results] == [True, True, True, False]
-        assert engine.supervision.state is EngineState.DEAD
-        with pytest.raises(EngineDied, match="its engine is dead"):
+        assert health(engine).state is EngineState.DEAD
+        with pytest.raises(EngineDied, match="no engine serves any more"):
             engine.generate(PROMPTS, PARAMS)
     engine.close()
     assert all(process.poll() is not None for process in start_one.processes)
@@ -400,10 +409,10 @@ def test_an_engine_that_does_not_start_counts_as_one_that_died(start, num_failur
 
 def test_a_request_that_kills_every_engine_ends_the_run(start):
     with SupervisedEngine(start({"die_after": 3}), max_restarts=2) as engine:
-        with pytest.raises(EngineDied, match="3 engines in a row") as error:
+        with pytest.raises(EngineDied, match="no engine serves any more") as error:
             engine.generate(PROMPTS, PARAMS)
         assert error.value.results == [None] * 4
-        assert engine.num_restarts == 2
+        assert health(engine).num_restarts == 2
     with pytest.raises(ValueError, match="max_restarts"):
         SupervisedEngine(start(), max_restarts=-1)
 
