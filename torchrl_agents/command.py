@@ -8,6 +8,7 @@ It imports nothing heavy: a recipe is a script, which runs in place of this one.
 
 import ast
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -16,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple
 
 RECIPES: Final = (
     Path(__file__).parent / "recipes",  # in a wheel
@@ -54,6 +55,10 @@ class Command(NamedTuple):
 
 
 COMMANDS: Final[dict[str, Command]] = {
+    "completion": Command(
+        'print what completes command lines: eval "$(torchrl-agents completion bash)", or zsh',
+        f"{__name__}:completion",
+    ),
     "doctor": Command("tell what is installed and what is missing", f"{__name__}:doctor"),
     "view": Command("show the rollouts of a run", "collectors.record.view:main"),
 }
@@ -117,6 +122,36 @@ def doctor(arguments: Sequence[str]) -> int:
     return 0 if able else 1
 
 
+def completion(arguments: Sequence[str]) -> int:
+    """Print the script for a shell, or what it asks for: how a command line may go on.
+
+    Args:
+        arguments: ``bash`` or ``zsh``; or ``words`` and what is typed, up to the cursor.
+
+    Returns:
+        0, or 1 where the line can't go on, or 2 for other arguments.
+    """
+    match [*arguments]:
+        case ["bash" | "zsh"]:
+            print(Path(__file__).with_name("completion.sh").read_text(encoding="utf-8"), end="")
+        case ["words", typed]:
+            before, _, last = typed.rpartition(" ")
+            scripts = recipes()
+            try:
+                _, *words = shlex.split(before)
+            except ValueError:  # a quotation is not closed: nothing of ours goes on there
+                return 1
+            if words and words[0] in {**scripts, **ALIASES} and not last.startswith("-"):
+                return _run_recipe(words[0], scripts, [*words[1:], last, "--shell-completion"])
+            known = ["--help", "--multirun"] if words else [*scripts, *ALIASES, *COMMANDS, "--help"]
+            print("\n".join(f"{name} " for name in known if name.startswith(last)))
+        case _:
+            told = f"takes bash or zsh, got {[*arguments]}"
+            print(f"torchrl-agents completion {told}.", file=sys.stderr)
+            return 2
+    return 0
+
+
 def _is_there(name: str) -> bool:
     kind, _, programs = name.rpartition(":")
     return any(map(which, programs.split("|"))) if kind else find_spec(name) is not None
@@ -143,10 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module, _, function = COMMANDS[name].function.partition(":")
         run: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
         return run(rest)
-    if name in ALIASES:
-        return _run_alias(name, scripts, rest)
-    if name in scripts:
-        return _become([sys.executable, str(scripts[name]), *rest])
+    if name in {**scripts, **ALIASES}:
+        return _run_recipe(name, scripts, rest)
     close = get_close_matches(name, [*scripts, *ALIASES, *COMMANDS], n=1, cutoff=0.5)
     guess = f" Did you mean {close[0]}?" if close else ""
     print(f"torchrl-agents: there is no command {name!r}.{guess} See --help.", file=sys.stderr)
@@ -162,7 +195,11 @@ def recipes() -> dict[str, Path]:
     return {path.parent.name: path for path in scripts if path.is_file()}
 
 
-def _run_alias(name: str, scripts: Mapping[str, Path], arguments: Sequence[str]) -> int:
+def _run_recipe(name: str, scripts: Mapping[str, Path], arguments: Sequence[str]) -> int:
+    """Become its script, signals and exit status included."""
+    if name in scripts:
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, str(scripts[name]), *arguments])
     alias = ALIASES[name]
     given = next((each for each in arguments if each.startswith("experiment=")), None)
     if given is not None:
@@ -172,14 +209,7 @@ def _run_alias(name: str, scripts: Mapping[str, Path], arguments: Sequence[str])
             file=sys.stderr,
         )
         return 2
-    chosen = f"experiment={alias.experiment}"
-    return _become([sys.executable, str(scripts[alias.recipe]), chosen, *arguments])
-
-
-def _become(command: list[str]) -> NoReturn:
-    """Run something in place of this process, signals and exit status included."""
-    sys.stdout.flush()
-    os.execv(command[0], command)
+    return _run_recipe(alias.recipe, scripts, [f"experiment={alias.experiment}", *arguments])
 
 
 def help_text(scripts: dict[str, Path]) -> str:
@@ -188,7 +218,7 @@ def help_text(scripts: dict[str, Path]) -> str:
     Args:
         scripts: of the recipes, by name.
     """
-    width = 2 + max(map(len, [*scripts, *ALIASES, *COMMANDS]), default=0)
+    width = 2 + max(map(len, [*scripts, *ALIASES, *COMMANDS]))
     lines = ["usage: torchrl-agents COMMAND [ARGUMENTS]", "", "Recipes (setting=value):"]
     for name, path in scripts.items():
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -196,9 +226,7 @@ def help_text(scripts: dict[str, Path]) -> str:
     lines += ["", "Experiments of these, by names of their own:"]
     for name, (recipe, experiment, summary) in ALIASES.items():
         lines.append(f"  {name:<{width}}{recipe} experiment={experiment}: {summary}")
-    if COMMANDS:
-        lines += ["", "And:"]
-        lines += [f"  {name:<{width}}{each.summary}" for name, each in COMMANDS.items()]
+    lines += ["", "And:", *(f"  {name:<{width}}{c.summary}" for name, c in COMMANDS.items())]
     return "\n".join(
         [
             *lines,

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -227,7 +227,7 @@ class RankJobs:
             self.known[name](*args)
 
 
-class Run:
+class Run(AbstractContextManager["Run", None]):
     """One run: a folder in which it and no other writes, and what is around its steps.
 
     Args:
@@ -333,9 +333,6 @@ class Run:
         # Whenever it is killed, the old record is there or the new one.
         os.pwrite(file, text.ljust(os.fstat(file).st_size), 0)
         os.ftruncate(file, len(text))
-
-    def __enter__(self) -> "Run":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._record["status"] == "running":

@@ -192,8 +192,7 @@ class Conversations:
 
     def images(self, row: int) -> list[str]:
         """The images of a row that have their tokens, in order, in base 64."""
-        position = self._positions[row]
-        return images_of(self._records[row].messages[: position.num_encoded])
+        return images_of(self._records[row].messages[: self._positions[row].num_encoded])
 
     def last_message(self, row: int) -> Message:
         """The newest message of a row."""

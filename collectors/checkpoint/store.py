@@ -7,8 +7,9 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -339,7 +340,7 @@ _FILE_NAME: Final = re.compile(r"[^/\0\ud800-\udfff]+")
 _RESERVED: Final = (MANIFEST, STATE, TENSORS, SHARDED)
 
 
-class CheckpointStore:
+class CheckpointStore(AbstractContextManager["CheckpointStore", None]):
     """Checkpoints in a folder.
 
     A save is staged beside the others, every file is synced and hashed, and the whole gets its name
@@ -533,9 +534,6 @@ class CheckpointStore:
         finally:
             self._saver.lock.release()
             self._saver.buffers = StagingBuffers()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

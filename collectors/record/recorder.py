@@ -5,10 +5,11 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from tensordict import TensorDictBase
@@ -190,7 +191,7 @@ def prompt_of(row: TensorDictBase) -> tuple[str, str]:
 _WHO: Final = "RolloutRecorder"
 
 
-class RolloutRecorder:
+class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
     """Records what each step of training saw: its groups, metrics, and samples by token.
 
     A step is one file of compressed JSON lines in ``<folder>/rollouts``, which is there whole or
@@ -468,9 +469,6 @@ class RolloutRecorder:
         if self._events:
             line = {"format": FORMAT, "events": self._take_events()}
             write_lines(self.folder / END, [line], _as_json)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

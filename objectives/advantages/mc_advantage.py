@@ -493,9 +493,7 @@ class RayMCAdvantage(Transform):
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        if tensordict is None:
-            return None
-        return self._call_actor("inv", tensordict)
+        return None if tensordict is None else self._call_actor("inv", tensordict)
 
     def take_refills(self) -> dict[Any, int]:
         """As :meth:`MCAdvantage.take_refills`."""

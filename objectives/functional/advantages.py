@@ -300,8 +300,7 @@ def turn_index(mask: Bool[Tensor, " N"], lengths: Int[Tensor, " B"]) -> Int[Tens
     Returns:
         int64 ``[N]``, rising, below N. A rollout without sampled tokens is one turn.
     """
-    num_tokens = mask.shape[0]
-    sequence = sequence_index(lengths, num_tokens)
+    sequence = sequence_index(lengths, mask.shape[0])
     first = torch.ones_like(mask)
     first[1:] = sequence[1:] != sequence[:-1]
     before = torch.zeros_like(mask)
@@ -341,8 +340,7 @@ def turn_advantage(
     See Also:
         Shao et al., 2024, arXiv:2402.03300, section 4.1.3.
     """
-    num_tokens = reward.shape[0]
-    sequence = sequence_index(lengths, num_tokens)
+    sequence = sequence_index(lengths, reward.shape[0])
     turn = turn_index(mask, lengths)
     finite = torch.ones_like(lengths, dtype=torch.bool) if valid is None else valid
     bad = torch.zeros_like(lengths).index_add(0, sequence, (~reward.isfinite()).long())

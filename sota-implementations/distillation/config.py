@@ -1,7 +1,6 @@
 """Settings of distillation, typed, with what they mean; ``distillation.py --help`` shows all."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from torchrl_agents.settings.schema import CollectorConfig, Recipe, RolloutsConfig, TrainConfig
@@ -52,7 +51,6 @@ SETTINGS: Final = Recipe(
     name="distillation",
     summary="On-policy distillation: a teacher judges each token that the student samples.",
     example="teacher.model=outputs/sft/gcd/seed0",
-    config_dir=Path(__file__).with_name("config"),
     config=DistillationConfig,
     needs_groups=False,
 )

@@ -1,7 +1,6 @@
 """Settings of an evaluation, typed, with what they mean; ``evaluate.py --help`` shows all."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from torchrl_agents.settings.schema import EngineConfig, EpisodeConfig, Recipe, RecipeConfig
@@ -40,9 +39,7 @@ SETTINGS: Final = Recipe(
     name="evaluate",
     summary="Evaluation: a model, a run's folder or a server on any task.",
     example="task=gsm8k task.dataset=test.jsonl policy.model=outputs/grpo/gsm8k/seed0",
-    config_dir=Path(__file__).with_name("config"),
     config=EvaluationConfig,
     groups={"engine": {name: EngineConfig(name=name) for name in ENGINES}},
-    engines=ENGINES,
     pretrained={"policy.gradient_checkpointing": False},
 )

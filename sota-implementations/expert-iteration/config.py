@@ -1,7 +1,6 @@
 """Settings of expert iteration, typed, with what they mean; ``--help`` shows all."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from torchrl_agents.settings.schema import Recipe, RolloutsConfig, TrainConfig
@@ -34,7 +33,6 @@ SETTINGS: Final = Recipe(
     name="expert_iteration",
     summary="Expert iteration: sample, keep the best of each group, fine-tune on them, and again.",
     example="task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
-    config_dir=Path(__file__).with_name("config"),
     config=ExpertConfig,
     embedded={"optim.learning_rate": 2e-3},
 )

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import objectives
@@ -110,7 +109,6 @@ SETTINGS: Final = Recipe(
     name="grpo",
     summary="GRPO: a language model learns a task in an environment that scores it.",
     example="task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
-    config_dir=Path(__file__).with_name("config"),
     config=GRPOConfig,
     groups={
         "loss": {

@@ -1,7 +1,6 @@
 """Settings of self-play, typed, with what they mean; ``--help`` shows all."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from torchrl_agents.settings.schema import CollectorConfig, Recipe, RolloutsConfig, TrainConfig
@@ -50,7 +49,6 @@ SETTINGS: Final = Recipe(
     name="self_play",
     summary="Self-play: one policy in both seats of a game learns from playing against itself.",
     example="task=nim task.largest=20",
-    config_dir=Path(__file__).with_name("config"),
     config=SelfPlayConfig,
     embedded={
         "warm_start.num_steps": 300,

@@ -1,7 +1,6 @@
 """Settings of fine-tuning, typed, with what they mean; ``sft.py --help`` shows all."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from torchrl_agents.settings.schema import (
@@ -51,10 +50,8 @@ SETTINGS: Final = Recipe(
     name="sft",
     summary="Supervised fine-tuning: a model learns what the assistant says in conversations.",
     example="data.dataset=chats.jsonl task=gsm8k policy.model=Qwen/Qwen3-0.6B profile=gpu",
-    config_dir=Path(__file__).with_name("config"),
     config=SFTConfig,
     groups={"engine": {"transformers": EngineConfig()}},
-    engines=("transformers",),
     needs_groups=False,
     embedded={"optim.learning_rate": 1e-2, "optim.max_grad_norm": 1.0},
     pretrained={"optim.learning_rate": 1e-5},

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, is_dataclass, make_dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -29,9 +29,7 @@ from torchrl_envs.tasks import TASKS, find_task, generator_settings, settings_of
 from .schema import (
     BACKENDS,
     EMBEDDED,
-    OPTIMIZERS,
     PRETRAINED,
-    SCHEDULES,
     CollectorConfig,
     Recipe,
     RecipeConfig,
@@ -225,6 +223,8 @@ def read_command_line(recipe: Recipe) -> None:
         names = {argument.partition("=")[0].lstrip("+") for argument in arguments}
         if names & {"task.factory", "task.tools", "task.rewards"} and "task" not in names:
             arguments = ["task=environment", *arguments]
+        if "--shell-completion" not in arguments:  # argparse reads overrides in one place
+            arguments.sort(key=lambda each: "=" in each and not each.startswith("-"))
         sys.argv[1:] = arguments
         text = prepare(recipe, arguments)
     except SettingsError as error:
@@ -242,7 +242,7 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
         arguments: without the program's name.
 
     Returns:
-        The help text, if that was asked for.
+        The help text, or how the last word may go on, if that was asked for.
 
     Raises:
         SettingsError: a task, a choice or a setting is unknown, and the message has what is like
@@ -251,9 +251,10 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
     for name in TASKS:
         store_task(name)
     told = vars(get_args_parser().parse_args(arguments))  # as Hydra reads them; it ends on others
-    shows_help = told.pop("help")
+    written, shows_help, completes = map(told.pop, ("overrides", "help", "shell_completion"))
+    word = written.pop() if completes and written else ""
     try:
-        overrides = OverridesParser.create().parse_overrides(told.pop("overrides"))
+        overrides = OverridesParser.create().parse_overrides(written)
     except HydraException as error:
         raise SettingsError(str(error).splitlines()[0]) from error
     known_groups = groups(recipe)
@@ -263,6 +264,8 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
     one = [o for o in overrides if not o.is_sweep_override()]
     composed = compose_config(recipe, [o.input_line or "" for o in choices if o in one])
     known = sorted(setting_names(composed))
+    if completes:
+        return "\n".join(sorted(_continuations(recipe, word, composed)))
     for override in overrides:
         if override not in choices:
             _check_setting(override, known, composed)
@@ -274,6 +277,21 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
         task_settings(typed)
         check_rules(recipe, cast("RecipeConfig", OmegaConf.to_object(typed)))
     return None
+
+
+def _continuations(recipe: Recipe, word: str, composed: DictConfig) -> set[str]:
+    """How a word may go on: up to the next ``.`` or ``=``, or to its end, then with a space."""
+    name, given, _ = word.partition("=")
+    known_groups = groups(recipe)
+    if given:
+        is_flag = isinstance(OmegaConf.select(composed, name), bool)
+        values = {**recipe.choices, **known_groups}.get(name, ["true", "false"] * is_flag)
+        return {f"{name}={value} " for value in values if f"{name}={value}".startswith(word)}
+    leaves = (
+        n for n in setting_names(composed) if not OmegaConf.is_dict(OmegaConf.select(composed, n))
+    )
+    names = [f"{each}=" for each in (*known_groups, *leaves) if each.startswith(word)]
+    return {each[: each.find(".", len(word)) + 1] or each for each in names}
 
 
 def compose_config(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
@@ -387,7 +405,13 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
             value = getattr(getattr(cfg, group, None) if group else cfg, name, None)
             if value is not None and not holds(value):
                 raise SettingsError(f"{key.lstrip('.')} must be {words}, got {value}.")
-    faults = [_policy_faults(recipe, cfg), _engine_faults(cfg)]
+    settings = OmegaConf.structured(cfg)
+    backends = OmegaConf.select(settings, "logger.backends") or []
+    listed = {f"logger.backends[{i}]": BACKENDS for i in range(len(backends))}
+    for key, known in {**recipe.choices, **listed}.items():
+        if (value := OmegaConf.select(settings, key)) not in (None, *known):
+            raise SettingsError(f"{key} must be one of {', '.join(known)}, got {value!r}.")
+    faults = [_policy_faults(cfg), _engine_faults(cfg)]
     if isinstance(cfg, TrainingConfig):
         faults.append(_training_faults(recipe, cfg))
     if isinstance(cfg, RolloutsConfig):
@@ -398,16 +422,11 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
         raise SettingsError(words)
 
 
-def _policy_faults(recipe: Recipe, cfg: RecipeConfig) -> Iterator[str]:
+def _policy_faults(cfg: RecipeConfig) -> Iterator[str]:
     policy = cfg.policy
     changes = cfg.overwrite or getattr(cfg, "resume", None) is not None
     if cfg.dry_run and changes:
         yield "dry_run=true changes no earlier run: leave overwrite= and resume= out."
-    yield from _unknown("engine.name", cfg.engine.name, recipe.engines)
-    settings = OmegaConf.structured(cfg)
-    for key, known in recipe.choices.items():
-        yield from _unknown(key, OmegaConf.select(settings, key), known)
-    yield from _unknown("policy.dtype", policy.dtype, ("float32", "bfloat16", "float16"))
     if policy.add_control_tokens and (policy.model is None or cfg.engine.name != "transformers"):
         yield (
             "policy.add_control_tokens changes a policy.model as it is loaded by Transformers, so "
@@ -436,32 +455,22 @@ def _policy_faults(recipe: Recipe, cfg: RecipeConfig) -> Iterator[str]:
         yield "policy.lora_rank needs the package peft: pip install 'torchrl-agents[lora]'."
 
 
-def _unknown(key: str, value: str, known: Collection[str]) -> Iterator[str]:
-    if value not in known:
-        yield f"{key} must be one of {', '.join(known)}, got {value!r}."
-
-
 def num_ranks() -> int:
     """How many ranks torchrun has started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:
-    yield from _unknown("optim.name", cfg.optim.name, OPTIMIZERS)
-    yield from _unknown("optim.schedule", cfg.optim.schedule, SCHEDULES)
-    yield from _unknown("train.parallel", cfg.train.parallel, ("auto", "ddp", "fsdp2"))
     if find_spec("matplotlib") is None:
         yield (
             f"{recipe.name} draws its learning curve with matplotlib, which is not here: "
             "pip install 'torchrl-agents[train]'."
         )
-    for i, backend in enumerate(cfg.logger.backends):
-        yield from _unknown(f"logger.backends[{i}]", backend, BACKENDS)
+    for backend in cfg.logger.backends:
         if backend != "csv" and find_spec(backend) is None:
             yield f"logger.backends: {backend} needs the package {backend}: pip install {backend}."
     if cfg.train.stop_at is not None and cfg.evaluate.every is None:
         yield f"train.stop_at={cfg.train.stop_at} needs tests between steps: set evaluate.every=."
-    yield from _unknown("train.reduce", cfg.train.reduce, ("auto", "step", "micro_batch"))
     changed = [n for n in OF_RANKS if getattr(cfg.train, n) != getattr(TrainConfig(), n)]
     for name in changed:
         if num_ranks() == 1:
@@ -519,8 +528,6 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
 
 def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
     collector, default = cfg.collector, CollectorConfig()
-    yield from _unknown("collector.mode", collector.mode, ("sync", "streaming", "ray"))
-    yield from _unknown("collector.staleness_policy", collector.staleness_policy, ("wait", "drop"))
     if recipe.needs_groups and collector.group_size < 2:
         yield (
             "collector.group_size must be at least 2: a group of one never has a signal, got "

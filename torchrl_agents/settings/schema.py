@@ -1,7 +1,8 @@
 """The settings of all recipes, typed, with what they mean, and what tells recipes apart."""
 
+import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,7 +173,6 @@ class OptimConfig:
     """Larger gradients are scaled down to it."""
 
 
-OPTIMIZERS: Final = ("adamw", "sgd")
 SCHEDULES: Final[dict[str, Callable[[float], float]]] = {
     "trapezoid": lambda done: min(1.0, 2 * (1 - done)),
     "constant": lambda _: 1.0,
@@ -361,6 +361,16 @@ GROUPS: Final[dict[str, dict[str, Any]]] = {
     },
 }
 """The choices of each group, by name."""
+VALUES: Final[dict[str, Collection[str]]] = {
+    "policy.dtype": ("float32", "bfloat16", "float16"),
+    "collector.mode": GROUPS["collector"],
+    "collector.staleness_policy": ("wait", "drop"),
+    "optim.name": GROUPS["optim"],
+    "optim.schedule": SCHEDULES,
+    "train.parallel": ("auto", "ddp", "fsdp2"),
+    "train.reduce": ("auto", "step", "micro_batch"),
+}
+"""The values that a setting may have, by its path."""
 
 
 def defaults_of(
@@ -417,22 +427,20 @@ class Recipe:
     """One line for the help."""
     example: str
     """Arguments, for the help."""
-    config_dir: Path
-    """The folder with its YAML files."""
     config: type[RecipeConfig]
-    """Its settings."""
+    """Its settings. The folder ``config`` beside their module has its YAML files."""
+    config_dir: Path = field(init=False)
+    """That folder."""
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The choices of its own groups, by name; those of all recipes are :data:`GROUPS`."""
     choices: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """The values that settings of its own may have, by the setting's path."""
+    """The values that settings may have, by the setting's path, beside :data:`VALUES`."""
     embedded: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the embedded model that differ from those of all recipes."""
     pretrained: Mapping[str, Any] = field(default_factory=dict)
     """The same of a model that was given."""
     needs_groups: bool = True
     """Whether a group of one has no signal."""
-    engines: Sequence[str] = ("transformers", "vllm")
-    """What may draw its tokens."""
     parts: Callable[[Any], Mapping[str, Callable[[], Any]]] = lambda _: {}
     """What is tried without a model, from the settings, by the group that is wrong if it fails."""
 
@@ -446,6 +454,10 @@ class Recipe:
     """A pass over the rows of a step, where it differs from :func:`.parallel.one_pass`."""
 
     def __post_init__(self) -> None:
+        folder = Path(inspect.getfile(self.config)).resolve().with_name("config")
+        object.__setattr__(self, "config_dir", folder)
+        engines = {"engine.name": self.all_groups["engine"]}
+        object.__setattr__(self, "choices", {**VALUES, **engines, **self.choices})
         store = ConfigStore.instance()
         store.store(name="schema", node=self.config)
         for group, choices in self.all_groups.items():

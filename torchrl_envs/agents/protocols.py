@@ -152,10 +152,8 @@ def text_of(where: str, content: Any, kinds: Sequence[str] = ("text",)) -> str:
     Raises:
         RequestError: a part of it is none.
     """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     texts = []
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, Mapping) else None

@@ -41,10 +41,8 @@ class Tagged(NamedTuple):
 def message_text(message: Mapping[str, Any] | None) -> str:
     """The text of a message; of content parts, that of the text parts."""
     content = None if message is None else message.get("content")
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
 
 

@@ -18,7 +18,7 @@ from torchrl_envs.concurrency import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import REWARD_ERRORS, SCORED_BY, RewardSource, copied_rows, joined_rows
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeTransform
+from torchrl_envs.episode.transform import EpisodeTransform, TrajectoryTransform
 from torchrl_envs.graders.answers import final_text, message_text, read_tags
 
 if TYPE_CHECKING:
@@ -205,10 +205,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
             row.set_non_tensor(SCORED_BY, self._id)
         return joined_rows(out, tensordict.batch_size)
 
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        if tensordict is None or self.in_environment:
-            return tensordict
-        return self.forward(tensordict)
+    _inv_call = TrajectoryTransform._inv_call
 
 
 # What a logger is told about the rewards of a batch of trajectories.

@@ -27,7 +27,7 @@ from torchrl_envs.datasets.rows import PROMPT_COLUMNS
 from torchrl_envs.entries import RewardSource
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.tool_source import ToolSource
-from torchrl_envs.episode.transform import EpisodeTransform
+from torchrl_envs.episode.transform import EpisodeTransform, TrajectoryTransform
 from torchrl_envs.graders.answers import message_text
 from torchrl_envs.tools.environments import EnvironmentTools
 
@@ -312,8 +312,7 @@ def write_finished(found: FinishedEpisode, names: Sequence[str]) -> None:
         reward = torch.tensor([[score.total]])
         if score.by_token is not None:
             end = start + part.num_tokens(0)
-            is_last = part is episode.rows[-1]
-            total = torch.tensor(score.total if is_last else 0.0)
+            total = torch.tensor(score.total if part is episode.rows[-1] else 0.0)
             by_token = score.by_token[start:end]
             reward, start = entries.dense_reward(total, by_token, part.assistant_mask(0)), end
         row.set(keys.REWARD, reward)
@@ -596,10 +595,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             row.set_non_tensor(entries.SCORED_BY, self._id)
         return entries.joined_rows(rows, tensordict.batch_size)
 
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        if tensordict is None or self.in_environment:
-            return tensordict
-        return self.forward(tensordict)
+    _inv_call = TrajectoryTransform._inv_call
 
     def _reads_text(self, function: RewardFunction) -> bool:
         """Whether a function gets strings where prompts are strings."""

@@ -206,8 +206,7 @@ def textarena_task(
     """
     environment = textarena_environment(game)
     rng = random.Random(seed)
-    name = game.partition("-")[0]
-    prompt = f"Play {name}. Make each move with the tool act."
+    prompt = f"Play {game.partition('-')[0]}. Make each move with the tool act."
 
     train, held_out = (
         [{"prompt": prompt, "game_seed": rng.randrange(2**31)} for _ in range(count)]

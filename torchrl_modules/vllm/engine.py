@@ -214,10 +214,7 @@ class VLLMEngine(WholeBatchEngine):
         return request_id
 
     def update_weights(
-        self,
-        state_dict: Mapping[str, Tensor],
-        *,
-        version: int | None = None,
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
     ) -> None:
         """Replace the weights, all or none.
 
