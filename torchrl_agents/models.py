@@ -185,6 +185,8 @@ def _server(source: Source, **options: Any) -> Iterator[str]:
 
 def _engine_kwargs(cfg: RecipeConfig) -> dict[str, Any]:
     engine_kwargs = dict(cfg.engine.engine_kwargs)
+    if cfg.engine.colocate and not (cfg.engine.url or cfg.engine.urls):
+        engine_kwargs["enable_sleep_mode"] = True
     if cfg.policy.max_model_len is not None:
         engine_kwargs.setdefault("max_model_len", cfg.policy.max_model_len)
     if engine_kwargs.get("enable_lora"):

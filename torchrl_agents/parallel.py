@@ -165,7 +165,10 @@ class Updates:
 
     def _make(self) -> tuple[Any, StepOutcome]:
         assert self._batch is not None
-        return self._make_pass(self.loss, self.gate, self._batch)
+        made = self._make_pass(self.loss, self.gate, self._batch)
+        if self._cfg.engine.colocate:
+            torch.cuda.empty_cache()  # the engine takes its memory back
+        return made
 
 
 # A run by the ranks that ``torchrun`` started: rank 0 runs the recipe, the others train with it.

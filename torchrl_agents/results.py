@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import sys
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from functools import partial
@@ -469,6 +470,8 @@ def _files(kind: str, run: Run, *_: Any) -> _Opened:
     name = kind.removesuffix("Logger").lower()
     module = import_module(f"torchrl.record.loggers.{name}")
     logger = getattr(module, kind)(name, str(run.folder))
+    if name == "csv":  # which writes each value at once, and would keep all of them as well
+        logger.experiment.scalars = defaultdict(partial(deque, maxlen=1))
     return logger, lambda _: logger.close()
 
 

@@ -28,6 +28,7 @@ from torchrl_envs import TooManyRewardErrors
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.transformers import TransformersEngine
+from torchrl_modules.vllm.runtime import import_vllm
 
 from .models import (
     build_sampler,
@@ -74,6 +75,11 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
             "train.cpu_offload=true takes shards from GPUs into host memory, but torch finds no "
             "GPU here: they are in host memory anyway. Leave it out."
         )
+    if cfg.engine.colocate and not (cfg.engine.url or cfg.engine.urls):
+        with refusing("engine.colocate"):
+            platform = import_vllm().current_platform
+        if not platform.is_sleep_mode_available():
+            raise SettingsError("engine.colocate needs a GPU: vLLM lends no memory of a CPU.")
     cfg.policy.chat_template = _read_template(cfg.policy.chat_template)
     own: dict[str, Callable[[], Any]] = {"policy": lambda: sampling_of(cfg.policy)}
     if isinstance(cfg, RolloutsConfig):

@@ -87,6 +87,8 @@ class Step:
         trainer.checkpoints.unmark()
         self.trajectories, self.trained = drawn
         self.is_drawn = True
+        if trainer.cfg.engine.colocate:
+            cast("Any", trainer.policy.engine).sleep()
 
     def passes(self) -> Iterator[int]:
         """Its passes over the rows that are trained, by their number; none where there are none."""

@@ -182,6 +182,11 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
         (["optim.learning_rate=inf"], "learning_rate must be positive and finite"),
         (["collector.group_size=1"], "group of one never has a signal"),
         (["engine.num_engines=2"], "num_engines and devices are for engine=vllm"),
+        (["engine.colocate=true"], "engine.colocate lends the memory of engine=vllm"),
+        (
+            ["engine=vllm", "engine.colocate=true", "collector=streaming"],
+            "engine.colocate.*needs collector=sync",
+        ),
         (["engine=vllm", f"+{ADAPTERS_ALONE}"], "enable_lora needs policy.lora_rank"),
         (
             ["engine=vllm", f"+{ADAPTERS_ALONE}", "policy.lora_rank=4", "engine.num_engines=2"],

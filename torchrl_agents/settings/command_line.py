@@ -514,6 +514,12 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
         )
     if (engine.name == "transformers" and engine.url) or (not is_vllm and engine.engine_kwargs):
         yield "engine.url and engine.engine_kwargs are for engine=vllm."
+    in_steps = isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "sync"
+    if engine.colocate and not (is_vllm and in_steps):
+        yield (
+            "engine.colocate lends the memory of engine=vllm to the training of each step, and so "
+            "needs collector=sync."
+        )
     own_adapters = engine.engine_kwargs.get("enable_lora")
     if own_adapters and cfg.policy.lora_rank is None:
         yield "engine.engine_kwargs.enable_lora needs policy.lora_rank."

@@ -231,6 +231,17 @@ class EngineOver:
         """In which type it takes weights that are sent; ``None`` where it does not say."""
         return getattr(self._inside, "update_dtype", None)
 
+    def sleep(self) -> None:
+        """Lend the memory of a vLLM engine to training, until the next update wakes it.
+
+        Raises:
+            TypeError: the engine is another one.
+        """
+        sleep = getattr(self._inside, "sleep", None)
+        if sleep is None:
+            raise TypeError(f"{type(self._inside).__name__} has no memory that it could lend.")
+        sleep()
+
 
 class ClosedAsynchronously:
     """``async with`` closes it in the end, in a thread."""

@@ -535,6 +535,25 @@ class EngineFleet(ClosedAsynchronously):
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.resume`."""
         await self._loop.call(self._set_paused(False))
 
+    def sleep(self) -> None:
+        """Lend the memory of all engines, which draw nothing now, until the next update wakes them.
+
+        Raises:
+            EngineDied: no engine serves, and none will.
+            RuntimeError: one can't sleep.
+        """
+
+        async def sleep(member: Member) -> None:
+            try:
+                await asyncio.to_thread(cast("Any", member.engine).sleep)
+            except ConnectionError as error:
+                member.die(f"it was to sleep: {error}")
+
+        async def sleep_all() -> None:
+            await asyncio.gather(*map(sleep, (await self._serving()).values()))
+
+        self._loop.run(sleep_all())
+
     def end_session(self, session: Hashable) -> None:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.end_session`."""
 

@@ -429,7 +429,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
         self._weights_directory = weights_directory
         self._lock = threading.Lock()
-        self._updating = self._paused = False
+        self._updating = self._paused = self._sleeps = False
         self._num_probes = 0
         self._failure = ""
         self._workers: list[Any] = []
@@ -653,6 +653,21 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             elif not self._mixed:
                 self._post("/resume")
 
+    def sleep(self) -> None:
+        """Lend the memory of the weights and the cache, until the next update wakes it.
+
+        The weights are forgotten (vLLM's level 2). The server of a GPU has to be started with
+        ``--enable-sleep-mode``.
+
+        Raises:
+            ConnectionError: the server is gone.
+            RuntimeError: it is a plain ``vllm serve``, or can't sleep.
+        """
+        self._check_updatable()
+        with self._lock:
+            self._post("/sleep", level="2")
+            self._mixed = self._sleeps = True
+
     def _load(self, state_dict: Mapping[str, Tensor], label: str, recompute: bool) -> None:
         with ExitStack() as stack:
             if self._broadcasts:
@@ -674,12 +689,17 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 load = partial(self._rpc, "torchrl_load_weights", stack.enter_context(path))
             self._post("/pause", mode="keep", clear_cache=str(recompute).lower())
             try:
+                if self._sleeps:
+                    self._post("/wake_up", tags="weights")
                 outcome = load()
                 if "failed" in outcome:
                     self._mixed = True
                     raise RuntimeError(f"VLLMServerEngine.update_weights: {outcome['failed']}")
                 if "refused" in outcome:
                     raise UpdateRefused(f"VLLMServerEngine.update_weights: {outcome['refused']}")
+                if self._sleeps:
+                    self._post("/wake_up")
+                    self._sleeps = False
                 if recompute:
                     self._post("/reset_prefix_cache", reset_running_requests="true")
                 self._post("/update_weight_version", {"new_version": label})

@@ -232,9 +232,27 @@ class VLLMEngine(WholeBatchEngine):
             RuntimeError: the engine is closed or in use elsewhere; or vLLM failed in the middle
                 of loading, and the engine refuses to generate until an update succeeds.
         """
-        with self.used_by("update_weights", repairs=True):
+        with self.used_by("update_weights", repairs=True) as llm_engine:
+            sleeps = llm_engine.is_sleeping()
+            if sleeps:
+                llm_engine.wake_up(["weights"])
             self.load(state_dict, version)
+            if sleeps:
+                llm_engine.wake_up()
             self._llm.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Lend the memory of the weights and the cache, until the next update wakes it.
+
+        The engine of a GPU has to be built with ``enable_sleep_mode=True``. Its weights are
+        forgotten (vLLM's level 2); those under adapters wait in the host's memory (level 1).
+
+        Raises:
+            RuntimeError: the engine is closed or in use elsewhere.
+        """
+        with self.used_by("sleep", repairs=True) as llm_engine:
+            llm_engine.sleep(1 if self._adapters else 2)
+            self._mixed = True
 
     def load(self, state_dict: Mapping[str, Tensor], version: int | None) -> None:
         """Check and load weights between two steps; for whoever steps the engine.
@@ -247,16 +265,14 @@ class VLLMEngine(WholeBatchEngine):
                 needed = "an engine with enable_lora=True"
                 raise UpdateRefused(f"VLLMEngine.update_weights: adapters alone go to {needed}.")
             self._adapters.load(state_dict, version)
-            self._llm.llm_engine.set_weight_version(str(version))
-            self._version = version
-            return
-        if self._expected is None:
-            check_updatable(self._llm.llm_engine)
-            config = self._llm.llm_engine.vllm_config.model_config
-            self._expected = expected_weights(config)
-        weights = self._expected.check(state_dict, who="VLLMEngine.update_weights")
-        self._mixed = True
-        self._llm.collective_rpc(load_weights, args=(self._names, weights.items()))
+        else:
+            if self._expected is None:
+                check_updatable(self._llm.llm_engine)
+                config = self._llm.llm_engine.vllm_config.model_config
+                self._expected = expected_weights(config)
+            weights = self._expected.check(state_dict, who="VLLMEngine.update_weights")
+            self._mixed = True
+            self._llm.collective_rpc(load_weights, args=(self._names, weights.items()))
         self._llm.llm_engine.set_weight_version(str(version))
         self._version = version
         self._mixed = False

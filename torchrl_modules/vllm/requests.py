@@ -181,7 +181,7 @@ class WholeBatchEngine(ABC):
 
     @property
     def mixed(self) -> bool:
-        """An update failed in the middle, and no later one has succeeded."""
+        """An update failed in the middle, or it sleeps, and no later one has succeeded."""
         return self._mixed
 
     def check_sampling(self, params: SamplingParameters) -> None:
@@ -257,8 +257,8 @@ class WholeBatchEngine(ABC):
     def _check_not_mixed(self) -> None:
         if self._mixed:
             raise RuntimeError(
-                f"{type(self).__name__} cannot serve: an update failed in the middle, and its "
-                "weights are a mixture. Update them again."
+                f"{type(self).__name__} cannot serve: it sleeps, or an update failed in the "
+                "middle, and its weights are a mixture. Update them."
             )
 
     @abstractmethod

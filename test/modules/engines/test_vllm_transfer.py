@@ -9,8 +9,11 @@ import torch
 
 from collectors.weight_update import vLLMUpdater
 from torchrl_modules import vLLMWrapper
+from torchrl_modules.engines.bridges import BlockingEngine
+from torchrl_modules.engines.fleet import EngineFleet
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.vllm.engine import AsyncVLLMEngine
+from torchrl_modules.weights import UpdateRefused
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
 PARAMS = SamplingParameters(max_new_tokens=24, stop_token_ids=())
@@ -41,7 +44,11 @@ def log_probs_under(model, prompt, ids):
 
 
 def assert_from(model, policy):
-    for prompt, row in zip(PROMPTS, policy.engine.generate(PROMPTS, PARAMS), strict=True):
+    assert_serves(model, policy.engine)
+
+
+def assert_serves(model, engine):
+    for prompt, row in zip(PROMPTS, engine.generate(PROMPTS, PARAMS), strict=True):
         expected = log_probs_under(model, prompt, row.ids)
         # vLLM's kernels sum in another order.
         torch.testing.assert_close(torch.tensor(row.log_probs), expected, atol=5e-5, rtol=0)
@@ -157,3 +164,56 @@ def test_an_engine_of_this_process_is_updated_directly(vllm_engine, chatml_token
             vLLMUpdater(each, transfer="c10d")
     policy.engine.close()
     served.close()
+
+
+@pytest.mark.parametrize("kind", ["in process", "server", "fleet"])
+def test_an_engine_that_sleeps_serves_nothing_until_it_is_updated(
+    kind, request, monkeypatch, model, other_model
+):
+    """vLLM on a CPU keeps its memory; what its workers and routes are told is the same."""
+    told = []
+    if kind == "in process":
+        engine = request.getfixturevalue("vllm_engine")
+        executor = engine._llm.llm_engine.engine_core.engine_core.model_executor
+        workers = executor.collective_rpc
+        monkeypatch.setattr(
+            executor,
+            "collective_rpc",
+            lambda method, *args, **options: (
+                told.append((getattr(method, "__name__", method), options.get("kwargs"))),
+                workers(method, *args, **options),
+            )[1],
+        )
+        expected = [
+            ("sleep", {"level": 2}),
+            ("wake_up", {"tags": ["weights"]}),
+            ("load_weights", None),
+            ("wake_up", {"tags": None}),
+        ]
+    else:
+        engine = client = request.getfixturevalue("server_engine")
+        if kind == "fleet":
+            engine = BlockingEngine(EngineFleet([client._client.url]))
+            request.addfinalizer(engine.close)
+            client = engine.inside._members[0].engine._client
+        post = client._post
+        monkeypatch.setattr(
+            client,
+            "_post",
+            lambda path, *args, **query: (told.append((path, query)), post(path, *args, **query))[
+                1
+            ],
+        )
+        refused = [("/wake_up", {"tags": "weights"}), ("/collective_rpc", {})]
+        expected = [("/sleep", {"level": "2"}), *refused, *refused, ("/wake_up", {})]
+    engine.sleep()
+    with pytest.raises(UpdateRefused, match="no use for"):
+        engine.update_weights({**other_model.state_dict(), "extra": torch.ones(1)})
+    if kind != "fleet":
+        with pytest.raises(RuntimeError, match="it sleeps"):
+            engine.generate(PROMPTS, PARAMS)
+    engine.update_weights(other_model.state_dict())
+    assert [call for call in told if call[0] in dict(expected)] == expected
+    assert_serves(other_model, engine)
+    engine.update_weights(model.state_dict())
+    assert_serves(model, engine)
