@@ -1,6 +1,7 @@
 """A real pretrained model: CPU time and memory to the same reward, beside TRL's trainer.
 
     PYTHONPATH=. python benchmarks/real_model.py [--task sums|tools] [--steps 12] [--only ours trl]
+        [--prompts 8] [--rollouts 8] [--held-out 96]
 
 SmolLM2-135M-Instruct in float32, after a warm start that is made once and not counted. Everybody
 gets the same weights, template, prompts in the same order, rewards, sampling (temperature 1), 8
@@ -30,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-PROMPTS, N, HELD_OUT = 8, 8, 96
+PROMPTS, N, HELD_OUT = 8, 8, 96  # or what the command line says
 LR: Final = 2e-5
 WITHOUT: Final = {
     "ours": {},
@@ -391,7 +392,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["trl", *WITHOUT])
     parser.add_argument("--folder", help="of the warm model, kept for the next call")
     parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="of a step")
+    parser.add_argument("--rollouts", type=int, default=N, help="of a prompt")
+    parser.add_argument("--held-out", type=int, default=HELD_OUT, help="prompts of a test")
     given = parser.parse_args()
+    sizes = given.prompts, given.rollouts, given.held_out
+    globals().update(zip(("PROMPTS", "N", "HELD_OUT"), sizes, strict=True))
     if given.run == "warm":
         warm_model(given.task, given.folder)
     elif given.run:
@@ -410,7 +416,8 @@ def main() -> None:
 def call(given: argparse.Namespace, who: str, folder: str) -> str:
     """One contender in a process of its own; the last line that it prints."""
     command = [sys.executable, __file__, "--run", who, "--folder", folder, "--task", given.task]
-    command += ["--steps", str(given.steps), "--every", str(given.every)]
+    for name in ("steps", "every", "prompts", "rollouts", "held_out"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(given, name))]
     print(f"{who} ...", file=sys.stderr, flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ)
     return (done.stdout.splitlines() or [""])[-1]

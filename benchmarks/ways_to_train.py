@@ -9,7 +9,8 @@ steps) or after 20 steps.
 The worst deviation of the mean ratio from 1 and the smallest effective sample size say how far what
 was trained is from what was drawn: engines differ in their arithmetic, asynchronous ways in the age
 of their weights. CPU is that of all processes, engines included; memory the peak of the sum of
-theirs (proportional set sizes, so that what they share counts once).
+theirs (proportional set sizes, so that what they share counts once). Tokens a second are those
+of the time in which they are drawn; ways that draw beside the training have no such time.
 """
 
 import argparse
@@ -122,7 +123,8 @@ def row(name: str, settings: tuple[str, ...], found: Any) -> str:
     result, steps, usage = found
     ratios = [abs(x - 1) for step in steps for x in [step.get("ratio_mean/max")] if x is not None]
     sizes = [x for step in steps for x in [step.get("ESS/min")] if x is not None]
-    speeds = [step["throughput/sampled_tokens_per_s"] for step in steps]
+    drawn = "throughput/sampled_tokens_per_s"  # where a step waits for its rollouts
+    speeds = sorted(step[drawn] for step in steps if drawn in step)
     cells = [
         name,
         told,
@@ -132,7 +134,7 @@ def row(name: str, settings: tuple[str, ...], found: Any) -> str:
         f"{min(sizes, default=float('nan')):.3f}",
         f"{usage.cpu_s:.0f} s",
         f"{usage.peak_gb:.1f} GB",
-        f"{sorted(speeds)[len(speeds) // 2]:.0f}",
+        f"{speeds[len(speeds) // 2]:.0f}" if speeds else "",
     ]
     return f"| {' | '.join(cells)} |"
 

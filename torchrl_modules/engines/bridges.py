@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torchrl_modules.sampling import SamplingParameters
 
 from .engine import (
     AsyncEngine,
-    ClosedAsynchronously,
+    ClosedOnLeaving,
     Engine,
     EngineDied,
     EngineOver,
@@ -321,7 +321,7 @@ class EngineThread:
         return died
 
 
-class SteppedEngine(EngineOver, ClosedAsynchronously):
+class SteppedEngine(EngineOver, ClosedOnLeaving):
     """An engine that an `EngineThread` steps."""
 
     _thread: EngineThread
@@ -501,7 +501,7 @@ class BatchingEngine(EngineOver):
 _MAX_DEATHS: Final = 3
 
 
-class BlockingEngine(EngineOver):
+class BlockingEngine(EngineOver, ClosedOnLeaving):
     """An :class:`~torchrl_modules.Engine` over an asynchronous one, for policies and batches.
 
     Rows whose engine dies are drawn again, as long as another one serves.
@@ -550,12 +550,6 @@ class BlockingEngine(EngineOver):
     ) -> None:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.update_weights`."""
         self._loop.run(self.inside.update_weights(state_dict, version=version))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the engine. May be called twice."""

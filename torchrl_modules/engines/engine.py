@@ -243,11 +243,17 @@ class EngineOver:
         sleep()
 
 
-class ClosedAsynchronously:
-    """``async with`` closes it in the end, in a thread."""
+class ClosedOnLeaving:
+    """``with`` closes it in the end, and ``async with`` does in a thread."""
 
     def close(self) -> None:
         """Let go of what it holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -19,7 +19,7 @@ from torchrl_modules.weights import UpdateRefused, copied, next_version
 from .bridges import LoopThread, open_async
 from .engine import (
     AsyncEngine,
-    ClosedAsynchronously,
+    ClosedOnLeaving,
     EngineDied,
     EngineLoad,
     Generation,
@@ -319,7 +319,7 @@ def close_engine(engine: AsyncEngine) -> None:
 # Several engines that are one to whoever asks: :class:`EngineFleet`.
 
 
-class EngineFleet(ClosedAsynchronously):
+class EngineFleet(ClosedOnLeaving):
     """Several engines behind one :class:`~torchrl_modules.AsyncEngine`.
 
     A conversation stays with its engine, which keeps what it has read of it; a new one goes to the

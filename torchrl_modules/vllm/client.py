@@ -265,7 +265,8 @@ class ServerRoutes:
     _client: JSONClient
     _prober: JSONClient
     _missing = ""
-    _broadcasts = False
+    _lock: threading.Lock
+    _mixed = _sleeps = _broadcasts = False
     _transfer: C10dWeightTransfer | None = None
     _meeting: Mapping[str, Any] = {}
 
@@ -368,6 +369,21 @@ class ServerRoutes:
         if self._transfer is not None:
             self._transfer.close()
 
+    def sleep(self) -> None:
+        """Lend the memory of the weights and the cache, until the next update wakes it.
+
+        The weights are forgotten (vLLM's level 2). The server of a GPU has to be started with
+        ``--enable-sleep-mode``.
+
+        Raises:
+            ConnectionError: the server is gone.
+            RuntimeError: it is a plain ``vllm serve``, or can't sleep.
+        """
+        self._check_updatable()
+        with self._lock:
+            self._post("/sleep", level="2")
+            self._mixed = self._sleeps = True
+
 
 # vLLM in a process of its own, reached by URL: `VLLMServerEngine`.
 
@@ -429,7 +445,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
         self._weights_directory = weights_directory
         self._lock = threading.Lock()
-        self._updating = self._paused = self._sleeps = False
+        self._updating = self._paused = False
         self._num_probes = 0
         self._failure = ""
         self._workers: list[Any] = []
@@ -652,21 +668,6 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 self._post("/pause", mode="keep", clear_cache="false")
             elif not self._mixed:
                 self._post("/resume")
-
-    def sleep(self) -> None:
-        """Lend the memory of the weights and the cache, until the next update wakes it.
-
-        The weights are forgotten (vLLM's level 2). The server of a GPU has to be started with
-        ``--enable-sleep-mode``.
-
-        Raises:
-            ConnectionError: the server is gone.
-            RuntimeError: it is a plain ``vllm serve``, or can't sleep.
-        """
-        self._check_updatable()
-        with self._lock:
-            self._post("/sleep", level="2")
-            self._mixed = self._sleeps = True
 
     def _load(self, state_dict: Mapping[str, Tensor], label: str, recompute: bool) -> None:
         with ExitStack() as stack:

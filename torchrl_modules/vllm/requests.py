@@ -7,7 +7,13 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple, Self
 
-from torchrl_modules.engines.engine import EngineDied, EngineOver, Generation, VersionSpan
+from torchrl_modules.engines.engine import (
+    ClosedOnLeaving,
+    EngineDied,
+    EngineOver,
+    Generation,
+    VersionSpan,
+)
 from torchrl_modules.sampling import SamplingParameters, StopStrings
 
 # One request to vLLM, here or by HTTP: checked token ids in, tokens and log-probs out.
@@ -172,7 +178,7 @@ class VLLMEngineOver(EngineOver):
         self._inside.check_sampling(params)
 
 
-class WholeBatchEngine(ABC):
+class WholeBatchEngine(ClosedOnLeaving, ABC):
     """An :class:`~torchrl_modules.engines.engine.Engine`: whole batches in, whole batches out."""
 
     _mixed = False
@@ -264,12 +270,6 @@ class WholeBatchEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of what it holds. May be called twice."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 # One response while it is drawn: tokens as they come, and the version that drew each.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torchrl_modules.engines.bridges import BlockingEngine, LoopThread, gather_rows
 from torchrl_modules.engines.engine import (
-    ClosedAsynchronously,
+    ClosedOnLeaving,
     EngineLoad,
     Generation,
     VersionSpan,
@@ -345,7 +345,7 @@ class BlockingVLLMEngine(VLLMEngineOver, WholeBatchEngine):
         self._loop.close()
 
 
-class AsyncServerEngine(RespondingEngine, ClosedAsynchronously):
+class AsyncServerEngine(RespondingEngine, ClosedOnLeaving):
     """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over a vLLM server.
 
     A thread waits for each response; more callers than the client has connections stand in line.
