@@ -454,13 +454,14 @@ class StreamingCollector(BackgroundCollector):
             ones that were left when the trainer took its own; ``collect/open_episodes``; where the
             load is followed ``collect/max_groups`` that may run, ``collect/cache_use`` and
             ``collect/preemptions``, see :class:`~torchrl_modules.EngineLoad`;
-            ``collect/<what>_s``, seconds summed over episodes by what was done; and the ledger's,
-            see :meth:`~collectors.GroupLedger.metrics`.
+            ``collect/<what>_s``, seconds summed over episodes by what was done (``environment``,
+            tools among it, once an episode is over); and the ledger's, see
+            :meth:`~collectors.GroupLedger.metrics`.
         """
         now_s = time.monotonic()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         seconds = self.timeline.take_totals()
-        waited_s, generated_s = seconds["wait for rollouts"], seconds["generate"]
+        waited_s = seconds["wait for rollouts"]
         with self._producer.changed:
             ledger = {f"ledger/{name}": value for name, value in self.ledger.metrics().items()}
         cap = self._producer.cap
@@ -470,8 +471,8 @@ class StreamingCollector(BackgroundCollector):
             "collect/trainer_wait_fraction": waited_s / elapsed_s if elapsed_s else 0.0,
             "collect/queued_groups": float(self._producer.num_queued),
             "collect/open_episodes": float(self._producer.runner.num_open),
-            "collect/generate_s": generated_s,
-            "collect/environment_s": seconds["episode"] - generated_s,
+            "collect/generate_s": seconds["generate"],
+            "collect/environment_s": seconds["environment"],
             "collect/score_s": seconds["score"],
         }
 

@@ -77,7 +77,12 @@ class Timeline:
         """Note a span whose beginning and end are known; see :meth:`span`."""
         with self._lock:
             self._spans.append(Span(name, track, line, start_s, end_s))
-            self._totals[name] += end_s - start_s
+        self.count(name, end_s - start_s)
+
+    def count(self, name: str, seconds: float) -> None:
+        """Add to the seconds of a name, without a span."""
+        with self._lock:
+            self._totals[name] += seconds
 
     def take_totals(self) -> dict[str, float]:
         """Seconds by name since they were last taken, added up over all tracks."""
@@ -280,8 +285,11 @@ class GroupRunner:
         try:
             async with self._slots:
                 with self._timeline.span("episode", group.track, number):
+                    start_s = time.monotonic()
                     policy = _TimedPolicy(self._policy, self._timeline, group.track, number)
                     await self.episodes.run(episode, policy)
+                    others_s = time.monotonic() - start_s - policy.generated_s
+                    self._timeline.count("environment", others_s)
         finally:
             self._policy.engine.end_session(episode.id)
             self.num_open -= 1
@@ -316,10 +324,15 @@ class _TimedPolicy:
         self._policy = policy
         self._timeline = timeline
         self._place = (track, line)
+        self.generated_s = 0.0
 
     async def take_turn(self, conversation: Any, **kwargs: Any) -> tuple[Any, str]:
-        with self._timeline.span("generate", *self._place):
-            return await self._policy.take_turn(conversation, **kwargs)
+        start_s = time.monotonic()
+        try:
+            with self._timeline.span("generate", *self._place):
+                return await self._policy.take_turn(conversation, **kwargs)
+        finally:
+            self.generated_s += time.monotonic() - start_s
 
 
 def scored_rows(

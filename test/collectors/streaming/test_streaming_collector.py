@@ -443,7 +443,7 @@ def test_the_trace_and_the_metrics_say_where_time_went(make_policy, make_tiny_mo
         collector.update_policy_weights_(make_tiny_model(1), wait=True)
         metrics = collector.metrics()
         collector.write_trace(tmp_path / "trace.json")
-    assert metrics["collect/generate_s"] > 0
+    assert min(metrics["collect/generate_s"], metrics["collect/environment_s"]) > 0
     assert 0 <= metrics["collect/trainer_wait_fraction"] <= 1
     assert metrics["ledger/groups/trained"] == 2
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -141,7 +141,8 @@ engine = make_vllm_worker(
 params = SamplingParameters(max_new_tokens=4, stop_token_ids=())
 (row,) = engine.generate([[5, 6, 7]], params)
 assert len(row.ids) == len(row.log_probs) == 4, row
-print(engine.url, flush=True)
+(member,) = engine.inside._members
+print(member.engine._client._client.url, flush=True)
 sys.stdin.read()
 """
 
