@@ -155,6 +155,22 @@ def test_streaming_trains_every_group_and_no_token_that_is_too_old(run_tutorial)
     assert figures(cells) == 2
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_served_model_answers_as_it_does_here(run_tutorial):
+    cells = run_tutorial("sft-to-served")
+    text = said(cells)
+    estimates = re.findall(r"pass@1 (\S+)  pass@2 \S+  pass@4 \S+  pass@8 (\S+)", text)
+    (first_shown, eight_shown), (first_learnt, _) = [map(float, each) for each in estimates]
+    assert first_shown < 0.5
+    assert eight_shown > 0.8  # one of eight answers is right, and not yet the first
+    assert first_learnt > 0.85
+    assert re.findall(r"(\d+) of 128 answers are the same here and over HTTP", text) == ["128"]
+    assert int(re.findall(r"(\d+) of 128 answers over HTTP are right", text)[0]) > 115
+    assert figures(cells) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_first_run_learns(run_tutorial):

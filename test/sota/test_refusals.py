@@ -62,6 +62,10 @@ def run(tmp_path):
         ("grpo loss=grpoo", "loss has no choice 'grpoo'. Did you mean grpo?"),
         ("grpo policy=nosuch", "policy has no choice 'nosuch'. There are embedded,"),
         ("grpo optim.lr=1", "There is no setting 'optim.lr'. There are optim.beta1,"),
+        (
+            "grpo task.dataset=rows.jsonl",
+            "There is no setting 'task.dataset' of task=calculator. There are task.id,",
+        ),
         ("grpo train.num_steps=abc", "train.num_steps: Value 'abc' of type 'str' could not be"),
         ("grpo optim.name=adam", "optim.name must be one of adamw, sgd, got 'adam'"),
         ("grpo loss.name=gpro", "loss.name must be one of bnpo, cispo,"),

@@ -342,18 +342,18 @@ def _check_setting(override: Override, known: Sequence[str], composed: DictConfi
         raise SettingsError(f"{key} can't be taken out: give it a value, null for none.")
     if key in known or key.startswith(("hydra.", "hydra/")) or override.is_add():
         return
-    parent = key.rpartition(".")[0]
+    parent, _, last = key.rpartition(".")
     if isinstance(OmegaConf.select(composed, parent), DictConfig) and parent.endswith("kwargs"):
         raise SettingsError(
-            f"{parent} is a dictionary: write '{parent}={{{key.rpartition('.')[2]}: ...}}' or "
-            f"+{override.input_line}."
+            f"{parent} is a dictionary: write '{parent}={{{last}: ...}}' or +{override.input_line}."
         )
-    same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    of = f" of task={composed.task.id}" if parent == "task" else ""
+    same = [name for name in known if name.rpartition(".")[2] == last]
     beside = [name for name in known if name.rpartition(".")[0] == parent != ""]
     guess = f" Did you mean {' or '.join(same)}?" if same else _guess(key, beside or known)
     if beside and not guess:
         guess = f" There are {', '.join(beside)}."
-    raise SettingsError(f"There is no setting {key!r}.{guess} --help shows all.")
+    raise SettingsError(f"There is no setting {key!r}{of}.{guess} --help shows all.")
 
 
 def _guess(name: str, known: Sequence[str]) -> str:
