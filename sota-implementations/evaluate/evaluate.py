@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDictBase, lazy_stack
@@ -70,12 +71,12 @@ def evaluate(cfg: EvaluationConfig, test: Test, run: Run) -> dict[str, Any]:
     with run.log.phase("loading the model"):
         policy = build_sampler(cfg, task)
         set_token_budget(env, cfg.episodes, policy)
+    torch.manual_seed(cfg.seed)
 
     # Every held-out prompt num_samples times, in batches of whole prompts.
     collector = LLMCollector(env, policy)
     num_rollouts = len(task.held_out_rows) * cfg.evaluate.num_samples
-    batches: list[TensorDictBase] = []
-    num_done = 0
+    batches, num_done = list[TensorDictBase](), 0
     tell = run.log.steps("evaluation", -(-num_rollouts // env.batch_size.numel()))
     with RolloutRecorder(run.folder, policy.encoder.tokenizer) as recorder:
         while num_done < num_rollouts and not run.stop.received:
@@ -125,9 +126,8 @@ def evaluate(cfg: EvaluationConfig, test: Test, run: Run) -> dict[str, Any]:
 
 def show_table(estimates: dict[str, Estimate], cfg: EvaluationConfig) -> None:
     """Print the estimates with their intervals."""
-    percent = f"{100 * cfg.evaluate.level:g} %"
     table = Table(title=f"{cfg.policy.model or 'embedded model'} on {cfg.task.id}")
-    for title in ("", "mean", f"{percent} interval", "prompts"):
+    for title in ("", "mean", f"{100 * cfg.evaluate.level:g} % interval", "prompts"):
         table.add_column(title, justify="right" if title else "left")
     for name, (value, low, high, count) in estimates.items():
         shown = (f"{value:.3f}", f"{low:.3f} to {high:.3f}") if count else ("-", "-")

@@ -121,6 +121,8 @@ def test_a_runs_model_is_asked_as_it_was_trained(run_recipe, evaluate, tmp_path,
         settings = settings_of(result["output_dir"])
         assert settings["policy"]["show_tool_schemas"] is False
         assert settings["policy"]["max_new_tokens"] == 20
+        again = run_recipe("evaluate", f"policy.model={model}", *options)
+        assert again["rollouts"] == result["rollouts"]  # the seed says what is drawn
     settings = settings_of(second)
     assert settings["policy"]["max_new_tokens"] == 20
     assert settings["optim"]["learning_rate"] == 1e-3
