@@ -428,6 +428,12 @@ class AgentProgram(ToolSource, RewardSource):
             outcome = await self._next(agent, partial(agent.branches.go_on, episode))
             if isinstance(outcome.value, ProgramEnd):
                 agent.end = outcome.value
+            elif isinstance(outcome.value, turns.TurnRequest):
+                records = list(episode.tool_calls)
+                for index in {agent.calls[c] for c in outcome.value.failed if c in agent.calls}:
+                    records[index] = records[index]._replace(is_error=True)
+                episode.tool_calls = tuple(records)
+                episode.num_tool_errors = sum(record.is_error for record in records)
             error = outcome.error if agent.end is None else agent.end.error
             if error is not None and (agent.end is None or self.error_reward is None):
                 self._fail(episode, error)
@@ -490,14 +496,13 @@ class AgentProgram(ToolSource, RewardSource):
             parse=base.parse_turn,
             num_prompt_tokens=start,
             num_tokens=num_tokens - start,
-            used_ids=agent.call_ids,
+            used_ids=agent.calls,
         )
-        calls = reply.message.get("tool_calls") or ()
-        agent.call_ids |= {call["id"] for call in calls}
-        for call in calls:
+        for call in reply.message.get("tool_calls") or ():
+            agent.calls[call["id"]] = len(episode.tool_calls)
             record = ToolCallRecord(call["function"]["name"], episode.num_turns, None, False)
             episode.tool_calls = (*episode.tool_calls, record)
-        episode.num_tool_calls += len(calls)
+            episode.num_tool_calls += 1
         agent.branches.add_reply(reply.message)
         agent.asked = None
         agent.session.answer(reply)
@@ -516,7 +521,8 @@ class _Agent:
         self.asked: turns.TurnRequest | None = None
         """What the next turn answers."""
         self.end: ProgramEnd | None = None
-        self.call_ids: set[str] = set()
+        self.calls: dict[str, int] = {}
+        """Where the record of a call stands in the episode's, by its id."""
 
     def close(self, server: AgentServer, reason: str) -> None:
         """Give it back: whatever still waits is refused, and the program stopped."""

@@ -203,13 +203,10 @@ def first_argument(program: Program) -> str:
     Raises:
         TypeError: it takes no positional argument.
     """
-    for parameter in inspect.signature(program).parameters.values():
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            return ""
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            return parameter.name
-        break
-    raise TypeError(f"AgentProgram: the first argument of {program!r:.80} is to be the endpoint.")
+    first = next(iter(inspect.signature(program).parameters.values()), None)
+    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        raise TypeError(f"AgentProgram: {program!r:.80} has to take the endpoint first.")
+    return "" if first.kind is first.POSITIONAL_ONLY else first.name
 
 
 def required_columns(program: Program) -> list[str]:

@@ -60,6 +60,7 @@ class Protocol:
         streams, options = body.get("stream"), body.get("stream_options")
         if not isinstance(streams, bool | None):
             raise RequestError(f"stream is true or false, got {streams!r:.80}")
+        failed = tuple(m.get("tool_call_id") for m in messages if m.pop("is_error", False))
         _check_conversation(messages, schemas)
         limits = [_read_limit(body[name]) for name in self.limits if body.get(name) is not None]
         with_usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
@@ -67,7 +68,7 @@ class Protocol:
         stops = body.get("stop") or body.get("stop_sequences") or []
         stops = [stops] if isinstance(stops, str) else stops
         ends = stops if stops == accepted.values.get("stop") else ()  # else they are ignored
-        return TurnRequest(messages, schemas, bound, bool(streams), with_usage, tuple(ends))
+        return TurnRequest(messages, schemas, bound, bool(streams), with_usage, tuple(ends), failed)
 
     def _check_parameters(self, body: Any, accepted: Accepted) -> None:
         """Nothing is asked for that would not happen."""
@@ -288,11 +289,8 @@ class ChatCompletions(Protocol):
 
 
 def _usage(reply: TurnReply) -> dict[str, int]:
-    return {
-        "prompt_tokens": reply.num_prompt_tokens,
-        "completion_tokens": reply.num_tokens,
-        "total_tokens": reply.num_prompt_tokens + reply.num_tokens,
-    }
+    read, wrote = reply.num_prompt_tokens, reply.num_tokens
+    return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
 
 
 _TEXTS: Final = ("input_text", "output_text", "text")
@@ -476,19 +474,17 @@ class AnthropicMessages(Protocol):
         said: Message = {"role": role, "content": text_of(where, texts)}
         if role == "assistant":
             calls = [block for block in blocks if block.get("type") == "tool_use"]
-            if calls:
-                said["tool_calls"] = [
-                    read_call(where, *map(call.get, ("id", "name", "input"))) for call in calls
-                ]
-            return [said]
+            made = [read_call(where, *map(each.get, ("id", "name", "input"))) for each in calls]
+            return [{**said, "tool_calls": made} if made else said]
         results: list[Message] = []
         for block in blocks:
             if block.get("type") == "tool_result":
                 text = text_of(where, block.get("content"))
-                if block.get("is_error") and not text.lower().startswith("error"):
+                is_error = bool(block.get("is_error"))
+                if is_error and not text.lower().startswith("error"):
                     text = f"Error: {text}"  # templates have no other place to say that it failed
-                called = block.get("tool_use_id")
-                results.append({"role": "tool", "tool_call_id": called, "content": text})
+                told = {"tool_call_id": block.get("tool_use_id"), "is_error": is_error}
+                results.append({"role": "tool", "content": text, **told})
         return [*results, said] if texts or not results else results
 
     def write_reply(self, reply: TurnReply, request: TurnRequest, model: str) -> dict[str, Any]:

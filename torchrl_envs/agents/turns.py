@@ -65,6 +65,8 @@ class TurnRequest(NamedTuple):
     """A stream of chat completions ends with the numbers of tokens."""
     stops: tuple[str, ...] = ()
     """Texts that end the turn and that the program does not want to see."""
+    failed: tuple[Any, ...] = ()
+    """The ids of calls whose results are said to be errors; Anthropic's protocol alone says so."""
 
 
 class TurnReply(NamedTuple):

@@ -108,7 +108,8 @@ def environment_task(
         whose = f"factory={factory!r} makes"
         if isinstance(made, Task):
             taken = {"dataset": dataset, "tools": tools, "rewards": rewards, **steps, **of_row}
-            taken |= {"system_prompt": system_prompt}
+            taken |= {"system_prompt": system_prompt, "prompt": prompt, "num_rows": num_rows}
+            taken |= {"max_turns": max_turns, "max_new_tokens": max_new_tokens}
             _refuse(f"{whose} a task, which has all of its own", taken)
             return made
         is_scored = hasattr(made, "get_reward")

@@ -250,7 +250,7 @@ def test_what_does_not_go_together_is_refused(chatml_tokenizer):
         compose(AgentProgram(asks_once), FoldContext(str, max_turns=1)).check()
     with pytest.raises(ValueError, match="has \\['AddThinkingPrompt'\\]"):
         compose(AgentProgram(asks_once), AddThinkingPrompt(bool)).check()
-    with pytest.raises(TypeError, match=r"first argument of .* is to be the endpoint"):
+    with pytest.raises(TypeError, match=r"AgentProgram: .* has to take the endpoint first"):
         AgentProgram(lambda: 1.0)
     with pytest.raises(TypeError, match="takes a function"):
         AgentProgram("agent.py")

@@ -82,7 +82,7 @@ def by_responses(endpoint, *, question, streamed=False):
                 items.append({**output, "output": result})
 
 
-def by_messages(endpoint, *, question, streamed=False):
+def by_messages(endpoint, *, question, streamed=False, failing=()):
     tool = {k: FUNCTION[k] for k in ("name", "description")}
     tool["input_schema"] = FUNCTION["parameters"]
     chat = [{"role": "user", "content": question}]
@@ -103,6 +103,8 @@ def by_messages(endpoint, *, question, streamed=False):
                 for block in message.content
                 if block.type == "tool_use"
             ]
+            if len(chat) // 2 in failing:  # the turns that called
+                results = [{**result, "is_error": True} for result in results]
             chat.append({"role": "user", "content": results})
 
 
@@ -136,6 +138,25 @@ def test_a_loop_is_one_conversation_in_each_protocol(chatml_tokenizer, program, 
     assert sampled_texts(last, chatml_tokenizer) == [f"{text}{CALL}5"]
     (tool,) = last["episode"][0].conversation.tools(0)
     assert tool == ADD
+
+
+def test_a_result_that_is_an_error_is_in_the_record(chatml_tokenizer):
+    """Of three calls the second one; the policy reads that it failed."""
+
+    def program(endpoint, *, question):
+        return by_messages(endpoint, question=question, failing=(2,))
+
+    last = play(chatml_tokenizer, program, [CALL, CALL, CALL, "5"])
+    (episode,) = last["episode"]
+    assert [(c.tool, c.turn, c.is_error) for c in episode.tool_calls] == [
+        ("add", 1, False),
+        ("add", 2, True),
+        ("add", 3, False),
+    ]
+    assert (episode.num_tool_calls, last["num_tool_errors"].item()) == (3, 1)
+    heard = [text for role, text in said(last) if role == "tool"]
+    assert heard == ["5", "Error: 5", "5"]
+    assert last["reward"].item() == 1.0
 
 
 @pytest.mark.parametrize(
@@ -183,7 +204,9 @@ def test_what_a_protocol_can_not_have_is_refused(read, body, words):
 def test_a_policy_is_shown_that_its_tool_failed(content, is_error, shown):
     block = {"type": "tool_result", "tool_use_id": "c", "content": content, "is_error": is_error}
     body = {"messages": [USER, {"role": "user", "content": [block]}]}
-    assert anthropic_messages.read_request(body, NOTHING).messages[-1]["content"] == shown
+    request = anthropic_messages.read_request(body, NOTHING)
+    assert request.messages[-1] == {"role": "tool", "tool_call_id": "c", "content": shown}
+    assert request.failed == (("c",) if is_error else ())
 
 
 TEXTS = st.text(max_size=8)

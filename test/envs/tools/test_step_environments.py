@@ -278,6 +278,15 @@ def test_a_task_of_an_entry_point(play, scripted):
             {"factory": f"{HERE}:own_task", "arguments": {"letter": "x"}, "dataset": LONGER},
             "dataset has no effect: .* a task",
         ),
+        *(
+            (
+                {"factory": f"{HERE}:own_task", "arguments": {"letter": "x"}, setting: value},
+                f"{setting} has no effect: .* a task",
+            )
+            for setting, value in [
+                *[("prompt", "Go."), ("num_rows", 9), ("max_turns", 2), ("max_new_tokens", 9)],
+            ]
+        ),
     ],
 )
 def test_an_entry_point_that_can_not_be(settings, words):
