@@ -7,6 +7,7 @@ from typing import Any
 from torchrl.data import ReplayBuffer, TensorStorage
 
 from objectives.advantages.mc_advantage import MCAdvantage
+from torchrl_data import page
 from torchrl_data.keys import REWARD
 from torchrl_data.templates.template import check_same_rendering
 from torchrl_envs.datasets.primer import DataLoadingPrimer
@@ -26,7 +27,8 @@ def check_env(env: Any, *, who: str) -> None:
     if not isinstance(env, EpisodeEnv):
         raise TypeError(
             f"{who} takes a ChatEnv with transforms, got {type(env).__name__}. Append a "
-            "DataLoadingPrimer at least: ChatEnv(...).append_transform(...)."
+            "DataLoadingPrimer at least: ChatEnv(...).append_transform(...). See "
+            f"{page('docs/environments.md')}."
         )
 
 
@@ -98,7 +100,8 @@ def check_data(env: EpisodeEnv, *, who: str) -> None:
     """
     if not any(overrides(part, "draw") for part in env.episode_transforms()):
         raise ValueError(
-            f"{who}: no transform of the environment draws data. Append a DataLoadingPrimer(rows)."
+            f"{who}: no transform of the environment draws data. Append a DataLoadingPrimer(rows). "
+            f"See {page('docs/data.md')}."
         )
 
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from torchrl.data import ReplayBuffer
 
-from torchrl_data import __version__
+from torchrl_data import __version__, page
 from torchrl_modules import LLMWrapperBase
 
 from .checkpoint.files import CheckpointError, NoCheckpoint
@@ -401,7 +401,8 @@ class RunState:
             more = f"; and {len(differ) - 5} more" if len(differ) > 5 else ""
             raise CheckpointMismatch(
                 f"The checkpoint is of another run: {shown}{more}. Resume with what it was made "
-                f"with, or allow={tuple(differ)!r} if it makes no difference."
+                f"with, or allow={tuple(differ)!r} if it makes no difference. See "
+                f"{page('docs/checkpoints.md')}."
             )
         others = [
             f"{name} {was} (now {now})"

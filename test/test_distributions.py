@@ -1,7 +1,10 @@
 """What is built needs no checkout: the wheel in an empty folder, the source with its script."""
 
+import ast
+import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -93,6 +96,103 @@ def test_wheel_holds_the_packages_whole_and_nothing_else(wheel):
     described = message_from_bytes(zipfile.ZipFile(wheel).read(f"{metadata}/METADATA"))
     assert described["Version"] == torchrl_data.__version__
     assert described["License-Expression"] == "MIT"
+
+
+ADDRESS = "https://example.org/team/agents"
+TAG = f"v{torchrl_data.__version__}"
+LINKS = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@pytest.fixture(scope="module")
+def addressed(source, tmp_path_factory):
+    """Metadata of both distributions of a project that has an address, and the wheel, unpacked."""
+    folder = tmp_path_factory.mktemp("addressed")
+    copy = shutil.copytree(source, folder / "source")
+    (copy / "PKG-INFO").unlink()
+    settings = (copy / "pyproject.toml").read_text()
+    assert settings.count('\naddress = ""\n') == 1
+    (copy / "pyproject.toml").write_text(
+        settings.replace('\naddress = ""\n', f'\naddress = "{ADDRESS}/"\n')
+    )
+    build("sdist", copy, folder / "dist")
+    (archive,) = (folder / "dist").iterdir()
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    unpacked = folder / archive.name.removesuffix(".tar.gz")
+    described = {"sdist": message_from_bytes((unpacked / "PKG-INFO").read_bytes())}
+    build("wheel", unpacked, folder / "wheel")
+    (archive,) = (folder / "wheel").iterdir()
+    zipfile.ZipFile(archive).extractall(folder / "site")
+    (info,) = (folder / "site").glob("*.dist-info/METADATA")
+    return described | {"wheel": message_from_bytes(info.read_bytes())}, folder / "site"
+
+
+@pytest.mark.parametrize("kind", ["sdist", "wheel"])
+def test_with_an_address_every_link_of_the_description_is_whole(addressed, kind):
+    described = addressed[0][kind]
+    readme = (ROOT / "README.md").read_text()
+    links, written = LINKS.findall(described.get_payload()), LINKS.findall(readme)
+    assert len(links) == len(written) > 20
+    for link, path in zip(links, written, strict=True):
+        kind_of_link = "raw" if path.endswith(".png") else "blob"
+        assert link == f"{ADDRESS}/{kind_of_link}/{TAG}/{path}"
+        assert (ROOT / path.partition("#")[0]).exists()
+    assert dict(url.split(", ") for url in described.get_all("Project-URL")) == {
+        "Homepage": ADDRESS,
+        "Documentation": f"{ADDRESS}/blob/{TAG}/docs/index.md",
+        "Changelog": f"{ADDRESS}/blob/{TAG}/CHANGELOG.md",
+        "Issues": f"{ADDRESS}/issues",
+    }
+    assert described["Description-Content-Type"] == "text/markdown"
+
+
+def test_with_an_address_errors_name_it(addressed, tmp_path):
+    code = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "from torchrl_agents.command import main; main(['doctor'])"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(addressed[1]), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f'[vllm]" ({ADDRESS}/blob/{TAG}/docs/vllm.md)\n' in told.stdout
+
+
+def test_without_an_address_there_are_no_links(wheel):
+    metadata = f"torchrl_agents-{torchrl_data.__version__}.dist-info/METADATA"
+    described = message_from_bytes(zipfile.ZipFile(wheel).read(metadata))
+    assert described.get_all("Project-URL") is None
+    assert described.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+
+
+def test_which_links_become_whole():
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    text = "[a](x.md#b) [![i](i.png)](y/) [c](#d) <https://z> [e](https://e/f) `[g](h)`\n"
+    text += "```md\n[k](l.md)\n```\n[m](mailto:n@o)"
+    assert hook.absolute(text, "https://h/r", "v1") == (
+        "[a](https://h/r/blob/v1/x.md#b) [![i](https://h/r/raw/v1/i.png)](https://h/r/blob/v1/y/) "
+        "[c](#d) <https://z> [e](https://e/f) `[g](h)`\n```md\n[k](l.md)\n```\n[m](mailto:n@o)"
+    )
+    wrong = hook.Address(str(ROOT), {"address": "example.org"})
+    with pytest.raises(ValueError, match=r"address='example\.org' is no place of a repository"):
+        wrong.update({"version": "1"})
+
+
+def test_pages_that_errors_name_are_there():
+    named = set()
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Name("page"), args=[ast.Constant(str(text))]):
+                    named.add(text)
+    assert {"docs/vllm.md", "docs/tools.md", "docs/chat-templates.md"} <= named
+    assert {text for text in named if not (ROOT / text).is_file()} == set()
 
 
 def test_wheel_works_from_an_empty_folder(wheel, tmp_path):

@@ -19,6 +19,8 @@ from pathlib import Path
 from shutil import which
 from typing import Final, NamedTuple
 
+from torchrl_data import page
+
 RECIPES: Final = (
     Path(__file__).parent / "recipes",  # in a wheel
     Path(__file__).parents[1] / "sota-implementations",  # in a checkout
@@ -75,23 +77,23 @@ class Feature(NamedTuple):
     remedy: str
     """What to do where one is missing."""
     page: str
-    """Of ``docs/``, without its ending."""
+    """That tells more."""
 
 
 FEATURES: Final = (
     Feature("the library", ("torch", "tensordict", "torchrl", "transformers", "datasets", "hydra"),
-            "pip install torchrl-agents", "start"),
+            "pip install torchrl-agents", "docs/start.md"),
     Feature("training", ("reasoning_gym", "matplotlib", "tensorboard", "textual"),
-            'pip install "torchrl-agents[train]"', "start"),
-    Feature("vLLM", ("vllm",), 'pip install "torchrl-agents[vllm]"', "vllm"),
-    Feature("MCP servers", ("mcp",), 'pip install "torchrl-agents[tools]"', "tools"),
+            'pip install "torchrl-agents[train]"', "docs/start.md"),
+    Feature("vLLM", ("vllm",), 'pip install "torchrl-agents[vllm]"', "docs/vllm.md"),
+    Feature("MCP servers", ("mcp",), 'pip install "torchrl-agents[tools]"', "docs/tools.md"),
     Feature("a browser", ("playwright", "program:chromium|chromium-browser|google-chrome"),
-            'pip install "torchrl-agents[tools]", and a Chromium', "sandbox"),
-    Feature("untrusted code", ("program:bwrap",), "install bubblewrap", "sandbox"),
+            'pip install "torchrl-agents[tools]", and a Chromium', "docs/sandbox.md"),
+    Feature("untrusted code", ("program:bwrap",), "install bubblewrap", "docs/sandbox.md"),
     Feature("graders", ("math_verify", "openai"),
-            'pip install "torchrl-agents[graders]"', "rewards"),
-    Feature("Ray", ("ray",), 'pip install "torchrl-agents[ray]"', "clusters"),
-    Feature("adapters", ("peft",), 'pip install "torchrl-agents[lora]"', "policies"),
+            'pip install "torchrl-agents[graders]"', "docs/rewards.md"),
+    Feature("Ray", ("ray",), 'pip install "torchrl-agents[ray]"', "docs/clusters.md"),
+    Feature("adapters", ("peft",), 'pip install "torchrl-agents[lora]"', "docs/policies.md"),
 )  # fmt: skip
 """What ``doctor`` looks for; the first is needed whatever one does."""
 
@@ -118,7 +120,7 @@ def doctor(arguments: Sequence[str]) -> int:
         able = able and not (missing and feature is FEATURES[0])
         names = ", ".join(missing).replace("program:", "").replace("|", " or ")
         told = f"missing {names}: {feature.remedy}"
-        print(f"  {feature.name:<16}{told + f' (docs/{feature.page}.md)' if missing else 'ready'}")
+        print(f"  {feature.name:<16}{told + f' ({page(feature.page)})' if missing else 'ready'}")
     return 0 if able else 1
 
 

@@ -429,8 +429,7 @@ def outline(
         TypeError: no model and no config has such an argument.
     """
     config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **arguments)
-    unknown = sorted(set(rest) - _OF_LOADING)
-    if unknown:
+    if unknown := sorted(set(rest) - _OF_LOADING):
         raise TypeError(f"from_pretrained takes no {', '.join(unknown)}")
     names = ("attn_implementation", "trust_remote_code")
     own = {name: arguments[name] for name in names if name in arguments}

@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from collectors.composition_checks import check_fit
 from objectives import RankFailedError, Ranks
+from torchrl_data import page
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import render_template
 from torchrl_envs import TooManyRewardErrors
@@ -118,8 +119,7 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
         SettingsError: as the run would, or in place of what it would break with.
     """
     task, *envs = setup
-    policy = _policy_without_weights(cfg, task)
-    if policy is not None:
+    if (policy := _policy_without_weights(cfg, task)) is not None:
         limits = next(v for v in vars(cfg).values() if isinstance(v, EpisodeConfig))
         with refusing(f"task={cfg.task.id}"):
             for env in envs:
@@ -140,10 +140,10 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
     on_ray, is_vllm = collects_on_ray(cfg), cfg.engine.name == "vllm"
     starts_here = is_vllm and not (cfg.engine.url or cfg.engine.urls)
     if on_ray and find_spec("ray") is None:
-        hint = "pip install 'torchrl-agents[ray]'"
+        hint = f"pip install 'torchrl-agents[ray]'; see {page('docs/clusters.md')}"
         raise SettingsError(f"collector=ray needs the package ray, which is not here: {hint}.")
     if starts_here and not on_ray and find_spec("vllm") is None:
-        hint = "see docs/vllm.md, or give engine.url="
+        hint = f"see {page('docs/vllm.md')}, or give engine.url="
         raise SettingsError(f"engine=vllm needs the package vllm, which is not here: {hint}.")
     with model_source(cfg, task) as source:
         if is_vllm and not isinstance(cfg, TrainingConfig):

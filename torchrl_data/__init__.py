@@ -112,6 +112,18 @@ __all__ = [
 ]
 
 
+def page(path: str) -> str:
+    """Where a page is that an error names: its address, where the distribution has one.
+
+    Args:
+        path: in the repository, ``docs/vllm.md``; what is given where there is no address.
+    """
+    installed = import_module("importlib.metadata").distributions(name="torchrl-agents")
+    urls = [url for each in installed for url in each.metadata.get_all("Project-URL") or ()]
+    first = dict(url.split(", ") for url in reversed(urls)).get("Documentation", "docs/index.md")
+    return first.removesuffix("docs/index.md") + path
+
+
 @cache
 def _homes(file: str) -> dict[str, str]:
     """Of each name that a package imports ``if TYPE_CHECKING``, the module that it is in."""

@@ -366,8 +366,7 @@ def read_prompts(
     # Gives B conversations. Messages wait to be encoded; text and tokens are the whole prompt, to
     # which no template is applied, and show as one message of the user (unless a policy left a
     # record of the same tokens at `("history", "prompt")`).
-    stored = stored_conversations(batch, mode, PROMPT)
-    if stored is not None:
+    if (stored := stored_conversations(batch, mode, PROMPT)) is not None:
         return stored.conversations
     if mode == HISTORY:
         chats = chats_of(_part(batch, mode, PROMPT, who), batch.numel(), who=who)
@@ -397,8 +396,7 @@ def read_fulls(
     # `full` goes on from the prompt of the batch, only what is new is taken over, as a turn of the
     # assistant; `("masks", "all_assistant_mask")` and `("log_probs", "full")` beside it say that
     # the policy sampled it.
-    stored = stored_conversations(batch, mode, FULL)
-    if stored is not None:
+    if (stored := stored_conversations(batch, mode, FULL)) is not None:
         return stored.conversations
     prompt = None
     if has_entry(batch, (mode, PROMPT)):

@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from . import page
+
 # Checks of single settings, the same everywhere: who, what is wrong, what was found.
 #
 # Settings are given by name (``check_counts("Primer", group_size=size)``); None is off.
@@ -252,9 +254,9 @@ def image_arguments(
 def torchrl_arguments() -> Mapping[str, Mapping[str, str]]:
     """The tables of ``docs/torchrl-arguments.md``: by class and argument, what to write here."""
     packaged = Path(__file__).with_name("torchrl-arguments.md")
-    page = Path(__file__).parents[1] / "docs/torchrl-arguments.md"  # of a checkout
+    there = Path(__file__).parents[1] / "docs/torchrl-arguments.md"  # of a checkout
     found: dict[str, dict[str, str]] = defaultdict(dict)
-    for line in (packaged if packaged.exists() else page).read_text(encoding="utf-8").splitlines():
+    for line in (packaged if packaged.exists() else there).read_text(encoding="utf-8").splitlines():
         cells = re.split(r"(?<!\\)\|", line)[1:-1]
         if len(cells) == 3:
             classes, arguments = (re.findall(r"`([^`]+)`", cell) for cell in cells[:2])
@@ -277,7 +279,8 @@ def knows_torchrl(thing: Thing) -> Thing:
     def told(self: Any, *args: Any, **kwargs: Any) -> None:
         for argument in kwargs.keys() & here.keys():
             words = f"{type(self).__name__}: {argument}= is an argument of TorchRL's. Here"
-            raise TypeError(f"{words}: {here[argument]}.")
+            more = page("docs/torchrl-arguments.md")
+            raise TypeError(f"{words}: {here[argument]}. See {more}.")
         init(self, *args, **kwargs)
 
     # A mark, not the method: who wraps this one (Ray, for an actor's class) pickles what it holds.

@@ -38,8 +38,7 @@ def inverse_parser(
 ) -> Parser:
     """The parser of a template, by its name, its source, or the tokenizer's name and template."""
     name = name or _name_of(template, tokenizer)
-    added = added_inverse_parser(name)
-    if added is not None:
+    if (added := added_inverse_parser(name)) is not None:
         return added
     parser = _PARSERS.get(ALIASES.get(name, name))
     if parser is None or name not in {*template_names(), *ALIASES}:

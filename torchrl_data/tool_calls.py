@@ -166,8 +166,7 @@ def call_of(value: Any, *, argument_keys: tuple[str, ...] = ("arguments",)) -> T
     first = argument_keys[0]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError(f'a call is {{"name": <tool>, "{first}": {{...}}}}')
-    unknown = sorted(value.keys() - {"name", "id", "type", *argument_keys})
-    if unknown:
+    if unknown := sorted(value.keys() - {"name", "id", "type", *argument_keys}):
         raise ValueError(f'a call has "name" and "{first}", not {", ".join(unknown):.200}')
     arguments: Any = next((value[key] for key in argument_keys if key in value), {})
     if not isinstance(arguments, dict):

@@ -21,6 +21,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from transformers.utils import chat_template_utils
 
+from torchrl_data import page
 from torchrl_data.tool_calls import read_json
 
 # Arguments checked against JSON schemas that somebody else wrote, in bounded time all the same.
@@ -288,7 +289,7 @@ def function_tool(
         raise ValueError(
             f"The tool {label} can't be offered to a model: {error} A tool needs a docstring with "
             "an `Args:` section that describes each argument, and a type hint for each. Prefix the "
-            "name with an underscore if it is not meant as a tool."
+            f"name with an underscore if it is not meant as a tool. See {page('docs/tools.md')}."
         ) from error
     schema["function"]["name"] = name
     return schema_tool(schema)

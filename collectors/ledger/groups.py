@@ -476,8 +476,7 @@ class Balance:
         rows += [(f"  {reason}", amount) for reason, amount in sorted(self.dropped.items())]
         rows += [("returned", self.returned), ("in flight", self.in_flight)]
         lines = [f"{'':<16}{'groups':>12}{'tokens':>16}"]
-        for name, amount in rows:
-            lines.append(f"{name:<16}{amount.groups:>12,}{amount.tokens:>16,}")
+        lines += [f"{name:<16}{each.groups:>12,}{each.tokens:>16,}" for name, each in rows]
         return "\n".join(lines)
 
 

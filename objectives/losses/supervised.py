@@ -89,8 +89,9 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
             masking_strategy=masking_strategy,
             temperature=temperature,
         )
-        read = read or SFTLossKeys()
-        super().__init__(actor_network, options, read=read, allow_empty=allow_empty)
+        super().__init__(
+            actor_network, options, read=read or SFTLossKeys(), allow_empty=allow_empty
+        )
         self.loss_function: SFTFunction = function
         self.kl_to_ref_coeff = kl_to_ref_coeff or None
         self.beta = 0.1 if beta is None else beta

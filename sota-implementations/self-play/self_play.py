@@ -79,9 +79,7 @@ def main(cfg: SelfPlayConfig, setup: Setup, run: Run) -> dict:
     actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
 
     # Past versions play a share of the games, each game from the other seat; they are not trained.
-    pool = None
-    if cfg.opponents.every is not None:
-        pool = OpponentPool(cfg.opponents, cfg, actor)
+    pool = OpponentPool(cfg.opponents, cfg, actor) if cfg.opponents.every is not None else None
 
     # A = R - b of the seat, then b <- decay b + (1 - decay) R: who moves first may win more often,
     # and a baseline of both seats together would praise the seat instead of the play.

@@ -75,8 +75,7 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Test:
 def schemas_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The column ``tools``, JSON schemas or JSON text of them, as TRL's data sets have it."""
     found = row.get("tools")
-    if isinstance(found, str):
-        found = json.loads(found)
+    found = json.loads(found) if isinstance(found, str) else found
     each = [json.loads(tool) if isinstance(tool, str) else tool for tool in found or ()]
     return [without_none(tool) for tool in each] or None
 

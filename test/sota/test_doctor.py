@@ -62,4 +62,4 @@ def test_pages_that_it_names_are_there():
     from torchrl_agents.command import FEATURES
 
     for feature in FEATURES:
-        assert (ROOT / f"docs/{feature.page}.md").is_file()
+        assert (ROOT / feature.page).is_file()

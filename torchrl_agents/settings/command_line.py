@@ -180,8 +180,7 @@ def task_settings(cfg: DictConfig) -> dict[str, Any]:
     Raises:
         SettingsError: a setting that has no default is missing.
     """
-    missing = sorted(OmegaConf.missing_keys(cfg.task))
-    if missing:
+    if missing := sorted(OmegaConf.missing_keys(cfg.task)):
         raise SettingsError(f"The task {cfg.task.id} needs {missing[0]}=...")
     settings = OmegaConf.to_container(cfg.task, resolve=True)
     assert isinstance(settings, dict)
@@ -417,8 +416,7 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
     if isinstance(cfg, RolloutsConfig):
         faults.append(_rollout_faults(recipe, cfg))
     # One after the other: what is looked at later may need that the rest is right.
-    words = next(chain.from_iterable(faults), None)
-    if words is not None:
+    if (words := next(chain.from_iterable(faults), None)) is not None:
         raise SettingsError(words)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from torchrl_data import page
 from torchrl_data.conversation import Conversations, waiting_rows
 from torchrl_data.messages import (
     ConversationRecord,
@@ -269,7 +270,8 @@ class TemplateRenderer:
             raise ValueError(
                 f"The chat template's generation blocks hold {inside!r} of {rendered.text!r}, and "
                 f"not the assistant's {ANSWER['content']!r}. Surround the assistant's content and "
-                "its end-of-turn token with {% generation %} ... {% endgeneration %}."
+                "its end-of-turn token with {% generation %} ... {% endgeneration %}. See "
+                f"{page('docs/chat-templates.md')}."
             )
         self._deltas = CompiledShapes(self._pieces_after_answer, self.guard, self.template)
         self._openings: dict[str, CompiledShapes] = {}
@@ -455,7 +457,8 @@ class TemplateRenderer:
             raise ToolsNotShownError(
                 "The chat template does not show tools, so the policy would not know of "
                 f"{missing}: {self.template!r:.120}. Use a template that does "
-                "(chat_template_name='chatml', say), or name the tools in a system prompt."
+                "(chat_template_name='chatml', say), or name the tools in a system prompt. See "
+                f"{page('docs/chat-templates.md')}."
             )
 
     @cached_property

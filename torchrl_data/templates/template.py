@@ -19,6 +19,7 @@ import jinja2.nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from torchrl_data import page
 from torchrl_data.messages import PLACEHOLDER_ROLE, Message
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def add_chat_template(
         raise ValueError(
             f"The template {template_name!r} has no {{% generation %}} block, so it does not say "
             f"which tokens the assistant wrote: {template!r:.80}. Surround the assistant's content "
-            "and its end-of-turn token with {% generation %} ... {% endgeneration %}."
+            "and its end-of-turn token with {% generation %} ... {% endgeneration %}. See "
+            f"{page('docs/chat-templates.md')}."
         )
     keywords = tuple(keyword.lower() for keyword in model_family_keywords or ())
     _added[template_name] = _Added(template, inverse_parser, keywords)

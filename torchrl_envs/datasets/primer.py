@@ -485,8 +485,7 @@ class DataLoadingPrimer(EpisodeTransform):
         pools = self._pools
         if pools and not pools.admits(item.row_id, epoch=item.epoch, seed=self.seed):
             return "", "the difficulty pools leave it out"
-        error = data.row_error(item.row, self._checks.values())
-        if error:
+        if error := data.row_error(item.row, self._checks.values()):
             return "bad", error
         if self._prompt_limit is None:
             return "", ""

@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase, StepCounter, Transform, TransformedEnv
 from torchrl.envs.transforms import Compose
 
+from torchrl_data import page
 from torchrl_data.batch_io import one_dimension, read_conversations
 from torchrl_data.batch_objects import read_objects, write_objects
 from torchrl_data.checks import check_counts, check_numbers
@@ -80,7 +81,7 @@ class RewardErrorLimit(Transform):
             f"The rewards of {len(failed)} of the last {len(self._recent)} rollouts failed; "
             f"{self.max_error_fraction:.0%} of {window} are allowed:\n{summary}\nThe last one:\n"
             f"{failed[-1]}\nMend the reward, or allow more with "
-            "RewardErrorLimit(max_error_fraction=...)."
+            f"RewardErrorLimit(max_error_fraction=...). See {page('docs/rewards.md')}."
         )
 
     def get_extra_state(self) -> list[str]:

@@ -445,8 +445,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         self.functions = dict(zip(unique_names(functions, taken), functions, strict=True))
         for loader in env.transforms_of(DataLoadingPrimer):
             for name, function in self.functions.items():
-                missing = missing_arguments(function, loader.columns)
-                if missing:
+                if missing := missing_arguments(function, loader.columns):
                     raise ValueError(
                         f"The reward function {name} requires {missing}, which is neither a column "
                         f"of the data, {sorted(loader.columns)}, nor given to every function. "

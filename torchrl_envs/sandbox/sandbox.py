@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from torchrl_data import page
 from torchrl_envs.processes import kept_command
 
 from . import confinement
@@ -432,7 +433,8 @@ def _reason_against(choice: Isolation, interpreter: confinement.Interpreter) -> 
         if shutil.which("bwrap") is None:
             reason = (
                 "bubblewrap (the command `bwrap`) is not installed: on Debian and Ubuntu "
-                "`apt-get install bubblewrap`, on Fedora `dnf install bubblewrap`"
+                "`apt-get install bubblewrap`, on Fedora `dnf install bubblewrap`; see "
+                f"{page('docs/sandbox.md')}"
             )
         if sys.platform != "linux":
             reason = f"works on Linux only, this is {sys.platform}"

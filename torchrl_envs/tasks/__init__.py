@@ -123,8 +123,7 @@ def generator_names() -> list[str]:
     Raises:
         ImportError: the package is not installed.
     """
-    factory = sys.modules.get("reasoning_gym.factory")
-    if factory is not None:
+    if (factory := sys.modules.get("reasoning_gym.factory")) is not None:
         return sorted(factory.DATASETS)
     package = find_spec("reasoning_gym") or load_reasoning_gym().__spec__
     files = Path(str(package.origin)).parent.rglob("*.py")

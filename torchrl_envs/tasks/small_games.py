@@ -206,10 +206,8 @@ class Catch:
 
     def _play(self, direction: str) -> str:
         self._game.move(direction)
-        end = ""
-        if self._game.is_over:
-            end = "\ncaught" if self._game.reward > 0 else "\nmissed"
-        return f"{self._game.board()}{end}"
+        end = "\ncaught" if self._game.reward > 0 else "\nmissed"
+        return self._game.board() + (end if self._game.is_over else "")
 
     def get_reward(self) -> float:
         """1 if the ball was caught, 0 if it was missed or still falls."""

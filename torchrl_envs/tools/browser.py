@@ -125,8 +125,7 @@ class PageActions:
 
     async def _navigate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         url = arguments["url"]
-        refusal = self._allowed.refusal(url)
-        if refusal is not None:
+        if (refusal := self._allowed.refusal(url)) is not None:
             raise BrowserActionError(refusal)
         response = await self._page.goto(url, timeout=self._timeout_ms)
         if response is not None:
@@ -220,8 +219,7 @@ def find_chromium(executable_path: str | None = None) -> str:
             "The browser is driven by playwright, which is not installed: `pip install playwright` "
             "(`playwright install` is not needed)."
         )
-    reason = reason_against()
-    if reason is not None:
+    if (reason := reason_against()) is not None:
         warnings.warn(
             f"The browser shares this machine's network ({reason}): that it reaches the allowed "
             "hosts only depends on Chromium's own settings. Install bubblewrap, and allow "

@@ -282,8 +282,7 @@ class EnvironmentTools(ToolSource, RewardSource):
 def _environment_type(factory: Factory, timeout_s: float) -> type:
     """The class that a factory makes; a callable that is not a class is called once to see."""
     if isinstance(factory, type):
-        missing = _required_arguments(factory)
-        if missing:
+        if missing := _required_arguments(factory):
             raise TypeError(
                 f"The environment {factory.__name__} is made without arguments, but its "
                 f"constructor requires {missing}. Give them defaults, or give a factory: "

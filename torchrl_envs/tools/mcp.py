@@ -373,8 +373,7 @@ class MCPToolTransform(ToolSource):
                         f"{error.message}"
                     ) from error
                 self._homes[name] = (server, tool)
-        missing = sorted(set(allow or ()) - self.tools.keys())
-        if missing:
+        if missing := sorted(set(allow or ()) - self.tools.keys()):
             raise ValueError(
                 f"MCPToolTransform: allow names {missing}, which no server offers; there are "
                 f"{sorted(self.tools)}."

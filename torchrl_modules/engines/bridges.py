@@ -520,8 +520,7 @@ class BlockingEngine(EngineOver, ClosedOnLeaving):
         Raises:
             ValueError: it can't.
         """
-        check = getattr(self.inside, "check_sampling", None)
-        if check is not None:
+        if (check := getattr(self.inside, "check_sampling", None)) is not None:
             check(params)
 
     def generate(

@@ -202,9 +202,7 @@ def decode(
     rows = torch.arange(len(prompts), device=device)
     running = torch.ones(len(prompts), dtype=torch.bool, device=device)
     logits = reader.read(prompts)
-    seen, counts = None, None
-    if params.penalises:
-        seen, counts = start_history(prompts, logits)
+    seen, counts = start_history(prompts, logits) if params.penalises else (None, None)
     for step in range(max(budgets)):
         drawn_before = torch.full((len(logits),), step, device=logits.device)
         history = TokenHistory(drawn_before, seen, counts)

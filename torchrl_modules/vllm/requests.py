@@ -143,8 +143,7 @@ def read_answer(answer: Any, labels: Collection[str]) -> Generation:
     except (KeyError, IndexError, TypeError, ValueError) as error:
         message = f"the server's answer is no generation ({error!r}): {str(answer)[:200]}"
         return Generation([], [], "error", message)
-    other = sorted({version for version, _, _ in spans} - set(labels))
-    if other:
+    if other := sorted({version for version, _, _ in spans} - set(labels)):
         raise StaleWeights(
             f"VLLMServerEngine: tokens were drawn by the weights {other}, not by "
             f"{sorted(labels)}. The server was restarted, or another client updates it. Send "

