@@ -56,6 +56,9 @@ def test_snapshot_of_a_package_by_hand(tmp_path):
         "    @staticmethod\n    async def make(x): ...\n"
         "def run(*args: int, flag=True) -> None: ...\n"
     )
+    (tmp_path / "torchrl_agents/__init__.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from collectors import *\n"
+    )
     assert public_api.lines(tmp_path) == [
         "collectors.Child [collectors.Parent]",
         "@staticmethod async collectors.Child.make(x)",
@@ -67,4 +70,9 @@ def test_snapshot_of_a_package_by_hand(tmp_path):
         "collectors.nn is torch.nn",
         "collectors.run(*args: int, flag=True) -> None",
         "collectors.weight_update.Elder is collectors.Parent",
+        "torchrl_agents.Child is collectors.Child",
+        "torchrl_agents.LIMIT is collectors.LIMIT",
+        "torchrl_agents.Parent is collectors.Parent",
+        "torchrl_agents.nn is collectors.nn",
+        "torchrl_agents.run is collectors.run",
     ]

@@ -16,7 +16,7 @@ from functools import cache
 import public_api
 import reference
 from docutils import nodes
-from public_api import Function, Module, public_names
+from public_api import PUBLIC, Function, Module, public_names
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.ext.napoleon import Config, GoogleDocstring
@@ -90,7 +90,9 @@ def _page(package: str) -> Iterator[str]:
         if names:
             yield from [title, "-" * len(title), ""]
             yield from itertools.chain.from_iterable(_entry(name) for name in names)
-    if elsewhere:
+    if package == public_api.UMBRELLA:
+        yield from _by_package(elsewhere)
+    elif elsewhere:
         title = "Also here"
         yield from [title, "-" * len(title), ""]
         for name in elsewhere:
@@ -100,13 +102,26 @@ def _page(package: str) -> Iterator[str]:
         yield ""
 
 
+def _by_package(names: list[str]) -> Iterator[str]:
+    """Names that other packages have, each with the first line of its docstring."""
+    of_home: dict[str, list[str]] = {}
+    for name in names:
+        home = HOMES[NAMES[name][0].place]
+        package, _, short = home.rpartition(".")
+        told = reference._first_line(name, NAMES[name][0]).replace("`", "``")
+        of_home.setdefault(package, []).append(f"- :py:obj:`{short} <{home}>`: {told}")
+    for package, lines in sorted(of_home.items(), key=lambda each: PUBLIC.index(each[0])):
+        yield from [f"Of {package}", "-" * (3 + len(package)), "", *lines, ""]
+
+
 def _entry(name: str) -> Iterator[str]:
     definitions = NAMES[name]
     node, module = definitions[0].node, definitions[0].module
     also = ""
     if name in ALSO:
-        packages = ", ".join(f"``{other.rpartition('.')[0]}``" for other in ALSO[name])
-        also = f"Also in {packages}."
+        packages = [other.rpartition(".")[0] for other in ALSO[name]]
+        told = ", ".join(f"``{each}``" for each in packages if each != public_api.UMBRELLA)
+        also = f"Also in {told}." if told else ""
     if node is None or module is None:
         told = reference.OF_TORCHRL[definitions[0].place]
         yield from _described(

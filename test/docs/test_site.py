@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import zlib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ SHOWN = (
     "tutorials/coming-from-trl.html",
     "tutorials/coming-from-torchrl.html",
     "api/objectives.html",
+    "api/torchrl_agents.html",
     "reference.html",
 )
 """A page of each kind, the widest tables among them."""
@@ -94,6 +96,17 @@ def test_every_public_name_has_an_entry(site):
     names = inventory(site)
     described = {name for name, kind in names.items() if kind.startswith("py:")}
     assert set(public_api.public_names()) - described == set()
+
+
+def test_the_page_of_all_names_leads_to_each_where_it_is_described(site):
+    text = (site / "api/torchrl_agents.html").read_text("utf-8")
+    packages = ("torchrl_data", "torchrl_modules", "torchrl_envs", "objectives", "collectors")
+    expected = {name for package in packages for name in import_module(package).__all__}
+    shown = re.findall(r'<li><p><a class="reference internal" href="([^"]+)"[^>]*>', text)
+    assert {link.rpartition(".")[2] for link in shown} == expected
+    assert len(shown) == len(expected)
+    assert "torchrl_agents.html" not in {link.partition("#")[0] for link in shown}
+    assert inventory(site)["torchrl_agents.GRPOLoss"] == "py:class"
 
 
 def test_members_have_entries_with_their_types(site):

@@ -31,7 +31,10 @@ PUBLIC = (
     "collectors.ledger",
     "collectors.record",
     "collectors.weight_update",
+    "torchrl_agents",
 )
+UMBRELLA = "torchrl_agents"
+"""Has all names of the packages that it star-imports, and no ``__all__``."""
 OURS = {package.partition(".")[0] for package in PUBLIC}
 SPECIAL = {"__init__", "__call__", "__len__", "__iter__", "__enter__", "__aenter__", "__getitem__"}
 
@@ -55,6 +58,7 @@ class Module:
         self.root = root
         self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         self.names: dict[str, list[ast.AST]] = {}
+        self.starred: list[str] = []
         self.tree = ast.parse(path.read_text(encoding="utf-8"))
         self._read(self.tree.body)
 
@@ -64,6 +68,12 @@ class Module:
                 case ast.If():
                     self._read(node.body)
                     self._read(node.orelse)
+                case ast.ImportFrom(module=str(source), names=[ast.alias(name="*")]):
+                    module = load(source, self.root)
+                    assert module is not None, f"{source}, of which {self.name} takes *, is missing"
+                    for name in module.constant("__all__"):
+                        self.names[name] = [_Imported(self, node, ast.alias(name))]
+                        self.starred.append(name)
                 case ast.ImportFrom() | ast.Import():
                     for alias in node.names:
                         self.names[alias.asname or alias.name] = [_Imported(self, node, alias)]
@@ -75,7 +85,9 @@ class Module:
                     self.names[name] = [node]
 
     def constant(self, name: str) -> list[str]:
-        """A list of words, such as ``__all__``."""
+        """A list of words; ``__all__``, where there is none, of what is imported by a star."""
+        if name == "__all__" and name not in self.names and self.starred:
+            return self.starred
         (node,) = self.names[name]
         assert isinstance(node, ast.Assign)
         return ast.literal_eval(node.value)
@@ -131,7 +143,7 @@ def public_names(root: Path = ROOT) -> dict[str, list[Definition]]:
     for package in PUBLIC:
         module = load(package, root)
         assert module is not None, f"{package} is missing"
-        for name in sorted(module.constant("__all__")):
+        for name in sorted(set(module.constant("__all__"))):
             names[f"{package}.{name}"] = module.find(name)
             assert names[f"{package}.{name}"], f"{package} exports {name}, which it does not import"
     return names

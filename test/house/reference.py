@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from public_api import PUBLIC, ROOT, Definition, load, public_names
+from public_api import PUBLIC, ROOT, UMBRELLA, Definition, load, public_names
 
 PAGE = ROOT / "docs/reference.md"
 INTRODUCTION = """\
@@ -18,8 +18,9 @@ INTRODUCTION = """\
 
 Every public name, with the first line of its docstring. `help(name)` shows the rest, with shapes,
 units and what raises, and so do the pages of the [packages](api/index.md) on the site. Each name is
-imported from the package that it stands under. The guides are listed on the [first page](index.md),
-words in the [glossary](glossary.md).
+imported from the package that it stands under; those of the five packages without a dot are in
+`torchrl_agents`, too. The guides are listed on the [first page](index.md), words in the
+[glossary](glossary.md).
 
 Written by `python test/house/reference.py`.
 """
@@ -36,7 +37,7 @@ def page(root: Path = ROOT) -> str:
     names = public_names(root)
     for name, definitions in names.items():
         place = definitions[0].place
-        if homes.setdefault(place, name) != name:
+        if homes.setdefault(place, name) != name and not name.startswith(f"{UMBRELLA}."):
             others.setdefault(homes[place], []).append(name.rpartition(".")[0])
     parts = [INTRODUCTION]
     for package in PUBLIC:
