@@ -96,8 +96,7 @@ def environment_task(
         splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
         rows = load_task_rows(dataset, name=name, num_held_out=num_held_out, **splits)
     steps: Any = {"reset_columns": reset_columns, "reward": reward, "global_random": global_random}
-    of_row: Any = {"row_argument": row_argument}
-    parts: dict[str, Any] = {}
+    of_row, parts = {"row_argument": row_argument}, dict[str, Any]()
     sources: list[Any] = [functools.partial(FunctionTools, called)] if called else []
     if factory is None:
         _refuse("no factory= is given", {**steps, **of_row, "arguments": arguments})
