@@ -83,7 +83,7 @@ def test_A18_no_secret_of_the_environment_is_written(run_script, tmp_path, monke
         run_script(*own, "task.rewards=mine:scores", "train.num_steps=some", cwd=tmp_path),
     ]
     assert [run.returncode for run in runs] == [0, 1, 1], [run.stderr[-800:] for run in runs]
-    assert runs[1].stderr.strip().endswith("RewardErrorLimit(max_error_fraction=...).")
+    assert "RewardErrorLimit(max_error_fraction=...). See" in runs[1].stderr.splitlines()[-1]
     files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
     found = [
         gzip.decompress(b) if f.suffix == ".gz" else b for f in files for b in [f.read_bytes()]
