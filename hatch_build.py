@@ -12,8 +12,13 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\]\([^)]*\))*)\]\((?![a-z]+:|#)([^)\s]+)\)")
-"""``[text](path)`` and ``![text](path)`` of a checkout; the text may hold an image."""
+LINK_OR_CODE = re.compile(
+    r"^```.*?^```$|`(?:[^`\n]|\n(?!\n))+`"
+    r"|(!?)\[((?:[^][]|\[[^]]*\]\([^)]*\))*)\]\((?![a-z]+:|#)([^)\s]+)\)",
+    re.MULTILINE | re.DOTALL,
+)
+"""``[text](path)`` and ``![text](path)`` of a checkout, whose text may hold an image or code; or
+code, which holds no link."""
 
 
 class Address(MetadataHookInterface):
@@ -53,9 +58,10 @@ def absolute(text: str, address: str, tag: str) -> str:
     """
 
     def whole(found: re.Match[str]) -> str:
+        if found[3] is None:  # code
+            return found[0]
         kind = "raw" if found[1] else "blob"
-        inside = LINK.sub(whole, found[2])
+        inside = LINK_OR_CODE.sub(whole, found[2])
         return f"{found[1]}[{inside}]({address}/{kind}/{tag}/{found[3]})"
 
-    parts = re.split(r"(^```.*?^```$|`[^`\n]+`)", text, flags=re.MULTILINE | re.DOTALL)
-    return "".join(part if part.startswith("`") else LINK.sub(whole, part) for part in parts)
+    return LINK_OR_CODE.sub(whole, text)

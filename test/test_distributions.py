@@ -173,11 +173,12 @@ def test_which_links_become_whole():
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
-    text = "[a](x.md#b) [![i](i.png)](y/) [c](#d) <https://z> [e](https://e/f) `[g](h)`\n"
+    text = "[a](x.md#b) [![i](i.png)](y/) [c](#d) <https://z> [e](https://e/f) `[g](h)` [`p`](q)\n"
     text += "```md\n[k](l.md)\n```\n[m](mailto:n@o)"
     assert hook.absolute(text, "https://h/r", "v1") == (
         "[a](https://h/r/blob/v1/x.md#b) [![i](https://h/r/raw/v1/i.png)](https://h/r/blob/v1/y/) "
-        "[c](#d) <https://z> [e](https://e/f) `[g](h)`\n```md\n[k](l.md)\n```\n[m](mailto:n@o)"
+        "[c](#d) <https://z> [e](https://e/f) `[g](h)` [`p`](https://h/r/blob/v1/q)\n"
+        "```md\n[k](l.md)\n```\n[m](mailto:n@o)"
     )
     wrong = hook.Address(str(ROOT), {"address": "example.org"})
     with pytest.raises(ValueError, match=r"address='example\.org' is no place of a repository"):

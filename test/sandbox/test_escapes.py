@@ -303,13 +303,13 @@ def test_record_locks_are_memory():
     program = """
         import fcntl
         if os.fork() == 0:
-            held = b"1" * (40 << 20)
+            held = b"1" * (48 << 20)
             time.sleep(90)
         time.sleep(0.5)
         files = [open(f"/tmp/{n}", "w") for n in range(200)]
         for n in range(10_000_000):
             fcntl.lockf(files[n % 200], fcntl.LOCK_EX, 1, n // 200 * 2)
-            if n % 1000 == 0:
+            if n % 500 == 0:
                 os.write(1, b"x")"""
     result = Sandbox(limits=limits, isolation="bubblewrap").run(_program(program, {}))
     assert result.out_of_memory, result

@@ -122,7 +122,7 @@ def test_an_update_needs_no_connection_of_the_rows_that_wait_for_it(run):
 
     drawn = run(main, {"token_s": 0.02}, num_connections=2, timeout_s=10)
     assert [len(one.ids) for one in drawn] == [30] * 6
-    assert [len(one.versions) for one in drawn] == [2, 2, 1, 1, 1, 1]
+    assert sorted(len(one.versions) for one in drawn) == [1, 1, 1, 1, 2, 2]
 
 
 def test_a_server_that_dies_ends_all_calls(run):
