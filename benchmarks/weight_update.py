@@ -15,7 +15,7 @@ table gives medians and their ratios to the limit of each row.
 
 ``--servers 1 2 4`` pushes to so many vLLM servers of this machine at once instead, as a fleet does,
 by a file in memory and by a broadcast over gloo to each: the bytes that the trainer writes and
-sends, wall seconds of a push and the longest pause of a response that the first server draws.
+sends, wall seconds of a push, and by how much it prolongs a response that the first server draws.
 """
 
 import argparse
@@ -196,7 +196,7 @@ async def longest_pause(served: Any, update: Callable[[], Any] | None) -> float:
 async def server_table(weights: dict[str, torch.Tensor], counts: list[int], repeats: int) -> None:
     from torchrl_modules.vllm.server import OwnServerEngine, start_server
 
-    print(f"{'servers':8}{'way':12}{'MB':>8}{'push ms':>10}{'pause ms':>10}{'without':>10}")
+    print(f"{'servers':8}{'way':12}{'MB':>8}{'push ms':>10}{'longer ms':>10}{'of ms':>10}")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         build(0).save_pretrained(folder)
         options = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
@@ -214,8 +214,8 @@ async def server_table(weights: dict[str, torch.Tensor], counts: list[int], repe
                     moved, begin = bytes_moved(), time.perf_counter()
                     await push()
                     taken, moved = time.perf_counter() - begin, bytes_moved() - moved
-                    usual = await longest_pause(members[0], None)
-                    stalled = await longest_pause(members[0], push)
+                    usual = await response_s(members[0])
+                    stalled = await response_s(members[0], push, usual / 3) - usual
                     if repeat:  # the first one also meets
                         found.setdefault(way, []).append((moved / 1e6, taken, stalled, usual))
             for way, rows in found.items():
@@ -226,14 +226,27 @@ async def server_table(weights: dict[str, torch.Tensor], counts: list[int], repe
                 member.close()
 
 
+async def response_s(
+    served: Any, update: Callable[[], Any] | None = None, begin_s: float = 0.0
+) -> float:
+    """How long a response takes, in whose midst there may be an update."""
+    begin = time.perf_counter()
+    params = SamplingParameters(max_new_tokens=192, stop_token_ids=())
+    response = asyncio.create_task(served.respond([5, 6, 7], params))
+    if update is not None:
+        await asyncio.sleep(begin_s)
+        await update()
+    await response
+    return time.perf_counter() - begin
+
+
 async def push_to(members: list[Any], weights: dict[str, torch.Tensor]) -> None:
     await asyncio.gather(*(each.update_weights(weights) for each in members))
 
 
 def bytes_moved() -> int:
-    """What this process has written, and what went over the loopback interface."""
-    written = psutil.Process().io_counters().write_chars
-    return written + psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+    """What this process has written, to files and to sockets."""
+    return psutil.Process().io_counters().write_chars
 
 
 def main() -> None:
