@@ -307,11 +307,12 @@ def by_hand(name: str, folder: str, steps: int, every: int) -> list[dict[str, An
                 for g in groups
                 for x in [prompts["input_ids"][g]]
             ]
-            log_probs = score_by_hand(model, read, [said[g * N : (g + 1) * N] for g in groups])
+            answers = [said[g * N : (g + 1) * N] for g in groups]
+            log_probs = score_by_hand(model, read, answers)
             weights = torch.cat([
                 a.expand(len(answer))
-                for g in groups
-                for a, answer in zip(advantage[g], said[g * N : (g + 1) * N], strict=True)
+                for g, group in zip(groups, answers, strict=True)
+                for a, answer in zip(advantage[g], group, strict=True)
             ])  # fmt: skip
             (-(weights * log_probs).sum() / (PROMPTS * N * tokens)).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -44,6 +44,11 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def call(tool, **arguments):
+    """What a policy says to call a tool."""
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+
 def command_of(page, setting):
     """The words of the one command of a page that has a setting, without its policy."""
     lines = page.read_text("utf-8").replace("\\\n", " ").splitlines()

