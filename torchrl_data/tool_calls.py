@@ -53,11 +53,6 @@ class ParsedTurn(NamedTuple):
     positions: Sequence[int] = ()
     """Where each call starts, in characters of the turn."""
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether the model tried to call anything, rightly or not."""
-        return bool(self.calls)
-
 
 # JSON as a model writes it: read strictly, in bounded time, whatever the text.
 

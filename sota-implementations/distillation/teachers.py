@@ -1,15 +1,13 @@
 """Who teaches: models in this process or behind a URL, one or several."""
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Final
-from urllib.parse import urlsplit
 
-import httpcore2
 import torch
 from config import TeacherConfig
 from tensordict import TensorDictBase, lazy_stack
@@ -26,6 +24,7 @@ from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.policies.transformers_wrapper import load_causal_lm
+from torchrl_modules.vllm.client import TOKEN_VARIABLE, JSONClient
 
 # Teachers: models in this process, or behind a URL, that score what a student sampled.
 #
@@ -48,21 +47,7 @@ def check_teacher(cfg: TeacherConfig, policy: PolicyConfig) -> None:
             "a server scores at temperature 1, and its log-probs compare with the student's only "
             f"there: set policy.temperature=1, not {policy.temperature}, or leave teacher.url out."
         )
-    base_url(cfg.url)
-
-
-def base_url(url: str) -> tuple[str, str | None]:
-    """Where requests go to: the URL before ``/v1``, and the socket file if there is one.
-
-    Raises:
-        ValueError: it is no URL of a server.
-    """
-    parts = urlsplit(url)
-    if parts.scheme == "unix" and parts.path:
-        return "http://localhost", parts.path
-    if parts.scheme in ("http", "https") and parts.netloc:
-        return url.rstrip("/").removesuffix("/v1"), None
-    raise ValueError(f"url must be http://host:port/v1 or unix:///path, got {url!r}.")
+    JSONClient(cfg.url, cfg.timeout_s).close()
 
 
 def build_teacher(
@@ -136,16 +121,13 @@ class ServerTeacher(TokenScorer):
     temperature = 1.0
 
     def __init__(self, url: str, model: str, *, timeout_s: float = 600.0) -> None:
-        self._url = url
-        self._base, self._socket_file = base_url(url)
         self._model = model
-        self._timeouts = dict.fromkeys(("connect", "read", "write", "pool"), timeout_s)
-        token = os.environ.get("TORCHRL_VLLM_TOKEN") or os.environ.get("OPENAI_API_KEY")
-        self._headers = {"Content-Type": "application/json"}
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}"
-        with self._connections() as connections:
-            models = self._ask(connections, "GET", "/v1/models").get("data", ())
+        token = os.environ.get(TOKEN_VARIABLE) or os.environ.get("OPENAI_API_KEY")
+        self._client = partial(
+            *(JSONClient, url, timeout_s), token=token, num_connections=NUM_CONNECTIONS
+        )
+        with closing(self._client()) as client:
+            models = _ask(client, "GET", "/v1/models").get("data", ())
         lengths = {each.get("id"): each.get("max_model_len") for each in models}
         if lengths.get(model) is None:
             raise ConnectionError(
@@ -169,16 +151,13 @@ class ServerTeacher(TokenScorer):
                 f"A teacher behind a URL scores at temperature 1 and gives no entropy, got {asked}."
             )
         rows = [row.tolist() for row in ids.split(lengths.tolist())]
-        with self._connections() as connections, ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-            scores = torch.cat(list(pool.map(partial(self._score, connections), rows)))
+        with closing(self._client()) as client, ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+            scores = torch.cat(list(pool.map(partial(self._score, client), rows)))
         return TokenScores(scores.to(ids.device)[target_mask])
 
-    def _connections(self) -> httpcore2.ConnectionPool:
-        return httpcore2.ConnectionPool(max_connections=NUM_CONNECTIONS, uds=self._socket_file)
-
-    def _score(self, connections: httpcore2.ConnectionPool, ids: list[int]) -> Tensor:
+    def _score(self, client: JSONClient, ids: list[int]) -> Tensor:
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
-        answer = self._ask(connections, "POST", "/v1/completions", body)
+        answer = _ask(client, "POST", "/v1/completions", body)
         try:
             found = answer["choices"][0]["prompt_logprobs"]
             # Nothing comes before the first token, so it has no log-prob.
@@ -186,36 +165,22 @@ class ServerTeacher(TokenScorer):
             of_rest = [float(each[str(i)]["logprob"]) for i, each in pairs]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConnectionError(
-                f"The teacher at {self._url} gave no log-probs of a prompt of {len(ids)} tokens "
+                f"The teacher at {client.url} gave no log-probs of a prompt of {len(ids)} tokens "
                 f"({error!r}). It has to be vLLM, which knows prompt_logprobs."
             ) from error
         return torch.tensor([0.0, *of_rest])
 
-    def _ask(
-        self, connections: httpcore2.ConnectionPool, method: str, path: str, body: Any = None
-    ) -> Any:
-        content = b"" if body is None else json.dumps(body).encode()
-        try:
-            response = connections.request(
-                method,
-                self._base + path,
-                headers=[*self._headers.items(), ("Content-Length", str(len(content)))],
-                content=content,
-                extensions={"timeout": self._timeouts},
-            )
-            answer = json.loads(response.content)
-        except (
-            *(httpcore2.TimeoutException, httpcore2.NetworkError, httpcore2.ProtocolError),
-            ValueError,
-        ) as error:
-            raise ConnectionError(
-                f"The teacher at {self._url} does not answer {path}: {error!r}."
-            ) from error
-        if response.status != 200:
-            raise ConnectionError(
-                f"The teacher at {self._url} answers {path} with {response.status}: {answer}"
-            )
-        return answer
+
+def _ask(client: JSONClient, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    try:
+        status, answer = client.request(method, path, body)
+    except ConnectionError as error:
+        raise ConnectionError(
+            f"The teacher at {client.url} does not answer {path}: {error}"
+        ) from error
+    if status != 200 or not isinstance(answer, dict):
+        raise ConnectionError(f"The teacher at {client.url} answers {path} with {status}: {answer}")
+    return answer
 
 
 # One teacher or several: as a mixture, or each for the rows of its name.

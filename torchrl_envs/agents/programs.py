@@ -7,6 +7,8 @@ import inspect
 import json
 import os
 import signal
+import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +18,10 @@ from urllib.parse import urlsplit
 import psutil
 
 from torchrl_envs.concurrency import accepted_arguments
-from torchrl_envs.processes.pool import kept_command
+from torchrl_envs.processes.pool import RELAY, kept_command, relayed_command
+from torchrl_envs.sandbox import Sandbox
+from torchrl_envs.sandbox.confinement import bubblewrap, starts_as
+from torchrl_envs.sandbox.sandbox import ENVIRONMENT
 
 from .server import AgentSession
 
@@ -46,19 +51,27 @@ class AgentCommand:
     ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY`` and ``ANTHROPIC_MODEL``), which no proxy is asked
     for, and the row of the data, with the group's ``seed``, as one line of JSON on its standard
     input. Its reward is the last line that it prints: a number, or an object with a ``"reward"``.
-    It runs with the rights of this process, and is killed with all that it started when its episode
-    is over, or this process; if it kills who watches over it, with all that has the episode's key
-    in its environment. Of what it prints the last MiB is kept.
+    It is killed with all that it started when its episode is over, or this process; if it kills who
+    watches over it, with all that has the episode's key in its environment. Of what it prints the
+    last MiB is kept.
+
+    Without ``sandbox`` it runs with the rights of this process. In one it reaches the policy and no
+    other address; it reads the system's programs, this Python with its packages, and its folder,
+    and writes to a ``/tmp`` of its own, which goes with the episode; it sees no other process, and
+    ``PATH`` alone of the environment variables. Nothing bounds its memory and its CPU time but the
+    end of the episode.
 
     Args:
         command: the program and its arguments.
         environment: further environment variables.
         folder: where it runs; here when not given.
         prints_reward: whether it prints its reward; when not, other parts score the episode.
+        sandbox: whether it runs in one, by bubblewrap; or which folders it can read there besides.
 
     Raises:
-        ValueError: the command is empty.
+        ValueError: the command is empty, or a sandbox won't show a folder, such as a home.
         TypeError: it is one string, or holds something else than strings.
+        SandboxUnavailableError: nothing isolates programs here.
     """
 
     def __init__(
@@ -68,6 +81,7 @@ class AgentCommand:
         environment: Mapping[str, str] | None = None,
         folder: str | os.PathLike[str] | None = None,
         prints_reward: bool = True,
+        sandbox: bool | Sequence[str | os.PathLike[str]] = False,
     ) -> None:
         if isinstance(command, str) or not all(isinstance(part, str) for part in command):
             raise TypeError(
@@ -79,6 +93,12 @@ class AgentCommand:
         self.environment = dict(environment or {})
         self.folder = folder
         self.prints_reward = prints_reward
+        self._readable: tuple[str, ...] = ()
+        if sandbox:
+            shown = (sys.prefix, folder or ".", *(() if sandbox is True else sandbox))
+            paths = [Path(os.path.abspath(path)) for path in shown]
+            own = Sandbox(packages=paths).interpreter.readable
+            self._readable = (*own, *map(str, paths), str(RELAY), "/etc/alternatives")
         self.__name__ = Path(self.command[0]).name
 
     async def __call__(self, endpoint: AgentEndpoint, /, **row: Any) -> Any:
@@ -94,26 +114,28 @@ class AgentCommand:
             asyncio.create_task(_keep_tail(read, tail))
             for (read, _), tail in zip(pipes, tails, strict=True)
         ]
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *kept_command(self.command),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=pipes[0][1],
-                stderr=pipes[1][1],
-                env={**os.environ, **_variables(endpoint), **self.environment},
-                cwd=self.folder,
-                start_new_session=True,
-            )
-        finally:
-            for _, write in pipes:
-                os.close(write)
-        try:
-            await process.communicate(line)
-        finally:
-            await _end(process, endpoint.api_key)
-            await asyncio.wait(readers, timeout=_KILL_S)
-            for reader in readers:
-                reader.cancel()
+        with tempfile.TemporaryDirectory(prefix="policy-") as door:
+            try:
+                command, variables = self._placed(endpoint, door)
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=pipes[0][1],
+                    stderr=pipes[1][1],
+                    env=variables,
+                    cwd=self.folder,
+                    start_new_session=True,
+                )
+            finally:
+                for _, write in pipes:
+                    os.close(write)
+            try:
+                await process.communicate(line)
+            finally:
+                await _end(process, endpoint.api_key)
+                await asyncio.wait(readers, timeout=_KILL_S)
+                for reader in readers:
+                    reader.cancel()
         out, err = (tail.decode(errors="replace").strip() for tail in tails)
         if process.returncode:
             last = err.rpartition("\n")[2]  # of a traceback, what was raised
@@ -121,6 +143,22 @@ class AgentCommand:
                 f"{self.__name__} ended with status {process.returncode}: {last[-500:]}"
             )
         return _printed_reward(out, self.__name__) if self.prints_reward else None
+
+    def _placed(self, endpoint: AgentEndpoint, door: str) -> tuple[list[str], dict[str, str]]:
+        """What runs, and its environment variables; the policy's socket is in the folder."""
+        command, found, user = self.command, dict(os.environ), None
+        if self._readable:
+            policy, socket, user = urlsplit(endpoint.base_url), f"{door}/policy", starts_as()
+            if user is not None:
+                os.chown(door, user, -1)
+            near, where = f"127.0.0.1:{policy.port}", os.path.abspath(self.folder or ".")
+            own = ["--unshare-user-try", "--cap-drop", "ALL", "--dev", "/dev", "--tmpfs", "/tmp"]
+            own += ["--ro-bind", door, door, "--chdir", where]
+            command = bubblewrap(self._readable, own) + relayed_command(near, socket, command)
+            command = relayed_command(socket, f"{policy.hostname}:{policy.port}", command)
+            endpoint = endpoint._replace(base_url=policy._replace(netloc=near).geturl())
+            found = {**ENVIRONMENT, "PATH": f"{sys.prefix}/bin:{os.environ.get('PATH', '')}"}
+        return kept_command(command, user=user), found | _variables(endpoint) | self.environment
 
     def _written(self, row: Mapping[str, Any]) -> bytes:
         for name, value in row.items():

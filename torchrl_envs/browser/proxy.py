@@ -10,11 +10,12 @@ import secrets
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
+
+from torchrl_envs.processes.pool import relayed_command
 
 # Which hosts a browser may reach.
 
@@ -288,9 +289,8 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 
 # A network of its own for the browser, where the proxy is all there is; by bubblewrap.
 
-_PORT: Final = 3128
-"""Of the loopback of that network, where nobody else listens."""
-_RELAY: Final = Path(__file__).with_name("relay.py")
+_NEAR: Final = "127.0.0.1:3128"
+"""In that network, where nobody else listens."""
 _PROBE_S: Final = 20.0
 
 
@@ -315,10 +315,10 @@ def reason_against() -> str | None:
 def write_launcher(folder: Path, executable: str) -> tuple[str, Path, str]:
     """A program that starts a browser in a network of its own."""
     socket, launcher = folder / "proxy", folder / "browser"
-    command = [*_bubblewrap(), sys.executable, "-I", "-S", _RELAY, socket, _PORT, executable]
-    launcher.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, command))} "$@"\n')
+    command = [*_bubblewrap(), *relayed_command(_NEAR, socket, [executable])]
+    launcher.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     launcher.chmod(0o700)
-    return str(launcher), socket, f"http://127.0.0.1:{_PORT}"
+    return str(launcher), socket, f"http://{_NEAR}"
 
 
 def _bubblewrap() -> list[str]:

@@ -65,6 +65,7 @@ _LOOK_S: Final = 0.25
 """How often one looks whether a worker is alive whose socket somebody keeps open."""
 _END_S: Final = 5.0
 _KEEPER: Final = Path(__file__).with_name("keeper.py")
+RELAY: Final = _KEEPER.with_name("relay.py")
 _PROGRAM: Final = (
     "import json, sys; descriptor, path = sys.argv[1:]; sys.path[:] = json.loads(path); "
     f"from {__name__} import serve; serve(int(descriptor))"
@@ -75,6 +76,11 @@ def kept_command(command: Sequence[str], *, user: int | None = None) -> list[str
     """A command that ends with this process, and kills what it has started when it ends."""
     who = "" if user is None else str(user)
     return [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), who, *command]
+
+
+def relayed_command(door: object, place: object, command: Sequence[str]) -> list[str]:
+    """A command beside a door to another place; each a ``host:port`` or a path: ``relay.py``."""
+    return [sys.executable, "-I", "-S", str(RELAY), str(door), str(place), *command]
 
 
 class ToolProcessError(RuntimeError):

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
@@ -258,27 +258,39 @@ def bubblewrap_command(interpreter: Interpreter) -> list[str]:
     Args:
         interpreter: decides what is readable.
     """
-    command = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc"]
-    command += ["--unshare-uts", "--hostname", "sandbox", "--unshare-cgroup-try", "--new-session"]
-    command += ["--as-pid-1", "--die-with-parent"]
+    own = ["--as-pid-1"]
     if not changes_user():
         user = str(UNPRIVILEGED_USER)
-        command += ["--unshare-user", "--uid", user, "--gid", user]
-        command += ["--cap-add", "CAP_SYS_ADMIN"]  # to mount /tmp; given up after that
-    shown = ("/dev/null", *interpreter.readable)
-    above = {str(parent) for path in shown for parent in PurePosixPath(path).parents}
+        own += ["--unshare-user", "--uid", user, "--gid", user]
+        own += ["--cap-add", "CAP_SYS_ADMIN"]  # to mount /tmp; given up after that
+    own += ["--dir", "/dev"]
+    for name in _DEVICES:
+        own += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    own += ["--dir", "/tmp", "--symlink", "../tmp", "/dev/shm", "--chdir", "/"]
+    return bubblewrap(interpreter.readable, own)
+
+
+def bubblewrap(readable: Sequence[str], own: Iterable[str]) -> list[str]:
+    """A file system of what is readable, in namespaces of its own.
+
+    Args:
+        readable: absolute paths; those that are not there are left out.
+        own: further options, of what is mounted before them.
+    """
+    command = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc"]
+    command += ["--unshare-uts", "--hostname", "sandbox", "--unshare-cgroup-try", "--new-session"]
+    command += ["--die-with-parent", *own]
+    above = {str(parent) for path in readable for parent in PurePosixPath(path).parents}
     for path in sorted(above - {"/"}):  # each after its own parent
         command += ["--dir", path]  # else they are made unreadable for others
-    for path in dict.fromkeys(interpreter.readable):
+    for path in dict.fromkeys(readable):
+        if any(str(parent) in readable for parent in PurePosixPath(path).parents):
+            continue  # with that
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
         else:
             command += ["--ro-bind-try", path, path]
-    for name in _DEVICES:
-        command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    command += ["--dir", "/tmp", "--symlink", "../tmp", "/dev/shm"]
-    command += ["--proc", "/proc", "--remount-ro", "/", "--chdir", "/"]
-    return [*command, "--"]
+    return [*command, "--proc", "/proc", "--remount-ro", "/", "--"]
 
 
 # Which system calls a sandboxed program may not make, compiled by libseccomp.

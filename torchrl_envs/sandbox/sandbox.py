@@ -64,7 +64,7 @@ _GRACE_S: Final = 2.0
 """How much later than the supervisor inside the parent looks at the clock."""
 _MAX_LINE_BYTES: Final = 4096
 _START_S: Final = 20.0
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
     "TMPDIR": "/tmp",
@@ -102,7 +102,7 @@ class SandboxProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                env=_ENVIRONMENT,
+                env=ENVIRONMENT,
                 pass_fds=(inside,),
                 start_new_session=True,
                 cwd="/",

@@ -227,6 +227,7 @@ def agent_task(
     held_out_split: str | None = None,
     prompt_column: str = "prompt",
     prints_reward: bool = True,
+    sandbox: bool | Sequence[str] = False,
     error_reward: float | None = None,
     cut_reward: float | None = 0.0,
     ignored_parameters: Sequence[str] = (),
@@ -247,6 +248,7 @@ def agent_task(
         held_out_split: which to test on; when not given, rows of ``split``.
         prompt_column: the column that tells rows apart; what the policy reads is the agent's.
         prints_reward: whether a command prints its reward.
+        sandbox: whether a command runs in one; or which folders it can read there besides.
         error_reward: what an episode is given whose agent raised; none leaves it out of training.
         cut_reward: the same of one that was cut by a limit.
         ignored_parameters: of the agent's requests, such as ``temperature``.
@@ -266,9 +268,11 @@ def agent_task(
         )
     if dataset is None:
         raise ValueError("agent needs a dataset: the rows that the agent works on.")
+    if program is not None and (sandbox or not prints_reward):
+        raise ValueError("prints_reward and sandbox are for command: program runs in this process.")
     run: Any = found("program", program) if program is not None else None
     if command is not None:
-        run = AgentCommand(list(command), prints_reward=prints_reward)
+        run = AgentCommand(list(command), prints_reward=prints_reward, sandbox=sandbox)
     rewards: Any = {"error_reward": error_reward, "cut_reward": cut_reward}
     rewards |= {"ignored_parameters": list(ignored_parameters), "timeout_s": timeout_s}
     splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}

@@ -160,15 +160,11 @@ def gsm8k_task(
     Raises:
         ValueError: there are too few rows, or no such split.
     """
-    is_hub = isinstance(dataset, str) and dataset == GSM8K_HUB_ID
-    train, held_out = load_task_rows(
-        dataset,
-        name="main" if name is None and is_hub else name,
-        split=split,
-        held_out_split="test" if held_out_split is None and is_hub else held_out_split,
-        num_held_out=num_held_out,
-        prompt_column="question",
-    )
+    if isinstance(dataset, str) and dataset == GSM8K_HUB_ID:
+        name, held_out_split = name or "main", held_out_split or "test"
+    splits: Any = {"name": name, "split": split, "held_out_split": held_out_split}
+    splits |= {"num_held_out": num_held_out, "prompt_column": "question"}
+    train, held_out = load_task_rows(dataset, **splits)
 
     def final_answer(text: str) -> str | None:
         answer = answers.read_tags(text).answer
@@ -292,15 +288,11 @@ def math_task(
     Raises:
         ValueError: there are too few rows, or no such split.
     """
-    is_hub = isinstance(dataset, str) and dataset == MATH_HUB_ID
-    train, held_out = load_task_rows(
-        dataset,
-        name=name,
-        split=split,
-        held_out_split="test" if held_out_split is None and is_hub else held_out_split,
-        num_held_out=num_held_out,
-        prompt_column="problem",
-    )
+    if isinstance(dataset, str) and dataset == MATH_HUB_ID:
+        held_out_split = held_out_split or "test"
+    splits: Any = {"name": name, "split": split, "held_out_split": held_out_split}
+    splits |= {"num_held_out": num_held_out, "prompt_column": "problem"}
+    train, held_out = load_task_rows(dataset, **splits)
 
     def rewards() -> list[RewardFunctions]:
         grade = answers.MathVerifyReward(timeout_s=timeout_s, num_workers=num_workers)

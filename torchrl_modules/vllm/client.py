@@ -78,11 +78,11 @@ class JSONClient:
         self, url: str, timeout_s: float, *, token: str | None = None, num_connections: int = 8
     ) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "unix"):
-            raise ValueError(f"The URL must begin with http:// or unix://, got {url!r}.")
-        self.url = url
         is_file = parts.scheme == "unix"
-        self._base = "http://localhost" if is_file else f"http://{parts.netloc}"
+        if parts.scheme not in ("http", "https", "unix") or not (parts.netloc or is_file):
+            raise ValueError(f"The URL must be http://host:port or unix:///path, got {url!r}.")
+        self.url = url
+        self._base = "http://localhost" if is_file else url.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"}
         if token := token or os.environ.get(TOKEN_VARIABLE):
             self._headers["Authorization"] = f"Bearer {token}"
@@ -177,7 +177,7 @@ class _Sockets(httpcore2.SyncBackend):
                 connection.close()
                 raise httpcore2.ConnectError("the client is closed")
             self._open = [*(one for one in self._open if one.fileno() >= 0), connection]
-        return _Stream(stream)
+        return _Stream(stream, self._kept)
 
     def close(self) -> None:
         """Close those, too, that the pool has let go of after a request that was broken off."""
@@ -196,8 +196,8 @@ class _Sockets(httpcore2.SyncBackend):
 class _Stream(httpcore2.NetworkStream):
     """A connection."""
 
-    def __init__(self, stream: httpcore2.NetworkStream) -> None:
-        self._stream = stream
+    def __init__(self, stream: httpcore2.NetworkStream, kept: Callable[[Any], "_Stream"]) -> None:
+        self._stream, self._kept = stream, kept
         self.read, self.close = stream.read, stream.close
         self.get_extra_info = stream.get_extra_info
         self.interrupt: Interrupt | None = None
@@ -208,6 +208,9 @@ class _Stream(httpcore2.NetworkStream):
         if self.interrupt is not None:
             self.interrupt.attach(self)
         self._stream.write(buffer, timeout)
+
+    def start_tls(self, *args: Any, **kwargs: Any) -> "_Stream":
+        return self._kept(self._stream.start_tls(*args, **kwargs))
 
     def shut_down(self) -> None:
         """Whoever reads reads the end."""

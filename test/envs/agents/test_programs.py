@@ -1,6 +1,8 @@
 """How programs run, and how they and their episodes end."""
 
 import asyncio
+import os
+import socket
 import sys
 import threading
 import time
@@ -20,6 +22,8 @@ from agents_for_tests import (
 from torchrl.envs.transforms import Compose
 
 from torchrl_envs import AgentCommand, AgentProgram, ChatEnv, DataLoadingPrimer, StepCounter
+from torchrl_envs.sandbox import SandboxUnavailableError, sandbox
+from torchrl_envs.tasks.external import agent_task
 from torchrl_envs.testing import ScriptedTurns
 
 
@@ -124,6 +128,90 @@ time.sleep(600)
         while psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie":
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+ESCAPES = """
+import pathlib, signal, socket, subprocess, urllib.request
+def reached(attempt, *arguments):
+    try:
+        return attempt(*arguments) is not None
+    except OSError:
+        return False
+trainer, other = map(int, os.environ["CANARIES"].split())
+wrong = [name for name, found in {
+    "its files are read": not reached(pathlib.Path("kept/notes").read_text),
+    "those named are read": not reached(pathlib.Path(os.environ["MORE"]).read_text),
+    "it writes to /tmp": not reached(pathlib.Path("/tmp/x").write_text, "x"),
+    "other files": reached(pathlib.Path(os.environ["SECRET"]).read_text),
+    "write": reached(pathlib.Path("kept/notes").write_text, "x"),
+    "variables": "OF_THE_TRAINER" in os.environ,
+    "another port": reached(socket.create_connection, ("127.0.0.1", other), 2),
+    "an address": reached(socket.create_connection, ("1.1.1.1", 80), 2),
+    "a process": reached(os.kill, trainer, 0),
+    "processes": sum(name.isdigit() for name in os.listdir("/proc")) > 9,
+    "mount": not subprocess.run(["mount", "-o", "remount,rw", "/usr"], stderr=-3).returncode,
+}.items() if found]
+if wrong: sys.exit(str(wrong))
+"""
+
+
+def test_a_command_in_a_sandbox_reaches_its_policy_alone(chatml_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("OF_THE_TRAINER", "secret")
+    folder, more = tmp_path / "agent", tmp_path / "more"
+    for path in (folder / "kept", more):
+        path.mkdir(parents=True)
+        (path / "notes").write_text("x")
+    (folder / "agent.py").write_text(COMMAND.replace('print("thinking")', ESCAPES))
+    (tmp_path / "secret").write_text("x")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        told = {
+            "CANARIES": f"{os.getpid()} {other.getsockname()[1]}",
+            "MORE": f"{more}/notes",
+            "SECRET": f"{tmp_path}/secret",
+        }
+        command = AgentCommand(
+            ["python", "agent.py"], folder=folder, environment=told, sandbox=[more]
+        )
+        last = play(chatml_tokenizer, command, ["5"])
+    assert (reason_of(last), last["reward"].item()) == ("environment_done", 1.0)
+    assert (folder / "kept/notes").read_text() == "x"
+    monkeypatch.chdir(tmp_path)
+    lost = play(chatml_tokenizer, AgentCommand(["./nobody"], sandbox=True), ["5"])
+    assert "nobody ended with status 127: ./nobody: No such file" in reason_of(lost)
+
+
+def test_a_sandbox_ends_with_all_that_a_command_started(chatml_tokenizer):
+    script = COMMAND.replace(
+        'print("thinking")',
+        """
+import subprocess, time
+subprocess.Popen(["sleep", "61.0437"], start_new_session=True)
+time.sleep(60.0437)
+""",
+    )
+    command = AgentCommand([sys.executable, "-c", script], sandbox=True)
+    last = play(chatml_tokenizer, command, ["5"], timeout_s=3.0)
+    assert reason_of(last).startswith("environment_error: agent: CallTimeout")
+    deadline = time.monotonic() + 20
+    while any(
+        "61.0437" in " ".join(each.info["cmdline"] or ())
+        for each in psutil.process_iter(["cmdline"])
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_sandbox_that_shows_too_much_or_is_not_there_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="won't offer"):
+        AgentCommand(["python"], folder=os.path.expanduser("~"), sandbox=True)
+    with pytest.raises(ValueError, match="not a directory"):
+        AgentCommand(["python"], sandbox=["no/such/folder"])
+    with pytest.raises(ValueError, match="prints_reward and sandbox are for command"):
+        agent_task(program="math:sqrt", dataset=ROWS, sandbox=True)
+    monkeypatch.setattr(sandbox, "_verified", {})
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SandboxUnavailableError, match="bubblewrap"):
+        AgentCommand([sys.executable], sandbox=True)
 
 
 LEAVES = threading.Event()

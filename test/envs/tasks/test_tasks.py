@@ -102,7 +102,7 @@ def test_what_guesses_are_told_is_true():
         high = min((n - 1 for n, answer in told if answer == "lower"), default=15)
         assert low <= high
         assert all(low <= n <= high for n, answer in told if answer == "found")
-        assert not any(parse_tool_calls(m["content"]).has_calls for m in messages)
+        assert not any(parse_tool_calls(m["content"]).calls for m in messages)
 
 
 def test_any_generator_is_a_task_of_one_turn(scripted, play):

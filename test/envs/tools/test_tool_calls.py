@@ -41,7 +41,7 @@ def wrap(value):
 def test_any_text_gives_calls_or_errors(text):
     turn = parse_tool_calls(text)
     assert len(turn.calls) <= MAX_CALLS + 1
-    assert turn.has_calls == (OPEN in text)
+    assert bool(turn.calls) == (OPEN in text)
     for call in turn.calls:
         assert isinstance(call, ToolCall | MalformedCall)
 
