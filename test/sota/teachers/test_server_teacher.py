@@ -91,7 +91,7 @@ def test_a_dead_server_is_named(teachers, is_there):
 @pytest.mark.parametrize(
     ("change", "policy", "hint"),
     [
-        ({"url": "host:8000"}, {}, r"http://host:port/v1 or unix:///path, got 'host:8000'"),
+        ({"url": "host:8000"}, {}, r"http://host:port or unix:///path, got 'host:8000'"),
         ({"url": "http:///v1"}, {}, "got 'http:///v1'"),
         ({"url": "http://h:1/v1"}, {"temperature": 0.7}, r"policy.temperature=1, not 0\.7"),
     ],
