@@ -506,6 +506,20 @@ class LLMCollector(Collector):
         ValueError: the composition of the environment can't work, the policy or the buffer's
             groups don't fit it, or a count is not positive.
         TypeError: the environment has no transforms, hence no data, or the policy is a bare model.
+
+    Example:
+        >>> from torchrl_envs import ChatEnv, DataLoadingPrimer, StepCounter
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> model, sampling = tiny_qwen3(len(tokenizer)), {"max_new_tokens": 8, "min_tokens": 8}
+        >>> policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling)
+        >>> data = DataLoadingPrimer([{"prompt": "2 + 2?"}, {"prompt": "3 + 3?"}], group_size=2)
+        >>> env = ChatEnv(batch_size=(4,)).append_transform(data).append_transform(StepCounter(1))
+        >>> rows = LLMCollector(env, policy).collect()
+        >>> rows.shape, rows["group_id"]
+        (torch.Size([4]), tensor([0, 0, 1, 1]))
+        >>> rows[0]["tokens", "response"].shape, rows[0]["log_probs", "response"].shape
+        (torch.Size([8]), torch.Size([8]))
     """
 
     def __init__(

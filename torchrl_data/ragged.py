@@ -47,6 +47,13 @@ def pack(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
     Raises:
         ValueError: there are no rows.
+
+    Example:
+        >>> values, lengths = pack([torch.tensor([1, 2, 3]), torch.tensor([4])])
+        >>> values
+        tensor([1, 2, 3, 4])
+        >>> lengths
+        tensor([3, 1])
     """
     if not rows:
         raise ValueError("pack needs at least one row, got none.")
@@ -66,6 +73,10 @@ def unpack(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
 
     Raises:
         ValueError: the lengths do not sum to N.
+
+    Example:
+        >>> unpack(torch.tensor([1, 2, 3, 4]), torch.tensor([3, 1]))
+        (tensor([1, 2, 3]), tensor([4]))
     """
     if int(lengths.sum()) != len(values):
         raise ValueError(
@@ -111,6 +122,11 @@ def pad(rows: Sequence[Tensor], *, value: float | int | bool, side: str = "right
 
     Raises:
         ValueError: the side is neither.
+
+    Example:
+        >>> pad([torch.tensor([1, 2, 3]), torch.tensor([4])], value=0, side="left")
+        tensor([[1, 2, 3],
+                [0, 0, 4]])
     """
     if side not in ("left", "right"):
         raise ValueError(f"pad: side must be 'left' or 'right', got {side!r}.")

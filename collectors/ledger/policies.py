@@ -73,6 +73,11 @@ class Wait:
     Raises:
         ValueError: a number is out of its range, or too large for another one; or
             ``recompute=False`` where nothing is in flight when weights are replaced.
+
+    Example:
+        >>> staleness = Wait(max_staleness=4)  # for StreamingCollector(..., staleness=staleness)
+        >>> staleness.slots(groups_per_step=8, weight_sync_steps=1)  # (depth 3 + 1) * 8
+        32
     """
 
     max_staleness: int = 4
@@ -138,6 +143,12 @@ class OnPolicy(Wait):
     """Every token is of the version that is trained: generation and training take turns.
 
     The same as ``Wait(max_staleness=0)``.
+
+    Example:
+        >>> OnPolicy().max_staleness
+        0
+        >>> OnPolicy().slots(groups_per_step=8, weight_sync_steps=1)  # depth 0
+        8
     """
 
     max_staleness: int = field(default=0, init=False)
@@ -164,6 +175,11 @@ class Drop:
     Raises:
         ValueError: a number is out of its range; or ``recompute=False`` where nothing is in flight
             when weights are replaced.
+
+    Example:
+        >>> staleness = Drop(max_staleness=4)  # for StreamingCollector(..., staleness=staleness)
+        >>> staleness.slots(groups_per_step=8, weight_sync_steps=1)  # (depth 4 + 1) * 8
+        40
     """
 
     max_staleness: int = 4

@@ -264,6 +264,21 @@ class StreamingCollector(BackgroundCollector):
     Raises:
         ValueError: environment, policy, buffer and settings don't fit together.
         TypeError: the environment has no transforms, or the policy or the engine is none.
+
+    Example:
+        >>> from torchrl_envs import ChatEnv, DataLoadingPrimer, StepCounter
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> model, sampling = tiny_qwen3(len(tokenizer)), {"max_new_tokens": 8}
+        >>> policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling)
+        >>> data = DataLoadingPrimer([{"prompt": f"{n} + 2?"} for n in range(9)], group_size=2)
+        >>> env = ChatEnv(batch_size=(4,)).append_transform(data).append_transform(StepCounter(1))
+        >>> with StreamingCollector(env, policy, total_trajectories=8) as collector:
+        ...     for rows in collector:  # two groups of two
+        ...         version = collector.update_policy_weights_(model)
+        ...         print(rows.shape, rows["group_id"].unique().numel(), version)
+        torch.Size([4]) 2 1
+        torch.Size([4]) 2 2
     """
 
     def __init__(

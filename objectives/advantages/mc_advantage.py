@@ -184,6 +184,20 @@ class MCAdvantage(_ByGroups):
 
     See Also:
         Shao et al., 2024, arXiv:2402.03300; Yu et al., 2025 (DAPO), arXiv:2503.14476, section 3.2.
+
+    Example:
+        >>> from tensordict import lazy_stack
+        >>> from torchrl.data import LazyStackStorage, ReplayBuffer
+        >>> advantage = MCAdvantage(4, scale="none")
+        >>> buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=advantage)
+        >>> rewards = [torch.tensor([[value]]) for value in (1.0, 0.0, 0.0, 1.0)]
+        >>> rows = [TensorDict({"reward": each, "group_id": torch.tensor(7)}) for each in rewards]
+        >>> _ = buffer.extend(lazy_stack(rows[:3]))
+        >>> len(buffer)  # the group waits for its fourth row
+        0
+        >>> _ = buffer.extend(lazy_stack(rows[3:]))
+        >>> buffer[:]["advantage"].shape, buffer[:]["advantage"].flatten()
+        (torch.Size([4, 1, 1]), tensor([ 0.5000, -0.5000, -0.5000,  0.5000]))
     """
 
     def __init__(

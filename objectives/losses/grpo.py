@@ -189,6 +189,22 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
 
     See Also:
         Shao et al., 2024, arXiv:2402.03300. ``docs/losses.md`` lists the family.
+
+    Example:
+        >>> import math
+        >>> from tensordict import lazy_stack
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> model = tiny_qwen3(len(tokenizer))
+        >>> _ = torch.nn.init.zeros_(model.lm_head.weight)  # all tokens are equally likely
+        >>> row = TensorDict({("tokens", "full"): torch.tensor([65, 66, 67])})  # ids of a row, [T]
+        >>> row["masks", "all_assistant_mask"] = torch.tensor([False, True, True])
+        >>> row["log_probs", "full"] = torch.full((3,), -math.log(len(tokenizer)))
+        >>> rows = [row.clone().set("advantage", torch.tensor([[value]])) for value in (2.0, -1.0)]
+        >>> loss = GRPOLoss(TransformersWrapper(model, tokenizer=tokenizer), clip_epsilon=0.2)
+        >>> output = loss(lazy_stack(rows))  # ratios are 1: the mean of -2, -2, 1, 1
+        >>> output.total().detach(), output.ratio_mean, output.num_active_tokens
+        (tensor(-0.5000), tensor(1.0000), tensor(4.))
     """
 
     preset: ClassVar[GRPOSettings] = {}

@@ -58,6 +58,21 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
 
     See Also:
         Xie et al., 2024 (minor SFT), arXiv:2408.10642.
+
+    Example:
+        >>> import math
+        >>> from tensordict import lazy_stack
+        >>> from torchrl_data import encode_demonstrations, row_tensordicts
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> model = tiny_qwen3(len(tokenizer))
+        >>> _ = torch.nn.init.zeros_(model.lm_head.weight)  # all tokens are equally likely
+        >>> policy = TransformersWrapper(model, tokenizer=tokenizer)
+        >>> chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+        >>> rows = row_tensordicts(encode_demonstrations(policy.encoder, [chat]))
+        >>> loss = SFTLoss(policy)(lazy_stack(rows)).total()
+        >>> loss.shape, round(loss.item(), 4), round(math.log(len(tokenizer)), 4)
+        (torch.Size([]), 5.8201, 5.8201)
     """
 
     def __init__(

@@ -283,6 +283,17 @@ class DataLoadingPrimer(EpisodeTransform):
         ValueError: the data have no rows, can be walked through once, lack the prompt's column or
             hold bad rows; a number is out of range; or a setting could not take effect.
         TypeError: ``dataset`` holds no rows.
+
+    Example:
+        >>> rows = [{"prompt": "2 + 2?", "answer": "4"}, {"prompt": "3 + 3?", "answer": "6"}]
+        >>> data = DataLoadingPrimer(rows, group_size=2)
+        >>> batch = ChatEnv(batch_size=(4,)).append_transform(data).reset()
+        >>> [messages[0]["content"] for messages in batch["history"].prompt.to_chats()]
+        ['2 + 2?', '2 + 2?', '3 + 3?', '3 + 3?']
+        >>> batch["group_id"]  # int64 [B]: two rollouts of each draw
+        tensor([0, 0, 1, 1])
+        >>> batch["row"][3]
+        {'prompt': '3 + 3?', 'answer': '6'}
     """
 
     def __init__(

@@ -376,6 +376,19 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         ValueError: there is no function, not as many finite weights as functions, or the level or
             the format is unknown.
         TypeError: a function can't be called.
+
+    Example:
+        >>> from torchrl.envs.transforms import Compose
+        >>> def correct(completions, answer, **columns):
+        ...     pairs = zip(completions, answer, strict=True)
+        ...     return [float(right in said) for said, right in pairs]
+        >>> data = DataLoadingPrimer([{"prompt": "2 + 2?", "answer": "4"}])
+        >>> parts = Compose(data, RewardFunctions([correct]), StepCounter(max_steps=1))
+        >>> env = ChatEnv(batch_size=(2,)).append_transform(parts)
+        >>> batch = env.reset().set("text_response", ["It is 4.", "It is 5."])
+        >>> reward = env.step(batch)["next", "reward"]
+        >>> reward.shape, reward.flatten()
+        (torch.Size([2, 1, 1]), tensor([1., 0.]))
     """
 
     def __init__(

@@ -133,6 +133,29 @@ class EnvironmentTools(ToolSource, RewardSource):
         TypeError: a factory can't be called, a class can't be made without arguments, or its
             ``get_reward`` or ``close`` requires arguments that nobody gives.
         ValueError: a tool lacks a docstring or type hints, or there is no tool at all.
+
+    Example:
+        >>> from torchrl.envs.transforms import Compose
+        >>> class Counter:
+        ...     def reset(self, start: int) -> str:  # a column of the data
+        ...         self.count = start
+        ...         return f"The counter is at {start}."
+        ...     def increase(self) -> str:  # a tool
+        ...         '''Add one to the counter.'''
+        ...         self.count += 1
+        ...         return str(self.count)
+        ...     def get_reward(self) -> float:
+        ...         return float(self.count)
+        >>> data = DataLoadingPrimer([{"prompt": "Count to 5.", "start": 4}])
+        >>> parts = Compose(data, EnvironmentTools(Counter))
+        >>> env = ChatEnv(batch_size=(2,)).append_transform(parts)
+        >>> call = '<tool_call>{"name": "increase", "arguments": {}}</tool_call>'
+        >>> batch = env.reset().set("text_response", [call, "It is at 4."])
+        >>> out = env.step(batch)["next"]
+        >>> out["history"].prompt.to_chats()[0][-1]
+        {'role': 'tool', 'content': '5', 'name': 'increase'}
+        >>> out["done"].flatten(), out["reward"].flatten()
+        (tensor([False,  True]), tensor([0., 4.]))
     """
 
     def __init__(

@@ -45,6 +45,21 @@ class FunctionTools(ToolSource):
             ``max_memory_mb`` without ``num_processes``.
         TypeError: something is not a function.
         ToolProcessError: a worker process can't be started, or does not find the functions.
+
+    Example:
+        >>> from torchrl.envs.transforms import Compose
+        >>> def clock() -> str:
+        ...     '''Tell the time.'''
+        ...     return "12:30"
+        >>> data = DataLoadingPrimer([{"prompt": "What time is it?"}])
+        >>> env = ChatEnv(batch_size=(2,)).append_transform(Compose(data, FunctionTools([clock])))
+        >>> call = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+        >>> batch = env.reset().set("text_response", [call, "Late."])
+        >>> out = env.step(batch)["next"]
+        >>> out["history"].prompt.to_chats()[0][-1]
+        {'role': 'tool', 'content': '12:30', 'name': 'clock'}
+        >>> out["done"].flatten()
+        tensor([False,  True])
     """
 
     def __init__(

@@ -164,6 +164,21 @@ class TransformersWrapper(LLMWrapperBase):
             it has adapters of PEFT that are not layers of it, such as prompts.
         ValueError: ``max_model_len`` is above the model's positions, SDPA is asked for where it
             computes something else, or the model can't be scored or sampled from.
+
+    Example:
+        >>> from torchrl_envs import ChatEnv
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> model = tiny_qwen3(len(tokenizer))  # or "Qwen/Qwen3-0.6B", which brings its tokenizer
+        >>> sampling = {"max_new_tokens": 8, "min_tokens": 8, "temperature": 0.8}
+        >>> policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling)
+        >>> queries = TensorDict({"query": ["hello", "What is 2 + 2?"]}, batch_size=[2])
+        >>> batch = policy(ChatEnv(batch_size=(2,)).reset(queries))
+        >>> [(ids.dtype, ids.shape) for ids in batch["tokens"].response]
+        [(torch.int64, torch.Size([8])), (torch.int64, torch.Size([8]))]
+        >>> [log_probs.shape for log_probs in batch["log_probs"].response]
+        [torch.Size([8]), torch.Size([8])]
+        >>> [int(mask.sum()) for mask in batch["masks"].all_assistant_mask]
+        [8, 8]
     """
 
     def __init__(
