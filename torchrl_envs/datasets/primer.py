@@ -285,15 +285,10 @@ class DataLoadingPrimer(EpisodeTransform):
         TypeError: ``dataset`` holds no rows.
 
     Example:
-        >>> rows = [{"prompt": "2 + 2?", "answer": "4"}, {"prompt": "3 + 3?", "answer": "6"}]
-        >>> data = DataLoadingPrimer(rows, group_size=2)
+        >>> data = DataLoadingPrimer([{"prompt": "2 + 2?"}, {"prompt": "3 + 3?"}], group_size=2)
         >>> batch = ChatEnv(batch_size=(4,)).append_transform(data).reset()
-        >>> [messages[0]["content"] for messages in batch["history"].prompt.to_chats()]
-        ['2 + 2?', '2 + 2?', '3 + 3?', '3 + 3?']
-        >>> batch["group_id"]  # int64 [B]: two rollouts of each draw
-        tensor([0, 0, 1, 1])
-        >>> batch["row"][3]
-        {'prompt': '3 + 3?', 'answer': '6'}
+        >>> batch["history"].prompt.to_chats()[3], batch["group_id"]
+        ([{'role': 'user', 'content': '3 + 3?'}], tensor([0, 0, 1, 1]))
     """
 
     def __init__(
@@ -359,8 +354,7 @@ class DataLoadingPrimer(EpisodeTransform):
 
     def _describe(self) -> dict[str, Any]:
         """What a saved position belongs to; the same in every process."""
-        is_stream = self._source.num_rows is None
-        buffer_size = self.options.shuffle_buffer_size
+        buffered = self.shuffle and self._source.num_rows is None
         sample = [row for _, row in self._sample(_SAMPLE_ROWS)]
         shown = json.dumps(sample, sort_keys=True, default=lambda value: type(value).__name__)
         return {
@@ -370,7 +364,7 @@ class DataLoadingPrimer(EpisodeTransform):
             "group_size": self.group_size,
             "prompt_column": self.prompt_column,
             "shuffle": self.shuffle,
-            "shuffle_buffer_size": buffer_size if is_stream and self.shuffle else None,
+            "shuffle_buffer_size": self.options.shuffle_buffer_size if buffered else None,
             "seed": self.seed,
             "max_prompt_tokens": self._prompt_limit and self._prompt_limit.max_tokens,
         }
@@ -585,6 +579,4 @@ class DataLoadingPrimer(EpisodeTransform):
         self._start()
         self._rows.seek(*self._frontier.load(state))
         self._last_good_epoch = self._rows.position[0]
-        self.skipped.counts.update(
-            {k: v - self.skipped.counts[k] for k, v in state["skipped"].items()}
-        )
+        dict.update(self.skipped.counts, state["skipped"])  # a Counter's own would add
