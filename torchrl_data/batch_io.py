@@ -142,7 +142,15 @@ def read_conversations(batch: TensorDictBase, which: str, *, who: str) -> Conver
         who: the component that reads, named in the error.
 
     Raises:
-        MissingEntryError: there is none.
+        MissingEntryError: there is none, or a ``History`` built by hand, which has no tokens.
+
+    Example:
+        >>> from torchrl_envs import ChatEnv
+        >>> queries = TensorDict({"query": ["hello", "bye"]}, batch_size=[2])
+        >>> batch = ChatEnv(batch_size=(2,)).reset(queries)
+        >>> conversations = read_conversations(batch, "prompt", who="my_function")
+        >>> len(conversations), conversations.messages(1)
+        (2, [{'role': 'user', 'content': 'bye'}])
     """
     stored = _newest(batch, which)
     if stored is None:
@@ -199,6 +207,14 @@ def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
         response and full, float32; ``("policy_versions", "full")``, int64; further values as
         ``(name, "response" / "full")``, float32. All ``[T]``, aligned with the full tokens but
         for prompt and response, which are its beginning and end. ``images`` of a row that has any.
+
+    Example:
+        >>> from torchrl_data import ConversationEncoder, encode_demonstrations
+        >>> chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+        >>> [row] = row_tensordicts(encode_demonstrations(ConversationEncoder(tokenizer), [chat]))
+        >>> ids, mask = row["tokens", "full"], row["masks", "all_assistant_mask"]
+        >>> ids.shape == mask.shape, tokenizer.decode(ids[mask])
+        (True, '4<|im_end|>')
     """
     rows, size = [], torch.Size([])
     for row, record in enumerate(conversations._records):

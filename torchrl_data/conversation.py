@@ -37,6 +37,14 @@ class Conversations:
     Args:
         records: B records.
         positions: how far each has got; the end of the record when not given.
+
+    Example:
+        >>> conversations = Conversations.from_messages([[{"role": "user", "content": "hello"}]])
+        >>> longer = conversations.append_messages([[{"role": "assistant", "content": "hi"}]])
+        >>> longer.messages(0)
+        [{'role': 'user', 'content': 'hello'}, {'role': 'assistant', 'content': 'hi'}]
+        >>> len(conversations.messages(0))  # a snapshot never changes
+        1
     """
 
     __slots__ = ("_positions", "_records")

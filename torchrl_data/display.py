@@ -170,6 +170,16 @@ def show_conversation(
 
     Raises:
         TypeError: these are no :class:`Conversations`.
+
+    Example:
+        >>> from torchrl_data import Conversations
+        >>> chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+        >>> show_conversation(Conversations.from_messages([chat]), reward=1.0)
+        ╭─ user ───...
+        │ 2 + 2? ...
+        ╭─ assistant ───...
+        │ 4 ...
+        reward: 1
     """
     _check_conversations("show_conversation", conversations)
     shown = _panels(conversations.messages(row))
@@ -270,6 +280,13 @@ def conversation_html(
     Raises:
         TypeError: these are no :class:`Conversations`.
         ValueError: there are not as many rewards as rows.
+
+    Example:
+        >>> from torchrl_data import Conversations
+        >>> chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+        >>> page = conversation_html(Conversations.from_messages([chat]), reward=1.0)
+        >>> page.startswith("<!doctype html>"), "2 + 2?" in page
+        (True, True)
     """
     _check_conversations("conversation_html", conversations)
     rows = range(len(conversations))

@@ -136,6 +136,20 @@ class Tokens(TokenRows, TensorClass["nocast"]):
     """Token ids, int64: ragged, or padded (prompt on the left, response on the right).
 
     Ragged entries read as lists of B tensors ``[T_i]``, padded ones as tensors ``[B, T]``.
+
+    Example:
+        >>> tokens = Tokens.from_rows(
+        ...     prompt=[torch.tensor([5, 6]), torch.tensor([7])],
+        ...     response=[torch.tensor([8]), torch.tensor([9, 10])],
+        ... )
+        >>> tokens.response
+        [tensor([8]), tensor([ 9, 10])]
+        >>> padded, masks = tokens.to_padded(pad_token_id=0)
+        >>> padded.full  # [B, T]: prompts on the left, responses on the right
+        tensor([[ 5,  6,  8,  0],
+                [ 0,  7,  9, 10]])
+        >>> masks.all_attention_mask[0]
+        tensor([ True,  True,  True, False])
     """
 
     _documentation = __doc__
@@ -343,6 +357,15 @@ class ChatHistory(TensorClass["nocast"]):
 
     Inside the loop each is one opaque :class:`Conversations` for the whole batch; reading an
     attribute builds the ``History`` of the rows that are asked for.
+
+    Example:
+        >>> prompt = History.from_chats([[{"role": "user", "content": "hello"}]])
+        >>> batch = TensorDict(batch_size=[1])
+        >>> batch["history"] = ChatHistory(prompt=prompt, batch_size=[1])
+        >>> batch["history"].prompt.shape  # [B, M]
+        torch.Size([1, 1])
+        >>> batch["history"].prompt.to_chats()
+        [[{'role': 'user', 'content': 'hello'}]]
     """
 
     _documentation = __doc__

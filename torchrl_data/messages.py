@@ -108,7 +108,21 @@ class EncodedMessages(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What somebody said as the assistant: usually what an engine sampled."""
+    """What somebody said as the assistant: usually what an engine sampled.
+
+    Example:
+        >>> from torchrl_data import ConversationEncoder, Conversations
+        >>> encoder = ConversationEncoder(tokenizer)
+        >>> prompt = Conversations.from_messages([[{"role": "user", "content": "hello"}]])
+        >>> ids = tokenizer.encode("world<|im_end|>")
+        >>> message = {"role": "assistant", "content": "world"}
+        >>> turn = Turn(ids, [-0.5] * len(ids), message, versions=3)
+        >>> full = encoder.encode_waiting(prompt).append_turns([turn])
+        >>> full.log_probs(0)[full.assistant_mask(0)].shape == (len(ids),)
+        True
+        >>> full.last_message(0)
+        {'role': 'assistant', 'content': 'world'}
+    """
 
     ids: Sequence[int]
     """The tokens, stop token included."""

@@ -566,6 +566,12 @@ def parse_tool_calls(text: str, format: str = DEFAULT_FORMAT) -> ParsedTurn:
 
     Raises:
         ValueError: there is no such format.
+
+    Example:
+        >>> call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+        >>> turn = parse_tool_calls("Let me add. " + call)
+        >>> turn.content, turn.calls[0].name, turn.calls[0].arguments
+        ('Let me add.', 'add', {'a': 1, 'b': 2})
     """
     written = _format(format)
     # A turn may begin with a thought, which may never end.

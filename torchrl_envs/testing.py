@@ -117,6 +117,12 @@ def check_env(
 
     Raises:
         EnvironmentRuleError: a rule is broken; the message says how.
+
+    Example:
+        >>> def build():
+        ...     env = ChatEnv(batch_size=(2,), tokenizer=tokenizer)
+        ...     return env.append_transform(DataLoadingPrimer([{"prompt": "2 + 2?"}]))
+        >>> check_env(build, tokenizer)  # raises EnvironmentRuleError where a rule is broken
     """
     make_env = env if not isinstance(env, EnvBase) else None
     trial = Trial(make_env or (lambda: env), tokenizer, turns, num_steps, reset)

@@ -563,6 +563,17 @@ class TopKRewardSelector(_ByGroups):
 
     Raises:
         ValueError: a number is not positive, k is above the group's size, or a name is unknown.
+
+    Example:
+        >>> from tensordict import lazy_stack
+        >>> from torchrl.data import LazyStackStorage, ReplayBuffer
+        >>> selector = TopKRewardSelector(group_size=4, topk_size=2)
+        >>> buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=selector)
+        >>> rewards = [torch.tensor([[value]]) for value in (0.25, 0.75, 0.0, 0.5)]
+        >>> rows = [TensorDict({"reward": each, "group_id": torch.tensor(7)}) for each in rewards]
+        >>> _ = buffer.extend(lazy_stack(rows))
+        >>> buffer[:]["reward"].shape, buffer[:]["reward"].flatten()  # the best come first
+        (torch.Size([2, 1, 1]), tensor([0.7500, 0.5000]))
     """
 
     def __init__(

@@ -69,6 +69,20 @@ class NonFiniteGate:
     Raises:
         ValueError: a number is not positive, the parameters are sharded and no ranks are given, or
             they have gradients already, which the first step would take for its own.
+
+    Example:
+        >>> from objectives import SFTLossOutput
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+        >>> gate = NonFiniteGate(torch.optim.SGD([weight], lr=0.5))
+        >>> count = torch.tensor(1.0)
+        >>> for factor in (3.0, float("nan")):
+        ...     loss = (factor * weight).sum()
+        ...     output = SFTLossOutput(loss, count, count, loss.detach(), batch_size=[])
+        ...     _ = gate.backward(output)
+        ...     outcome = gate.step()
+        ...     print(outcome.grad_norm, bool(outcome.skipped), weight.data)  # 1 - 0.5 * 3
+        3.0 False tensor([-0.5000])
+        nan True tensor([-0.5000])
     """
 
     def __init__(

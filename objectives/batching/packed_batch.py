@@ -406,6 +406,15 @@ def write_streams(
     Raises:
         ValueError: tokens of another name, or a weight that is 0 or not finite.
         MissingEntryError: a row has no assistant mask.
+
+    Example:
+        >>> row = TensorDict({("tokens", "full"): torch.arange(4)})
+        >>> row["masks", "all_assistant_mask"] = torch.tensor([False, True, False, True])
+        >>> write_streams(row, rl="assistant", ce=("observation", 0.5))
+        >>> row["streams", "rl"]
+        tensor([0., 1., 0., 1.])
+        >>> row["streams", "ce"]
+        tensor([0.0000, 0.0000, 0.5000, 0.0000])
     """
     read = read or TokenKeys()
     chosen: dict[str, tuple[StreamTokens, float]] = {}

@@ -107,9 +107,10 @@ def _token_mean(values: Tensor, parts: Sequence[Mapping[str, Tensor]]) -> Tensor
 def loss_output(kind: type[Output]) -> type[Output]:
     """Class decorator: an output shows its values, and reduces to its objective."""
     # loss.mean(reduce=True) is TorchRL's idiom for what to differentiate.
-    methods = {name: _reduction(name, getattr(kind, name)) for name in ("mean", "sum")}
-    for name, method in {**methods, "__repr__": _shown}.items():
-        setattr(kind, name, method)
+    # TensorClass gives its own text and docstring; the class keeps a copy of what it says itself.
+    own = {name: _reduction(name, getattr(kind, name)) for name in ("mean", "sum")}
+    for key, value in {**own, "__repr__": _shown, "__doc__": vars(kind)["_documentation"]}.items():
+        setattr(kind, key, value)
     return kind
 
 
@@ -139,7 +140,25 @@ class GRPOLossOutput(LossTerms, TensorClass["nocast"]):
 
     Metrics are detached, and over the trained tokens of the call; :meth:`combine` gives those of a
     window.
+
+    Example:
+        >>> from tensordict import lazy_stack
+        >>> from objectives import GRPOLoss
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> row = TensorDict({("tokens", "full"): torch.tensor([65, 66, 67])})  # [T]
+        >>> row["masks", "all_assistant_mask"] = torch.tensor([False, True, True])
+        >>> row["log_probs", "full"], row["advantage"] = torch.full((3,), -5.0), torch.ones(1, 1)
+        >>> loss = GRPOLoss(TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer))
+        >>> outputs = [loss(lazy_stack([row])), loss(lazy_stack([row, row]))]
+        >>> outputs[0].total().shape  # what to call backward on
+        torch.Size([])
+        >>> whole = GRPOLossOutput.combine(outputs)
+        >>> whole.num_sequences, whole.num_active_tokens
+        (tensor(3.), tensor(6.))
     """
+
+    _documentation = __doc__
 
     loss_objective: Tensor
     """The policy term."""
@@ -185,6 +204,8 @@ class GRPOLossOutput(LossTerms, TensorClass["nocast"]):
 class SFTLossOutput(LossTerms, TensorClass["nocast"]):
     """Terms and metrics of :class:`~objectives.SFTLoss`."""
 
+    _documentation = __doc__
+
     loss_sft: Tensor
     num_active_tokens: Tensor
     """Trained tokens of this call."""
@@ -200,6 +221,8 @@ class SFTLossOutput(LossTerms, TensorClass["nocast"]):
 @loss_output
 class DistillationLossOutput(LossTerms, TensorClass["nocast"]):
     """Terms and metrics of :class:`~objectives.DistillationLoss`."""
+
+    _documentation = __doc__
 
     loss_distill: Tensor
     kl_to_teacher: Tensor

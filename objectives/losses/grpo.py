@@ -504,11 +504,27 @@ class GRPO(GRPOLoss):
 
     That is what is called GRPO today (the default of TRL, TorchRL and verl). As it was first
     published, with the mean over the sequences, it is :class:`OriginalGRPO`.
+
+    Example:
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> actor = TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer)
+        >>> GRPO(actor).options == GRPOLoss(actor).options
+        True
     """
 
 
 class OriginalGRPO(GRPOLoss):
-    """As first published: every sequence weighs the same (arXiv:2402.03300)."""
+    """As first published: every sequence weighs the same (arXiv:2402.03300).
+
+    Example:
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> actor = TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer)
+        >>> options = OriginalGRPO(actor, kl_to_ref_coeff=0.04).options
+        >>> options.aggregation, options.kl_to_ref_coeff
+        ('sequence_mean', 0.04)
+    """
 
     preset: ClassVar[GRPOSettings] = {"aggregation": "sequence_mean"}
 
@@ -517,19 +533,52 @@ class BNPO(GRPOLoss):
     """The mean over the tokens of the micro-batch at hand: call it without ``window=``.
 
     With the window's counts it is DAPO's aggregation, the same for every split.
+
+    Example:
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> actor = TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer)
+        >>> options = BNPO(actor, clip_epsilon=(0.2, 0.28)).options
+        >>> options.aggregation, options.clip_epsilon
+        ('token_mean', (0.2, 0.28))
     """
 
     preset: ClassVar[GRPOSettings] = {"aggregation": "token_mean"}
 
 
 class DAPO(GRPOLoss):
-    """Clip higher, mean over the tokens of the window (arXiv:2503.14476)."""
+    """Clip higher, mean over the tokens of the window (arXiv:2503.14476).
+
+    Example:
+        >>> import math
+        >>> from tensordict import lazy_stack
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> model = tiny_qwen3(len(tokenizer))
+        >>> _ = torch.nn.init.zeros_(model.lm_head.weight)  # all tokens are equally likely
+        >>> row = TensorDict({("tokens", "full"): torch.tensor([65, 66])})  # [T]
+        >>> row["masks", "all_assistant_mask"] = torch.tensor([False, True])
+        >>> row["log_probs", "full"] = torch.full((2,), -math.log(1.5 * len(tokenizer)))
+        >>> row["advantage"] = torch.ones(1, 1)
+        >>> loss = DAPO(TransformersWrapper(model, tokenizer=tokenizer))
+        >>> loss(lazy_stack([row])).total().detach()  # the ratio is 1.5, clipped at 1.28
+        tensor(-1.2800)
+    """
 
     preset: ClassVar[GRPOSettings] = {"aggregation": "token_mean", "clip_epsilon": (0.2, 0.28)}
 
 
 class DrGRPO(GRPOLoss):
-    """The sum over the tokens by a constant: needs ``max_tokens`` (arXiv:2503.20783)."""
+    """The sum over the tokens by a constant: needs ``max_tokens`` (arXiv:2503.20783).
+
+    Example:
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> actor = TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer)
+        >>> options = DrGRPO(actor, max_tokens=256).options  # with MCAdvantage(8, scale="none")
+        >>> options.aggregation, options.max_tokens
+        ('fixed_length', 256)
+    """
 
     preset: ClassVar[GRPOSettings] = {"aggregation": "fixed_length"}
 

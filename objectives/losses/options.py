@@ -258,6 +258,11 @@ class TokenFilters:
 
     Raises:
         ValueError: a threshold is out of range.
+
+    Example:
+        >>> filters = TokenFilters(trust_region=0.05)  # for GRPOLoss(policy, filters=filters)
+        >>> filters.trust_region, filters.drop_truncated
+        (0.05, False)
     """
 
     trust_region: float | None = None

@@ -190,6 +190,21 @@ class DistillationLoss(TokenLoss[DistillationLossKeys]):
 
     See Also:
         Agarwal et al., 2024, arXiv:2306.13649.
+
+    Example:
+        >>> import math
+        >>> from tensordict import lazy_stack
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> model = tiny_qwen3(len(tokenizer))
+        >>> _ = torch.nn.init.zeros_(model.lm_head.weight)  # all tokens are equally likely
+        >>> row = TensorDict({("tokens", "full"): torch.tensor([65, 66])})  # [T]
+        >>> row["masks", "all_assistant_mask"] = torch.tensor([False, True])
+        >>> teacher = torch.full((2,), math.log(2 / len(tokenizer)))
+        >>> row["next", "teacher_log_probs", "full"] = teacher
+        >>> loss = DistillationLoss(TransformersWrapper(model, tokenizer=tokenizer))
+        >>> loss(lazy_stack([row])).total().detach()  # k3 of a ratio of 2: 2 - 1 - log 2
+        tensor(0.3069)
     """
 
     def __init__(

@@ -505,6 +505,12 @@ class ConversationEncoder(TemplateRenderer):
     Raises:
         ValueError: the template does not show what the assistant wrote.
         TypeError: the tokenizer has no fast backend, or the processor processes no images.
+
+    Example:
+        >>> encoder = ConversationEncoder(tokenizer)
+        >>> [encoded] = encoder.encode_chats([[{"role": "user", "content": "hello"}]])
+        >>> tokenizer.decode(encoded.ids).split()
+        ['<|im_start|>user', 'hello<|im_end|>']
     """
 
     def _delta_runs(self, messages: Sequence[Message], closed: bool, first: int) -> list[Run]:
@@ -768,6 +774,15 @@ def encode_demonstrations(
         ValueError: the assistant says nothing in a row, a message has an unknown role, or the
             template can't render the messages, or leaves out something that one holds.
         TypeError: a content has the wrong type.
+
+    Example:
+        >>> chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+        >>> conversations = encode_demonstrations(ConversationEncoder(tokenizer), [chat])
+        >>> ids, mask = conversations.token_ids(0), conversations.assistant_mask(0)  # [T] each
+        >>> ids.dtype, mask.dtype, ids.shape == mask.shape
+        (torch.int64, torch.bool, True)
+        >>> tokenizer.decode(ids[mask])
+        '4<|im_end|>'
     """
     tools = [None] * len(chats) if tools is None else tools
     encoded = encoder.encode_each(chats, tools)

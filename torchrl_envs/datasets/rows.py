@@ -60,6 +60,16 @@ def load_rows(
         ValueError: a file is empty or can't be read, and the message names the first bad line of
             a file of JSON lines; no split is given and there are several, none of them
             ``"train"``; or an option does not apply to the source.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "rows.jsonl")
+        ...     _ = path.write_text('{"prompt": "2 + 2?", "answer": "4"}')
+        ...     rows = load_rows(path)
+        >>> rows[0]
+        {'prompt': '2 + 2?', 'answer': '4'}
     """
     has_options = name is not None or streaming or bool(load_options)
     if not isinstance(source, str | Path):

@@ -24,7 +24,20 @@ _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Answer(NamedTuple):
-    """What the environment says to something in the policy's turn."""
+    """What the environment says to something in the policy's turn.
+
+    Example:
+        >>> class Dice(ToolSource):
+        ...     def read_turn(self, episode, text):
+        ...         if "<roll>" in text:
+        ...             return [Answer({"role": "user", "content": "You rolled a 4."})]
+        ...         return [Answer(None, stop_reason="done")]
+        >>> data = DataLoadingPrimer([{"prompt": "Roll."}])
+        >>> env = ChatEnv(batch_size=(2,)).append_transform(data).append_transform(Dice())
+        >>> out = env.step(env.reset().set("text_response", ["<roll>", "No."]))["next"]
+        >>> out["history"].prompt.to_chats()[0][-1], out["stop_reason"]
+        ({'role': 'user', 'content': 'You rolled a 4.'}, ['', 'done'])
+    """
 
     message: Message | None
     """Appended to the conversation, of whatever role the source chooses; ``None`` says nothing. A

@@ -75,6 +75,17 @@ class EpisodeTransform(Transform):
     episodes wait for runs at once. What is cheaper for many at once overrides ``finish_batch``. An
     episode in which ``before_turn`` or ``after_turn`` raises ends there, truncated and unscorable,
     and the others go on; what ``finish`` raises, or ``draw``, ends the run.
+
+    Example:
+        >>> class Doubt(EpisodeTransform):
+        ...     def after_turn(self, episode):
+        ...         if episode.num_turns == 1:
+        ...             episode.say({"role": "user", "content": "Are you sure?"})
+        >>> data = DataLoadingPrimer([{"prompt": "2 + 2?"}])
+        >>> env = ChatEnv(batch_size=(1,)).append_transform(data).append_transform(Doubt())
+        >>> out = env.step(env.reset().set("text_response", ["4"]))["next"]
+        >>> [message["content"] for message in out["history"].prompt.to_chats()[0]]
+        ['2 + 2?', '4', 'Are you sure?']
     """
 
     only_for: Callable[[Episode], bool] | None = None

@@ -142,6 +142,17 @@ def row_reward(function: F) -> F:
         @row_reward
         async def judged(completion, answer):
             return await ask_a_judge(completion[-1]["content"], answer)
+
+    Example:
+        >>> @row_reward
+        ... def correct(completion, answer):
+        ...     return float(answer in completion)
+        >>> data = DataLoadingPrimer([{"prompt": "2 + 2?", "answer": "4"}])
+        >>> env = ChatEnv(batch_size=(2,)).append_transform(data)
+        >>> env = env.append_transform(RewardFunctions([correct]))
+        >>> out = env.step(env.reset().set("text_response", ["It is 4.", "It is 5."]))["next"]
+        >>> out["reward"].shape, out["reward"].flatten()
+        (torch.Size([2, 1, 1]), tensor([1., 0.]))
     """
     function.scores_one_rollout = True  # type: ignore[attr-defined]
     return function

@@ -159,6 +159,13 @@ class TokenBudget(EpisodeTransform):
 
     Raises:
         ValueError: nothing is bounded, or a number is too small.
+
+    Example:
+        >>> data = DataLoadingPrimer([{"prompt": "2 + 2?"}])
+        >>> env = ChatEnv(batch_size=(2,), tokenizer=tokenizer).append_transform(data)
+        >>> env = env.append_transform(TokenBudget(max_tokens=32))
+        >>> env.reset()["max_new_tokens"]  # int64 [B]: what the next turn may have
+        tensor([32, 32])
     """
 
     def __init__(
