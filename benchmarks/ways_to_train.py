@@ -57,7 +57,7 @@ WAYS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "streaming": (("collector=streaming", "collector.max_staleness=1"), ()),
     "vLLM in this process": (_VLLM, ()),
     "two vLLM servers": ((*_VLLM, "engine.num_engines=2"), ()),
-    "streaming over a vLLM server": (
+    "streaming over two vLLM servers": (
         (*_VLLM, "engine.num_engines=2", "collector=streaming", "collector.max_staleness=1"),
         (),
     ),
