@@ -10,7 +10,7 @@ The worst deviation of the mean ratio from 1 and the smallest effective sample s
 was trained is from what was drawn: engines differ in their arithmetic, asynchronous ways in the age
 of their weights. CPU is that of all processes, engines included; memory the peak of the sum of
 theirs (proportional set sizes, so that what they share counts once). Tokens a second are those
-of the time in which they are drawn; ways that draw beside the training have no such time.
+of the time in which they are drawn, which is all of it where that goes on beside the training.
 """
 
 import argparse
@@ -123,8 +123,7 @@ def row(name: str, settings: tuple[str, ...], found: Any) -> str:
     result, steps, usage = found
     ratios = [abs(x - 1) for step in steps for x in [step.get("ratio_mean/max")] if x is not None]
     sizes = [x for step in steps for x in [step.get("ESS/min")] if x is not None]
-    drawn = "throughput/sampled_tokens_per_s"  # where a step waits for its rollouts
-    speeds = sorted(step[drawn] for step in steps if drawn in step)
+    speeds = sorted(step["throughput/sampled_tokens_per_s"] for step in steps)
     cells = [
         name,
         told,

@@ -303,7 +303,9 @@ class StepMetrics:
             Those of :func:`rollout_metrics` and :func:`update_metrics`; where there is a timer,
             ``time/<phase>_s`` and ``time/step_s``, and tokens per second of the phases
             ``"generate"`` and ``"train"``: ``throughput/sampled_tokens_per_s``,
-            ``throughput/trained_tokens_per_s`` (a token counts in each epoch).
+            ``throughput/trained_tokens_per_s`` (a token counts in each epoch). Where there is no
+            phase ``"generate"``, because tokens are drawn beside the training, the whole step is
+            the time in which they were sampled.
         """
         updates = update_metrics(self._outputs, self._outcomes)
         metrics = self._rollouts | updates | more
@@ -311,12 +313,12 @@ class StepMetrics:
             seconds = dict(self.timer.seconds)
             self.timer.reset()
             metrics |= {f"time/{phase}_s": value for phase, value in seconds.items()}
-            metrics["time/step_s"] = sum(seconds.values())
+            metrics["time/step_s"] = whole = sum(seconds.values())
             trained = updates.get("trained_tokens", 0.0) * len(self._outputs)
-            for phase, name, tokens in (
-                ("generate", "sampled", self._num_sampled),
-                ("train", "trained", trained),
+            for name, tokens, took in (
+                ("sampled", self._num_sampled, seconds.get("generate") or whole),
+                ("trained", trained, seconds.get("train")),
             ):
-                if seconds.get(phase) and tokens:
-                    metrics[f"throughput/{name}_tokens_per_s"] = tokens / seconds[phase]
+                if took and tokens:
+                    metrics[f"throughput/{name}_tokens_per_s"] = tokens / took
         return metrics

@@ -171,3 +171,9 @@ def test_a_step_is_reduced_to_one_table():
     assert metrics["throughput/trained_tokens_per_s"] == pytest.approx(6)
     assert {"reward", "loss", "entropy", "grad_norm"} <= metrics.keys()
     assert timer.seconds == {}, "the next step begins anew"
+    with timer("wait"):  # tokens are drawn beside the training
+        clock.now += 1
+    step.add_rollouts(rows)
+    with timer("train"):
+        clock.now += 3
+    assert step.reduce()["throughput/sampled_tokens_per_s"] == pytest.approx(7 / 4)
