@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "collectors/record"))
+
+from made_records import sample, write_record
+
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -117,3 +121,25 @@ def test_an_evaluation_tells_of_all_samples(run, model):
     estimates = {line.split()[0]: float(line.split()[1]) for line in lines if " to " in line}
     assert set(estimates) == {"reward", "mean@4", *(f"pass{s}{k}" for s in "@^" for k in (1, 2, 4))}
     assert estimates["pass@1"] <= estimates["pass@2"] <= estimates["pass@4"]
+
+
+def test_a_comparison_pairs_the_prompts(run, tmp_path):
+    """Of eight shared prompts six are better by 0.5, one is worse by 0.5, and one is the same.
+
+    Of the 2^7 signs of the seven 16 give a sum as large, so p is 1/8.
+    """
+    before = [[0.0, 1.0]] * 8
+    after = [[0.5, 0.5], *[[1.0, 1.0]] * 6, [0.0, 0.0]]
+    for name, rewards, alone in (("before", before, 8), ("after", after, 9)):
+        groups = [
+            [sample(group=group, index=i, reward=reward) for i, reward in enumerate(own)]
+            for group, own in [*enumerate(rewards), (alone, [1.0, None])]
+        ]
+        groups.append([sample(group=10, segment=1, num_segments=2, reward=1.0)])
+        write_record(tmp_path / name, [groups[::2], groups[1::2]])
+    shared, first, second, difference, verdict = run("compare", "before", "after").splitlines()
+    assert shared == "8 prompts in both, 2 in one alone"
+    assert (first.split()[1], second.split()[1]) == ("0.500", "0.812")
+    assert difference.split()[1] == "+0.312"
+    assert verdict.startswith("better on 6 prompts, worse on 1;")
+    assert float(verdict.split()[-1]) == pytest.approx(1 / 8, abs=0.02)
