@@ -1,6 +1,7 @@
 """The programs of examples/: short, of one file, and each runs as it says."""
 
 import ast
+import json
 import math
 import os
 import re
@@ -41,9 +42,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def run(tmp_path):
-    def run(name, *arguments):
+    def run(name, *arguments, python=sys.executable):
         done = subprocess.run(
-            [sys.executable, ROOT / f"examples/{name}.py", *arguments],
+            [python, ROOT / f"examples/{name}.py", *arguments],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             capture_output=True,
@@ -79,7 +80,8 @@ def test_a_program_is_short_and_names_what_it_imports(path):
         )
     }
     owners = packages_distributions()
-    needed = {owners[name][0] for name in imported - OURS - set(sys.stdlib_module_names)}
+    others = imported - OURS - set(sys.stdlib_module_names)
+    needed = {owners.get(name, [name.replace("_", "-")])[0] for name in others}
     assert needed <= given
     assert "torchrl-agents" in given
     assert f"({path.name})" in (ROOT / "examples/README.md").read_text("utf-8")
@@ -143,3 +145,39 @@ def test_a_comparison_pairs_the_prompts(run, tmp_path):
     assert difference.split()[1] == "+0.312"
     assert verdict.startswith("better on 6 prompts, worse on 1;")
     assert float(verdict.split()[-1]) == pytest.approx(1 / 8, abs=0.02)
+
+
+READ_LOG = """
+import json, sys
+from inspect_ai.log import read_eval_log
+log = read_eval_log(sys.argv[1])
+print(json.dumps([log.eval.model_dump(mode="json"), log.results.model_dump(mode="json"), [
+    [s.id, s.epoch, len(s.input), [m.role for m in s.messages], s.error and s.error.message,
+     {name: [score.value, score.answer] for name, score in s.scores.items()},
+     [u.output_tokens for u in s.model_usage.values()]] for s in log.samples]]))
+"""
+
+
+def test_inspect_reads_a_record_as_a_log(run, tmp_path):
+    groups = [[sample(group=group, index=i) for i in range(2)] for group in range(3)]
+    lost = {"reward": None, "rewards": {"length": None}, "reward_errors": "it broke"}
+    groups.append([sample(group=3, **lost)])
+    write_record(tmp_path / "evaluation", [groups])
+    command = ["evaluate.py", "task=countdown", "policy.model=folder/of"]
+    (tmp_path / "evaluation/run.json").write_text(json.dumps({"command": command}))
+    python = ROOT / ".venv-openenv/bin/python"
+    path = run("to_inspect", "evaluation", "logs", python=python).strip()
+    assert path == "logs/evaluation.eval"
+    done = subprocess.run(
+        [python, "-c", READ_LOG, tmp_path / path], capture_output=True, text=True, check=True
+    )
+    spec, results, samples = json.loads(done.stdout)
+    samples.sort(key=lambda each: each[:2])
+    assert (spec["task"], spec["model"]) == ("countdown", "folder/of")
+    assert (spec["dataset"]["samples"], spec["config"]["epochs"]) == (4, 2)
+    assert (results["total_samples"], results["completed_samples"]) == (7, 6)
+    assert results["scores"][0]["metrics"]["mean"]["value"] == 0.5
+    roles = ["user", "assistant", "tool", "assistant"]
+    scores = {"reward": [1.0, "answer 1"], "length": [1.0, "answer 1"]}
+    assert samples[3] == ["0/1", 2, 1, roles, None, scores, [4]]
+    assert samples[6][4:6] == ["it broke", {}]
