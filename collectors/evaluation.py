@@ -43,6 +43,11 @@ def pass_at_k(correct: Tensor, valid: Tensor | None = None, *, k: int) -> Tensor
 
     See Also:
         Chen et al., 2021, arXiv:2107.03374, eq. 1.
+
+    Example:
+        >>> correct = torch.tensor([[True, False, False, False], [True, True, True, True]])
+        >>> pass_at_k(correct, k=2)  # 1 - C(3, 2) / C(4, 2) = 0.5 for the first prompt
+        tensor([0.5000, 1.0000], dtype=torch.float64)
     """
     count, right = _counts(correct, valid, k)
     return 1 - _choose_ratio(count - right, count, k)
@@ -143,6 +148,13 @@ def bootstrap_interval(
 
     Raises:
         ValueError: there are no values, one is not finite, or a setting is out of range.
+
+    Example:
+        >>> bootstrap_interval(torch.tensor([1.0, 1.0, 1.0]))
+        (1.0, 1.0)
+        >>> low, high = bootstrap_interval(torch.tensor([0.0, 1.0, 1.0, 0.0]))
+        >>> low < 0.5 < high
+        True
     """
     if values.ndim != 1 or not len(values) or not bool(values.isfinite().all()):
         raise ValueError("bootstrap_interval takes at least one value, all finite, [P].")

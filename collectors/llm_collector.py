@@ -486,6 +486,7 @@ class BackgroundCollector(Collector):
 class LLMCollector(Collector):
     """Runs an environment's batch of episodes to their ends, again and again.
 
+    :meth:`collect` gives a lazy stack ``[B]`` of rows, whose entries of tokens are ``[T]`` each.
     A trajectory is one row: all of its turns in one token sequence; where a transform rewrote the
     past (:meth:`~torchrl_envs.Episode.rewrite`) it is several, each sampled token in exactly one.
     A row that is done waits for the others of its batch without costing any generation.

@@ -240,6 +240,16 @@ def identity_of(policy: LLMWrapperBase, model: nn.Module | None = None) -> dict[
         Plain values by field: ``toolkit``, ``tokenizer``, ``chat_template``,
         ``template_variables`` and, if there is a model with a configuration, one field for each
         of its entries, ``model.<entry>``.
+
+    Example:
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> policy = TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer)
+        >>> identity = identity_of(policy, policy.model)
+        >>> identity["model.hidden_size"], identity["model.vocab_size"] == len(tokenizer)
+        (64, True)
+        >>> [name for name in identity if "." not in name]
+        ['toolkit', 'tokenizer', 'chat_template', 'template_variables']
     """
     tokenizer = policy.tokenizer
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
@@ -330,6 +340,17 @@ class RunState:
     Raises:
         TypeError: a part is neither.
         ValueError: a replay buffer draws batches ahead.
+
+    Example:
+        >>> import tempfile
+        >>> model = torch.nn.Linear(2, 1)
+        >>> run = RunState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+        >>> with tempfile.TemporaryDirectory() as folder, CheckpointStore(folder) as store:
+        ...     print(run.restore(store))  # nothing is there yet
+        ...     _ = run.save(store, 1)
+        ...     print(run.restore(store))
+        0
+        1
     """
 
     def __init__(

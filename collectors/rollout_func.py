@@ -176,9 +176,9 @@ class RolloutFunctionCollector(Collector):
     and returns a dictionary of lists: ``prompt_ids``, ``completion_ids``, ``logprobs`` (of the
     distribution that was sampled from), and if it likes ``env_mask`` (0 on tokens that the policy
     did not sample), ``truncated``, and further fields, which reward functions get by their names.
-    ``collect()`` gives rows as :meth:`~collectors.LLMCollector.collect` does, in which the response
-    is everything after the prompt; it raises ``TypeError`` or ``ValueError``, with the key and the
-    row, where the function returned something else.
+    ``collect()`` gives rows ``[B]`` as :meth:`~collectors.LLMCollector.collect` does, in which the
+    response is everything after the prompt; it raises ``TypeError`` or ``ValueError``, with the key
+    and the row, where the function returned something else.
 
     Args:
         rollout_func: the function.
@@ -196,6 +196,25 @@ class RolloutFunctionCollector(Collector):
 
     Raises:
         ValueError: there is no reward, or ``num_rollouts`` does not hold whole groups.
+
+    Example:
+        >>> from torchrl_envs import DataLoadingPrimer
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> def rollout(prompts, collector):
+        ...     said = generate_rollout_completions(collector, prompts)
+        ...     names = "prompt_ids", "completion_ids", "logprobs"
+        ...     lists = {name: [each[name] for each in said] for name in names}
+        ...     return lists | {"env_reward": [1.0] * len(said)}
+        >>> model, sampling = tiny_qwen3(len(tokenizer)), {"max_new_tokens": 4}
+        >>> policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling)
+        >>> data = DataLoadingPrimer([{"prompt": "2 + 2?"}], group_size=2)
+        >>> collector = RolloutFunctionCollector(
+        ...     rollout, policy, data, num_rollouts=2, reward_field="env_reward"
+        ... )
+        >>> rows = collector.collect()
+        >>> rows.shape, rows["reward"].shape, rows["group_id"]
+        (torch.Size([2]), torch.Size([2, 1, 1]), tensor([0, 0]))
     """
 
     def __init__(
@@ -323,6 +342,16 @@ def generate_rollout_completions(
     Raises:
         TypeError: a prompt is neither.
         ValueError: a prompt holds images.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> model, sampling = tiny_qwen3(len(tokenizer)), {"max_new_tokens": 4, "min_tokens": 4}
+        >>> policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling)
+        >>> [said] = generate_rollout_completions(SimpleNamespace(policy=policy), ["2 + 2?"])
+        >>> len(said["completion_ids"]) == len(said["logprobs"]), said["finish_reason"]
+        (True, 'length')
     """
     policy: LLMWrapperBase = owner.policy
     ids = {i: [int(t) for t in prompt] for i, prompt in enumerate(prompts) if _is_ids(prompt)}

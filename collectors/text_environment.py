@@ -465,6 +465,18 @@ class TextEnvironment:
         TypeError: the model, a tool or the reward function is of the wrong type.
         ValueError: a limit is not positive, two tools have one name, or a name can't be written in
             a request.
+
+    Example:
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> def reward(texts):
+        ...     return [float("4" in text) for text in texts]
+        >>> def add(query: str) -> str:
+        ...     return str(sum(map(int, query.split("+"))))
+        >>> model, sampling = tiny_qwen3(len(tokenizer)), {"max_new_tokens": 4}
+        >>> env = TextEnvironment(model, tokenizer, [add], reward, generation_kwargs=sampling)
+        >>> queries, responses, masks, rewards, histories = env.run(["2 + 2 is", "3 + 3 is"])
+        >>> responses[0].dtype, responses[0].shape == masks[0].shape, len(rewards)
+        (torch.int64, True, 2)
     """
 
     def __init__(

@@ -136,10 +136,13 @@ def read_conversations(batch: TensorDictBase, which: str, *, who: str) -> Conver
     """The snapshot of a name, in whatever mode, with exactly the rows of the batch.
 
     Args:
-        batch: what holds it at ``("history", which)``, ``("text", which)`` or
-            ``("tokens", which)``.
+        batch: of any batch shape ``[*B]``; holds it at ``("history", which)``,
+            ``("text", which)`` or ``("tokens", which)``.
         which: ``"prompt"``, ``"response"`` or ``"full"``.
         who: the component that reads, named in the error.
+
+    Returns:
+        The conversations of its B rows, in order.
 
     Raises:
         MissingEntryError: there is none, or a ``History`` built by hand, which has no tokens.

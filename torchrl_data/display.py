@@ -143,7 +143,7 @@ def show_messages(
 
     Args:
         messages: in the chat format.
-        reward: printed at the end: a number, or a tensor of one element.
+        reward: printed at the end: a number, or a tensor of one element, ``[1, 1]`` say.
         console: where to print; a new one on standard output when not given.
     """
     _print(_panels(messages), reward, console)
@@ -165,7 +165,7 @@ def show_conversation(
         conversations: the snapshot that holds the row.
         row: which row.
         tokenizer: when given, the row's tokens are printed below, coloured by who wrote them.
-        reward: printed at the end: a number, or a tensor of one element.
+        reward: printed at the end: a number, or a tensor of one element, ``[1, 1]`` say.
         console: where to print; a new one on standard output when not given.
 
     Raises:
@@ -274,8 +274,8 @@ def conversation_html(
         conversations: the rows to show.
         tokenizer: decodes the tokens; each shows its id, log-prob and policy version when pointed
             at.
-        reward: where there is one row.
-        rewards: of each row, or a tensor of as many elements.
+        reward: where there is one row: a number, or a tensor of one element.
+        rewards: of each row, or a tensor of as many elements, ``[B, 1, 1]`` say.
 
     Raises:
         TypeError: these are no :class:`Conversations`.

@@ -147,6 +147,14 @@ class SamplingParameters:
 
     Raises:
         ValueError: a value is of another kind or outside its range; the message names it.
+
+    Example:
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> params = SamplingParameters(max_new_tokens=4, temperature=0.8, top_p=0.95, seed=0)
+        >>> engine = TransformersEngine(tiny_qwen3(len(tokenizer)))
+        >>> first, second = (engine.generate([[5, 6, 7]], params)[0].ids for _ in range(2))
+        >>> first == second, len(first) <= 4
+        (True, True)
     """
 
     max_new_tokens: int = 256

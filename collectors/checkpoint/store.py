@@ -369,6 +369,13 @@ class CheckpointStore(AbstractContextManager["CheckpointStore", None]):
     Raises:
         ValueError: a setting has no meaning.
         TypeError: one of ``tensorclasses`` is none.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, CheckpointStore(folder) as store:
+        ...     _ = store.save(10, {"weight": torch.ones(2), "seed": 3})
+        ...     print(store.load().step, store.load().state)
+        10 {'weight': tensor([1., 1.]), 'seed': 3}
     """
 
     def __init__(

@@ -228,10 +228,10 @@ class StreamingCollector(BackgroundCollector):
                 collector.update_policy_weights_(model)
 
     No turn, tool or reward of an episode waits for another's; groups complete in any order, and a
-    batch is ``groups_per_step`` complete groups. A :class:`~collectors.GroupLedger` admits them: by
-    construction no token is older at its use than ``staleness`` allows, and with the default
-    nothing is thrown away and no slow prompt starves. New weights are taken up in the middle of
-    responses; every token knows the version that drew it.
+    batch, rows ``[B]``, is ``groups_per_step`` complete groups. A :class:`~collectors.GroupLedger`
+    admits them: by construction no token is older at its use than ``staleness`` allows, and with
+    the default nothing is thrown away and no slow prompt starves. New weights are taken up in the
+    middle of responses; every token knows the version that drew it.
 
     With ``staleness=OnPolicy()`` generation and training take turns, and everything is, to the bit,
     what :class:`~collectors.LLMCollector` gives.

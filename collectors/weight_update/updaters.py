@@ -165,6 +165,14 @@ class InProcessUpdater(WeightUpdater):
     An engine of this process copies them; a vLLM server of this machine gets them in a file. Of a
     model that the policy itself samples from, the weights are there: a push checks that they are
     finite and counts the version, and adapters (PEFT) stay as they are.
+
+    Example:
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> policy = TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer)
+        >>> updater = InProcessUpdater(policy)  # what LLMCollector(env, policy) makes
+        >>> updater.push(policy.model), policy.policy_version
+        (1, 1)
     """
 
     def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -370,6 +370,12 @@ def contribute_weights(source: nn.Module | Mapping[str, Tensor]) -> None:
     Raises:
         RuntimeError: no rank pushes, or the push failed in the middle.
         UpdateRefused: the engine refused the weights and goes on with its old ones.
+
+    Example:
+        >>> if ranks.rank == 0:  # doctest: +SKIP
+        ...     version = collector.update_policy_weights_(model)
+        ... else:
+        ...     contribute_weights(model)
     """
     if not is_spread(source):
         return

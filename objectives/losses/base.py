@@ -136,10 +136,11 @@ def _shown(output: TensorClass) -> str:
 
 @loss_output
 class GRPOLossOutput(LossTerms, TensorClass["nocast"]):
-    """Terms and metrics of :class:`~objectives.GRPOLoss`.
+    """Terms and metrics of :class:`~objectives.GRPOLoss`, scalars ``[]``.
 
-    Metrics are detached, and over the trained tokens of the call; :meth:`combine` gives those of a
-    window.
+    With ``aggregation="none"`` the policy term and the KL terms are ``[K]``, one value per trained
+    token. Metrics are detached, and over the trained tokens of the call; :meth:`combine` gives
+    those of a window.
 
     Example:
         >>> from tensordict import lazy_stack
@@ -202,7 +203,10 @@ class GRPOLossOutput(LossTerms, TensorClass["nocast"]):
 
 @loss_output
 class SFTLossOutput(LossTerms, TensorClass["nocast"]):
-    """Terms and metrics of :class:`~objectives.SFTLoss`."""
+    """Terms and metrics of :class:`~objectives.SFTLoss`, scalars ``[]``.
+
+    With ``aggregation="none"`` the terms are ``[K]``, one value per trained token.
+    """
 
     _documentation = __doc__
 
@@ -220,7 +224,10 @@ class SFTLossOutput(LossTerms, TensorClass["nocast"]):
 
 @loss_output
 class DistillationLossOutput(LossTerms, TensorClass["nocast"]):
-    """Terms and metrics of :class:`~objectives.DistillationLoss`."""
+    """Terms and metrics of :class:`~objectives.DistillationLoss`, scalars ``[]``.
+
+    With ``aggregation="none"`` the term is ``[K]``, one value per trained token.
+    """
 
     _documentation = __doc__
 

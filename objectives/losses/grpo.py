@@ -154,8 +154,8 @@ _LOG = logging.getLogger(__name__)
 class GRPOLoss(TokenLoss[GRPOLossKeys]):
     """Group-relative policy optimisation, and its family by the choice of parts.
 
-    The batch is read once, packed, and only its trained tokens are scored; nothing depends on
-    padding, on the length of the prompts or on the order of the rows. The input is not written to.
+    The batch, ``[B]`` rows, is read once, packed, and only its K trained tokens are scored; nothing
+    depends on padding, on the length of prompts or the order of rows. It is not written to.
 
     Every term is divided by counts of the whole accumulation window when these are given, so that
     the gradients of micro-batches add up to that of the whole (:meth:`measure_window`)::

@@ -32,6 +32,7 @@ _MINOR_AGGREGATIONS: Final[tuple[F.Aggregation, ...]] = ("sequence_mean", "seque
 class SFTLoss(TokenLoss[SFTLossKeys]):
     """Negative log-likelihood of the trained tokens, or minor SFT, with a KL to a reference.
 
+    The batch is ``[B]``, ragged rows or padded ones, as for :class:`~objectives.GRPOLoss`.
     Demonstrations become rows in which what the assistant says is trained::
 
         conversations = encode_demonstrations(policy.encoder, chats)  # of torchrl_data

@@ -681,6 +681,15 @@ class PromptLimit:
 
     Raises:
         ValueError: ``max_tokens`` is no positive number, or there is no such template.
+
+    Example:
+        >>> rows = [{"prompt": "2 + 2?"}, {"prompt": "2 + 2? " * 100}]
+        >>> data = DataLoadingPrimer(rows, prompt_limit=PromptLimit(64, tokenizer))
+        >>> batch = ChatEnv(batch_size=(2,)).append_transform(data).reset()
+        >>> [messages[0]["content"] for messages in batch["history"].prompt.to_chats()]
+        ['2 + 2?', '2 + 2?']
+        >>> data.skipped.counts
+        Counter({'too_long': 1})
     """
 
     def __init__(

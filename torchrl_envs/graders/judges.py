@@ -201,6 +201,16 @@ class LLMJudge:
     Raises:
         TypeError: the judge can't be called.
         ValueError: the bounds are no interval.
+
+    Example:
+        >>> def judge(questions):  # or ChatCompletions("Qwen/Qwen3-8B", base_url=...)
+        ...     return ["<score>0.5</score>" for question in questions]
+        >>> data = DataLoadingPrimer([{"prompt": "2 + 2?"}])
+        >>> grader = RewardFunctions([LLMJudge(judge, rubric="Is it polite?")])
+        >>> env = ChatEnv(batch_size=(2,)).append_transform(data).append_transform(grader)
+        >>> out = env.step(env.reset().set("text_response", ["4", "It is 4."]))["next"]
+        >>> out["reward"].flatten()
+        tensor([0.5000, 0.5000])
     """
 
     needs_messages = True
@@ -304,6 +314,16 @@ class RewardModel:
         TypeError: the model is an object and no tokenizer is given.
         ValueError: the model has several labels, its files lack weights, or the batch size is not
             positive.
+
+    Example:
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> from transformers import Qwen3ForSequenceClassification
+        >>> config = tiny_qwen3(len(tokenizer)).config
+        >>> config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+        >>> model = Qwen3ForSequenceClassification(config)  # or a hub id
+        >>> grader = RewardFunctions([RewardModel(model, tokenizer)])
+        >>> grader.reward_names
+        ['RewardModel']
     """
 
     needs_messages = True

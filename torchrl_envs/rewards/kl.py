@@ -214,6 +214,10 @@ def log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:
 class RetrieveKL(TrajectoryTransform):
     """Scores trajectories with a reference, and computes the KL from it.
 
+    Of rows ``[B]`` it writes the reference's log-probs and ``("next", "kl_penalty")`` of each,
+    float32 ``[T]`` in nats, and unless ``add_to_reward=False`` it subtracts the KL from the reward,
+    which then has a value per token, ``[T, 1]``, unless ``dense=False``.
+
     Args:
         gen_model: ``"from_collector"`` takes the log-probs that the policy recorded when it
             sampled; a model scores the tokens anew.
@@ -232,6 +236,24 @@ class RetrieveKL(TrajectoryTransform):
     Raises:
         TypeError: a model gives no log-probs.
         ValueError: there is no reference, or a model is given twice.
+
+    Example:
+        >>> import math
+        >>> from tensordict import lazy_stack
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> model = tiny_qwen3(len(tokenizer))
+        >>> _ = torch.nn.init.zeros_(model.lm_head.weight)  # all tokens are equally likely
+        >>> reference = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
+        >>> row = TensorDict({("tokens", "full"): torch.tensor([65, 66, 67])})  # [T]
+        >>> row["masks", "all_assistant_mask"] = torch.tensor([False, True, True])
+        >>> row["log_probs", "full"] = torch.full((3,), math.log(2 / len(tokenizer)))
+        >>> transform = RetrieveKL(ref_model=reference, add_to_reward=False)
+        >>> [row] = transform(lazy_stack([row])).unbind(0)
+        >>> row["next", "ref_log_probs", "full"].shape
+        torch.Size([3])
+        >>> row["next", "kl_penalty"]  # log 2 where the policy sampled
+        tensor([0.0000, 0.6931, 0.6931])
     """
 
     def __init__(
@@ -284,7 +306,7 @@ class RetrieveKL(TrajectoryTransform):
 
 
 class KLRewardTransform(RetrieveKL):
-    """Subtracts the KL from a reference model from the reward.
+    """Subtracts the KL from a reference model from the reward, which becomes dense, ``[T, 1]``.
 
     Args:
         ref_model: the reference; see :class:`RetrieveLogProb`.
@@ -296,6 +318,24 @@ class KLRewardTransform(RetrieveKL):
     Raises:
         TypeError: the model gives no log-probs.
         ValueError: there is no reference, or two.
+
+    Example:
+        >>> import math
+        >>> from tensordict import lazy_stack
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> model = tiny_qwen3(len(tokenizer))
+        >>> _ = torch.nn.init.zeros_(model.lm_head.weight)  # all tokens are equally likely
+        >>> reference = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
+        >>> row = TensorDict({("tokens", "full"): torch.tensor([65, 66, 67])})  # [T]
+        >>> row["masks", "all_assistant_mask"] = torch.tensor([False, True, True])
+        >>> row["log_probs", "full"] = torch.full((3,), math.log(2 / len(tokenizer)))
+        >>> row["reward"] = torch.ones(1, 1)
+        >>> [row] = KLRewardTransform(reference, coef=0.5)(lazy_stack([row])).unbind(0)
+        >>> row["next", "kl_penalty"]  # log 2 where the policy sampled
+        tensor([0.0000, 0.6931, 0.6931])
+        >>> row["reward"].shape, row["reward"].flatten()  # -0.5 log 2, and 1 - 0.5 log 2
+        (torch.Size([3, 1]), tensor([ 0.0000, -0.3466,  0.6534]))
     """
 
     def __init__(

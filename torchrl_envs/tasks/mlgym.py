@@ -287,6 +287,10 @@ def make_mlgym(
         ValueError: not exactly one of ``task`` and ``tasks`` is given.
         ImportError: MLGym is not installed.
         RuntimeError: the working folder is not MLGym's, to which its configurations are relative.
+
+    Example:
+        >>> env = make_mlgym(task="prisonersDilemma", tokenizer="Qwen/Qwen3-0.6B")  # doctest: +SKIP
+        >>> rows = LLMCollector(env, policy).collect()  # doctest: +SKIP
     """
     names = [task] if task is not None else list(tasks or ())
     if not names or (task is not None and tasks is not None):

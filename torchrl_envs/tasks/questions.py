@@ -229,6 +229,14 @@ def make_gsm8k_env(
         num_envs: rows of the environment.
         repeats: rollouts of one question.
         **kwargs: see :class:`GSM8KEnv`.
+
+    Example:
+        >>> rows = [{"question": "What is 2 + 2?", "answer": "2 and 2 are 4. #### 4"}]
+        >>> env = make_gsm8k_env(rows, num_envs=2)
+        >>> turns = ["<think>2 and 2</think><answer>4</answer>", "4"]
+        >>> out = env.step(env.reset().set("text_response", turns))["next"]
+        >>> out["reward"].shape, out["reward"].flatten()
+        (torch.Size([2, 1, 1]), tensor([1., 0.]))
     """
     return GSM8KEnv(dataset=dataset, num_envs=num_envs, repeats=repeats, **kwargs)
 

@@ -395,6 +395,21 @@ class StepEnvironments(EpisodeTransform, RewardSource):
     Raises:
         TypeError: the factory can't be called.
         ValueError: a setting is out of range.
+
+    Example:
+        >>> class Corridor:
+        ...     def reset(self, *, seed=None, options=None):
+        ...         self.place = 0
+        ...         return "You are at 0.", {}
+        ...     def step(self, text):
+        ...         self.place += text == "on"
+        ...         return f"You are at {self.place}.", 1.0, self.place == 2, False, {}
+        >>> data = DataLoadingPrimer([{"prompt": "Go to 2."}])
+        >>> corridors = StepEnvironments(lambda row: Corridor())
+        >>> env = ChatEnv(batch_size=(2,)).append_transform(data).append_transform(corridors)
+        >>> out = env.step(env.reset().set("text_response", ["on", "back"]))["next"]
+        >>> [messages[-1]["content"] for messages in out["history"].prompt.to_chats()]
+        ['You are at 1.', 'You are at 0.']
     """
 
     def __init__(

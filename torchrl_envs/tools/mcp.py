@@ -317,6 +317,18 @@ class MCPToolTransform(ToolSource):
         ValueError: there is no server, two tools have the same name, ``allow`` names a tool that
             does not exist, or a tool has a name or a schema that can't be used.
         MCPServerError: a server can't be reached or does not answer.
+
+    Example:
+        >>> from mcp.server import MCPServer
+        >>> server = MCPServer("calculator")
+        >>> @server.tool()
+        ... def add(a: int, b: int) -> int:
+        ...     '''Add two numbers.'''
+        ...     return a + b
+        >>> tools = MCPToolTransform({"calculator": server})  # or {"url": ...}, {"command": ...}
+        >>> tools.tool_names()
+        {'add': "the MCP server 'calculator'"}
+        >>> tools.close()
     """
 
     def __init__(

@@ -584,6 +584,17 @@ def open_async(engine: object, **options: Any) -> AsyncEngine:
         TypeError: nothing here serves such an engine, or an option is not known.
         RuntimeError: the engine is closed or in use elsewhere.
         ConnectionError: nobody answers at the URL.
+
+    Example:
+        >>> import asyncio
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> async def main():
+        ...     params = SamplingParameters(max_new_tokens=4, min_tokens=4)
+        ...     async with open_async(TransformersEngine(tiny_qwen3(len(tokenizer)))) as engine:
+        ...         prompts = [tokenizer.encode(text) for text in ("hello", "What is 2 + 2?")]
+        ...         return await asyncio.gather(*(engine.respond(ids, params) for ids in prompts))
+        >>> [len(generation.ids) for generation in asyncio.run(main())]
+        [4, 4]
     """
     if isinstance(engine, str):
         return resolve_name("torchrl_modules.vllm.server:OwnServerEngine")(engine, **options)

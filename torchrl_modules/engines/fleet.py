@@ -351,6 +351,16 @@ class EngineFleet(ClosedOnLeaving):
             sizes, or a number is out of range.
         TypeError: one is nothing that can be served.
         Exception: what opening the first engine that can't be opened raised.
+
+    Example:
+        >>> from functools import partial
+        >>> from torchrl_modules import TransformersEngine, open_async
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> engine = TransformersEngine(tiny_qwen3(len(tokenizer)))
+        >>> fleet = EngineFleet([partial(open_async, engine) for _ in range(2)])  # or two URLs
+        >>> len(fleet.health())  # vLLMWrapper(fleet, ...), StreamingCollector(..., engine=fleet)
+        2
+        >>> fleet.close()
     """
 
     def __init__(

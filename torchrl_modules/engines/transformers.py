@@ -75,6 +75,14 @@ class TransformersEngine:
         TypeError: the model has adapters that are not layers of it, such as prompts.
         ValueError: ``max_model_len`` is not positive, or above the positions that the model has;
             ``max_cached_tokens`` is negative; or the model can't be sampled from.
+
+    Example:
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> engine = TransformersEngine(tiny_qwen3(len(tokenizer)))
+        >>> prompts = [tokenizer.encode(text) for text in ("hello", "What is 2 + 2?")]
+        >>> generations = engine.generate(prompts, SamplingParameters(max_new_tokens=4))
+        >>> [len(each.ids) == len(each.log_probs) <= 4 for each in generations]
+        [True, True]
     """
 
     reads_in_order = True

@@ -68,6 +68,11 @@ def local_model(source: str) -> str:
             read.
         OSError: neither hub nor package has the model, or there is no room for the converted one.
         ImportError: the packages ``gguf`` and ``accelerate`` are not there.
+
+    Example:
+        >>> local_model("Qwen/Qwen3-0.6B")  # a hub id stays as it is
+        'Qwen/Qwen3-0.6B'
+        >>> folder = local_model("Qwen3-0.6B-Q8_0.gguf")  # converted once  # doctest: +SKIP
     """
     path = Path(source)
     if path.is_file() or (source.lower().endswith(".gguf") and not path.is_dir()):

@@ -46,6 +46,17 @@ class vLLMWrapper(LLMWrapperBase):
             the above.
         ValueError: ``entropy`` is asked for, or ``untempered_log_probs`` of a distribution that is
             tempered or truncated: vLLM gives neither.
+
+    Example:
+        >>> policy = vLLMWrapper(  # doctest: +SKIP
+        ...     "Qwen/Qwen3-0.6B",
+        ...     engine_kwargs={"max_model_len": 2048},
+        ...     generate_kwargs={"max_new_tokens": 64, "temperature": 0.7},
+        ... )
+        >>> batch = policy(env.reset())  # doctest: +SKIP
+        >>> ids = batch[0]["tokens", "response"]  # int64 [T]  # doctest: +SKIP
+        >>> batch[0]["log_probs", "response"].shape == ids.shape  # doctest: +SKIP
+        True
     """
 
     def __init__(

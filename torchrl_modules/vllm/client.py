@@ -419,6 +419,10 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         ConnectionError: nobody answers at the URL.
         PermissionError: the server asks for another token.
         RuntimeError: it is no vLLM server, or one that takes no token ids.
+
+    Example:
+        >>> engine = VLLMServerEngine("http://127.0.0.1:8000", wait_s=300)  # doctest: +SKIP
+        >>> policy = vLLMWrapper(engine, tokenizer=tokenizer)  # doctest: +SKIP
     """
 
     reads_in_order = True

@@ -182,6 +182,15 @@ def start_server(
     Raises:
         RuntimeError: the server ends while it starts, or takes too long; the message holds the
             last lines that it printed.
+
+    Example:
+        >>> with start_server("Qwen/Qwen3-0.6B", max_model_len=2048) as url:  # doctest: +SKIP
+        ...     engine = VLLMServerEngine(url)
+        ...     params = SamplingParameters(max_new_tokens=8)
+        ...     [generation] = engine.generate([tokenizer.encode("What is 2 + 2?")], params)
+        ...     engine.close()
+        >>> len(generation.ids) == len(generation.log_probs)  # doctest: +SKIP
+        True
     """
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
         socket_path, log_path = Path(folder, "socket"), Path(folder, "log")
@@ -305,6 +314,13 @@ def make_vllm_worker(
     Raises:
         ImportError: vLLM is not installed.
         RuntimeError: the engine can't be started.
+
+    Example:
+        >>> engine = make_vllm_worker("Qwen/Qwen3-0.6B", devices=[1])  # doctest: +SKIP
+        >>> policy = vLLMWrapper(engine, tokenizer=tokenizer)  # doctest: +SKIP
+        >>> engine.update_weights(trained.state_dict())  # doctest: +SKIP
+        >>> engine.version  # doctest: +SKIP
+        1
     """
     if devices is None:
         return VLLMEngine(model_name, **options)
