@@ -147,6 +147,16 @@ class ShardedModel:
             sharded with ``fully_shard``.
         trained_only: leave out what is frozen, which the run can load again: of adapters, say, all
             but these. Give what the rest has to be to the identity of the :class:`RunState`.
+
+    Example:
+        >>> import tempfile
+        >>> model = torch.nn.Linear(2, 1)
+        >>> run = RunState(model=ShardedModel(model))
+        >>> with tempfile.TemporaryDirectory() as folder, CheckpointStore(folder) as store:
+        ...     _ = run.save(store, 1)
+        ...     _ = torch.nn.init.zeros_(model.weight)
+        ...     print(run.restore(store), bool(model.weight.any()))
+        1 True
     """
 
     def __init__(self, model: nn.Module, *, trained_only: bool = False) -> None:

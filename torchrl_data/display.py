@@ -145,6 +145,12 @@ def show_messages(
         messages: in the chat format.
         reward: printed at the end: a number, or a tensor of one element, ``[1, 1]`` say.
         console: where to print; a new one on standard output when not given.
+
+    Example:
+        >>> show_messages([{"role": "user", "content": "2 + 2?"}], reward=1.0)
+        ╭─ user ───...
+        │ 2 + 2? ...
+        reward: 1
     """
     _print(_panels(messages), reward, console)
 

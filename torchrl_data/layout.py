@@ -239,6 +239,12 @@ class LogProbs(TokenRows, TensorClass["nocast"]):
     """Log-probabilities, float32 in nats, aligned with the tokens of the same name.
 
     Ragged entries read as lists of B tensors ``[T_i]``, padded ones as tensors ``[B, T]``.
+
+    Example:
+        >>> response = [torch.tensor([-0.5, -1.0]), torch.tensor([-2.0])]
+        >>> log_probs = LogProbs.from_rows(response=response)
+        >>> [values.shape for values in log_probs.response]
+        [torch.Size([2]), torch.Size([1])]
     """
 
     _documentation = __doc__
@@ -258,6 +264,12 @@ class Masks(TokenRows, TensorClass["nocast"]):
     """Masks over ``("tokens", "full")``, bool.
 
     Ragged entries read as lists of B tensors ``[T_i]``, padded ones as tensors ``[B, T]``.
+
+    Example:
+        >>> mask = torch.tensor([False, True, True])
+        >>> masks = Masks.from_rows(all_assistant_mask=[mask, mask[1:]])
+        >>> masks.all_assistant_mask
+        [tensor([False,  True,  True]), tensor([True, True])]
     """
 
     _documentation = __doc__

@@ -121,7 +121,20 @@ class GroupMean(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class LeaveOneOut(AdvantageEstimator):
-    """RLOO: less the mean of the others, see :func:`~objectives.functional.rloo_advantage`."""
+    """RLOO: less the mean of the others, see :func:`~objectives.functional.rloo_advantage`.
+
+    Example:
+        >>> from tensordict import lazy_stack
+        >>> from torchrl.data import LazyStackStorage, ReplayBuffer
+        >>> from objectives import MCAdvantage
+        >>> advantage = MCAdvantage(3, estimator=LeaveOneOut())
+        >>> buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=advantage)
+        >>> rewards = [torch.tensor([[value]]) for value in (1.0, 0.0, 0.0)]
+        >>> rows = [TensorDict({"reward": each, "group_id": torch.tensor(7)}) for each in rewards]
+        >>> _ = buffer.extend(lazy_stack(rows))
+        >>> buffer[:]["advantage"].flatten()  # 1 - 0, 0 - 1/2, 0 - 1/2
+        tensor([ 1.0000, -0.5000, -0.5000])
+    """
 
     def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
         del groups
@@ -205,6 +218,18 @@ class PassAtK(AdvantageEstimator):
 
     Raises:
         ValueError: k is no whole number of at least 1, or the threshold is not finite.
+
+    Example:
+        >>> from tensordict import lazy_stack
+        >>> from torchrl.data import LazyStackStorage, ReplayBuffer
+        >>> from objectives import MCAdvantage
+        >>> advantage = MCAdvantage(4, estimator=PassAtK(k=2))
+        >>> buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=advantage)
+        >>> rewards = [torch.tensor([[value]]) for value in (1.0, 0.0, 0.0, 0.0)]
+        >>> rows = [TensorDict({"reward": each, "group_id": torch.tensor(7)}) for each in rewards]
+        >>> _ = buffer.extend(lazy_stack(rows))
+        >>> buffer[:]["advantage"].flatten()  # (1 - 1/2) / (1/2), and (1/3 - 1/2) / (1/2)
+        tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
     """
 
     k: int

@@ -83,7 +83,23 @@ def resolve_masking_strategy(name: str) -> MaskingStrategy:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """The rows of a batch one after the other, without padding."""
+    """The rows of a batch one after the other, without padding.
+
+    Example:
+        >>> from tensordict import lazy_stack
+        >>> from objectives import SFTLoss
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> rows = [TensorDict({("tokens", "full"): torch.arange(65, 65 + n)}) for n in (3, 2)]
+        >>> for row in rows:
+        ...     row["masks", "all_assistant_mask"] = row["tokens", "full"] > 65
+        >>> policy = TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer)
+        >>> packed = SFTLoss(policy).pack(lazy_stack(rows))
+        >>> packed.ids, packed.lengths
+        (tensor([65, 66, 67, 65, 66]), tensor([3, 2]))
+        >>> packed.target_mask, packed.num_targets
+        (tensor([False,  True,  True, False,  True]), 3)
+    """
 
     ids: Tensor
     """int64 ``[N]``."""

@@ -251,6 +251,10 @@ class Window(NamedTuple):
     Pass it to each micro-batch's loss, add their gradients up, and the sum is the gradient of the
     whole. ``loss.measure_window(parts, ranks=ranks)`` gives the counts of all ranks, divided by
     their number because the mean of their gradients is taken.
+
+    Example:
+        >>> Window.of([Window(3.0, 1.0), Window(5.0, 2.0)])[:2]
+        (8.0, 3.0)
     """
 
     num_active_tokens: float

@@ -607,7 +607,16 @@ class GSPO(GRPOLoss):
 
 
 class CISPO(GRPOLoss):
-    """A bounded weight in front of the log-prob; no token loses its gradient (arXiv:2506.13585)."""
+    """A bounded weight in front of the log-prob; no token loses its gradient (arXiv:2506.13585).
+
+    Example:
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> actor = TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer)
+        >>> options = CISPO(actor).options
+        >>> options.surrogate, options.aggregation
+        ('cispo', 'token_mean')
+    """
 
     preset: ClassVar[GRPOSettings] = {"aggregation": "token_mean", "surrogate": "cispo"}
 

@@ -293,6 +293,13 @@ class SamplerCorrection:
     Raises:
         ValueError: a name is unknown, the bounds are not ``0 <= lower <= 1 <= upper``, or a setting
             has no effect at the level.
+
+    Example:
+        >>> correction = SamplerCorrection(upper=2.0)
+        >>> old, sampler = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0])  # [K], in nats
+        >>> sampled, lengths = torch.tensor([True, True]), torch.tensor([2])
+        >>> correction.weights(old, sampler, sampled, lengths).weight  # exp(1) is cut to 2
+        tensor([1., 2.])
     """
 
     level: F.CorrectionLevel = "token"

@@ -72,6 +72,13 @@ class AgentCommand:
         ValueError: the command is empty, or a sandbox won't show a folder, such as a home.
         TypeError: it is one string, or holds something else than strings.
         SandboxUnavailableError: nothing isolates programs here.
+
+    Example:
+        >>> import sys
+        >>> command = AgentCommand([sys.executable, "agent.py"])  # prints its reward, a number
+        >>> part = AgentProgram(command)  # a part of an environment, of which it is the reward
+        >>> part.reward_names
+        ['agent']
     """
 
     def __init__(

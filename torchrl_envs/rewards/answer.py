@@ -42,6 +42,18 @@ class AnswerReward(EpisodeTransform, RewardSource):
             might answer it.
         weight: of the reward in the sum.
         add_to_reward: for finished trajectories: add to the reward that they have.
+
+    Example:
+        >>> class Right(AnswerReward):
+        ...     required_columns = ("answer",)
+        ...     component_keys = ()
+        ...     def components(self, text, row, query):
+        ...         return {"reward": float(row["answer"] in text)}
+        >>> data = DataLoadingPrimer([{"prompt": "2 + 2?", "answer": "4"}])
+        >>> env = ChatEnv(batch_size=(2,)).append_transform(data).append_transform(Right())
+        >>> out = env.step(env.reset().set("text_response", ["It is 4.", "It is 5."]))["next"]
+        >>> out["reward"].shape, out["reward"].flatten()
+        (torch.Size([2, 1, 1]), tensor([1., 0.]))
     """
 
     required_columns: ClassVar[tuple[str, ...]] = ()

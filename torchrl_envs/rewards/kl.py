@@ -86,6 +86,20 @@ class RetrieveLogProb(TrajectoryTransform):
     Raises:
         TypeError: the model gives no log-probs.
         ValueError: the temperature is not positive.
+
+    Example:
+        >>> from tensordict import lazy_stack
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> model = tiny_qwen3(len(tokenizer))
+        >>> _ = torch.nn.init.zeros_(model.lm_head.weight)  # all tokens are equally likely
+        >>> reference = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
+        >>> row = TensorDict({("tokens", "full"): torch.tensor([65, 66, 67])})  # [T]
+        >>> row["masks", "all_assistant_mask"] = torch.tensor([False, True, True])
+        >>> scored = RetrieveLogProb(reference, log_probs_full_key=("ref_log_probs", "full"))
+        >>> [row] = scored(lazy_stack([row])).unbind(0)
+        >>> (row["next", "ref_log_probs", "full"].exp() * len(tokenizer)).round()[1:]
+        tensor([1., 1.])
     """
 
     def __init__(

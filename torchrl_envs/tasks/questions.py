@@ -201,6 +201,15 @@ class GSM8KEnv(TaskEnv):
 
     Raises:
         ValueError: the data lack ``question`` or ``answer``, or a setting is out of range.
+
+    Example:
+        >>> rows = [{"question": "What is 2 + 2?", "answer": "2 and 2 are 4. #### 4"}]
+        >>> env = GSM8KEnv(dataset=rows, num_envs=2, repeats=2)  # or dataset="openai/gsm8k"
+        >>> batch = env.reset()
+        >>> [messages[-1]["role"] for messages in batch["history"].prompt.to_chats()]
+        ['user', 'user']
+        >>> batch["group_id"].shape, batch["row"][0]["question"]
+        (torch.Size([2]), 'What is 2 + 2?')
     """
 
     def __init__(

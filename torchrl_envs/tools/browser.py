@@ -364,6 +364,10 @@ class BrowserTransform(ToolSource):
     Raises:
         ValueError: a domain is no host, no browser is installed, playwright is missing, or root
             asks for Chromium's own sandbox.
+
+    Example:
+        >>> browser = BrowserTransform(allowed_domains=["example.com"])  # doctest: +SKIP
+        >>> env = ChatEnv(batch_size=(8,)).append_transform(browser)  # doctest: +SKIP
     """
 
     def __init__(

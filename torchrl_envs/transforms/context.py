@@ -32,6 +32,15 @@ class DropReasoning(EpisodeTransform):
     conversation; here that is a step of its own, because what was sampled stays as it was sampled:
     the turns so far become a row of their own, see :meth:`Episode.rewrite`, and the episode goes on
     from a history without their reasoning. Between a tool call and its result reasoning stays.
+
+    Example:
+        >>> data = DataLoadingPrimer([{"prompt": "2 + 2?"}])
+        >>> again = AddThinkingPrompt(lambda row: True, "Are you sure?")
+        >>> env = ChatEnv(batch_size=(1,)).append_transform(data).append_transform(again)
+        >>> env = env.append_transform(DropReasoning())
+        >>> out = env.step(env.reset().set("text_response", ["<think>Two, two.</think>4"]))["next"]
+        >>> [message["content"] for message in out["history"].prompt.to_chats()[0]]
+        ['2 + 2?', '4', 'Are you sure?']
     """
 
     def before_turn(self, episode: Episode) -> None:
@@ -75,6 +84,16 @@ class FoldContext(EpisodeTransform):
     Raises:
         TypeError: ``summarize`` can't be called.
         ValueError: neither bound is given, or a number is out of range.
+
+    Example:
+        >>> data = DataLoadingPrimer([{"prompt": "Count."}])
+        >>> again = AddThinkingPrompt(lambda row: True, "Go on.")
+        >>> fold = FoldContext(lambda messages: "You said one.", max_turns=1, keep_last=1)
+        >>> env = ChatEnv(batch_size=(1,)).append_transform(data).append_transform(again)
+        >>> env = env.append_transform(fold)
+        >>> out = env.step(env.reset().set("text_response", ["One."]))["next"]
+        >>> [message["content"].split() for message in out["history"].prompt.to_chats()[0]]
+        [['Count.', 'You', 'said', 'one.'], ['Go', 'on.']]
     """
 
     def __init__(

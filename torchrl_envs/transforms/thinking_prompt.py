@@ -44,6 +44,14 @@ class AddThinkingPrompt(EpisodeTransform):
 
     Raises:
         ValueError: the past would be rewritten, or settings contradict each other.
+
+    Example:
+        >>> data = DataLoadingPrimer([{"prompt": "2 + 2?"}])
+        >>> again = AddThinkingPrompt(lambda row: True, "Are you sure?")
+        >>> env = ChatEnv(batch_size=(1,)).append_transform(data).append_transform(again)
+        >>> out = env.step(env.reset().set("text_response", ["5"]))["next"]
+        >>> [message["content"] for message in out["history"].prompt.to_chats()[0]]
+        ['2 + 2?', '5', 'Are you sure?']
     """
 
     DEFAULT_PROMPTS_EG: Final = (

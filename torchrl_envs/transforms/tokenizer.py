@@ -54,6 +54,14 @@ class Tokenizer(_EverywhereAlike):
 
     Raises:
         ValueError: keys do not come in pairs, or there are none.
+
+    Example:
+        >>> transform = Tokenizer(["text"], ["tokens"], tokenizer=tokenizer)
+        >>> batch = transform(TensorDict({"text": ["hello", "hello world"]}, batch_size=[2]))
+        >>> batch["tokens"].dtype, batch["tokens"].shape == batch["attention_mask"].shape
+        (torch.int64, True)
+        >>> tokenizer.decode(batch["tokens"][0][batch["attention_mask"][0]])
+        'hello'
     """
 
     def __init__(
@@ -147,6 +155,12 @@ class TemplateTransform(_EverywhereAlike):
 
     Raises:
         ValueError: keys do not come in pairs.
+
+    Example:
+        >>> transform = TemplateTransform(tokenizer)
+        >>> batch = transform(TensorDict({"message": ["hello", "bye"]}, batch_size=[2]))
+        >>> batch["message"][0].split()
+        ['<|im_start|>user', 'hello<|im_end|>', '<|im_start|>assistant']
     """
 
     def __init__(
