@@ -136,11 +136,11 @@ def _shown(output: TensorClass) -> str:
 
 @loss_output
 class GRPOLossOutput(LossTerms, TensorClass["nocast"]):
-    """Terms and metrics of :class:`~objectives.GRPOLoss`, scalars ``[]``.
+    """Terms and metrics of :class:`~objectives.GRPOLoss`.
 
-    With ``aggregation="none"`` the policy term and the KL terms are ``[K]``, one value per trained
-    token. Metrics are detached, and over the trained tokens of the call; :meth:`combine` gives
-    those of a window.
+    All are scalars, ``[]``; with ``aggregation="none"`` the policy term and the KL terms are
+    ``[K]``, one value per trained token. Metrics are detached, and over the trained tokens of the
+    call; :meth:`combine` gives those of a window.
 
     Example:
         >>> from tensordict import lazy_stack
@@ -203,9 +203,10 @@ class GRPOLossOutput(LossTerms, TensorClass["nocast"]):
 
 @loss_output
 class SFTLossOutput(LossTerms, TensorClass["nocast"]):
-    """Terms and metrics of :class:`~objectives.SFTLoss`, scalars ``[]``.
+    """Terms and metrics of :class:`~objectives.SFTLoss`.
 
-    With ``aggregation="none"`` the terms are ``[K]``, one value per trained token.
+    All are scalars, ``[]``; with ``aggregation="none"`` the terms are ``[K]``, one value per
+    trained token.
     """
 
     _documentation = __doc__
@@ -224,9 +225,10 @@ class SFTLossOutput(LossTerms, TensorClass["nocast"]):
 
 @loss_output
 class DistillationLossOutput(LossTerms, TensorClass["nocast"]):
-    """Terms and metrics of :class:`~objectives.DistillationLoss`, scalars ``[]``.
+    """Terms and metrics of :class:`~objectives.DistillationLoss`.
 
-    With ``aggregation="none"`` the term is ``[K]``, one value per trained token.
+    All are scalars, ``[]``; with ``aggregation="none"`` the term is ``[K]``, one value per
+    trained token.
     """
 
     _documentation = __doc__

@@ -42,9 +42,10 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
         actor_network: scores packed tokens (:class:`~torchrl_data.checks.TokenScorer`).
         loss_function: ``"sft"``, or ``"minor_sft"``:
             ``-log sigmoid(beta (log pi - log ref))`` of each row's answer.
-        aggregation: ``"token_mean"``, ``"sequence_mean"``, ``"sequence_sum"`` or
-            ``"fixed_length"``; for minor SFT it says what an answer's log-prob is (its sum for
-            ``"sequence_sum"``, its mean for ``"sequence_mean"``), and only these two apply.
+        aggregation: ``"token_mean"``, ``"sequence_mean"``, ``"sequence_sum"``,
+            ``"fixed_length"``, or ``"none"``, which gives ``[K]`` values; for minor SFT it says
+            what an answer's log-prob is (its sum for ``"sequence_sum"``, its mean for
+            ``"sequence_mean"``), and only these two apply.
         max_tokens: what ``"fixed_length"`` divides by.
         masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``, as for ``GRPOLoss``.
         kl_to_ref_coeff: weight of the KL (k3) to the reference; None or 0 for none.
@@ -177,8 +178,8 @@ class DistillationLoss(TokenLoss[DistillationLossKeys]):
         actor_network: the student; scores packed tokens.
         kl_direction: ``"reverse"``: KL(student || teacher), for tokens that the student sampled;
             ``"forward"``: KL(teacher || student), for tokens that the teacher sampled.
-        aggregation: ``"token_mean"``, ``"sequence_mean"``, ``"sequence_sum"`` or
-            ``"fixed_length"``.
+        aggregation: ``"token_mean"``, ``"sequence_mean"``, ``"sequence_sum"``,
+            ``"fixed_length"``, or ``"none"``, which gives ``[K]`` values.
         max_tokens: what ``"fixed_length"`` divides by.
         masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``, as for ``GRPOLoss``.
         temperature: the student's logits are divided by it, as the teacher's were.
