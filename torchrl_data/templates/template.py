@@ -89,6 +89,20 @@ def add_chat_template(
 
     Raises:
         ValueError: the template has no ``{% generation %}`` block.
+
+    Example:
+        >>> source = (
+        ...     "{% for m in messages %}{% if m.role == 'assistant' %}"
+        ...     "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+        ...     "{% else %}{{ m.content }} = {% endif %}{% endfor %}"
+        ... )
+        >>> add_chat_template("my-sums", source)
+        >>> encoder = ConversationEncoder(tokenizer, chat_template_name="my-sums")
+        >>> chat = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
+        >>> conversations = encode_demonstrations(encoder, [chat])
+        >>> ids, mask = conversations.token_ids(0), conversations.assistant_mask(0)  # [T] each
+        >>> tokenizer.decode(ids), tokenizer.decode(ids[mask])
+        ('2 + 2 = 4<|im_end|>', '4<|im_end|>')
     """
     if not is_generation_marked(template):
         raise ValueError(
