@@ -101,7 +101,7 @@ class AgentCommand:
         self.folder = folder
         self.prints_reward = prints_reward
         self._readable: tuple[str, ...] = ()
-        if sandbox:
+        if sandbox is not False:
             shown = (sys.prefix, folder or ".", *(() if sandbox is True else sandbox))
             paths = [Path(os.path.abspath(path)) for path in shown]
             own = Sandbox(packages=paths).interpreter.readable

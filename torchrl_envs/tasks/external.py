@@ -268,7 +268,7 @@ def agent_task(
         )
     if dataset is None:
         raise ValueError("agent needs a dataset: the rows that the agent works on.")
-    if program is not None and (sandbox or not prints_reward):
+    if program is not None and (sandbox is not False or not prints_reward):
         raise ValueError("prints_reward and sandbox are for command: program runs in this process.")
     run: Any = found("program", program) if program is not None else None
     if command is not None:

@@ -204,6 +204,7 @@ time.sleep(60.0437)
 def test_a_sandbox_that_shows_too_much_or_is_not_there_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="won't offer"):
         AgentCommand(["python"], folder=os.path.expanduser("~"), sandbox=True)
+    assert AgentCommand(["python"], sandbox=[])._readable, "nothing more is shown, but it is one"
     with pytest.raises(ValueError, match="not a directory"):
         AgentCommand(["python"], sandbox=["no/such/folder"])
     with pytest.raises(ValueError, match="prints_reward and sandbox are for command"):
