@@ -299,12 +299,12 @@ BOUNDED = {
 
 def test_record_locks_are_memory():
     """A lock takes some 200 bytes of the kernel's; some 50,000 of them are what is left."""
-    limits = dataclasses.replace(LIMITS, memory_bytes=64 * MIB, timeout_s=300.0, num_open_files=256)
+    limits = dataclasses.replace(LIMITS, memory_bytes=64 * MIB, timeout_s=90.0, num_open_files=256)
     program = """
         import fcntl
         if os.fork() == 0:
             held = b"1" * (48 << 20)
-            time.sleep(300)
+            time.sleep(90)
         time.sleep(0.5)
         files = [open(f"/tmp/{n}", "w") for n in range(200)]
         for n in range(10_000_000):

@@ -49,15 +49,12 @@ def main():
 
 class _Supervisor:
     def __init__(self, config, once):
-        self.config = config
-        self.once = once
-        self.worker = 0
+        self.config, self.once, self.worker = config, once, 0
         self.deadline = time.monotonic() + once["timeout_s"] if once else _FOREVER
         # A session's worker gets requests and answers over a socket: unlike a pipe it can't be
         # opened a second time, from the other side, through /proc.
         self.link = self.workers_link = -1
-        self.outgoing = b""
-        self.next_look = 0.0
+        self.outgoing, self.next_look = b"", 0.0
         self.wake = (-1, -1)
         self.starting = -1
 
@@ -186,20 +183,25 @@ class _Supervisor:
                 ended = os.waitstatus_to_exitcode(status)
 
     def _memory_bytes(self):
-        if self.config["isolation"] == "none":
-            processes, kernel_bytes = _descendants(os.getppid()), 0
-        else:
+        most, used, locks_of = self.config["memory_bytes"], 0, os.devnull
+        processes = _descendants(os.getppid())
+        if self.config["isolation"] != "none":
             processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]
             # Sockets of this network namespace, those too that no process holds just now; and
             # record locks of the processes that this one sees.
-            with open("/proc/net/sockstat", "rb") as sockets, open("/proc/locks", "rb") as locks:
-                kernel_bytes = int(sockets.readline().split()[2]) * self.config["socket_bytes"]
-                kernel_bytes += sum(b" POSIX " in line for line in locks) * _LOCK_BYTES
-        used = kernel_bytes + sum(_bytes_of(pid, "status", _OWN) for pid in processes)
-        if used <= self.config["memory_bytes"]:
-            return used
-        # Pages that processes share were counted for each of them.
-        return kernel_bytes + sum(_bytes_of(pid, "smaps_rollup", _SHARE) for pid in processes)
+            locks_of = "/proc/locks"
+            with open("/proc/net/sockstat", "rb") as sockets:
+                used = int(sockets.readline().split()[2]) * self.config["socket_bytes"]
+        with open(locks_of, "rb") as locks:
+            # At first pages that processes share are counted for each of them. Locks are counted
+            # while they matter: a program that adds some meanwhile would never be done with.
+            for name, fields in (("status", _OWN), ("smaps_rollup", _SHARE)):
+                own = sum(_bytes_of(pid, name, fields) for pid in processes)
+                while used + own <= most and (line := locks.readline()):
+                    used += _LOCK_BYTES * (b" POSIX " in line)
+                if used + own <= most:
+                    break
+        return used + own
 
 
 _LOCK_BYTES = 256
@@ -227,8 +229,7 @@ def _drain(fd):
 
 
 def _descendants(pid):
-    found = []
-    waiting = [pid]
+    found, waiting = [], [pid]
     while waiting:
         parent = waiting.pop()
         try:
