@@ -124,7 +124,7 @@ class ServerTeacher(TokenScorer):
         self._model = model
         token = os.environ.get(TOKEN_VARIABLE) or os.environ.get("OPENAI_API_KEY")
         self._client = partial(
-            *(JSONClient, url, timeout_s), token=token, num_connections=NUM_CONNECTIONS
+            JSONClient, url, timeout_s, token=token, num_connections=NUM_CONNECTIONS
         )
         with closing(self._client()) as client:
             models = _ask(client, "GET", "/v1/models").get("data", ())

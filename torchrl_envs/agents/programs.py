@@ -8,10 +8,10 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -121,7 +121,7 @@ class AgentCommand:
             asyncio.create_task(_keep_tail(read, tail))
             for (read, _), tail in zip(pipes, tails, strict=True)
         ]
-        with tempfile.TemporaryDirectory(prefix="policy-") as door:
+        with TemporaryDirectory() if self._readable else contextlib.nullcontext("") as door:
             try:
                 command, variables = self._placed(endpoint, door)
                 process = await asyncio.create_subprocess_exec(
