@@ -24,16 +24,29 @@ from rich.table import Table
 from tensordict import TensorDictBase
 from torchrl.record.loggers import Logger
 
-from collectors import EvaluationPoint, StreamingCollector, rollout_metrics
+from collectors import (
+    Estimate,
+    EvaluationPoint,
+    StreamingCollector,
+    evaluation_estimates,
+    rollout_metrics,
+)
 from collectors.record import RolloutRecorder
 from objectives import MixedLoss
 from objectives.losses.base import TokenLoss
 from torchrl_data import read_conversations
 from torchrl_data.display import show_conversation
 from torchrl_data.keys import FULL, REWARD
+from torchrl_envs.graders.answers import final_text
 
 from .run import Run
-from .settings.schema import RecipeConfig, RolloutsConfig, SettingsError, TrainingConfig
+from .settings.schema import (
+    RecipeConfig,
+    RolloutsConfig,
+    SamplesConfig,
+    SettingsError,
+    TrainingConfig,
+)
 
 # What a run leaves: metrics, rollouts, the result.
 
@@ -60,6 +73,7 @@ class Recorder:
         folder: of the run.
         loggers: TorchRL's.
         rollouts: writes each step's, where there are any.
+        score: what a test says, see :func:`scores_of`.
         after: the last step of an earlier run, which goes on: what was written of later ones, that
             were not saved, is dropped.
     """
@@ -70,9 +84,12 @@ class Recorder:
         loggers: Sequence[Any],
         rollouts: RolloutRecorder | None = None,
         *,
+        score: Callable[[TensorDictBase], tuple[dict[str, float], dict[str, Estimate]]],
         after: int = 0,
     ) -> None:
         self._loggers = loggers
+        self.score = score
+        """What a test says."""
         self._rollouts = rollouts
         self.history = [
             {name: math.nan if value is None else value for name, value in line.items()}
@@ -80,7 +97,8 @@ class Recorder:
         ]
         """The metrics of the steps before."""
         told = lines_until(folder / EVALUATIONS, after)
-        self.held_out = {x["step"]: x["reward"] for x in told if x.get("reward") is not None}
+        kept = {x["step"]: x["estimates"]["reward"] for x in told if x.get("reward") is not None}
+        self.held_out = {step: Estimate(**reward) for step, reward in kept.items()}
         """The mean reward on held-out prompts, by the step after which it was measured."""
         for path in folder.glob("csv/scalars/**/*.csv"):  # TorchRL's: a step and a value a line
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -99,9 +117,9 @@ class Recorder:
         if reward is None or not self.held_out:
             return False
         last = max(self.held_out)
-        if self.held_out[last] < reward:
+        if self.held_out[last].value < reward:
             return False
-        _LOG.info("done: train.stop_at=%g, held-out reward %.3f", reward, self.held_out[last])
+        _LOG.info("done: train.stop_at=%g, held-out reward %.3f", reward, self.held_out[last].value)
         return True
 
     def write(self, record: StepRecord) -> None:
@@ -128,13 +146,18 @@ class Recorder:
             if point.trajectories is None:
                 line["skipped"] = point.skipped
             else:
-                scores = scores_of(point.trajectories)
-                line |= finite(scores)
-                if not math.isnan(scores["reward"]):  # nothing could be scored
-                    self.held_out[step] = scores["reward"]
-                _LOG.info("held-out reward after step %d: %.3f", step, scores["reward"])
-                for logger in self._loggers:
-                    logger.log_metrics({f"held_out/{k}": v for k, v in scores.items()}, step)
+                scores, estimates = self.score(point.trajectories)
+                told = {name: finite(each._asdict()) for name, each in estimates.items()}
+                line |= finite(scores) | {"estimates": told}
+                reward = estimates["reward"]
+                if reward.num_prompts:
+                    self.held_out[step] = reward
+                _LOG.info(
+                    *("held-out reward after step %d: %.3f (%.3f to %.3f)", step), *reward[:3]
+                )
+                names = {k: k.replace("@", "_at_").replace("^", "_hat_") for k in scores}
+                for logger in self._loggers:  # some take no other names
+                    logger.log_metrics({f"held_out/{names[k]}": scores[k] for k in scores}, step)
             with self._evaluations.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -207,38 +230,57 @@ def show_rollouts(tests: Mapping[str, TensorDictBase | None], count: int) -> Non
             show_conversation(conversation, 0, reward=float(row.get(REWARD)), console=console)
 
 
-def scores_of(trajectories: TensorDictBase) -> dict[str, float]:
-    """Of a test: its mean ``reward``, and that of each source and of each task of several."""
-    return {
+def scores_of(
+    trajectories: TensorDictBase, test: SamplesConfig, answer: Callable[[str], str | None] | None
+) -> tuple[dict[str, float], dict[str, Estimate]]:
+    """What a test says: its scores, and those of them that have an interval over the prompts.
+
+    Args:
+        trajectories: of all prompts.
+        test: how it was made.
+        answer: what an episode's last text answers, where the task has answers.
+
+    Returns:
+        The mean ``reward``, that of each source and of each task of several, and the estimates;
+        and the estimates, see :func:`~collectors.evaluation_estimates`.
+    """
+
+    def answer_of(row: TensorDictBase) -> str | None:
+        assert answer is not None
+        return answer(final_text(read_conversations(row, FULL, who="The test").messages(0)))
+
+    estimates = evaluation_estimates(
+        trajectories,
+        ks=test.ks or (),
+        solved_at=test.solved_at,
+        answer_of=None if answer is None else answer_of,
+        level=test.level,
+    )
+    means = {
         name.removesuffix("/mean"): value
         for name, value in rollout_metrics(trajectories).items()
         if (name.startswith("rewards/") and name.endswith("/mean"))
         or name.rpartition("/")[2] == "reward"
     }
+    return means | {name: each.value for name, each in estimates.items()}, estimates
 
 
 def result_of(
     cfg: RecipeConfig,
     history: Sequence[Mapping[str, float]],
-    before: TensorDictBase,
-    after: TensorDictBase | None,
+    tests: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
     """The numbers at the end of a run.
 
     Args:
         cfg: its settings.
         history: the metrics of each step.
-        before: the test before training.
-        after: the test after it, if there was one.
+        tests: the scores ``before`` training, and ``after`` it where that was tested.
     """
-    tests = {"before": scores_of(before)}
-    if after is not None:
-        tests["after"] = scores_of(after)
     result = {
         "task": cfg.task.id,
         "seed": cfg.seed,
-        "held_out_before": tests["before"]["reward"],
-        "held_out_after": tests["after"]["reward"] if after is not None else None,
+        **{f"held_out_{when}": tests.get(when, {}).get("reward") for when in ("before", "after")},
         "steps": len(history),
         "optimizer_steps": int(sum(metrics["optimizer_steps"] for metrics in history)),
     }
@@ -260,7 +302,7 @@ def plot_learning_curve(
     path: Path,
     history: Sequence[Mapping[str, float]],
     *,
-    held_out: Mapping[int, float],
+    held_out: Mapping[int, Estimate],
     title: str,
     further: Mapping[str, str],
     beside: Mapping[str, str] = REWARD_CURVES,
@@ -270,7 +312,8 @@ def plot_learning_curve(
     Args:
         path: of the PNG.
         history: the metrics of each step.
-        held_out: mean reward on the held-out prompts, by the step after which it was measured.
+        held_out: mean reward on the held-out prompts, by the step after which it was measured; its
+            interval is drawn, too.
         title: above the plot.
         further: more curves beside the reward: the metric of each, by what to call it.
         beside: metrics with small plots of their own, and what to call them.
@@ -305,7 +348,7 @@ def plot_learning_curve(
 def _draw_reward(
     axes: Any,
     history: Sequence[Mapping[str, float]],
-    held_out: Mapping[int, float],
+    held_out: Mapping[int, Estimate],
     further: Mapping[str, str],
 ) -> None:
     rewards = [metrics["reward"] for metrics in history if "reward" in metrics]
@@ -313,8 +356,8 @@ def _draw_reward(
     if rewards:
         axes.plot(steps, rewards, color="tab:blue", lw=1, alpha=0.35)
         axes.plot(steps, smoothed(rewards), color="tab:blue", lw=2, label="training rollouts")
-    points = sorted(held_out.items())
-    shown = [*rewards, *held_out.values()]
+    points = sorted((step, each.value) for step, each in held_out.items()) or [(0, math.nan)]
+    shown = [*rewards, *(value for _, value in points)]
     colors = ["tab:orange", "tab:purple", "tab:brown", "tab:pink"]
     for (label, name), color in zip(further.items(), colors, strict=False):
         told = [metrics.get(name, math.nan) for metrics in history if "reward" in metrics]
@@ -324,6 +367,9 @@ def _draw_reward(
             shown += values
     style = "o-" if len(points) > 2 else "o"
     axes.plot(*zip(*points, strict=True), style, color="tab:green", ms=7, label="held-out prompts")
+    for step, each in held_out.items():
+        axes.vlines(step, each.low, each.high, color="tab:green", lw=1, alpha=0.6)
+        shown += [each.low, each.high]
     low, high = _limits(shown)
     for x, y in {points[0], points[-1]}:
         # Beside the first, where a line rises from it; above the last, or below at the top.
@@ -392,11 +438,20 @@ class MultirunSummary:
         if self.path is None:
             return
         table = Table(title=str(self.path), title_justify="left")
-        for name in ("run", "overrides", "held-out before", "after"):
-            table.add_column(name, justify="left" if name == "overrides" else "right")
-        for number, run in enumerate(self.runs):
-            scores = [run.get(f"held_out_{when}") for when in ("before", "after")]
-            shown = ["" if value is None else f"{value:.3f}" for value in scores]
+        told = [
+            {name: each["value"] for name, each in run["estimates"].items() if "^" not in name}
+            if "estimates" in run
+            else {"held-out before": run.get("held_out_before"), "after": run.get("held_out_after")}
+            for run in self.runs
+        ]
+        names = [*dict.fromkeys(name for scores in told for name in scores)]
+        table.add_column("run", justify="right")
+        table.add_column("overrides", overflow="fold")
+        for name in names:
+            table.add_column(name, justify="right", no_wrap=True)
+        for number, (run, scores) in enumerate(zip(self.runs, told, strict=True)):
+            values = map(scores.get, names)
+            shown = ["" if value is None else f"{value:.3f}" for value in values]
             table.add_row(str(number), escape(" ".join(run["overrides"])), *shown)
         Console(stderr=True).print(table)
 

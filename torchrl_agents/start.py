@@ -238,7 +238,7 @@ def _run(
             follow(ranks, recipe)
             return
         stop = stack.enter_context(StopSignals())
-        about = {"overwrite": cfg.overwrite, "resume": getattr(cfg, "resume", None) is not None}
+        about = {"overwrite": cfg.overwrite, "resume": cfg.resume is not None}
         run = Run(folder, settings=plain_settings(typed), ranks=ranks, **about)
         stack.enter_context(run)
         log = stack.enter_context(RunLog(folder / f"{recipe.name}.log"))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Transform
 
@@ -108,7 +108,7 @@ class HeldOut:
         cfg: how often.
         collector: of the run.
         env: with held-out data.
-        policy: what is evaluated, one rollout of each prompt, sampled as in training.
+        policy: what is evaluated, sampled as in training.
     """
 
     def __init__(
@@ -142,9 +142,10 @@ class HeldOut:
             data.rewind()
         before = random_state()
         try:
-            rows = LLMCollector(self._env, self._policy).collect()
+            batches = [*LLMCollector(self._env, self._policy)]
         finally:
             set_random_state(before)
+        rows = lazy_stack([row for batch in batches for row in batch.unbind(0)])
         self._latest = EvaluationPoint(step, self._collector.policy_version, rows)
         self._points.append(self._latest)
         return rows
@@ -263,45 +264,42 @@ def build_task(
         cfg.collector.max_turns = cfg.collector.max_turns or task.max_turns
         common = _common(cfg, cfg.collector)
         env = TaskEnv(task, num_envs=num_rollouts, repeats=group_size, **common)
-        held_out_env = TaskEnv(task, held_out=True, num_envs=len(task.held_out_rows), **common)
-    return Setup(task, env, held_out_env)
+        return Setup(task, env, _test_env(task, cfg.evaluate, common))
 
 
 def build_test(
     recipe: schema.Recipe,
-    cfg: schema.RecipeConfig,
+    cfg: Any,
     settings: dict[str, Any],
-    *,
-    limits: schema.EpisodeConfig,
-    num_prompts: int,
-    num_samples: int = 1,
-    num_envs: int | None = None,
 ) -> Test:
     """The task and an environment of its held-out rows, for a recipe that samples nothing else.
 
     Args:
         recipe: whose defaults are filled in.
-        cfg: the settings.
+        cfg: the settings: ``episodes`` has the limits of one, ``evaluate`` the number of rows, and
+            of rollouts of each.
         settings: those of the task.
-        limits: of an episode.
-        num_prompts: held-out rows.
-        num_samples: rollouts of each.
-        num_envs: rollouts at once; all of them when not given.
 
     Raises:
         SettingsError: the task's settings or data can't be used.
     """
     with schema.refusing(f"task={cfg.task.id}"):
-        task = _make_task(recipe, cfg, settings, num_held_out=num_prompts)
-        env = TaskEnv(
-            task,
-            held_out=True,
-            num_envs=num_envs or len(task.held_out_rows) * num_samples,
-            repeats=num_samples,
-            num_epochs=1,
-            **_common(cfg, limits),
+        task = _make_task(recipe, cfg, settings, num_held_out=cfg.evaluate.num_prompts)
+        return Test(task, _test_env(task, cfg.evaluate, _common(cfg, cfg.episodes)))
+
+
+def _test_env(task: Task, test: schema.SamplesConfig, common: dict[str, Any]) -> TaskEnv:
+    """With all held-out rows once, in batches of whole prompts."""
+    count = test.num_samples
+    if test.ks is None:
+        test.ks = [1 << i for i in range(count.bit_length())] if count > 1 else []
+    if not all(1 <= k <= count for k in test.ks):
+        raise schema.SettingsError(
+            f"evaluate.ks must be from 1 to evaluate.num_samples={count}, got {test.ks}."
         )
-    return Test(task, env)
+    num_prompts = min(len(task.held_out_rows), max(1, test.max_rollouts // count))
+    sizes = {"num_envs": num_prompts * count, "repeats": count, "num_epochs": 1}
+    return TaskEnv(task, held_out=True, **sizes, **common)
 
 
 def _make_task(

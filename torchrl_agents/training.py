@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from .results import (
     plot_learning_curve,
     record_rollouts,
     result_of,
+    scores_of,
     show_rollouts,
 )
 from .run import Run, StopRequested, remove, tell_of_no_signal
@@ -298,6 +300,7 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
         trainer.push()
         before, pending = saved.get("before"), saved.get("pending")
         held_out = HeldOut(cfg, collector, trainer.setup.held_out_env, trainer.policy)
+        score = partial(scores_of, test=cfg.evaluate, answer=trainer.setup.task.final_answer)
         is_new = before is None
         if before is None:
             with log.phase("first evaluation"):
@@ -313,7 +316,9 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
         with (
             stop.held(),
             closing(keep),
-            closing(Recorder(run.folder, run.loggers, rollouts, after=after_step)) as recorder,
+            closing(
+                Recorder(run.folder, run.loggers, rollouts, score=score, after=after_step)
+            ) as recorder,
         ):
             tell = log.steps(run.recipe.name, num_steps)
             history, num_flat = recorder.history, 0
@@ -382,16 +387,18 @@ def _leave_results(
         actor, weights = whole_model(run.jobs, cfg, trainer.actor)
         save_model(run.folder, cfg.policy, set_generation(cfg.policy, actor), weights)
         run.link()
-    result = result_of(cfg, history, before, after)
+    tests = {"before": before, "after": after}
+    scores = {when: recorder.score(rows)[0] for when, rows in tests.items() if rows is not None}
+    result = result_of(cfg, history, scores)
     names = [function.__name__ for function in task.metrics]
     further = {name.replace("_", " "): f"rewards/{name}/mean" for name in names}
     plot_learning_curve(
         run.folder / "learning_curve.png",
         history,
-        held_out={0: result["held_out_before"], **recorder.held_out},
+        held_out=recorder.held_out,
         title=f"{run.recipe.summary.partition(':')[0]} on {cfg.task.id}, seed {cfg.seed}",
         further=further | {name: f"{name}/reward" for name in task.parts},
         beside=trainer.curves,
     )
-    show_rollouts({"before": before, "after": after}, cfg.evaluate.num_shown)
+    show_rollouts(tests, cfg.evaluate.num_shown)
     return result

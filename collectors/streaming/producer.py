@@ -690,41 +690,65 @@ async def draw_point(
 ) -> EvaluationPoint:
     """Run the episodes of an environment once, with whatever weights serve.
 
-    It takes the data from their beginning, one batch of the environment. Whoever calls it keeps the
-    weights as they are. If the engine dies, all is drawn again.
+    It takes the data from their beginning: all of those that end (``num_epochs``), or else one
+    batch of the environment. Whoever calls it keeps the weights as they are. If the engine dies,
+    all is drawn again.
 
     Raises:
         RuntimeError: a token was drawn by other weights.
         EngineDied: the engine died each of three times.
     """
-    num_deaths = 0
+    num_deaths, version, rows = 0, policy.version, list[TensorDictBase]()
+    data = [*env.transforms_of(DataLoadingPrimer)]
+    ends = bool(data) and all(each.num_epochs is not None for each in data)
     while True:
-        for data in env.transforms_of(DataLoadingPrimer):
-            data.rewind()
-        version = policy.version
-        episodes = await asyncio.to_thread(runner.draw, env.batch_size.numel())
-        drawn = [episode for episode in episodes if episode.stop_reason != NO_DATA]
+        if not rows:
+            for each in data:
+                each.rewind()
+            version = policy.version
         try:
-            await run_together(runner.run(episode, policy) for episode in drawn)
-            rows = await asyncio.to_thread(scored_rows, runner, drawn, env.reward_entries)
+            more = await _draw_batch(env, runner, policy)
         except EngineDied as died:
+            rows.clear()
             num_deaths += 1
             if num_deaths == MAX_DEATHS:
                 raise
             _log.warning("The engine died under an evaluation, which begins again: %s", died)
             continue
-        except asyncio.CancelledError:
-            runner.abandon()
-            raise
-        finally:
-            await asyncio.to_thread(runner.give_up, episodes)
-        drawn_by = {v for row in rows for v in row.get(TOKEN_POLICY_VERSION).tolist() if v >= 0}
-        if drawn_by - {version}:
-            raise RuntimeError(
-                f"An evaluation of version {version} has tokens of {sorted(drawn_by - {version})}: "
-                "the weights were replaced while it ran."
-            )
-        return EvaluationPoint(step, version, lazy_stack(rows))
+        rows += more
+        if not (ends and more):
+            break
+    drawn_by = {v for row in rows for v in row.get(TOKEN_POLICY_VERSION).tolist() if v >= 0}
+    if drawn_by - {version}:
+        raise RuntimeError(
+            f"An evaluation of version {version} has tokens of {sorted(drawn_by - {version})}: "
+            "the weights were replaced while it ran."
+        )
+    return EvaluationPoint(step, version, lazy_stack(rows))
+
+
+async def _draw_batch(
+    env: EpisodeEnv, runner: AsyncEpisodeRunner, policy: AsyncPolicy
+) -> list[TensorDictBase]:
+    """The rows of the next batch; none where the data are exhausted."""
+
+    def draw() -> list[Episode]:
+        with suppress(DataExhaustedError):  # which no coroutine can raise
+            return runner.draw(env.batch_size.numel())
+        return []
+
+    episodes = await asyncio.to_thread(draw)
+    drawn = [episode for episode in episodes if episode.stop_reason != NO_DATA]
+    try:
+        await run_together(runner.run(episode, policy) for episode in drawn)
+        if not drawn:
+            return []
+        return await asyncio.to_thread(scored_rows, runner, drawn, env.reward_entries)
+    except asyncio.CancelledError:
+        runner.abandon()
+        raise
+    finally:
+        await asyncio.to_thread(runner.give_up, episodes)
 
 
 class Evaluations:

@@ -18,8 +18,10 @@ if __name__ == "__main__":
     read_command_line(SETTINGS)  # what is wrong is said before torch is imported
 
 import json
+import logging
 import time
 from collections import Counter
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -27,41 +29,20 @@ from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDictBase, lazy_stack
 
-from collectors import Estimate, LLMCollector, evaluation_estimates, rollout_metrics
+from collectors import Estimate, LLMCollector, RunState, rollout_metrics
 from collectors.record import RolloutRecorder
 from torchrl_agents.models import build_sampler
-from torchrl_agents.results import finite, show_rollouts
+from torchrl_agents.parallel import Checkpoints
+from torchrl_agents.results import finite, scores_of, show_rollouts
 from torchrl_agents.run import Run
-from torchrl_agents.settings.schema import Recipe, SettingsError
+from torchrl_agents.settings.schema import CheckpointConfig, SettingsError
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Test, build_test, set_token_budget
-from torchrl_data import read_conversations
-from torchrl_data.keys import FULL
-from torchrl_envs.graders.answers import final_text
+from torchrl_agents.tasks import Test, set_token_budget
+from torchrl_agents.tasks import build_test as build
+from torchrl_envs import DataLoadingPrimer
 
 RECIPE = SETTINGS
-
-
-def build(recipe: Recipe, cfg: EvaluationConfig, settings: dict[str, Any]) -> Test:
-    """The task and the environment of its held-out rows, with ``num_samples`` rollouts of each."""
-    test = cfg.evaluate
-    if test.ks is None:
-        test.ks = [1 << i for i in range(test.num_samples.bit_length())]
-    wrong = [k for k in test.ks if not 1 <= k <= test.num_samples]
-    if wrong or not test.ks:
-        raise SettingsError(
-            f"evaluate.ks must be from 1 to evaluate.num_samples={test.num_samples}, got {test.ks}."
-        )
-    at_once = max(1, test.max_rollouts // test.num_samples) * test.num_samples
-    return build_test(
-        recipe,
-        cfg,
-        settings,
-        limits=cfg.episodes,
-        num_prompts=test.num_prompts,
-        num_samples=test.num_samples,
-        num_envs=min(at_once, test.num_prompts * test.num_samples),
-    )
+_LOG = logging.getLogger("torchrl_agents")
 
 
 def evaluate(cfg: EvaluationConfig, test: Test, run: Run) -> dict[str, Any]:
@@ -72,37 +53,37 @@ def evaluate(cfg: EvaluationConfig, test: Test, run: Run) -> dict[str, Any]:
         policy = build_sampler(cfg, task)
         set_token_budget(env, cfg.episodes, policy)
     torch.manual_seed(cfg.seed)
-
-    # Every held-out prompt num_samples times, in batches of whole prompts.
-    collector = LLMCollector(env, policy)
     num_rollouts = len(task.held_out_rows) * cfg.evaluate.num_samples
-    batches, num_done = list[TensorDictBase](), 0
-    tell = run.log.steps("evaluation", -(-num_rollouts // env.batch_size.numel()))
-    with RolloutRecorder(run.folder, policy.encoder.tokenizer) as recorder:
-        while num_done < num_rollouts and not run.stop.received:
-            with run.stop.held():  # a signal in here ends the evaluation after the batch
-                batches.append(collector.collect())
-                metrics = rollout_metrics(batches[-1])
-                recorder.write(len(batches), batches[-1], metrics=metrics)
-                num_done += sum(int(row["segment"]) == 0 for row in batches[-1].unbind(0))
+    num_batches = -(-num_rollouts // env.batch_size.numel())
+
+    # Every held-out prompt num_samples times, in batches of whole prompts. What is done is saved
+    # with the place in the data, twenty times at most: each save holds all of it.
+    collector, data = LLMCollector(env, policy), [*env.transforms_of(DataLoadingPrimer)]
+    kept = CheckpointConfig(every=-(-num_batches // 20))
+    with closing(Checkpoints(kept, run.jobs, RunState()).open(run.folder)) as keep:
+        done, saved = keep.restore()
+        batches: list[TensorDictBase] = [*saved.get("batches", [])]
+        for loader, place in zip(data, saved.get("data", ()), strict=False):
+            loader.set_extra_state(place)
+        tell = run.log.steps("evaluation", num_batches)
+        recorder = RolloutRecorder(run.folder, policy.encoder.tokenizer, after=done)
+        # A signal in here ends the evaluation after the batch.
+        with recorder, run.stop.held():
+            for batch in collector:
+                batches.append(batch)
+                metrics = rollout_metrics(batch)
+                recorder.write(len(batches), batch, metrics=metrics)
                 tell(len(batches), metrics)
+                further = {"batches": batches, "data": [each.get_extra_state() for each in data]}
+                if run.stop.received:
+                    keep.save(len(batches), {}, further)
+                    _LOG.info("stopped after batch %d; resume=%s goes on", len(batches), run.folder)
+                    break
+                keep.after(len(batches), {}, further)
     trajectories = lazy_stack([row for batch in batches for row in batch.unbind(0)])
 
     # A prompt's n samples, of which c are correct: pass@k = 1 - C(n - c, k) / C(n, k).
-    answer = task.final_answer
-
-    def answer_of(row: TensorDictBase) -> Any:
-        assert answer is not None
-        return answer(final_text(read_conversations(row, FULL, who="evaluate").messages(0)))
-
-    estimates = evaluation_estimates(
-        trajectories,
-        ks=cfg.evaluate.ks or [1],
-        solved_at=cfg.evaluate.solved_at,
-        answer_of=None if answer is None else answer_of,
-        level=cfg.evaluate.level,
-        seed=cfg.seed,
-    )
+    _, estimates = scores_of(trajectories, cfg.evaluate, task.final_answer)
     show_rollouts({"held-out prompts": trajectories}, cfg.evaluate.num_shown)
     show_table(estimates, cfg)
     result = {

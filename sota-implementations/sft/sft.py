@@ -49,8 +49,7 @@ RECIPE = replace(
 
 def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Test:
     """The task, whose demonstrations are learnt, and the environment that tests."""
-    limits, num_prompts = cfg.episodes, cfg.evaluate.num_prompts
-    test = build_test(recipe, cfg, settings, limits=limits, num_prompts=num_prompts)
+    test = build_test(recipe, cfg, settings)
     chats, tools = list(test.task.demonstrations), list(test.task.demonstration_tools)
     if cfg.data.dataset is not None:
         try:

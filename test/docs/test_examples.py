@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "collectors/record"))
 
@@ -83,7 +85,7 @@ def test_a_program_is_short_and_names_what_it_imports(path):
     others = imported - OURS - set(sys.stdlib_module_names)
     needed = {owners.get(name, [name.replace("_", "-")])[0] for name in others}
     assert needed <= given
-    assert "torchrl-agents" in given
+    assert ("torchrl-agents" in given) is bool(imported & OURS)
     assert f"({path.name})" in (ROOT / "examples/README.md").read_text("utf-8")
 
 
@@ -145,6 +147,61 @@ def test_a_comparison_pairs_the_prompts(run, tmp_path):
     assert difference.split()[1] == "+0.312"
     assert verdict.startswith("better on 6 prompts, worse on 1;")
     assert float(verdict.split()[-1]) == pytest.approx(1 / 8, abs=0.02)
+
+
+def a_run(folder, rewards, tested, **settings):
+    """What a run leaves that is drawn; the first test has an interval."""
+    folder.mkdir(parents=True)
+    tests = [{"step": 2 * i, "reward": reward} for i, reward in enumerate(tested)]
+    tests[0]["estimates"] = {"reward": {"low": 0.125, "high": 0.375}}
+    tests.insert(1, {"step": 1, "skipped": "the one before had not ended"})
+    files = {
+        "metrics.jsonl": rewards,
+        "evaluations.jsonl": tests,
+        "run.json": [{"settings": {"task.id": "nim", **settings}}],
+    }
+    for name, lines in files.items():
+        (folder / name).write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def test_curves_of_several_runs_are_drawn_by_what_they_have(tmp_path, capsys, monkeypatch):
+    figures, long = [], 50
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    steps = [{"reward": 0.0}, {"reward": None}, {"reward": 0.5}, {"reward": 1.0}]
+    two = [{"step": 0, "a/reward": 0.1, "b/reward": 0.3, "rewards/a/x": 1.0}]
+    runs = [
+        a_run(tmp_path / "grpo/nim/seed0", steps, [0.25, 0.75]),
+        a_run(tmp_path / "grpo/nim/seed1", steps, [0.25, 0.25]),
+        a_run(
+            *(tmp_path / "grpo/nim/control", steps * long, [0.25, 0.0]),
+            **{"train.shuffle_rewards": True},
+        ),
+        a_run(tmp_path / "sft/nim/seed0", [{"loss": 1.0}] * 4, [0, 0.5, 1]),
+        a_run(tmp_path / "self_play/two/seed0", steps, [0.5]),
+    ]
+    (runs[-1] / "evaluations.jsonl").write_text(json.dumps(*two))
+    monkeypatch.setattr(sys, "argv", ["curves.py", "out.png", *map(str, runs)])
+    runpy.run_path(str(ROOT / "examples/curves.py"), run_name="__main__")
+    assert "| nim | 3 | 0.17 | 0.67 |" in capsys.readouterr().out
+    ((learnt, control, *several),) = [figure.axes[:4] for figure in figures]
+    assert [axes.get_title() for axes in (learnt, control, *several)] == [
+        *("nim: 0.17 to 0.67", "nim, control: 0.25 to 0.00"),
+        *("a: 0.10 to 0.10", "b: 0.30 to 0.30"),
+    ]
+    rollouts, smooth, points = control.lines
+    assert list(rollouts.get_ydata()[[0, 2, 3]]) == [0.0, 0.5, 1.0]
+    assert len(smooth.get_ydata()) == 4 * long
+    assert points.get_xydata().tolist() == [[0, 0.25], [2, 0.0]]
+    assert points.get_linestyle() == "None"
+    (interval,) = control.collections
+    assert interval.get_segments()[0].tolist() == [[0, 0.125], [0, 0.375]]
+    short, _, _, _, no_rollouts, tested = learnt.lines
+    assert list(short.get_ydata()[[0, 2, 3]]) == [0.0, 0.5, 1.0]
+    assert not len(no_rollouts.get_ydata())
+    assert not len(several[0].lines[0].get_ydata())
+    assert tested.get_ydata().tolist() == [0, 0.5, 1]
+    assert tested.get_linestyle() == "-"
 
 
 READ_LOG = """

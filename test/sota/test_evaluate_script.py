@@ -1,7 +1,9 @@
 """The evaluation as a user runs it: a server on a data set, with every number by hand."""
 
 import json
+import os
 import re
+import signal
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from collectors.record import RunRecord
+from collectors.record import RolloutRecorder, RunRecord
 
 NUM_ROWS = 12
 
@@ -138,6 +140,57 @@ def test_a_runs_model_is_asked_as_it_was_trained(run_recipe, evaluate, tmp_path,
 
 def settings_of(folder):
     return yaml.safe_load(Path(folder, "config.yaml").read_text())
+
+
+@pytest.mark.slow
+def test_one_that_was_stopped_goes_on_as_it_would_have(run_recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ("evaluate.num_prompts=10", "evaluate.num_samples=2", "evaluate.max_rollouts=8")
+    options += ("policy.max_new_tokens=8", "evaluate.num_shown=0")
+    write = RolloutRecorder.write
+
+    def write_and_stop(recorder, step, *rows, **more):
+        write(recorder, step, *rows, **more)
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    whole = run_recipe("evaluate", *options, "name=whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(RolloutRecorder, "write", write_and_stop)
+        with pytest.raises(SystemExit):
+            run_recipe("evaluate", *options, "name=cut")
+    cut = Path("outputs/evaluate/calculator/cut-001")
+    assert json.loads((cut / "evaluation.json").read_text())["rollouts"]["turns"] >= 1
+    again = run_recipe("evaluate", f"resume={cut}")
+    assert again["estimates"] == whole["estimates"]
+    said = [
+        [(each.group_id, each.messages) for each in record.samples(step.step)]
+        for record in map(RunRecord, (whole["output_dir"], cut))
+        for step in record.steps
+    ]
+    assert list(map(len, said)) == 2 * [8, 8, 4]  # 20 rollouts, 4 prompts at once
+    assert said[:3] == said[3:]
+    assert said[1] != said[2][:4]
+
+
+@pytest.mark.slow
+def test_several_data_sets_in_one_command(evaluate, server, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    odd = [{"question": f"What is {i} plus 1?", "answer": f"#### {i + 1}"} for i in range(1, 9, 2)]
+    (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, odd)))
+    done = evaluate(
+        *("--multirun", "task=gsm8k", "task.dataset=odd.jsonl,rows.jsonl"),
+        *("task.held_out_split=train", "evaluate.num_prompts=4", "evaluate.num_samples=4"),
+        *("engine=chat", f"engine.url={server}", "policy.model=m", "evaluate.num_shown=0"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = tmp_path.rglob("multirun.json")
+    odd, both = json.loads(path.read_text())
+    assert odd["estimates"]["pass@1"]["value"] == 0.25
+    assert both["estimates"]["pass@1"]["value"] == pytest.approx((2 + 2 * 0.25) / 4)
+    table = done.stderr[done.stderr.rindex("multirun.json") :]
+    assert re.search(r"overrides .* reward .* pass@4", table)
+    assert re.search(r"odd\.jsonl .* 0\.250 ", table)
 
 
 @pytest.mark.slow

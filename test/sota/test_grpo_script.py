@@ -151,6 +151,7 @@ def _metrics_agree(out: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_streams_tells_of_every_group(result_of, tmp_path):
     settings = ("collector=streaming", "collector.max_staleness=2", "evaluate.every=1")
+    settings += ("evaluate.num_samples=2", "evaluate.max_rollouts=6")
     result = result_of(*SMALL, *settings, "train.num_steps=4", cwd=tmp_path)
     out = Path(result["output_dir"])
     metrics = lines_of(out / "metrics.jsonl")
@@ -165,8 +166,15 @@ def test_a_run_that_streams_tells_of_every_group(result_of, tmp_path):
     tests = [point for point in points if "reward" in point]
     assert tests[0]["reward"] == result["held_out_before"]
     assert tests[-1]["rewards/Calculator"] == result["after/rewards/Calculator"]
-    told = (out / "csv/scalars/held_out/reward.csv").read_text().splitlines()
-    assert [int(line.split(",")[0]) for line in told] == [point["step"] for point in tests]
+    assert tests[-1]["pass@2"] == result["after/pass@2"]
+    for point in tests:  # all prompts, three at a time; c of 2 samples are correct
+        found = point["estimates"]
+        assert {each["num_prompts"] for each in found.values()} == {8}
+        assert all(each["low"] <= each["value"] <= each["high"] for each in found.values())
+        assert point["pass@2"] + point["pass^2"] == pytest.approx(2 * point["mean@2"])
+    for name in ("reward", "pass_at_2", "pass_hat_2"):
+        told = (out / f"csv/scalars/held_out/{name}.csv").read_text().splitlines()
+        assert [int(line.split(",")[0]) for line in told] == [point["step"] for point in tests]
     told = Counter(event["name"] for event in RunRecord(out).events())
     assert told["trained"] == 8
     assert told["offered"] == 8 + told["dropped"] + told["returned"]

@@ -370,7 +370,7 @@ _RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
         "collector.num_prompts collector.group_size collector.max_turns collector.num_collectors "
         "collector.max_episode_tokens collector.min_turn_tokens warm_start.batch_size "
         "train.num_steps train.num_epochs train.micro_batch_tokens checkpoint.every "
-        "evaluate.num_prompts evaluate.every",
+        "evaluate.num_prompts evaluate.every evaluate.num_samples evaluate.max_rollouts",
     ),
     (
         "at least 0 and finite",
@@ -422,8 +422,7 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
 
 def _policy_faults(cfg: RecipeConfig) -> Iterator[str]:
     policy = cfg.policy
-    changes = cfg.overwrite or getattr(cfg, "resume", None) is not None
-    if cfg.dry_run and changes:
+    if cfg.dry_run and (cfg.overwrite or cfg.resume is not None):
         yield "dry_run=true changes no earlier run: leave overwrite= and resume= out."
     if policy.add_control_tokens and (policy.model is None or cfg.engine.name != "transformers"):
         yield (

@@ -231,15 +231,31 @@ class WarmStartConfig:
 
 
 @dataclass
-class EvaluateConfig:
-    """The test on prompts that are never trained on, before and after training."""
+class SamplesConfig:
+    """Prompts that are never trained on, and how often each is answered."""
 
     num_prompts: int = 256
+    num_samples: int = 1
+    """Rollouts of each prompt; of several there are pass@k, pass^k, mean@n and maj@n, too."""
+    ks: list[int] | None = None
+    """Of pass@k and pass^k; none: 1, 2, 4, ... up to num_samples."""
+    solved_at: float = 1.0
+    """The reward from which on a rollout is correct."""
+    level: float = 0.95
+    """Of the bootstrap intervals."""
+    max_rollouts: int = 256
+    """Most rollouts at once, at least those of one prompt."""
+    num_shown: int = 3
+    """Conversations that are shown."""
+
+
+@dataclass
+class EvaluateConfig(SamplesConfig):
+    """The test before and after training."""
+
     every: int | None = None
     """Also every so many steps, beside training where collection is; all tests are in
     evaluations.jsonl, and as held_out/ where metrics go."""
-    num_shown: int = 3
-    """Conversations that are shown before and after."""
 
 
 @dataclass
@@ -278,6 +294,9 @@ class RecipeConfig:
     """Of the run; its folder is outputs/<recipe>/<task>/<name>-<number>. None: seed<seed>."""
     overwrite: bool = False
     """Replace the last run of that name instead of beginning a new folder."""
+    resume: str | None = None
+    """A run goes on that was stopped: its folder, or auto: the newest one with these settings, if
+    there is one."""
     dry_run: bool = False
     """Check settings, data, environment, models, adapters, servers and trackers, and stop before
     any weights are loaded."""
@@ -290,9 +309,6 @@ class RecipeConfig:
 class TrainingConfig(RecipeConfig):
     """What every recipe has that trains."""
 
-    resume: str | None = None
-    """A run goes on that was stopped: its folder, or auto: the newest one with these settings, if
-    there is one."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
