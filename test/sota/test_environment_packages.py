@@ -6,6 +6,8 @@ actions, some right and some wrong, so that a few steps of GRPO tell them apart.
 
 import json
 import logging
+import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,12 @@ ACTIONS = {
     "gem": tuple(f"\\boxed{{{n}}}" for n in range(1, 11)),
     "skyrl_gym": tuple(f"#### {n}" for n in range(3, 8)),
     "aviary_steps": tuple(call("submit_answer", answer=str(n)) for n in range(3, 8)),
+    "house": (
+        "open antique trunk",
+        "take old key from antique trunk",
+        "inventory",
+        "look",
+    ),
 }
 
 
@@ -36,7 +44,11 @@ ACTIONS = {
 def folder(tmp_path_factory):
     """Where a reader has written the files of the page."""
     path = tmp_path_factory.mktemp("packages")
-    assert write_files(PAGE, path) == {"lake.py", "aviary_steps.py"}
+    assert write_files(PAGE, path) == {"lake.py", "aviary_steps.py", "house.py"}
+    lines = PAGE.read_text("utf-8").splitlines()
+    (makes,) = (line for line in lines if line.startswith("tw-make "))
+    program, *words = shlex.split(makes)
+    subprocess.run([Path(sys.executable).with_name(program), *words], cwd=path, check=True)
     return path
 
 
@@ -133,16 +145,66 @@ def test_aviary(play, scripted, call_text):
         assert end["reward"].item() == -1.0
 
 
+BREAKFAST = (
+    *("open antique trunk", "take old key from antique trunk"),
+    *("unlock wooden door with old key", "open wooden door", "go east"),
+    *("go south", "take milk from couch", "go north", "put milk on stove"),
+)
+
+
+@pytest.mark.usefixtures("there")
+def test_textworld(play, scripted):
+    """Eight of nine commands are worth a point; "save", which is not possible, does nothing."""
+    turns = ["Hm.", "save", "look", "The trunk.\nOpen Antique Trunk", *BREAKFAST[1:]]
+    end, said = played(play, scripted, "house", turns)
+    assert said[0].startswith("Play this game.\n\n")
+    assert "You can: " in said[0]
+    assert "open antique trunk" in said[0]
+    assert all(text.startswith("You can't do that.\nYou can: ") for text in said[1:3])
+    assert said[4].startswith("You open the antique trunk, revealing an old key.")
+    assert "You scored 8 out of a possible 8" in said[-1]
+    assert len(said) == 1 + len(turns)
+    assert (end["reward"].item(), end["terminated"].item()) == (pytest.approx(1.0), True)
+    assert {path.suffix for path in Path("games").iterdir()} <= {".z8", ".json", ".ni"}
+    assert not list(Path().glob("*.qzl"))
+
+
+def test_textworld_on_threads(there):
+    """Games that are played at once are those that are played one after the other."""
+    code = f"""
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from house import House
+
+def game(_):
+    house = House({{"game": "games/1.z8"}})
+    said = [house.reset()[0], *(house.step(turn) for turn in {BREAKFAST!r})]
+    house.close()
+    return said
+
+with ThreadPoolExecutor(16) as threads:
+    games = list(threads.map(game, range(16)))
+assert all(said == game(0) for said in games)
+"""  # in a fresh process: what the parser has read once it knows
+    subprocess.run([sys.executable, "-c", code], cwd=there, check=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "num_steps", "gain"),
-    [("lake", 2, None), ("gem", 2, None), ("skyrl_gym", 8, 0.3), ("aviary_steps", 8, 0.3)],
+    [
+        *(("lake", 2, None), ("gem", 2, None), ("skyrl_gym", 8, 0.3), ("aviary_steps", 8, 0.3)),
+        ("house", 8, 0.05),
+    ],
 )
 def test_is_trained_on(module, num_steps, gain, there, run_script):
     """Where a single action is right, a few steps find it: 0.36 to 1.0, 0.1 to 0.9."""
     words = [*command_of(PAGE, f"task.factory={module}:"), *FAST, f"train.num_steps={num_steps}"]
     words += ["policy.max_new_tokens=8", f"policy.model=models/{module}", f"name={module}"]
     save_actor(there / "models" / module, ACTIONS[module])
+    if module == "house":  # the first two points of eight
+        words = [word for word in words if not word.startswith("task.max_turns=")]
+        words.append("task.max_turns=2")
     if module == "lake":  # a hole is below the start, and the goal beside the hole
         words = [word for word in words if not word.startswith("task.arguments=")]
         words.append("task.arguments={is_slippery: false, desc: [SF, HG]}")
