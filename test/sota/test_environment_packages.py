@@ -4,11 +4,15 @@ Its files are written to a folder, and its commands run there. The model has tok
 actions, some right and some wrong, so that a few steps of GRPO tell them apart.
 """
 
+import asyncio
+import importlib
 import json
 import logging
+import os
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,14 +41,17 @@ ACTIONS = {
         "inventory",
         "look",
     ),
+    "with_verifiers": (call("add", a=2, b=3), "4", "5", "6"),
 }
+FILES = {"lake.py", "aviary_steps.py", "house.py"}
+FILES |= {"sums_v1.py", "in_process.py", "with_verifiers.py"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where a reader has written the files of the page."""
     path = tmp_path_factory.mktemp("packages")
-    assert write_files(PAGE, path) == {"lake.py", "aviary_steps.py", "house.py"}
+    assert write_files(PAGE, path) == FILES
     lines = PAGE.read_text("utf-8").splitlines()
     (makes,) = (line for line in lines if line.startswith("tw-make "))
     program, *words = shlex.split(makes)
@@ -65,9 +72,15 @@ def there(folder, monkeypatch):
             del sys.modules[name]
 
 
+def command(module):
+    """The words of the command that names a module's environment."""
+    setting = "program" if module == "with_verifiers" else "factory"
+    return command_of(PAGE, f"task.{setting}={module}:")
+
+
 def settings_of(module):
     """The settings of the task in the command that names a module's environment."""
-    words = command_of(PAGE, f"task.factory={module}:")
+    words = [word for word in command(module) if word != "task=agent"]
     pairs = (word.removeprefix("task.").split("=", 1) for word in words)
     return {name: yaml.safe_load(value) for name, value in pairs}
 
@@ -75,7 +88,8 @@ def settings_of(module):
 def played(play, scripted, module, turns, row=0):
     """The end of an episode, and what was said to the policy in it."""
     settings = settings_of(module)
-    task = make_task("environment", **settings, num_held_out=1)
+    kind = "agent" if "program" in settings else "environment"
+    task = make_task(kind, **settings, num_held_out=1)
     if "dataset" in settings:
         task = replace(task, train_rows=[lines_of(Path(settings["dataset"]))[row]])
     env = TaskEnv(task, num_envs=1)
@@ -84,7 +98,7 @@ def played(play, scripted, module, turns, row=0):
     finally:
         env.close()
     said = read_conversations(end, PROMPT, who="test").messages(0)
-    return end, [message["content"] for message in said if message["role"] == "user"]
+    return end, [message["content"] for message in said if message["role"] != "assistant"]
 
 
 @pytest.mark.usefixtures("there")
@@ -189,17 +203,44 @@ assert all(said == game(0) for said in games)
     subprocess.run([sys.executable, "-c", code], cwd=there, check=True)
 
 
+@pytest.fixture
+def with_verifiers(there, monkeypatch):
+    """The program of the page; the process of its tools ends with the test."""
+    monkeypatch.setenv("PYTHONPATH", str(there))
+    module = importlib.import_module("with_verifiers")
+    yield module
+    closing = module.serving.__aexit__(None, None, None)
+    asyncio.run_coroutine_threadsafe(closing, module.LOOP).result(timeout=30)
+    module.LOOP.call_soon_threadsafe(module.LOOP.stop)
+    while module.LOOP.is_running():
+        time.sleep(0.01)
+    module.LOOP.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its use of tenacity
+@pytest.mark.usefixtures("with_verifiers")
+def test_verifiers(play, scripted, call_text):
+    """An answer is worth 1, and a call of the tool 0.1; a tool that does not exist ends it."""
+    add = call_text("add", a=2, b=3)
+    for turns, reward in (([add, "5"], 1.1), (["5"], 1.0), ([add, "6"], 0.1), (["6"], 0.0)):
+        end, said = played(play, scripted, "with_verifiers", turns)
+        assert said == (["What is 2 + 3?", "5"] if add in turns else ["What is 2 + 3?"])
+        assert (end["reward"].item(), end["terminated"].item()) == (pytest.approx(reward), True)
+    end, _ = played(play, scripted, "with_verifiers", [add, call_text("subtract", a=2, b=3)])
+    assert (end["reward"].item(), end["terminated"].item()) == (0.0, True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "num_steps", "gain"),
     [
         *(("lake", 2, None), ("gem", 2, None), ("skyrl_gym", 8, 0.3), ("aviary_steps", 8, 0.3)),
-        ("house", 8, 0.05),
+        *(("house", 8, 0.05), ("with_verifiers", 6, 0.3)),
     ],
 )
 def test_is_trained_on(module, num_steps, gain, there, run_script):
     """Where a single action is right, a few steps find it: 0.36 to 1.0, 0.1 to 0.9."""
-    words = [*command_of(PAGE, f"task.factory={module}:"), *FAST, f"train.num_steps={num_steps}"]
+    words = [*command(module), *FAST, f"train.num_steps={num_steps}"]
     words += ["policy.max_new_tokens=8", f"policy.model=models/{module}", f"name={module}"]
     save_actor(there / "models" / module, ACTIONS[module])
     if module == "house":  # the first two points of eight
@@ -208,7 +249,10 @@ def test_is_trained_on(module, num_steps, gain, there, run_script):
     if module == "lake":  # a hole is below the start, and the goal beside the hole
         words = [word for word in words if not word.startswith("task.arguments=")]
         words.append("task.arguments={is_slippery: false, desc: [SF, HG]}")
-    done = run_script(*words, cwd=there)
+    path = {}
+    if module == "with_verifiers":
+        path["PYTHONPATH"] = os.pathsep.join([str(PAGE.parents[1]), str(there)])
+    done = run_script(*words, cwd=there, **path)
     assert done.returncode == 0, done.stderr[-3000:]
     out = Path(json.loads(done.stdout.strip().splitlines()[-1])["output_dir"])
     metrics = lines_of(out / "metrics.jsonl")
@@ -220,6 +264,14 @@ def test_is_trained_on(module, num_steps, gain, there, run_script):
     if gain is not None:
         rewards = [line["reward"] for line in metrics]
         assert sum(rewards[-2:]) / 2 > rewards[0] + gain
+    if module == "with_verifiers":
+        ended = [sample for sample in samples if sample.stop_reason == "environment_done"]
+        assert any(sample.num_turns > 1 for sample in ended)
+        for sample in ended:  # each conversation is one row, to its end
+            said = [message["content"] for message in sample.messages]
+            called = ACTIONS[module][0] in said
+            assert sample.reward == pytest.approx((said[-1] == "5") + 0.1 * called)
+            assert len(said) == 2 * sample.num_turns
     if module == "lake":
         for sample in samples:
             is_there = "[G]" in sample.messages[-1]["content"]
