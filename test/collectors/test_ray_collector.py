@@ -422,7 +422,8 @@ class TestRay:
         pushed = collector._supervisor.submit(push(collector))
         collector._push_under_way = pushed
         collector.shutdown()
-        assert "died" in str(pushed.exception())
+        # Whichever the loop comes to first: the ledger's end, or its own, which ends the push.
+        assert pushed.cancelled() or "died" in str(pushed.exception())
 
     def test_what_does_not_fit_together_is_told_as_it_is(self, ray):
         with pytest.raises(TypeError, match="one of policy and policy_factory"):

@@ -88,7 +88,7 @@ def test_tokens_after_a_push_are_of_the_cache_that_was_asked_for(
     pushed = [copy.deepcopy(other_model).float(), model]
     models, rows = {engine.version: model}, []
     with StreamingCollector(
-        make_env(12),
+        make_env(120),
         policy,
         engine=engine,
         groups_per_step=1,
@@ -98,6 +98,9 @@ def test_tokens_after_a_push_are_of_the_cache_that_was_asked_for(
             rows += batch.unbind(0)
             time.sleep(0.02 * (step % 3))
             models[collector.update_policy_weights_(pushed[step % 2])] = pushed[step % 2]
+            drawn_by = [{*row["policy_versions", "full"].tolist()} for row in rows]
+            if step >= 11 and sum(len(each) > 2 for each in drawn_by) > N:  # -1 is of the prompt
+                break
     gaps = {"asked for": 0.0, "other": 0.0}
     for row in rows:
         versions = row["policy_versions", "full"].tolist()
