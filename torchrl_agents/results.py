@@ -4,6 +4,8 @@ import json
 import logging
 import math
 import os
+import shlex
+import shutil
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +16,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -32,8 +35,6 @@ from collectors import (
     rollout_metrics,
 )
 from collectors.record import RolloutRecorder
-from objectives import MixedLoss
-from objectives.losses.base import TokenLoss
 from torchrl_data import read_conversations
 from torchrl_data.display import show_conversation
 from torchrl_data.keys import FULL, REWARD
@@ -41,7 +42,6 @@ from torchrl_envs.graders.answers import final_text
 
 from .run import Run
 from .settings.schema import (
-    RecipeConfig,
     RolloutsConfig,
     SamplesConfig,
     SettingsError,
@@ -188,22 +188,11 @@ def _replace(path: Path, lines: Sequence[str]) -> None:
 
 
 def record_rollouts(
-    cfg: RolloutsConfig,
-    folder: Path,
-    tokenizer: Any,
-    loss: TokenLoss | MixedLoss,
-    collector: Any,
-    *,
-    after: int = 0,
+    cfg: RolloutsConfig, run: Run, policy: Any, loss: Any, collector: Any, *, after: int
 ) -> RolloutRecorder:
     """The record of the run's rollouts, which ``view`` shows."""
-    recorder = RolloutRecorder(
-        folder,
-        tokenizer,
-        every=cfg.record.every,
-        max_groups_per_step=cfg.record.max_groups_per_step,
-        after=after,
-    )
+    more = {"every": cfg.record.every, "max_groups_per_step": cfg.record.max_groups_per_step}
+    recorder = RolloutRecorder(run.folder, policy.tokenizer, **more, after=after)
     recorder.watch(loss)
     if isinstance(collector, StreamingCollector):
         recorder.follow(collector.ledger)
@@ -263,30 +252,6 @@ def scores_of(
         or name.rpartition("/")[2] == "reward"
     }
     return means | {name: each.value for name, each in estimates.items()}, estimates
-
-
-def result_of(
-    cfg: RecipeConfig,
-    history: Sequence[Mapping[str, float]],
-    tests: Mapping[str, Mapping[str, float]],
-) -> dict[str, Any]:
-    """The numbers at the end of a run.
-
-    Args:
-        cfg: its settings.
-        history: the metrics of each step.
-        tests: the scores ``before`` training, and ``after`` it where that was tested.
-    """
-    result = {
-        "task": cfg.task.id,
-        "seed": cfg.seed,
-        **{f"held_out_{when}": tests.get(when, {}).get("reward") for when in ("before", "after")},
-        "steps": len(history),
-        "optimizer_steps": int(sum(metrics["optimizer_steps"] for metrics in history)),
-    }
-    for when, test in tests.items():
-        result |= {f"{when}/{name}": value for name, value in test.items() if name != "reward"}
-    return result
 
 
 # The learning curve of a run, as a picture; matplotlib is imported when it is drawn.
@@ -405,6 +370,72 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     return smooth
 
 
+# The card of a trained model, and the hub where it goes.
+
+
+def leave_card(
+    cfg: TrainingConfig, run: Run, steps: int, tests: Mapping[str, Mapping[str, Estimate]]
+) -> None:
+    """Write the card of the trained model, and the curve that it shows, into ``model/``.
+
+    Args:
+        cfg: the settings.
+        run: has left its model and its learning curve.
+        steps: that were made.
+        tests: what the tests ``before`` and ``after`` training said, where they were made.
+    """
+    base, last = cfg.policy.model, [*tests.values()][-1]
+    on_hub = base is not None and not Path(base).exists()
+    results = ("text-generation", cfg.task.id, f"held-out prompts of {cfg.task.id}")
+    scores = {name: each.value for name, each in last.items() if each.num_prompts}
+    metadata = ModelCardData(
+        base_model=base if on_hub else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["torchrl-agents", "reinforcement-learning", run.recipe.name],
+        model_name=run.label,
+        eval_results=[EvalResult(*results, *score) for score in scores.items()],
+    )
+    given = [x for x in run.record["command"][1:] if not x.startswith(("resume=", "push_to_hub="))]
+    card = ModelCard.from_template(
+        metadata,
+        template_path=str(Path(__file__).with_name("card.md")),
+        **{"cfg": cfg, "run": run, "steps": steps, "tests": tests, "last": last},
+        base=base if on_hub or base is None else Path(base).name,
+        dataset=run.record["settings"].get("task.dataset"),
+        settings=(run.folder / "config.yaml").read_text(encoding="utf-8"),
+        command=shlex.join(["torchrl-agents", run.recipe.name.replace("_", "-"), *given]),
+    )
+    card.save(run.folder / "model/README.md")
+    shutil.copy(run.folder / "learning_curve.png", run.folder / "model")
+
+
+def reach_hub(repository: str, *, create: bool) -> None:
+    """Refuse a repository that could not be written; nothing is uploaded.
+
+    Args:
+        repository: of the Hugging Face Hub.
+        create: whether to make it, where it is not there.
+
+    Raises:
+        SettingsError: no token, no right to write there, or no hub.
+    """
+    with _told_of(f"push_to_hub={repository}"):
+        HfApi().whoami()
+        if create:
+            HfApi().create_repo(repository, exist_ok=True)
+
+
+def push_to_hub(repository: str, folder: Path) -> str | None:
+    """Upload the model of a run, with its card; gives the address, or says what to type later."""
+    try:
+        return str(HfApi().upload_folder(repo_id=repository, folder_path=folder))
+    except Exception as error:
+        again = shlex.join(["hf", "upload", repository, str(folder)])
+        _LOG.error("the model could not be uploaded (%s). Again: %s", error, again)
+        return None
+
+
 # What came of the runs of ``--multirun``: a table at the end, and the same in a file.
 
 SUMMARY: Final = "multirun.json"
@@ -480,7 +511,7 @@ def open_loggers(cfg: TrainingConfig, run: Run, recipe: str) -> Iterator[list[Lo
     with ExitStack() as stack:
         loggers = []
         for name in cfg.logger.backends:
-            with _told_of(name):
+            with _told_of(f"logger.backends: {name} can't be opened"):
                 logger, end = LOGGERS[name][0](run, project, settings)
             stack.push(partial(_end, end))
             loggers.append(logger)
@@ -502,18 +533,16 @@ def check_loggers(cfg: TrainingConfig, recipe: str) -> None:
         SettingsError: a tracker can't be opened.
     """
     for name in cfg.logger.backends:
-        with _told_of(name):
+        with _told_of(f"logger.backends: {name} can't be opened"):
             LOGGERS[name][1](cfg.logger.project or recipe)
 
 
 @contextmanager
-def _told_of(name: str) -> Iterator[None]:
+def _told_of(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the tracker's own: no key, no server
-        raise SettingsError(
-            f"logger.backends: {name} can't be opened: {type(error).__name__}: {error}"
-        ) from error
+    except Exception as error:  # the tracker's or the hub's own: no key, no server
+        raise SettingsError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 _Opened = tuple[Logger, Callable[[bool], None]]
@@ -534,7 +563,9 @@ def _wandb(run: Run, project: str, settings: Mapping[str, Any]) -> _Opened:
     from torchrl.record.loggers.wandb import WandbLogger
 
     folder = str(run.folder)
-    logger = WandbLogger(run.label, id=run.id, project=project, save_dir=folder, config=settings)
+    logger = WandbLogger(
+        run.label, id=run.record["id"], project=project, save_dir=folder, config=settings
+    )
     return logger, lambda failed: logger.experiment.finish(exit_code=int(failed))
 
 
@@ -550,7 +581,7 @@ def _trackio(run: Run, project: str, settings: Mapping[str, Any]) -> _Opened:
 
     with redirect_stdout(sys.stderr):  # what it prints: the last line of the output is the result
         # It knows a run by its name alone.
-        logger = TrackioLogger(f"{run.label}-{run.id}", project=project, config=settings)
+        logger = TrackioLogger(f"{run.label}-{run.record['id']}", project=project, config=settings)
     return logger, end
 
 
@@ -561,15 +592,15 @@ def _mlflow(run: Run, project: str, *_: Any) -> _Opened:
     uri = mlflow.get_tracking_uri()  # MLFLOW_TRACKING_URI, or MLflow's default
     found = mlflow.search_runs(
         experiment_names=[project],
-        filter_string=f"tags.`{_RUN_TAG}` = '{run.id}'",
+        filter_string=f"tags.`{_RUN_TAG}` = '{run.record['id']}'",
         output_format="list",
     )
     if found:
         os.environ["MLFLOW_RUN_ID"] = found[0].info.run_id  # which the logger starts again
     logger = MLFlowLogger(project, uri)
     if not found:
-        mlflow.set_tags({_RUN_TAG: run.id, "mlflow.runName": run.label})
-    mlflow.log_params(run.settings)
+        mlflow.set_tags({_RUN_TAG: run.record["id"], "mlflow.runName": run.label})
+    mlflow.log_params(run.record["settings"])
     return logger, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED")
 
 

@@ -48,6 +48,7 @@ from .settings.schema import Recipe, SettingsError
 CHECKPOINTS: Final = "checkpoints"
 _MAY_DIFFER: Final = (
     *("checkpoint", "dry_run", "evaluate.num_shown", "hydra", "logger", "overwrite", "resume"),
+    "push_to_hub",
     *("train.num_steps", "train.timeout_s", "train.wait_s"),
     *(f"train.{name}" for name in OF_RANKS),
 )
@@ -263,7 +264,7 @@ class Run(AbstractContextManager["Run", None]):
         """What the processes that train do together."""
         self.loggers: Sequence[Logger] = ()
         """TorchRL's, where its metrics go."""
-        self._record: dict[str, Any] = {
+        self.record: dict[str, Any] = {
             "status": "running",
             "id": uuid4().hex[:8],
             "command": sys.argv,
@@ -272,6 +273,8 @@ class Run(AbstractContextManager["Run", None]):
             **_code(),
             "settings": dict(settings),
         }
+        """What ``run.json`` says: ``id`` is of this run and no other, also where it goes on, and
+        trackers know it by that; ``settings`` are what decides it, by the setting's path."""
         path = folder / RECORD
         existed = path.exists()
         self.goes_on = resume and existed
@@ -288,7 +291,7 @@ class Run(AbstractContextManager["Run", None]):
             before = read_record(folder)
             self.had_finished = before["status"] == FINISHED
             again = {"command": sys.argv, "at": time.strftime(_TIME)}
-            self._record |= before | {"resumed": [*before.get("resumed", []), again]}
+            self.record |= before | {"resumed": [*before.get("resumed", []), again]}
         elif existed and not overwrite:
             raise SettingsError(
                 f"{folder} holds a run already. Choose another name=..., leave hydra.run.dir out, "
@@ -306,20 +309,10 @@ class Run(AbstractContextManager["Run", None]):
         self.set_status("running")
 
     @property
-    def id(self) -> str:
-        """Of this run and no other, also where it goes on; trackers know it by that."""
-        return self._record["id"]
-
-    @property
     def label(self) -> str:
         """What trackers call it: its folder, of one that --multirun has numbered the sweep, too."""
         name = self.folder.name
         return f"{self.folder.parent.name}-{name}" if name.isdecimal() else name
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What decides the run, by the setting's path."""
-        return self._record["settings"]
 
     def set_status(self, status: str) -> None:
         """Write down how the run is.
@@ -327,15 +320,15 @@ class Run(AbstractContextManager["Run", None]):
         Args:
             status: ``running``, ``checked``, ``finished``, ``interrupted`` or ``failed``.
         """
-        self._record["status"] = status
-        self._record["ended"] = None if status == "running" else time.strftime(_TIME)
-        text, file = json.dumps(self._record, indent=2).encode(), self._file.fileno()
+        self.record["status"] = status
+        self.record["ended"] = None if status == "running" else time.strftime(_TIME)
+        text, file = json.dumps(self.record, indent=2).encode(), self._file.fileno()
         # Whenever it is killed, the old record is there or the new one.
         os.pwrite(file, text.ljust(os.fstat(file).st_size), 0)
         os.ftruncate(file, len(text))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._record["status"] == "running":
+        if self.record["status"] == "running":
             self.set_status("failed" if kind is not SystemExit else "interrupted")
         self._file.close()
 

@@ -43,7 +43,7 @@ from .models import (
     wrapper_arguments,
 )
 from .parallel import follow, loading_device
-from .results import MultirunSummary, check_loggers, finite, open_loggers
+from .results import MultirunSummary, check_loggers, finite, open_loggers, reach_hub
 from .run import Run, RunLog, StopSignals, plain_settings, remove
 from .settings.command_line import check_rules, task_settings
 from .settings.schema import (
@@ -131,6 +131,8 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
             recipe.rehearse(cfg, setup, policy)
     if isinstance(cfg, TrainingConfig):
         check_loggers(cfg, recipe.name)
+        if cfg.push_to_hub is not None:
+            reach_hub(cfg.push_to_hub, create=False)
 
 
 def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
@@ -257,6 +259,8 @@ def _run(
             print(config)
             return
         if isinstance(cfg, TrainingConfig):
+            if cfg.push_to_hub is not None:
+                reach_hub(cfg.push_to_hub, create=True)
             run.loggers = stack.enter_context(open_loggers(cfg, run, recipe.name))
         result = train(cfg, setup, run)
         run.set_status("interrupted" if stop.received else "finished")

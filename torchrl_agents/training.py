@@ -27,9 +27,10 @@ from .results import (
     REWARD_CURVES,
     Recorder,
     StepRecord,
+    leave_card,
     plot_learning_curve,
+    push_to_hub,
     record_rollouts,
-    result_of,
     scores_of,
     show_rollouts,
 )
@@ -310,8 +311,8 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
 
         rollouts = None
         if isinstance(cfg, RolloutsConfig):
-            tokenizer, loss = trainer.actor.tokenizer, trainer.updates.loss
-            rollouts = record_rollouts(cfg, run.folder, tokenizer, loss, collector, after=done)
+            actor, loss = trainer.actor, trainer.updates.loss
+            rollouts = record_rollouts(cfg, run, actor, loss, collector, after=done)
         after_step = -1 if is_new else done
         with (
             stop.held(),
@@ -388,8 +389,16 @@ def _leave_results(
         save_model(run.folder, cfg.policy, set_generation(cfg.policy, actor), weights)
         run.link()
     tests = {"before": before, "after": after}
-    scores = {when: recorder.score(rows)[0] for when, rows in tests.items() if rows is not None}
-    result = result_of(cfg, history, scores)
+    told = {when: recorder.score(rows) for when, rows in tests.items() if rows is not None}
+    scores = {f"{when}/{name}": x for when, (own, _) in told.items() for name, x in own.items()}
+    result = {
+        "task": cfg.task.id,
+        "seed": cfg.seed,
+        **{f"held_out_{when}": scores.pop(f"{when}/reward", None) for when in tests},
+        "steps": len(history),
+        "optimizer_steps": int(sum(metrics["optimizer_steps"] for metrics in history)),
+        **scores,
+    }
     names = [function.__name__ for function in task.metrics]
     further = {name.replace("_", " "): f"rewards/{name}/mean" for name in names}
     plot_learning_curve(
@@ -401,4 +410,9 @@ def _leave_results(
         beside=trainer.curves,
     )
     show_rollouts(tests, cfg.evaluate.num_shown)
+    if history:
+        estimates = {when: each for when, (_, each) in told.items()}
+        leave_card(cfg, run, len(history), estimates)
+        if cfg.push_to_hub is not None:
+            result["pushed_to"] = push_to_hub(cfg.push_to_hub, run.folder / "model")
     return result

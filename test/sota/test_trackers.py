@@ -27,9 +27,8 @@ def opened(tmp_path):
         folder = tmp_path / f"seed{number}-001"
         folder.mkdir(exist_ok=True)
         settings = {"task.id": "nim", "seed": number}
-        run = SimpleNamespace(
-            folder=folder, label=folder.name, id=f"{number}" * 8, settings=settings
-        )
+        record = {"id": f"{number}" * 8, "settings": settings}
+        run = SimpleNamespace(folder=folder, label=folder.name, record=record)
         cfg = replace(TrainingConfig(), logger=LoggerConfig(backends=[backend]))
         return open_loggers(cfg, run, "self_play")
 

@@ -309,6 +309,9 @@ class RecipeConfig:
 class TrainingConfig(RecipeConfig):
     """What every recipe has that trains."""
 
+    push_to_hub: str | None = None
+    """Repository of the Hugging Face Hub, org/name, that gets the model, its card and its curve
+    when the run ends; it is made, public, where it is not there."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
