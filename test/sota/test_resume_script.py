@@ -160,7 +160,7 @@ def test_the_record_of_a_run_can_be_read_whenever_it_is_killed(tmp_path, monkeyp
             monkeypatch.setattr(os, name, read_after(getattr(os, name)))
         for status in ("interrupted", "checked"):  # a longer and a shorter text
             run.set_status(status)
-        assert (tmp_path / "run.json").read_text() == json.dumps(run._record, indent=2)
+        assert (tmp_path / "run.json").read_text() == json.dumps(run.record, indent=2)
     assert seen == ["interrupted", "interrupted", "checked", "checked"]
 
 
