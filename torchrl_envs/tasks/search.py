@@ -384,7 +384,7 @@ def _made_questions(
     if len(train) < num_held_out or not train:
         raise ValueError(
             f"search: {len(held_out) + len(train)} questions are too few to hold {num_held_out} "
-            "out. Make more pages (num_pages) or hold out fewer."
+            "out. Make more pages (num_pages) or hold out fewer (evaluate.num_prompts=)."
         )
     rng.shuffle(held_out)
     rng.shuffle(train)

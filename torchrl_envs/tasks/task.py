@@ -230,7 +230,8 @@ def split_rows(
     if len(distinct) < 2 * num_held_out:
         raise ValueError(
             f"Only {len(distinct)} of {len(rows)} rows have different prompts, too few to hold "
-            f"{num_held_out} out and keep as many. Generate more rows or hold out fewer; "
+            f"{num_held_out} out and keep as many. Generate more rows, or hold out at most "
+            f"{len(distinct) // 2}: num_held_out, which is evaluate.num_prompts= of a recipe; "
             "held_out_split=train tests on a file as it is."
         )
     return distinct[num_held_out:], distinct[:num_held_out]
