@@ -44,7 +44,7 @@ from .models import (
 )
 from .parallel import follow, loading_device
 from .results import MultirunSummary, check_loggers, finite, open_loggers, reach_hub
-from .run import Run, RunLog, StopSignals, plain_settings, remove
+from .run import Run, RunLog, StopSignals, claim_folder, plain_settings, remove
 from .settings.command_line import check_rules, task_settings
 from .settings.schema import (
     EpisodeConfig,
@@ -204,6 +204,7 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
             words = f"a file can't be written ({error}). What is whole so far is in {folder}."
             raise SystemExit(f"{recipe.name}.py: {words}") from error
 
+    claim_folder.cache_clear()  # an earlier run in this process has its folder
     decorate = hydra.main(
         version_base="1.3", config_path=str(recipe.config_dir), config_name=recipe.name
     )

@@ -267,11 +267,7 @@ def build_task(
         return Setup(task, env, _test_env(task, cfg.evaluate, common))
 
 
-def build_test(
-    recipe: schema.Recipe,
-    cfg: Any,
-    settings: dict[str, Any],
-) -> Test:
+def build_test(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Test:
     """The task and an environment of its held-out rows, for a recipe that samples nothing else.
 
     Args:

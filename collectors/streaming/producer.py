@@ -698,57 +698,54 @@ async def draw_point(
         RuntimeError: a token was drawn by other weights.
         EngineDied: the engine died each of three times.
     """
-    num_deaths, version, rows = 0, policy.version, list[TensorDictBase]()
-    data = [*env.transforms_of(DataLoadingPrimer)]
-    ends = bool(data) and all(each.num_epochs is not None for each in data)
+    num_deaths = 0
     while True:
-        if not rows:
-            for each in data:
-                each.rewind()
-            version = policy.version
+        for data in env.transforms_of(DataLoadingPrimer):
+            data.rewind()
+        version = policy.version
         try:
-            more = await _draw_batch(env, runner, policy)
+            rows = await _draw_rows(env, runner, policy)
         except EngineDied as died:
-            rows.clear()
             num_deaths += 1
             if num_deaths == MAX_DEATHS:
                 raise
             _log.warning("The engine died under an evaluation, which begins again: %s", died)
             continue
-        rows += more
-        if not (ends and more):
-            break
-    drawn_by = {v for row in rows for v in row.get(TOKEN_POLICY_VERSION).tolist() if v >= 0}
-    if drawn_by - {version}:
-        raise RuntimeError(
-            f"An evaluation of version {version} has tokens of {sorted(drawn_by - {version})}: "
-            "the weights were replaced while it ran."
-        )
-    return EvaluationPoint(step, version, lazy_stack(rows))
+        drawn_by = {v for row in rows for v in row.get(TOKEN_POLICY_VERSION).tolist() if v >= 0}
+        if drawn_by - {version}:
+            raise RuntimeError(
+                f"An evaluation of version {version} has tokens of {sorted(drawn_by - {version})}: "
+                "the weights were replaced while it ran."
+            )
+        return EvaluationPoint(step, version, lazy_stack(rows))
 
 
-async def _draw_batch(
+async def _draw_rows(
     env: EpisodeEnv, runner: AsyncEpisodeRunner, policy: AsyncPolicy
 ) -> list[TensorDictBase]:
-    """The rows of the next batch; none where the data are exhausted."""
+    """The rows of one batch, or of all batches where the data end."""
+    num_epochs = [data.num_epochs for data in env.transforms_of(DataLoadingPrimer)]
+    ends, rows = bool(num_epochs) and None not in num_epochs, list[TensorDictBase]()
 
     def draw() -> list[Episode]:
         with suppress(DataExhaustedError):  # which no coroutine can raise
             return runner.draw(env.batch_size.numel())
         return []
 
-    episodes = await asyncio.to_thread(draw)
-    drawn = [episode for episode in episodes if episode.stop_reason != NO_DATA]
-    try:
-        await run_together(runner.run(episode, policy) for episode in drawn)
-        if not drawn:
-            return []
-        return await asyncio.to_thread(scored_rows, runner, drawn, env.reward_entries)
-    except asyncio.CancelledError:
-        runner.abandon()
-        raise
-    finally:
-        await asyncio.to_thread(runner.give_up, episodes)
+    while True:
+        episodes = await asyncio.to_thread(draw)
+        drawn = [episode for episode in episodes if episode.stop_reason != NO_DATA]
+        try:
+            await run_together(runner.run(episode, policy) for episode in drawn)
+            if drawn:
+                rows += await asyncio.to_thread(scored_rows, runner, drawn, env.reward_entries)
+        except asyncio.CancelledError:
+            runner.abandon()
+            raise
+        finally:
+            await asyncio.to_thread(runner.give_up, episodes)
+        if not (ends and drawn):
+            return rows
 
 
 class Evaluations:
