@@ -341,11 +341,11 @@ class TokenRows:
             **columns: for each entry, one tensor ``[T_i]`` a row.
 
         Raises:
-            ValueError: there are no rows, or the entries differ in their number.
+            ValueError: there are no rows, they are no tensors, or the entries differ in their number.
         """
-        counts = {name: len(values) for name, values in columns.items()}
+        counts = {name: sum(isinstance(v, Tensor) for v in rows) for name, rows in columns.items()}
         if len(set(counts.values())) != 1 or not all(counts.values()):
-            raise ValueError(f"A ragged group needs columns of one number of rows, got {counts}.")
+            raise ValueError(f"A ragged group needs a tensor a row in each column, got {counts}.")
         size = torch.Size([])
         rows = [
             {**dict(zip(columns, values, strict=True)), "padded": _RAGGED}

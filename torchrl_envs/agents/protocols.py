@@ -83,7 +83,8 @@ class Protocol:
                 raise RequestError(
                     f"{name}={value!r:.80} can't take effect: turns are drawn as the policy that "
                     "is trained draws them, as plain text, so that their log-probs are known. "
-                    f"Leave it out, or let AgentProgram(ignored_parameters=[{name!r}]) ignore it"
+                    f"Leave it out, or let AgentProgram(ignored_parameters=[{name!r}]) ignore it "
+                    f"(task.ignored_parameters=[{name}] on the command line)"
                 )
 
     def read_opening(self, body: Mapping[str, Any]) -> list[Message]:
