@@ -341,7 +341,7 @@ class TokenRows:
             **columns: for each entry, one tensor ``[T_i]`` a row.
 
         Raises:
-            ValueError: there are no rows, they are no tensors, or the entries differ in their number.
+            ValueError: there are no rows, one is no tensor, or the entries differ in their number.
         """
         counts = {name: sum(isinstance(v, Tensor) for v in rows) for name, rows in columns.items()}
         if len(set(counts.values())) != 1 or not all(counts.values()):

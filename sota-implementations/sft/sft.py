@@ -61,7 +61,8 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Test:
     if len(chats) <= cfg.data.num_held_out:
         raise SettingsError(
             f"There are {len(chats)} conversations, of which data.num_held_out="
-            f"{cfg.data.num_held_out} are held out: set data.dataset, or another task."
+            f"{cfg.data.num_held_out} are to be held out, which leaves none: hold out fewer, set "
+            "data.dataset, or another task."
         )
     if cfg.data.shuffle_answers:
         order = random.Random(cfg.seed).sample(range(len(chats)), len(chats))
