@@ -60,9 +60,8 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Test:
             raise SettingsError(f"data.dataset={cfg.data.dataset!r}: {error!r}") from error
     if len(chats) <= cfg.data.num_held_out:
         raise SettingsError(
-            f"There are {len(chats)} conversations, of which data.num_held_out="
-            f"{cfg.data.num_held_out} are to be held out, which leaves none: hold out fewer, set "
-            "data.dataset, or another task."
+            f"Of {len(chats)} conversations data.num_held_out={cfg.data.num_held_out} leaves none "
+            "to train on: hold out fewer, set data.dataset, or another task."
         )
     if cfg.data.shuffle_answers:
         order = random.Random(cfg.seed).sample(range(len(chats)), len(chats))

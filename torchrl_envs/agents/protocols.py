@@ -81,10 +81,9 @@ class Protocol:
             fine = name in passed or value is None
             if not fine and given not in [*self.usual.get(name, ()), *own.get(name, ())]:
                 raise RequestError(
-                    f"{name}={value!r:.80} can't take effect: turns are drawn as the policy that "
-                    "is trained draws them, as plain text, so that their log-probs are known. "
-                    f"Leave it out, or let AgentProgram(ignored_parameters=[{name!r}]) ignore it "
-                    f"(task.ignored_parameters=[{name}] on the command line)"
+                    f"{name}={value!r:.80} can't take effect: turns are drawn as the policy draws "
+                    "them, as plain text. Leave it out, or let it be ignored: AgentProgram"
+                    f"(ignored_parameters=[{name!r}]), task.ignored_parameters=[{name}]"
                 )
 
     def read_opening(self, body: Mapping[str, Any]) -> list[Message]:
