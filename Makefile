@@ -11,7 +11,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
 .PHONY: install train control train-smollm2 control-smollm2 check test lint tests fast-tests mutants \
-	benchmarks release docs docs-serve clean
+	benchmarks versions release docs docs-serve clean
 
 install: .venv/.installed-train
 
@@ -105,6 +105,11 @@ release:
 	grep -q "^## $$version ([0-9-]*)$$" CHANGELOG.md || { echo "CHANGELOG.md has no '## $$version (date)'"; exit 1; }; \
 	grep -q "^version: $$version$$" CITATION.cff || { echo "CITATION.cff has another version than $$version"; exit 1; }; \
 	git tag --points-at HEAD | grep -qx "v$$version" || { echo "this commit has no tag v$$version"; exit 1; }
+
+# Once a week: the wheel with the lowest and the newest packages that the bounds of pyproject.toml allow,
+# on each Python that is here; ARGS="3.12" for one. Ten minutes for each of up to six environments.
+versions: .venv/.installed-test
+	$(BIN)/python test/versions.py $(ARGS)
 
 benchmarks: .venv/.installed-test
 	for script in benchmarks/*.py benchmarks/collection/*.py; do OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python $$script; done
