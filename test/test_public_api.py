@@ -1,6 +1,8 @@
 """The public names and their signatures change only where someone means it."""
 
 import difflib
+import inspect
+import pydoc
 import sys
 from pathlib import Path
 
@@ -10,6 +12,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "test/house"))
 
 import public_api  # noqa: E402
+
+from torchrl_data import Turn  # noqa: E402
+from torchrl_envs import ChatEnv, DatasetChatEnv, EpisodeEnv, GSM8KEnv, LLMEnv  # noqa: E402
 
 
 def test_public_names_and_signatures_are_those_of_the_snapshot():
@@ -25,6 +30,22 @@ def test_public_names_and_signatures_are_those_of_the_snapshot():
             f"The public API is not the one of test/house/public_api.txt:\n{changed}\n"
             "If that is meant, run `python test/house/public_api.py` and tell it in CHANGELOG.md."
         )
+
+
+@pytest.mark.parametrize("kind", [ChatEnv, EpisodeEnv, DatasetChatEnv, GSM8KEnv, LLMEnv])
+def test_help_shows_the_arguments_of_an_environment(kind):
+    """Its own ones; a metaclass of TorchRL's takes ``(*args, **kwargs)``."""
+    _, *own = inspect.signature(kind.__init__).parameters
+    assert [*inspect.signature(kind).parameters] == own
+    assert f"{kind.__name__}({'*, ' * (kind is not EpisodeEnv)}{own[0]}: " in pydoc.render_doc(kind)
+    heir = type("Heir", (kind,), {"__init__": lambda _, size: size})
+    assert [*inspect.signature(heir).parameters] == ["size"]
+
+
+def test_help_shows_the_fields_of_a_turn():
+    said = pydoc.render_doc(Turn, renderer=pydoc.plaintext)
+    for field in Turn._fields:
+        assert f" |      {field}: " in said
 
 
 def test_snapshot_of_a_package_by_hand(tmp_path):

@@ -41,12 +41,7 @@ from torchrl_data.keys import FULL, REWARD
 from torchrl_envs.graders.answers import final_text
 
 from .run import Run
-from .settings.schema import (
-    RolloutsConfig,
-    SamplesConfig,
-    SettingsError,
-    TrainingConfig,
-)
+from .settings.schema import RolloutsConfig, SamplesConfig, SettingsError, TrainingConfig
 
 # What a run leaves: metrics, rollouts, the result.
 

@@ -118,8 +118,8 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
     Raises:
         SettingsError: as the run would, or in place of what it would break with.
     """
-    task, *envs = setup
-    if (policy := _policy_without_weights(cfg, task)) is not None:
+    envs = dict.fromkeys(setup[1:])  # one of them may stand for both
+    if (policy := _policy_without_weights(cfg, setup.task)) is not None:
         limits = next(v for v in vars(cfg).values() if isinstance(v, EpisodeConfig))
         with refusing(f"task={cfg.task.id}"):
             for env in envs:

@@ -227,18 +227,12 @@ def shuffle_rewards(trajectories: TensorDictBase) -> TensorDictBase:
 # The task, its environments and the model, before a recipe's own part begins.
 
 
-class Test(NamedTuple):
-    """A task, and the environment of its held-out rows."""
-
-    task: Task
-    held_out_env: TaskEnv
-
-
 class Setup(NamedTuple):
-    """What a run with rollouts is made of before its model is loaded."""
+    """What a run is made of before its model is loaded."""
 
     task: Task
     env: TaskEnv
+    """Of the rollouts; that of the held-out rows, where a recipe samples nothing else."""
     held_out_env: TaskEnv
 
 
@@ -267,7 +261,7 @@ def build_task(
         return Setup(task, env, _test_env(task, cfg.evaluate, common))
 
 
-def build_test(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Test:
+def build_test(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
     """The task and an environment of its held-out rows, for a recipe that samples nothing else.
 
     Args:
@@ -281,7 +275,8 @@ def build_test(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Tes
     """
     with schema.refusing(f"task={cfg.task.id}"):
         task = _make_task(recipe, cfg, settings, num_held_out=cfg.evaluate.num_prompts)
-        return Test(task, _test_env(task, cfg.evaluate, _common(cfg, cfg.episodes)))
+        env = _test_env(task, cfg.evaluate, _common(cfg, cfg.episodes))
+        return Setup(task, env, env)
 
 
 def _test_env(task: Task, test: schema.SamplesConfig, common: dict[str, Any]) -> TaskEnv:

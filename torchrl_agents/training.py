@@ -36,7 +36,7 @@ from .results import (
 )
 from .run import Run, StopRequested, remove, tell_of_no_signal
 from .settings.schema import PolicyConfig, RolloutsConfig, SettingsError, TrainingConfig
-from .tasks import AnyCollector, HeldOut, Setup, Test, collection_metrics, end_collection
+from .tasks import AnyCollector, HeldOut, Setup, collection_metrics, end_collection
 
 # What a recipe trains, and how one of its steps is made: in parts, so that it can be stopped.
 
@@ -159,7 +159,7 @@ class Trainer:
 
     cfg: TrainingConfig
     run: Run
-    setup: Setup | Test
+    setup: Setup
     """Has the task, and the environment of the tests."""
     actor: TransformersWrapper
     """Is trained."""

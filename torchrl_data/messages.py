@@ -110,6 +110,15 @@ class EncodedMessages(NamedTuple):
 class Turn(NamedTuple):
     """What somebody said as the assistant: usually what an engine sampled.
 
+    Args:
+        ids: the tokens, stop token included.
+        log_probs: one per token, in nats, of the distribution that it was drawn from; ``None``
+            where the policy did not sample the turn.
+        message: what the tokens spell.
+        versions: the policy version that sampled them, or one per token when the weights changed
+            meanwhile.
+        extra: further values of the tokens by name, such as their entropy; one per token each.
+
     Example:
         >>> from torchrl_data import ConversationEncoder, Conversations
         >>> encoder = ConversationEncoder(tokenizer)
@@ -125,16 +134,10 @@ class Turn(NamedTuple):
     """
 
     ids: Sequence[int]
-    """The tokens, stop token included."""
     log_probs: Sequence[float] | None
-    """One per token, in nats, of the distribution that it was drawn from; ``None`` where the policy
-    did not sample the turn."""
     message: Message
-    """What the tokens spell."""
     versions: int | Sequence[int] = -1
-    """The policy version that sampled them, or one per token when the weights changed meanwhile."""
     extra: Mapping[str, Sequence[float]] = MappingProxyType({})
-    """Further values of the tokens by name, such as their entropy; one per token each."""
 
     def check(self, row: int) -> None:
         """Check that everything is aligned with the tokens.

@@ -272,8 +272,7 @@ class MCAdvantage(_ByGroups):
         name = one_of("estimator", estimator, ESTIMATORS)
         if name == "group":
             return GroupMean(scale=scale)
-        others = {"rloo": LeaveOneOut, "gdpo": DecoupledSources, "maxrl": MaxRL}
-        return others[name]()
+        return {"rloo": LeaveOneOut, "gdpo": DecoupledSources, "maxrl": MaxRL}[name]()
 
     def take_refills(self) -> dict[Hashable, int]:
         """How many new rows each group asks for; asked once, then forgotten.

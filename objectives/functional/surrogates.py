@@ -75,8 +75,7 @@ def sequence_log_ratio(
     See Also:
         Zheng et al., 2025, arXiv:2507.18071, eq. 7.
     """
-    mean = sequence_mean(token_log_ratio, mask, lengths)
-    return spread(mean, token_log_ratio, lengths)
+    return spread(sequence_mean(token_log_ratio, mask, lengths), token_log_ratio, lengths)
 
 
 def leveled_log_ratio(
@@ -318,9 +317,7 @@ def kl_estimate(
         estimate = difference.square() / 2
     else:
         estimate = difference.clamp(max=LOG_RATIO_LIMIT).expm1() - difference
-    if log_ratio is None:
-        return estimate
-    return estimate * masked(log_ratio, mask).exp()
+    return estimate if log_ratio is None else estimate * masked(log_ratio, mask).exp()
 
 
 def kl_between(

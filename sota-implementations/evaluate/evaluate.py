@@ -37,7 +37,7 @@ from torchrl_agents.results import finite, scores_of, show_rollouts
 from torchrl_agents.run import Run
 from torchrl_agents.settings.schema import CheckpointConfig, SettingsError
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Test, set_token_budget
+from torchrl_agents.tasks import Setup, set_token_budget
 from torchrl_agents.tasks import build_test as build
 from torchrl_envs import DataLoadingPrimer
 
@@ -45,9 +45,9 @@ RECIPE = SETTINGS
 _LOG = logging.getLogger("torchrl_agents")
 
 
-def evaluate(cfg: EvaluationConfig, test: Test, run: Run) -> dict[str, Any]:
+def evaluate(cfg: EvaluationConfig, test: Setup, run: Run) -> dict[str, Any]:
     """Answer every prompt ``num_samples`` times; gives the result."""
-    task, env = test
+    task, env, _ = test
     start = time.monotonic()
     with run.log.phase("loading the model"):
         policy = build_sampler(cfg, task)

@@ -28,7 +28,7 @@ from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
 from torchrl_agents.settings.schema import Recipe, SettingsError, refusing
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Test, build_test, set_token_budget
+from torchrl_agents.tasks import Setup, build_test, set_token_budget
 from torchrl_agents.training import Rollouts, Step, Trainer, learn
 from torchrl_data import row_tensordicts
 from torchrl_envs import load_rows
@@ -47,7 +47,7 @@ RECIPE = replace(
 )
 
 
-def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Test:
+def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Setup:
     """The task, whose demonstrations are learnt, and the environment that tests."""
     test = build_test(recipe, cfg, settings)
     chats, tools = list(test.task.demonstrations), list(test.task.demonstration_tools)
@@ -68,7 +68,7 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Test:
         chats = [[*a[:-1], chats[i][-1]] for a, i in zip(chats, order, strict=True)]
     task = replace(test.task, demonstrations=chats, demonstration_tools=tools)
     test.held_out_env.task = task
-    return Test(task, test.held_out_env)
+    return test._replace(task=task)
 
 
 def schemas_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -86,7 +86,7 @@ def without_none(value: Any) -> Any:
     return [without_none(each) for each in value] if isinstance(value, list) else value
 
 
-def encode(cfg: SFTConfig, test: Test, policy: LLMWrapperBase) -> Sequence[TensorDictBase]:
+def encode(cfg: SFTConfig, test: Setup, policy: LLMWrapperBase) -> Sequence[TensorDictBase]:
     """The conversations as tokens, with the prompts that the task's episodes have."""
     given = cfg.data.dataset
     with refusing(f"task={cfg.task.id}" if given is None else f"data.dataset={given!r}"):
@@ -132,7 +132,7 @@ class Conversations(Rollouts):
         return None, lazy_stack([self._rows[i] for i in chosen])
 
 
-def main(cfg: SFTConfig, test: Test, run: Run) -> dict:
+def main(cfg: SFTConfig, test: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
     with run.log.phase("loading the model"):
         actor, policy = add_adapters(cfg, *build_policies(cfg, test.task))

@@ -130,6 +130,8 @@ def test_arguments_of_torchrl_alone_are_answered_with_what_to_write():
     assert asked > 150
     with pytest.raises(TypeError, match="unexpected keyword argument 'nobodys'"):
         ours("ChatEnv")(nobodys=1)
+    with pytest.raises(TypeError, match=r"^GSM8KEnv.* unexpected keyword argument 'nobodys'"):
+        ours("GSM8KEnv")(dataset=[{"question": "2 + 2?", "answer": "#### 4"}], nobodys=1)
 
     own = type("Own", (ours("ChatEnv"),), {})
     with pytest.raises(TypeError, match="Own: data_key= is an argument of TorchRL's"):

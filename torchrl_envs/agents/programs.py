@@ -96,6 +96,10 @@ class AgentCommand:
             )
         if not command:
             raise ValueError("AgentCommand: the command is empty.")
+        if isinstance(sandbox, str | os.PathLike):
+            raise TypeError(
+                f"AgentCommand: sandbox={sandbox} must be a list of folders, [{sandbox}]."
+            )
         self.command = list(command)
         self.environment = dict(environment or {})
         self.folder = folder

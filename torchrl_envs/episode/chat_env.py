@@ -24,7 +24,7 @@ from torchrl_data.ragged import first_entries, read_rows
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.tool_calls import TurnParser, tool_call_parser
 
-from .episode_env import EpisodeEnv
+from .episode_env import EpisodeEnv, OwnSignature
 
 
 def _queries(batch: TensorDictBase) -> list[Any] | None:
@@ -104,6 +104,8 @@ class ChatEnv(EnvBase):
         >>> [list(contents) for contents in batch["history"].prompt.content]
         [['Be brief.', 'Hello'], ['Be brief.', 'Bye']]
     """
+
+    __signature__ = OwnSignature()
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """An environment of episodes: in batches as TorchRL steps them, or each at its own pace."""
 
 import functools
+import inspect
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -114,6 +115,17 @@ class RewardErrorLimit(Transform):
 T = TypeVar("T", bound=Transform)
 
 
+class OwnSignature:
+    """The arguments of a class's constructor, which TorchRL's metaclass hides from ``help``."""
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        """Of whichever class has it, or inherits it; an instance is called otherwise."""
+        if instance is not None:
+            raise AttributeError("__signature__")
+        _, *parameters = inspect.signature(owner.__init__).parameters.values()
+        return inspect.Signature(parameters)
+
+
 class EpisodeEnv(TransformedEnv):
     """Runs the episodes of a :class:`~torchrl_envs.ChatEnv` and its transforms.
 
@@ -128,6 +140,8 @@ class EpisodeEnv(TransformedEnv):
         env: the base environment.
         transform: one transform, or a ``Compose`` of several.
     """
+
+    __signature__ = OwnSignature()
 
     def __init__(self, env: EnvBase, transform: Transform) -> None:
         parts = runner.flat_transforms(transform)

@@ -241,7 +241,8 @@ def scoring_calls(
     """Calls to be made: one for all rollouts, or one each for a function of one rollout."""
     if not scores_one_rollout(function):
         log = RewardLog(len(episodes))
-        given = dict(inputs) | _of_training(trainer_state, log.log_metric, log.log_extra)
+        given: dict[str, Any] = dict(inputs)
+        given |= zip(OF_TRAINING, (trainer_state, log.log_metric, log.log_extra), strict=True)
         call = functools.partial(function, **accepted_arguments(function, given))
         return [ScoringCall(call, episodes, log)]
     calls: list[ScoringCall] = []
@@ -249,14 +250,10 @@ def scoring_calls(
         log = RewardLog(1)
         own = {name: values[i] for name, values in inputs.items() if name not in SINGULAR}
         own |= {single: inputs[many][i] for many, single in SINGULAR.items()}
-        own |= _of_training(trainer_state, log.log_metric, log.log_value)
+        own |= zip(OF_TRAINING, (trainer_state, log.log_metric, log.log_value), strict=True)
         call = functools.partial(function, **accepted_arguments(function, own))
         calls.append(ScoringCall(call, [episode], log))
     return calls
-
-
-def _of_training(*values: Any) -> dict[str, Any]:
-    return dict(zip(OF_TRAINING, values, strict=True))
 
 
 def _items(value: Any) -> list[Any] | None:

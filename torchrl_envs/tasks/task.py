@@ -167,7 +167,11 @@ class TaskEnv(EpisodeEnv):
             parts.extend(scoring_of(task))
         parts.append(StepCounter(max_steps=task.max_turns if max_steps is None else max_steps))
         kwargs.setdefault("system_prompt", task.system_prompt)
-        super().__init__(ChatEnv(batch_size=num_envs, **kwargs), Compose(*parts))
+        try:
+            chat = ChatEnv(batch_size=num_envs, **kwargs)
+        except TypeError as error:  # an argument that nobody takes
+            raise TypeError(str(error).replace("ChatEnv", type(self).__name__, 1)) from error
+        super().__init__(chat, Compose(*parts))
         self.check()
         self.task = task
         self._opening = kwargs["system_prompt"]
