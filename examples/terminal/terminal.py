@@ -1,7 +1,8 @@
 """An agent with a terminal mends a library that has a mistake; tests that it never sees score it.
 
-    cd examples/terminal
-    torchrl-agents grpo task.factory=terminal:make_task policy=smollm2
+    torchrl-agents grpo task=terminal policy=smollm2
+
+To make one of your own, copy both files, and name yours by ``task.factory=terminal:make_task``.
 
 Twenty problems, made here of the library in ``repository.toml``: each has one line changed for the
 worse, and an issue that tells what somebody noticed. A part of them is held out. Every episode has
@@ -128,7 +129,7 @@ def results(sandbox: Sandbox, files: dict[str, str]) -> list[str]:
 def make_task(
     *,
     functions: list[str] | None = None,
-    num_tests: int = 6,
+    num_held_out: int = 6,
     max_turns: int = 8,
     seed: int = 0,
 ) -> Task:
@@ -136,7 +137,7 @@ def make_task(
 
     Args:
         functions: train on their problems alone; on all that are not held out when not given.
-        num_tests: problems held out.
+        num_held_out: problems held out, three in ten at most.
         max_turns: of the agent.
         seed: of which problems are held out.
     """
@@ -156,12 +157,13 @@ def make_task(
         files = {**FILES, name: broken, "check.py": check}
         rows.append({"prompt": prompt, "function": problem["function"], "files": files})
     random.Random(seed).shuffle(rows)
+    num_held_out = min(num_held_out, len(rows) * 3 // 10)
     wanted = {row["function"] for row in rows} if functions is None else set(functions)
     return Task(
         name="terminal",
         environment=functools.partial(Terminal, sandbox, right),
-        train_rows=[row for row in rows[num_tests:] if row["function"] in wanted],
-        held_out_rows=rows[:num_tests],
+        train_rows=[row for row in rows[num_held_out:] if row["function"] in wanted],
+        held_out_rows=rows[:num_held_out],
         columns=("prompt", "files"),
         prompt_column="prompt",
         max_turns=max_turns,

@@ -309,8 +309,7 @@ def overlong_mask(
     See Also:
         Yu et al., 2025 (DAPO), arXiv:2503.14476, section 3.4.
     """
-    complete = spread((~truncated).to(torch.float32), mask, lengths) > 0
-    return complete & mask
+    return mask & (spread((~truncated).to(torch.float32), mask, lengths) > 0)
 
 
 def overlong_penalty(

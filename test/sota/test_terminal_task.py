@@ -1,9 +1,9 @@
 """A terminal in a sandbox, a library with a mistake, and tests that score: examples/terminal."""
 
 import json
-import shutil
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,23 +13,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pages_for_tests import FAST, call, lines_of, save_actor
 
 from collectors.record import RunRecord
-
-FOLDER = Path(__file__).parents[2] / "examples/terminal"
+from torchrl_envs.tasks.registry import make_task
 
 
 @pytest.fixture(scope="module")
 def terminal():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        import terminal
-    finally:
-        sys.path.remove(str(FOLDER))
-    return terminal
+    return import_module("torchrl_envs.tasks.terminal")
 
 
 @pytest.fixture(scope="module")
-def task(terminal):
-    return terminal.make_task()
+def task():
+    return make_task("terminal", num_held_out=64)  # more than there are: 6 of 20
 
 
 @pytest.fixture
@@ -133,11 +127,9 @@ def test_is_trained_on(terminal, tmp_path, run_script):
     texts = (problem["right"], "max(low, max(value, high))", "min(low, min(value, high))")
     edit = partial(call, "edit", file="arithmetic.py", old=problem["wrong"])
     right, *wrong = (edit(new=text) for text in texts)
-    for name in ("terminal.py", "repository.toml"):
-        shutil.copy(FOLDER / name, tmp_path)
     save_actor(tmp_path / "model", [right, *wrong])
-    words = ["task.factory=terminal:make_task", "policy.max_new_tokens=8", *FAST]
-    words += ["task.arguments={functions: [clamp], max_turns: 1}", "policy.show_tool_schemas=false"]
+    words = ["task=terminal", "policy.max_new_tokens=8", *FAST, "task.functions=[clamp]"]
+    words += ["task.max_turns=1", "policy.show_tool_schemas=false"]
     words += [f"policy.model={tmp_path}/model", "train.num_steps=5"]
     words += ["collector.num_prompts=1", "collector.group_size=16"]
     done = run_script(*words, cwd=tmp_path)

@@ -609,8 +609,7 @@ def with_recorded(arguments: Sequence[str]) -> list[str]:
     new = {*given, "overwrite", "resume"}
     if num_ranks() == 1:  # it goes on with any number of ranks, one included
         new |= {f"train.{name}" for name in OF_RANKS}
-    kept = [text for name, text in recorded.items() if name not in new]
-    return [*kept, *arguments]
+    return [*(text for name, text in recorded.items() if name not in new), *arguments]
 
 
 def _by_name(arguments: Sequence[str]) -> dict[str, str]:

@@ -320,8 +320,7 @@ class _GenerationBlocks(Extension):
     def parse(self, parser: Any) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_mark")
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Any) -> str:
         return f"{_BEGIN}{caller()}{_END}"

@@ -31,9 +31,12 @@ TASKS: Final[dict[str, str]] = {
     "number_guessing": "small_games:number_guessing_task",
     "openenv": "remote:openenv_task",
     "search": "search:search_task",
+    "terminal": "terminal:make_task",
     "wordle": "small_games:wordle_task",
 }
 """``module:function`` of what makes a task, by its name; the module is one of this package."""
+# One of them is an example to copy: a wheel has it here, a checkout where examples are.
+__path__.append(str(Path(__file__).parents[2] / "examples/terminal"))
 PREFIX: Final = "textarena/"
 """Begins the name of a game of TextArena."""
 GENERATOR_PREFIX: Final = "reasoning_gym/"
@@ -85,7 +88,8 @@ def settings_of_task(name: str) -> dict[str, tuple[str, Any, str]]:
         ImportError: see :func:`find_task`.
     """
     module, function, _ = find_task(name)
-    body = _parsed(Path(__file__).with_name(f"{module}.py")).body
+    paths = (Path(folder, f"{module}.py") for folder in __path__)
+    body = _parsed(next(filter(Path.exists, paths))).body
     constants = {ast.unparse(x.target): x.value for x in body if isinstance(x, ast.AnnAssign)}
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     made_by = functions[function]
