@@ -463,25 +463,26 @@ class RunLog:
         Returns:
             What is called after each step, with its number, from 1, and its metrics, of which the
             best known are shown; ``quiet=True`` only moves the bar, and writes a line every 20 s.
+            The first step, which takes longer than others, says nothing of the time that is left.
         """
         bar = self._bar.add_task(name, total=total, text="")
-        times = deque([time.monotonic()], maxlen=20)
-        told = times[0]
+        times: deque[float] = deque(maxlen=20)
+        told = time.monotonic()
 
         def done(step: int, metrics: Mapping[str, float], *, quiet: bool = False) -> None:
             nonlocal told
             times.append(time.monotonic())
-            seconds = (times[-1] - times[0]) / (len(times) - 1)
             shown = {key: form for key, form in _SHOWN.items() if key in metrics}
             text = "  ".join(f"{key} {metrics[key]:{form}}" for key, form in shown.items())
             self._bar.update(bar, completed=step, text=text)
             if quiet and times[-1] - told < _TELL_EVERY_S:
                 return
             told = times[-1]
-            pace = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
-            line = "%s step %d/%d  %s  (%s s a step, %s left)"
-            values = (name, step, total, text, pace, _duration(seconds * (total - step)))
-            _LOG.info(line, *values, extra={"bar": True})
+            if len(times) > 1:
+                seconds = (times[-1] - times[0]) / (len(times) - 1)
+                pace = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
+                text += f"  ({pace} s a step, {_duration(seconds * (total - step))} left)"
+            _LOG.info("%s step %d/%d  %s", name, step, total, text, extra={"bar": True})
 
         return done
 

@@ -310,12 +310,6 @@ class AdapterWeights(dict[str, Tensor]):
         """The largest one."""
         return max(self[f"{layer}{_DOWN}"].shape[0] for layer in self.layers)
 
-    def cloned(self) -> Self:
-        """A copy that no training changes."""
-        return type(self)(
-            {n: (self[f"{n}{_DOWN}"].clone(), self[f"{n}{_UP}"].clone()) for n in self.layers}
-        )
-
     def faults(self, own: Mapping[str, Tensor]) -> list[str]:
         """What keeps them from being used.
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, nullcontext, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,7 +61,7 @@ class SnapshotUpdater(InProcessUpdater):
         """
         with self._checked(source, dtype) as weights:
             if isinstance(weights, AdapterWeights):
-                return weights.cloned()
+                return deepcopy(weights)
             device = "cpu" if isinstance(weights, LazyWeights) else None
             return copied(weights, dtype=dtype, device=device)
 

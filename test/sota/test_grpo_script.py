@@ -248,7 +248,7 @@ def test_a_signal_ends_the_step_and_saves(number, status, tmp_path):
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            if "step 2/" in line:
+            if line.startswith("grpo step 2/"):
                 break
         family = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, number)
@@ -321,7 +321,7 @@ def test_S02_servers_end_with_a_run_that_is_killed(tmp_path):
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            if "step 1/" in line:
+            if line.startswith("grpo step 1/"):
                 break
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()

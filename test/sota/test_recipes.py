@@ -146,7 +146,7 @@ def test_fine_tuning_that_is_killed_goes_on_to_the_bit(run, folder):
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            if "step 5/" in line:
+            if line.startswith("sft step 5/"):
                 break
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL

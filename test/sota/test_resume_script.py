@@ -90,7 +90,7 @@ def test_S05_after_a_stop_inside_a_step_and_kill_9_a_run_ends_as_it_would_have(t
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            if "step 3/" in line:
+            if line.startswith("grpo step 3/"):
                 break
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL

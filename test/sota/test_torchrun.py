@@ -56,7 +56,7 @@ def stop_after(step, process, stop):
     told = []
     for line in process.stdout:
         told.append(line)
-        if f"step {step}/" in line:
+        if line.startswith(f"grpo step {step}/"):
             stop(process)
             break
     told += process.stdout.readlines()

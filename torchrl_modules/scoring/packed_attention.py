@@ -62,11 +62,6 @@ class PrefixTrie:
     segments: tuple[Segment, ...]
     """In depth-first order; they cover ``[0, M)``."""
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether any segment has descendants."""
-        return any(segment.subtree_end > segment.end for segment in self.segments)
-
     @cached_property
     def subtree_end(self) -> Tensor:
         """int64 ``[M]``: the token is seen by those from itself up to here, and no others."""
@@ -348,12 +343,13 @@ def packed_sdpa_forward(
         # As autocast hands them to SDPA; rotary positions leave them of several types.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
+    heads = (query, key, value)
     if trie is None:
         if _is_packed.get():
             raise PackedInputLost(f"{type(module).__name__} is not told what its sequences are.")
         if softcap is not None:
             mask = _causal_mask(query, key) if attention_mask is None else attention_mask
-            attended = _capped_attention(query, key, value, mask, dropout, scaling, softcap)
+            attended = _capped_attention(heads, mask, dropout, scaling, softcap)
             return attended.transpose(1, 2).contiguous(), None
         groups = query.shape[1] // key.shape[1]
         is_plain = kwargs.get("position_bias") is None and kwargs.get("cache") is None
@@ -383,18 +379,13 @@ def packed_sdpa_forward(
     within = sliding_window is None or max(lengths) <= sliding_window
     plain = dropout == 0.0 and within and softcap is None
     on_cpu = plain and query.device.type == "cpu" and has_trie_attention(query.device, query.dtype)
-    if trie.is_shared or on_cpu:
-        return trie_attention(query, key, value, trie, scale=scaling), None
-    attended = _attend_by_length(
-        query, key, value, lengths, dropout, scaling, sliding_window, softcap
-    )
-    return attended, None
+    if on_cpu or any(segment.subtree_end > segment.end for segment in trie.segments):
+        return trie_attention(*heads, trie, scale=scaling), None
+    return _attend_by_length(heads, lengths, dropout, scaling, sliding_window, softcap), None
 
 
 def _attend_by_length(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    heads: tuple[Tensor, Tensor, Tensor],
     lengths: Sequence[int],
     dropout: float,
     scaling: float | None,
@@ -405,17 +396,15 @@ def _attend_by_length(
     # Neighbours of one length are one batch, so sorting segments by length makes few calls.
     runs = [(length, len(list(run))) for length, run in groupby(lengths)]
     totals = [length * count for length, count in runs]
-    is_grouped, outputs = query.shape[1] != key.shape[1], []
-    for (length, count), *tensors in zip(
-        runs, query.split(totals, 2), key.split(totals, 2), value.split(totals, 2), strict=True
-    ):
+    is_grouped, outputs = heads[0].shape[1] != heads[1].shape[1], []
+    for (length, count), *tensors in zip(runs, *(x.split(totals, 2) for x in heads), strict=True):
         # [1, H, count * length, D] -> [count, H, length, D]
         q, k, v = (t[0].unflatten(1, (count, length)).transpose(0, 1) for t in tensors)
         is_windowed = sliding_window is not None and length > sliding_window
         window = sliding_window if is_windowed else None
         if softcap is not None:
             mask = _causal_mask(q, k, window)
-            attended = _capped_attention(q, k, v, mask, dropout, scaling, softcap)
+            attended = _capped_attention((q, k, v), mask, dropout, scaling, softcap)
         else:
             mask = None if window is None else _causal_mask(q, k, window)
             attended = scaled_dot_product_attention(
@@ -433,15 +422,10 @@ def _causal_mask(query: Tensor, key: Tensor, window: int | None = None) -> Tenso
 
 
 def _capped_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    dropout: float,
-    scale: float | None,
-    softcap: float,
+    heads: Sequence[Tensor], mask: Tensor, dropout: float, scale: float | None, softcap: float
 ) -> Tensor:
     """Attention with capped scores, which SDPA has not; ``[B, H, T, D]`` in and out."""
+    query, key, value = heads
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
     factor = (query.shape[-1] ** -0.5 if scale is None else scale) / softcap

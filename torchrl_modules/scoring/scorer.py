@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from functools import cache, partial
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributions import Distribution
+from torch.nn.functional import linear
 
 from torchrl_data.checks import TokenScores
 from torchrl_data.ragged import cumulative_lengths, pack
@@ -116,12 +117,49 @@ def _tiling(hidden: Tensor) -> tuple[int, int, torch.dtype]:
     return num_rows, num_columns, torch.promote_types(hidden.dtype, torch.float32)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """One tile: the product in the type of the hidden states, what follows in full precision."""
-    bias = None if bias is None else bias.to(hidden.dtype)
-    logits = nn.functional.linear(hidden, weight.to(hidden.dtype), bias)
-    logits = logits.to(torch.promote_types(hidden.dtype, torch.float32))
+def _sums_of_tile(
+    product: Tensor, at: Tensor, scale: float, with_entropy: bool
+) -> tuple[Tensor, ...]:
+    """Logits at ``at`` or 0, the largest, sums of ``exp(logit - largest)`` and of it x logit."""
+    tile = _logits(product, scale)
+    inside = (at >= 0) & (at < tile.shape[1])
+    own = tile.gather(1, at.where(inside, 0)).where(inside, 0.0).squeeze(1)
+    top = tile.amax(1).clamp_(min=torch.finfo(tile.dtype).min)
+    logits = tile.clone() if with_entropy else None
+    total = tile.sub_(top[:, None]).exp_().sum(1)
+    if logits is None:
+        return own, top, total, total
+    # A part in which every token is forbidden holds nothing (0 x inf).
+    return own, top, total, tile.mul_(logits.masked_fill_(tile == 0, 0.0)).sum(1)
+
+
+def _gradient_of_tile(
+    product: Tensor, lse: Tensor, g: Tensor, entropy: Tensor, g_entropy: Tensor | None, scale: float
+) -> Tensor:
+    """Of the logits, without what the target's own logit adds; in full precision."""
+    tile = _logits(product, scale).sub_(lse[:, None])
+    if g_entropy is None:
+        return tile.exp_().mul_(-g[:, None])
+    p = tile.exp()
+    # A forbidden token has log p = -inf and takes no part.
+    tile.masked_fill_(p == 0, 0.0).add_(entropy[:, None])
+    tile.mul_(g_entropy[:, None]).add_(g[:, None])
+    return p.mul_(tile).neg_()
+
+
+def _logits(product: Tensor, scale: float) -> Tensor:
+    logits = product.to(torch.promote_types(product.dtype, torch.float32))
     return logits if scale == 1.0 else logits.mul_(scale)
+
+
+_FUSED: Final = {"cuda"}
+"""Devices on which what follows a product reads its tile once, in a kernel that is compiled: about
+eight passes over float32 become one over the type of the product."""
+
+
+@cache
+def _kernel(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True) if kind in _FUSED else function
 
 
 class _ChunkedLogProb(Function):
@@ -136,26 +174,21 @@ class _ChunkedLogProb(Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         num_rows, num_columns, dtype = _tiling(hidden)
+        sums = _kernel(_sums_of_tile, hidden.device.type)
         lse = torch.full((len(hidden),), -torch.inf, dtype=dtype, device=hidden.device)
         mean, log_prob = torch.zeros_like(lse), torch.zeros_like(lse)
         for rows in _slices(len(hidden), num_rows):
             for columns in _slices(len(weight), num_columns):
-                part = None if bias is None else bias[columns]
-                tile = _logits(hidden[rows], weight[columns], part, 1 / temperature)
+                part = None if bias is None else bias[columns].to(hidden.dtype)
+                tile = linear(hidden[rows], weight[columns].to(hidden.dtype), part)
                 at = targets[rows, None] - columns.start
-                inside = (at >= 0) & (at < tile.shape[1])
-                log_prob[rows] += tile.gather(1, at.where(inside, 0)).where(inside, 0.0).squeeze(1)
-                top = tile.amax(1).clamp_(min=torch.finfo(dtype).min)
-                logits = tile.clone() if with_entropy else None
-                tile.sub_(top[:, None]).exp_()
-                total = tile.sum(1)
+                own, top, total, weighted = sums(tile, at, 1 / temperature, with_entropy)
+                log_prob[rows] += own
                 both = torch.logaddexp(lse[rows], total.log() + top)
-                if logits is not None:
-                    # The mean logit so far, weighted by what each part of the vocabulary holds;
-                    # a part in which every token is forbidden holds nothing (0 x inf).
-                    tile.mul_(logits.masked_fill_(tile == 0, 0.0))
+                if with_entropy:
+                    # The mean logit so far, weighted by what each part of the vocabulary holds.
                     mean[rows] *= (lse[rows] - both).exp_().nan_to_num_()
-                    mean[rows] += (tile.sum(1) * (top - both).exp_()).nan_to_num_()
+                    mean[rows] += (weighted * (top - both).exp_()).nan_to_num_()
                 lse[rows] = both
         log_prob -= lse
         entropy = lse - mean if with_entropy else mean
@@ -180,27 +213,22 @@ def _gradients(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[T
     live = ((grad_log_prob != 0) | (grad_entropy != 0)).nonzero().squeeze(1)
     if len(live) == 0:
         return grad_hidden, grad_weight, grad_bias, None, None, None
-    use_entropy = bool((grad_entropy != 0).any())
     some, at, lse, entropy = hidden[live], targets[live], lse[live], entropy[live]
     g = grad_log_prob[live] / ctx.temperature
-    g_entropy = grad_entropy[live] / ctx.temperature
+    g_entropy = grad_entropy[live] / ctx.temperature if bool((grad_entropy != 0).any()) else None
+    gradient = _kernel(_gradient_of_tile, hidden.device.type)
     num_rows, num_columns, dtype = _tiling(hidden)
     # What comes from the target's own logit is added at the end.
     found = torch.zeros_like(some, dtype=dtype)
     for columns in _slices(len(weight), num_columns):
-        part = None if bias is None else bias[columns]
+        part = None if bias is None else bias[columns].to(some.dtype)
         total = None if grad_weight is None else torch.zeros_like(weight[columns], dtype=dtype)
         for rows in _slices(len(some), num_rows):
-            tile = _logits(some[rows], weight[columns], part, 1 / ctx.temperature)
-            tile.sub_(lse[rows, None])
-            if use_entropy:
-                p = tile.exp()
-                # A forbidden token has log p = -inf and takes no part.
-                tile.masked_fill_(p == 0, 0.0).add_(entropy[rows, None])
-                tile.mul_(g_entropy[rows, None]).add_(g[rows, None])
-                grad = p.mul_(tile).neg_()
-            else:
-                grad = tile.exp_().mul_(-g[rows, None])
+            tile = linear(some[rows], weight[columns].to(some.dtype), part)
+            of_entropy = None if g_entropy is None else g_entropy[rows]
+            grad = gradient(
+                tile, lse[rows], g[rows], entropy[rows], of_entropy, 1 / ctx.temperature
+            )
             if grad_bias is not None:
                 grad_bias[columns] += grad.sum(0).to(grad_bias.dtype)
             grad = grad.to(hidden.dtype)
@@ -312,13 +340,6 @@ class TokenDistribution(Distribution):
 # size.
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _uncompiled(method: Method) -> Method:
-    return torch.compiler.disable(method)  # type: ignore[return-value]
-
-
 class Reading(NamedTuple):
     """How a model is read, found by :mod:`~torchrl_modules.scoring.models`."""
 
@@ -410,7 +431,7 @@ class PackedScorer:
         return is_distributed(self._wrapped)
 
     # Rows become a trie on the host, and no two batches have the same one: nothing to compile.
-    @_uncompiled
+    @torch.compiler.disable()
     def score_packed(
         self,
         ids: Tensor,
@@ -468,7 +489,7 @@ class PackedScorer:
         ]
         return TokenScores(*scores)
 
-    @_uncompiled
+    @torch.compiler.disable()
     def logits(
         self,
         ids: Tensor,

@@ -9,6 +9,7 @@ from tensordict import TensorDict, lazy_stack
 
 from objectives import SFTLoss
 from torchrl_modules import SamplingParameters, TransformersWrapper, chunked_log_prob
+from torchrl_modules.scoring import scorer
 
 IDS = torch.arange(4, 27)
 LENGTHS = torch.tensor([9, 14])
@@ -98,6 +99,48 @@ def test_a_head_of_float32_over_bfloat16_weights_has_their_exact_gradient():
     for grad, wanted in zip(grads, torch.autograd.grad(expected, exact), strict=True):
         # rounded to bfloat16 twice where a target's own part is added
         torch.testing.assert_close(grad, wanted.bfloat16(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """What is compiled on a GPU is compiled for this CPU."""
+    monkeypatch.setattr(scorer, "_FUSED", {"cpu"})
+    scorer._kernel.cache_clear()
+    yield
+    scorer._kernel.cache_clear()
+    torch._dynamo.reset()
+
+
+def head_and_gradients(dtype, *, entropy):
+    """Log-probs, entropies and three gradients, over tiles that the sizes do not divide."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 16, generator=generator)
+    weight, bias = (torch.randn(1500, *size, generator=generator) / 3 for size in ((16,), ()))
+    bias[5:1100] = -torch.inf  # a tile in which most tokens are forbidden
+    leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+    targets = torch.randint(1200, 1500, (300,), generator=generator)
+    found = chunked_log_prob(
+        leaves[0], leaves[1], targets, bias=leaves[2], temperature=0.7, entropy=entropy
+    )
+    loss = (found.log_prob * torch.linspace(-1, 1, 300)).sum()
+    if entropy:
+        loss = loss + (found.entropy * torch.linspace(0, 1, 300)).sum()
+    results = [x.detach() for x in found if x is not None]
+    return [*results, *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of PyTorch itself
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("dtype", "gap"), [(torch.float32, 3e-5), (torch.bfloat16, 1.6e-2)])
+def test_a_head_that_is_compiled_computes_the_same(request, dtype, gap, entropy):
+    wanted = head_and_gradients(dtype, entropy=entropy)
+    request.getfixturevalue("fused")
+    counted = torch._dynamo.utils.counters["stats"]
+    counted.clear()
+    found = head_and_gradients(dtype, entropy=entropy)
+    assert counted["unique_graphs"] >= 2  # forward and backward
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=gap, atol=gap)
 
 
 def test_sampling_in_bfloat16_stores_what_scoring_in_bfloat16_gives(build):

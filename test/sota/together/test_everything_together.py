@@ -82,7 +82,7 @@ def test_ranks_collectors_and_engines_learn_together_though_an_engine_is_killed(
         assert process.stdout is not None
         for line in process.stdout:
             told.append(line)
-            if "step 5/" in line:
+            if line.startswith("grpo step 5/"):
                 before = engines_of(own)
                 os.kill(before[0].pid, signal.SIGKILL)
             if f"step {NUM_STEPS}/" in line:
