@@ -204,6 +204,8 @@ def main():
     given = parser.parse_args()
     folder = (given.folder or Path(tempfile.mkdtemp(prefix="versions-"))).resolve()
     (folder / "build").mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.whl"):
+        old.unlink()
     wheels = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, ROOT]
     run(wheels, folder / "build", 600, reason="^ERROR")
     (wheel,) = folder.glob("*.whl")
