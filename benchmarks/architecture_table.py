@@ -15,20 +15,24 @@ HEADER: Final = """# Architectures
 Every decoder architecture of Transformers {version}, built small from its configuration with random
 weights: `python benchmarks/architectures.py --output docs/architectures.md` writes this page.
 
-- **scored**: `packed` rows lie beside each other without padding, and what they begin with in
-  common is computed once; `padded` rows are padded on the right; `by length`: rows of one length at
-  a time. *own logits*: the logits are more than the product with the head, so the model makes them.
+The table says in which way [a policy](policies.md#which-models) computes with each architecture, and
+how exact this is. The policy finds the way by itself, on a few short rows when it is built;
+`policy.scorer.reading` says what it found.
+
+- **scored** is how log-probabilities are computed. `packed` rows lie one after the other without
+  padding, and a common beginning is computed once; `padded` rows are padded on the right; `by
+  length` means rows of one length at a time. *own logits*: the logits are more than the product
+  with the head, so that they are computed by the model itself, for the whole vocabulary.
 - **difference**: between the scores of several rows together and the model's own eager forward of
   one row at a time, in nats, at worst; **gradient**: of all parameters, relative to the largest.
-- **sampled**: `one batch` of prompts of any length, with a cache; `by length`: prompts of equal
-  length together, with what the model keeps itself (recurrent states, convolutions); `whole rows
-  again`: the cache does not give the model's own log-probs, so every token reads its whole row,
-  which a warning says. **ratio**: between sampled log-probs and the model's own forward, in nats.
+- **sampled** is how tokens are sampled. `one batch`: prompts of any length together, with a cache;
+  `by length`: prompts of equal length together, with the model's own cache (recurrent states,
+  convolutions); `whole rows again`: no cache gives the model's own log-probabilities, so that the
+  whole row is read for every token, and a warning says so. **ratio** is the largest difference
+  between sampled log-probabilities and those of the model's own forward pass, in nats.
 
-Models of the RoBERTa family skip the padding token when they count positions: where a sampled row
-holds it, the ratio is off. Never let a policy over one draw it.
-
-A scorer finds all that when it is built, on a few short rows; `scorer.reading` says what it found.
+Models of the RoBERTa family do not count the padding token as a position. If such a model samples
+it, the ratio is wrong; exclude it from sampling (`logit_bias`).
 
 | | |
 |---|---|
