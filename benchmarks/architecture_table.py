@@ -15,8 +15,8 @@ HEADER: Final = """# Architectures
 Every decoder architecture of Transformers {version}, built small from its configuration with random
 weights: `python benchmarks/architectures.py --output docs/architectures.md` writes this page.
 
-The table says in which way [a policy](policies.md#which-models) computes with each architecture, and
-how exact this is. The policy finds the way by itself, on a few short rows when it is built;
+The table says in which way [a policy](policies.md#which-models) computes with each architecture,
+and how exact this is. The policy finds the way by itself, on a few short rows when it is built;
 `policy.scorer.reading` says what it found.
 
 - **scored** is how log-probabilities are computed. `packed` rows lie one after the other without
