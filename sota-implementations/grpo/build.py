@@ -86,6 +86,8 @@ class GRPOTrainConfig(TrainConfig):
     """A control: rewards are dealt out at random, so nothing can be learnt."""
     drop_solved_at: float | None = None
     """Prompts of which at least this share was solved are not drawn again; 0.9 is usual."""
+    pools: dict[str, float] = field(default_factory=dict)
+    """Arguments of DifficultyPools: +train.pools.easy_at=0.8 +train.pools.admit_easy=0.1"""
 
 
 @dataclass
@@ -128,7 +130,7 @@ SETTINGS: Final = Recipe(
         ),
         "loss.advantage": lambda: build_advantage(cfg.loss, cfg.collector.group_size),
         "loss.sampler_correction": lambda: check_correction(cfg),
-        "train.drop_solved_at": lambda: build_pools(cfg),
+        "train.drop_solved_at and train.pools": lambda: build_pools(cfg),
     },
 )
 
@@ -283,11 +285,14 @@ def build_pools(
         env: the environment that draws; ``None`` to try the settings.
 
     Raises:
-        ValueError: the share lies outside [0, 1].
+        ValueError: a share lies outside [0, 1].
+        TypeError: `pools` has an argument that is not known, or that `drop_solved_at` has set.
     """
-    if cfg.train.drop_solved_at is None:
+    share = cfg.train.drop_solved_at
+    dropped = {} if share is None else {"easy_at": share, "admit_easy": 0.0}
+    if not (dropped or cfg.train.pools):
         return None
-    pools = torchrl_envs.DifficultyPools(easy_at=cfg.train.drop_solved_at, admit_easy=0.0)
+    pools = torchrl_envs.DifficultyPools(**dropped, **cfg.train.pools)
     for primer in () if env is None else env.transforms_of(torchrl_envs.DataLoadingPrimer):
         primer.admit_by(pools)
     return pools

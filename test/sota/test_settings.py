@@ -123,6 +123,11 @@ def test_the_newer_losses_are_settings(check, training):
     torch.testing.assert_close(rows["streams", "ce"], torch.tensor([[0.0, 0.0, 0.05]]))
     cfg, _ = build("train.drop_solved_at=0.9")
     assert training.build_pools(cfg).settings["easy_at"] == 0.9
+    cfg, _ = build(
+        "train.drop_solved_at=0.9", "+train.pools.solved_at=0.8", "+train.pools.admit_hard=0.5"
+    )
+    wanted = {"easy_at": 0.9, "hard_at": 0, "admit_easy": 0, "admit_hard": 0.5, "solved_at": 0.8}
+    assert training.build_pools(cfg).settings == wanted
 
 
 def test_what_is_asked_of_the_engine_reaches_the_collector(check):
@@ -231,6 +236,8 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
         (["loss.sampler_correction=token"], "goes with train.num_epochs=1, got None"),
         (["loss=maxrl", "loss.length_penalty=0.1"], "MaxRL needs returns of at least 0"),
         (["train.drop_solved_at=1.5"], "easy_at"),
+        (["+train.pools.easy=0.9"], "train.pools: .*'easy'"),
+        (["train.drop_solved_at=0.5", "+train.pools.easy_at=1"], "multiple values .*'easy_at'"),
         (["loss.name=gpro"], "loss.name must be one of"),
         (["policy.top_p=2"], r"top_p must be .* in \(0, 1\], got 2.0"),
         (["policy.temperature=0"], "temperature must be positive"),
