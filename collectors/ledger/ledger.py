@@ -72,9 +72,8 @@ class GenerationLedger(LedgerView):
         self.policy = Wait() if policy is None else policy
         self.weight_sync_steps = weight_sync_steps
         self.num_slots = self.policy.slots(groups_per_step, weight_sync_steps)
-        self.max_inflight_groups = (
-            self.num_slots if max_inflight_groups == -1 else max_inflight_groups
-        )
+        limit = self.num_slots if max_inflight_groups == -1 else max_inflight_groups
+        self.max_inflight_groups = limit
         self.required_capacity = self.policy.required_capacity(groups_per_step, weight_sync_steps)
         """Finished groups that the buffer has to hold."""
         if buffer_capacity is not None and buffer_capacity < self.required_capacity:

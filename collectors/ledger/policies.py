@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torchrl_data.checks import check_counts, check_numbers
 
@@ -15,6 +15,7 @@ from .groups import Group, GroupState, LedgerView
 # steps of training, so that step s is made at version s and gives version s + 1.
 
 
+@runtime_checkable
 class StalenessPolicy(Protocol):
     """What a ledger asks of a policy. It keeps no state: all that it may know is in the view.
 

@@ -11,7 +11,7 @@ from torchrl.data import ReplayBuffer
 from collectors.composition_checks import check_composition, check_env
 from collectors.ledger import GroupLedger, StalenessPolicy
 from collectors.llm_collector import PostProcessing
-from torchrl_data.checks import check_counts, check_numbers
+from torchrl_data.checks import check_counts, check_numbers, check_type
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.engine import EngineDied, EngineLoad, can_keep_caches, tells_load
@@ -237,17 +237,18 @@ def most_waiting(
 
     Raises:
         ValueError: they are fewer than the policy needs, so that nothing would move any more.
+        TypeError: the policy is none.
     """
     check_counts(WHO, queue_maxsize=queue_maxsize, weight_sync_steps=weight_sync_steps)
+    check_type("staleness", policy, StalenessPolicy, who=WHO)
     needed = policy.required_capacity(groups_per_step, weight_sync_steps)
     if queue_maxsize is None:
         return max(needed, _QUEUE_MAXSIZE // group_size)
     if queue_maxsize < needed * group_size:
         raise ValueError(
-            f"{WHO}: with {policy!r} and {groups_per_step} groups a step, up to "
-            f"{needed * group_size} finished episodes wait for an older one, so "
-            f"queue_maxsize={queue_maxsize} would stop everything. Raise it, or lower "
-            "pipeline_depth or groups_per_step."
+            f"{WHO}: with {policy!r} and {groups_per_step} groups a step, {needed * group_size} "
+            f"finished episodes may wait for an older one, so queue_maxsize={queue_maxsize} "
+            "would stop everything. Raise it, or lower pipeline_depth or groups_per_step."
         )
     return queue_maxsize // group_size
 

@@ -58,12 +58,13 @@ def test_E09_a_turn_past_its_time_ends_its_own_episode_and_no_other(scripted):
         ({"request_timeout": 0.0}, "request_timeout must be positive, got 0.0"),
         ({"request_timeout": 5.0, "staleness": OnPolicy()}, "request_timeout=5 can't be kept"),
         # (1 + 1) * 4 groups may wait for an older one.
-        ({"queue_maxsize": 7, "staleness": Wait(2, 1)}, "up to 8 finished episodes wait"),
+        ({"queue_maxsize": 7, "staleness": Wait(2, 1)}, "8 finished episodes may wait"),
         ({"queue_maxsize": 0}, "queue_maxsize must be a whole number, at least 1, got 0"),
+        ({"staleness": "wait"}, "staleness takes StalenessPolicy(...), got 'wait'"),
     ],
 )
 def test_limits_that_nothing_can_keep_are_refused(settings, message, scripted):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         StreamingCollector(make_env(), scripted(["hello"], write_tokens=False), **settings)
 
 
