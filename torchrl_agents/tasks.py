@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Transform
@@ -252,12 +253,13 @@ def build_task(
     with schema.refusing(f"task={cfg.task.id}"):
         task = _make_task(recipe, cfg, settings, num_held_out=cfg.evaluate.num_prompts)
         if cfg.warm_start.num_steps and not task.demonstrations:
-            raise ValueError("it has no demonstrations: set warm_start.num_steps=0")
-        group_size = cfg.collector.group_size
-        num_rollouts = cfg.collector.num_prompts * group_size
+            if "warm_start.num_steps" in str(HydraConfig.instance().cfg):  # it was typed
+                raise ValueError("it has no demonstrations: set warm_start.num_steps=0")
+            cfg.warm_start.num_steps = 0  # an experiment's number, which is for any task
+        size = cfg.collector.group_size
         cfg.collector.max_turns = cfg.collector.max_turns or task.max_turns
         common = _common(cfg, cfg.collector)
-        env = TaskEnv(task, num_envs=num_rollouts, repeats=group_size, **common)
+        env = TaskEnv(task, num_envs=cfg.collector.num_prompts * size, repeats=size, **common)
         return Setup(task, env, _test_env(task, cfg.evaluate, common))
 
 
@@ -298,12 +300,10 @@ def _make_task(
 ) -> Task:
     origin = origin_of(cfg.policy.model)
     is_embedded = origin.model is None
-    made_easy = is_embedded and settings.get("level", "") is None
-    if made_easy:
+    if is_embedded and settings.get("level", "") is None:
         cfg.task.level = settings["level"] = "easy"
-    task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **settings)
-    if made_easy:
         _LOG.info("what the embedded model is asked is easy: task.level=easy")
+    task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **settings)
     defaults = schema.defaults_of(cfg, recipe.embedded, recipe.pretrained, origin=origin.model)
     if is_embedded:
         defaults["policy.max_new_tokens"] = task.max_new_tokens

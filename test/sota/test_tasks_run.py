@@ -12,7 +12,7 @@ from pages_for_tests import call, save_actor
 
 from collectors.record import RunRecord
 
-FAST = ("debug=tiny", "warm_start.num_steps=0", "logger=none", "evaluate.num_prompts=2")
+FAST = ("debug=tiny", "logger=none", "evaluate.num_prompts=2")
 FAST += ("collector.num_prompts=2", "collector.group_size=8", "policy.show_tool_schemas=false")
 
 
@@ -38,15 +38,28 @@ def said(sample):
     return next(m["content"] for m in sample.messages if m["role"] == "assistant")
 
 
-def test_ifeval(samples_of, tmp_path):
-    """Four accuracies of 1 and a block's 0.1, or that alone."""
+def write_questions(folder):
     columns = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     rows = [{"key": n, "prompt": f"{n}. Use no comma.", **columns} for n in range(8)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_ifeval(samples_of, tmp_path):
+    """Four accuracies of 1 and a block's 0.1, or that alone."""
+    write_questions(tmp_path)
     right, wrong = "<answer>well</answer>", "<answer>well, no, or</answer>"
     found = samples_of([right, wrong], "task=ifeval", "task.dataset=rows.jsonl")
     scored = {(said(s), round(s.reward, 6)) for s in found if said(s) in (right, wrong)}
     assert scored == {(right, 1.1), (wrong, 0.1)}
+
+
+def test_a_warm_start_that_is_asked_for_needs_demonstrations(run_script, tmp_path):
+    """That of ``debug=tiny``, which the other tests here run with, is for tasks that have some."""
+    write_questions(tmp_path)
+    words = (*FAST, "task=ifeval", "task.dataset=rows.jsonl", "warm_start.num_steps=2")
+    done = run_script(*words, "dry_run=true", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "task=ifeval: it has no demonstrations: set warm_start.num_steps=0" in done.stderr
 
 
 def test_openenv(samples_of, servers):
