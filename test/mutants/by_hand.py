@@ -27,7 +27,7 @@ from mutate import survives  # noqa: E402
 
 TREES = (
     *("torchrl_data", "torchrl_modules", "torchrl_envs", "objectives", "collectors"),
-    *("torchrl_agents", "sota-implementations", "benchmarks", "test"),
+    *("torchrl_agents", "sota-implementations", "benchmarks", "docs", "examples", "test"),
 )
 
 
