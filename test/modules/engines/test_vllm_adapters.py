@@ -105,7 +105,7 @@ def test_what_it_cannot_apply_changes_nothing(engine, model):
     engine.update_weights(adapter_weights(serving := adapted(model, 5)))
     version = engine.version
     good = adapter_weights(serving)
-    broken = deepcopy(good)
+    broken = copy.deepcopy(good)
     broken[next(iter(broken))][0, 0] = float("nan")
     pair = (torch.zeros(8, 64), torch.zeros(64, 8))
     elsewhere = AdapterWeights({"model.layers.0.nothing": pair})
