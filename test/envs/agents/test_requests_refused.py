@@ -348,6 +348,20 @@ def test_a_program_that_asks_for_what_is_refused_again_and_again_runs_out_of_tim
     assert reason.startswith("environment_error: agent: CallTimeoutError")
 
 
+def test_a_request_that_is_refused_gives_no_time_anew(make_tiny_model, chatml_tokenizer):
+    policy = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer, max_model_len=60)
+
+    def program(endpoint):
+        time.sleep(0.7)
+        asks([], endpoint, messages=[{**USER, "content": "a long story " * 30}])
+        time.sleep(0.7)  # the time is over, though not since the request
+        return 1.0
+
+    trajectories = collect(policy, chatml_tokenizer, program, timeout_s=1.0)
+    (reason,) = trajectories["stop_reason"]
+    assert reason.startswith("environment_error: agent: CallTimeoutError")
+
+
 def test_what_is_seen_of_a_policy_is_that_of_the_last_one(small_policy, chatml_tokenizer):
     agent = AgentProgram(asks_once)
     small = TransformersWrapper(
