@@ -204,7 +204,7 @@ class GroupRunner:
         self.groups: dict[Ticket, Group] = {}
         """Those that were added, the oldest first; who runs one takes it out afterwards."""
         self._most: float = math.inf
-        self._num_deaths = 0
+        self._num_deaths = self._num_at_risk = 0
         self.num_open = 0
         """Episodes that began and are not over."""
         self.num_ended = 0
@@ -256,8 +256,10 @@ class GroupRunner:
         try:
             await group.task
         except EngineDied as died:
+            # Of a death every group hears, one after the other, and fewer and fewer are left.
             self._num_deaths += 1
-            if self._num_deaths >= MAX_DEATHS * max(1, len(self.groups)):
+            self._num_at_risk = max(self._num_at_risk, len(self.groups), 1)
+            if self._num_deaths >= MAX_DEATHS * self._num_at_risk:
                 raise
             _log.warning("The engine died under a group, which is drawn again: %s", died)
             reason = ENGINE_DIED
@@ -266,10 +268,10 @@ class GroupRunner:
                 raise
             reason = group.cancelled_for
         else:
-            self._num_deaths = 0
+            self._num_deaths = self._num_at_risk = 0
             return ""
-        self.num_open -= group.num_open  # those that had not begun to run
-        group.num_open = 0
+        # Without those that had not begun to run.
+        self.num_open, group.num_open = self.num_open - group.num_open, 0
         await self._in_thread(self.episodes.give_up, group.episodes)
         return reason
 

@@ -251,6 +251,38 @@ def test_an_engine_that_dies_once_costs_nothing(make_policy):
     assert collector.ledger.balance.dropped["engine_died"].groups >= 1
 
 
+class DiesUnderHold(BatchingEngine):
+    """Dies once, which its requests hear one after the other, while no group may begin."""
+
+    def __init__(self, engine, num_requests):
+        super().__init__(engine)
+        self.num_missing, self.dies = num_requests, asyncio.Event()
+
+    async def respond(self, prompt, params, **kwargs):
+        if self.dies.is_set():
+            return await super().respond(prompt, params, **kwargs)
+        self.num_missing -= 1
+        number = self.num_missing
+        if number == 0:
+            self.hold(1)
+            self.dies.set()
+        await self.dies.wait()
+        await asyncio.sleep(0.01 * number)
+        raise EngineDied("gone")
+
+
+def test_an_engine_that_dies_once_while_groups_are_held_back_died_once(make_policy):
+    policy = make_policy()
+    engine = DiesUnderHold(policy.engine, 6 * N)
+    env = make_env(6, num_epochs=1)
+    with StreamingCollector(env, policy, engine=engine, groups_per_step=6) as collector:
+        engine.hold = collector._producer._hold
+        threading.Timer(1.0, engine.hold, (-1,)).start()
+        rows = [row for batch in collector for row in batch.unbind(0)]
+    assert Counter(row["row"]["number"] for row in rows) == dict.fromkeys(range(6), N)
+    assert collector.ledger.balance.dropped["engine_died"].groups == 6
+
+
 def test_an_evaluation_whose_engine_dies_begins_again(make_policy):
     policy, held_out = make_policy(), make_env(8, groups=1)
     engine = Failing(policy.engine, EngineDied("gone"))
