@@ -106,6 +106,7 @@ def tokens() -> None:
     ):  # fmt: skip
         d.box(20 + 230 * i, 14, 18, 18, fill=kind)
         d.text(46 + 230 * i, 28, words)
+    d.text(712, 28, "(a box is one token or a few)", "soft")
     names = {"t": "template", "c": "content"}
     for i, (before, said, version) in enumerate(turns):
         y = 62 + 166 * i
@@ -132,7 +133,7 @@ def tokens() -> None:
         d.rule((start, y + 100), (start, y + 106), (x - 2, y + 106), (x - 2, y + 100))
         d.text((start + x) / 2, y + 121, "response", "soft", anchor="middle")
         for j, name in enumerate(["mask", "log-prob", "version"]):
-            d.text(960, y + 54 + 18 * j, name, "soft", anchor="end")
+            d.text(x + 8, y + 54 + 18 * j, name, "soft")
     d.write("tokens.svg")
 
 
@@ -142,7 +143,7 @@ def episode() -> None:
     steps = [
         ("draw", "content", 20, 130, "a row, a group,", "a seed"),
         ("begin", "content", 170, 130, "instances reset,", "the query is put"),
-        ("before_turn", "content", 334, 100, "budgets,", "context"),
+        ("before_turn", "content", 330, 108, "budgets,", "context"),
         ("policy", "model", 450, 100, "samples", "the response"),
         ("after_turn", "content", 566, 100, "calls run,", "answers come"),
         ("finish", "good", 704, 136, "rewards, over", "the whole group"),
@@ -162,8 +163,9 @@ def episode() -> None:
     d.box(612, 236, 228, 60, "everything it holds is closed", note="also on errors, also at exit")
     d.arrow((612, 266), (562, 266))
     d.box(310, 236, 250, 60, "one row for the buffer", note="tokens, masks, rewards, stop_reason")
-    d.text(20, 258, "An error of a tool, a reset or a reward", "soft")
-    d.text(20, 276, "goes the same way, with its reason.", "soft")
+    d.text(20, 250, "A tool that fails is answered: the policy", "soft")
+    d.text(20, 268, "reads why. Where a reset or a reward fails,", "soft")
+    d.text(20, 286, "the row says why, and is not trained.", "soft")
     d.write("episode.svg")
 
 
@@ -207,7 +209,7 @@ def streaming() -> None:
         d.box(282 + 64 * i, 44, 60, 28, name, "content", css="soft")
     d.box(282, 80, 188, 30, "ledger: who may begin", css="soft")
     d.box(590, 10, 150, 46, "tools, rewards", fill="content")
-    d.box(590, 74, 150, 46, "engine", note="joins between tokens", fill="model")
+    d.box(590, 74, 150, 46, "engine", note="continuous batching", fill="model")
     d.arrow((270, 50), (172, 50))
     d.text(221, 43, "groups", "soft", anchor="middle")
     d.arrow((170, 80), (268, 80))
@@ -227,7 +229,7 @@ def streaming() -> None:
     d.text(
         20,
         318,
-        "Nobody waits for the slowest row; every token keeps the version that drew it.",
+        "No episode waits for the slowest one; every token keeps the version that drew it.",
         "soft",
     )
     d.write("streaming.svg")
@@ -245,7 +247,7 @@ def ray() -> None:
         d.box(512, y + 28, 104, 40, "episodes", note="tools", fill="content")
         d.box(624, y + 28, 104, 40, "engine", note="its own", fill="model")
         d.arrow((410, 112 + 12 * i), (498, y + 30))
-    d.text(428, 190, "groups", "soft")
+    d.text(412, 214, "groups", "soft")
     d.arrow((170, 120), (240, 120))
     d.arrow((242, 146), (172, 146))
     d.text(210, 112, "train", "soft", anchor="middle")
@@ -263,7 +265,7 @@ def ray() -> None:
 
 def age() -> None:
     """Versions, groups in flight and the age of their tokens when they are used."""
-    d = Drawing(800, 350)
+    d = Drawing(800, 370)
     left, step = 110, 104
     d.text(20, 34, "trainer", "head")
     for version in range(6):
@@ -302,6 +304,7 @@ def age() -> None:
         "Age: the version of the step that uses it less that of its oldest token; 3 at most.",
         "soft",
     )
+    d.text(20, 352, "Groups that other steps use are left out.", "soft")
     d.write("age.svg")
 
 
