@@ -15,10 +15,12 @@ from sphinx.transforms import SphinxTransform
 GLOSSARY = "glossary"
 # These say too much in plain English to be taken for the word of the glossary wherever they stand.
 PLAIN = {
-    "age", "batch", "conversation", "engine", "entry", "environment", "example", "frontier",
-    "gap", "group", "index", "metric", "mode", "policy", "program", "prompt", "record",
-    "reference", "response", "return", "reward", "room", "row", "segment", "sequence", "slot",
-    "ticket", "transform", "turn", "view", "window",
+    "actor", "adapter", "age", "batch", "bucket", "checkpoint", "completion", "control",
+    "conversation", "demonstration", "draw", "engine", "entry", "environment", "example",
+    "frontier", "gap", "generator", "group", "index", "metric", "mode", "owed", "policy",
+    "program", "prompt", "push", "query", "rank", "recipe", "record", "reference", "response",
+    "return", "reward", "room", "row", "seed", "segment", "sequence", "shard", "signal", "slot",
+    "streaming", "teacher", "ticket", "trainer", "transform", "turn", "view", "window",
 }  # fmt: skip
 CODE = re.compile(r"[A-Za-z_][\w.]*")
 
@@ -66,8 +68,9 @@ class Links(SphinxTransform):
                 row["ids"].append(anchor)
         for word in list(self.document.findall(nodes.emphasis)):
             text = word.astext()
-            known = text if text in words else text.removesuffix("'s").removesuffix("s")
-            if known in words:
+            stems = [text.removesuffix(end) for end in ("", "s", "es", "'s")]
+            known = next((stem for stem in stems if stem in words), None)
+            if known is not None:
                 word.replace_self(
                     nodes.reference("", "", word.deepcopy(), internal=True, refid=words[known])
                 )
@@ -91,9 +94,9 @@ class Links(SphinxTransform):
             link += literal
 
     def _link_words(self, words: dict[str, str]) -> None:
-        for text in list(self.document.findall(nodes.Text)):
-            if not words:
-                return
+        left = list(self.document.findall(nodes.Text))[::-1]
+        while words and left:
+            text = left.pop()
             if _inside_link(text) or not _in_prose(text):
                 continue
             pattern = "|".join(sorted(map(re.escape, words), key=len, reverse=True))
@@ -106,7 +109,9 @@ class Links(SphinxTransform):
                 "", nodes.inline("", found[0], classes=["term"]), refdomain="std",
                 reftype="term-of-glossary", reftarget=anchor, refdoc=self.env.docname,
             )  # fmt: skip
-            text.parent.replace(text, [nodes.Text(before), link, nodes.Text(after)])
+            rest = nodes.Text(after)
+            text.parent.replace(text, [nodes.Text(before), link, rest])
+            left.append(rest)
 
 
 def _inside_link(node: nodes.Node) -> bool:
