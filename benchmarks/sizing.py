@@ -128,7 +128,8 @@ def outline(config: Any) -> nn.Module:
 
 def main() -> None:
     lines = [
-        "| model | parameters | GPUs | weights, gradients, AdamW | gathered | inputs | a GPU |",
+        "| model | parameters | GPUs | weights, gradients, AdamW, GB | gathered, GB | inputs, GB "
+        "| sum, GB |",
         "|---|---|---|---|---|---|---|",
     ]
     engines = [
@@ -140,7 +141,7 @@ def main() -> None:
             found = sizes(model, num_shards=num_gpus)
             cells = [found.weights + found.gradients + found.optimizer, found.gathered]
             cells += [found.activations, found.trained]
-            told = " | ".join(f"{cell / 1e9:.1f} GB" for cell in cells)
+            told = " | ".join(f"{cell / 1e9:.1f}" for cell in cells)
             lines.append(f"| {name} | {found.num_parameters / 1e9:.2f}e9 | {num_gpus} | {told} |")
         cache = found.cache_per_token * 1000 / 1e6
         engines.append(f"| {name} | {found.served / 1e9:.1f} GB | {cache:.0f} MB |")
