@@ -270,8 +270,8 @@ class GroupRunner:
         else:
             self._num_deaths = self._num_at_risk = 0
             return ""
-        # Without those that had not begun to run.
-        self.num_open, group.num_open = self.num_open - group.num_open, 0
+        self.num_open -= group.num_open  # those that had not begun to run
+        group.num_open = 0
         await self._in_thread(self.episodes.give_up, group.episodes)
         return reason
 

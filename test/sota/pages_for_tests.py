@@ -10,7 +10,7 @@ import torch
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 FILES = re.compile(r"`(\w+\.py)`:\n\n(?:<!-- .*? -->\n)?```python\n(.*?)```", re.DOTALL)
-LINES = re.compile(r"`(\w+\.jsonl)`[^`]*(?:such as|like)\n\n```json\n(.*?)```", re.DOTALL)
+LINES = re.compile(r"`(\w+\.jsonl)`[^`]*such as\n\n```json\n(.*?)```", re.DOTALL)
 NUM_ROWS = 8
 MOST_LINES = 30
 FAST = (

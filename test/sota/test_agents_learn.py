@@ -194,11 +194,12 @@ def test_a_real_pretrained_model_learns_tools_and_its_control_does_not(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHRL_AGENTS_CACHE", str(tmp_path))
     few = ("experiment=smollm2", "task.num_demonstrations=256", "collector.max_turns=2", *FAST)
-    until = ("evaluate.num_prompts=32", "evaluate.every=2", "train.stop_at=0.4")
-    learnt = run_recipe("grpo", *few, *until, "train.num_steps=12")
-    control = ("train.shuffle_rewards=true", "train.num_steps=2", "name=control")
+    until = ("evaluate.num_prompts=32", "evaluate.every=4", "train.stop_at=0.6")
+    learnt = run_recipe("grpo", *few, *until, "train.num_steps=20")
+    control = ("train.shuffle_rewards=true", "train.num_steps=3", "name=control")
     no_stop = ("evaluate.every=null", "train.stop_at=null", "evaluate.num_prompts=16")
     flat = run_recipe("grpo", *few, *control, *no_stop)
-    assert learnt["held_out_before"] <= 0.1
-    assert learnt["held_out_after"] >= 0.4
-    assert flat["held_out_after"] <= 0.15
+    assert learnt["held_out_before"] <= 0.2
+    assert learnt["held_out_after"] >= 0.6
+    assert learnt["steps"] <= 12
+    assert flat["held_out_after"] <= 0.3

@@ -122,8 +122,7 @@ class OwnSignature:
         """Of whichever class has it, or inherits it; an instance is called otherwise."""
         if instance is not None:
             raise AttributeError("__signature__")
-        _, *parameters = inspect.signature(owner.__init__).parameters.values()
-        return inspect.Signature(parameters)
+        return inspect.Signature([*inspect.signature(owner.__init__).parameters.values()][1:])
 
 
 class EpisodeEnv(TransformedEnv):

@@ -71,7 +71,7 @@ def find_task(name: str) -> tuple[str, str, tuple[str, ...]]:
     )
 
 
-_parsed: Final = cache(lambda path: ast.parse(path.read_text(encoding="utf-8")))
+_parsed: Final = cache(lambda path: ast.parse(Path(path).read_text(encoding="utf-8")))
 """The source of a module, which may make several tasks."""
 
 
@@ -88,8 +88,8 @@ def settings_of_task(name: str) -> dict[str, tuple[str, Any, str]]:
         ImportError: see :func:`find_task`.
     """
     module, function, _ = find_task(name)
-    paths = (Path(folder, f"{module}.py") for folder in __path__)
-    body = _parsed(next(filter(Path.exists, paths))).body
+    spec: Any = find_spec(f"{__name__}.{module}")
+    body = _parsed(spec.origin).body
     constants = {ast.unparse(x.target): x.value for x in body if isinstance(x, ast.AnnAssign)}
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     made_by = functions[function]

@@ -60,12 +60,17 @@ def test_E09_a_turn_past_its_time_ends_its_own_episode_and_no_other(scripted):
         # (1 + 1) * 4 groups may wait for an older one.
         ({"queue_maxsize": 7, "staleness": Wait(2, 1)}, "8 finished episodes may wait"),
         ({"queue_maxsize": 0}, "queue_maxsize must be a whole number, at least 1, got 0"),
-        ({"staleness": "wait"}, "staleness takes StalenessPolicy(...), got 'wait'"),
     ],
 )
 def test_limits_that_nothing_can_keep_are_refused(settings, message, scripted):
-    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         StreamingCollector(make_env(), scripted(["hello"], write_tokens=False), **settings)
+
+
+def test_a_staleness_that_is_no_policy_is_refused(scripted):
+    policy = scripted(["hello"], write_tokens=False)
+    with pytest.raises(TypeError, match=r"staleness takes StalenessPolicy\(...\), got 'wait'"):
+        StreamingCollector(make_env(), policy, staleness="wait")
 
 
 @pytest.mark.parametrize("staleness", [Wait(2), Drop(2)])
