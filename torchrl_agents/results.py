@@ -16,10 +16,13 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import psutil
+import torch
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
+from pandas import DataFrame, Series, option_context
 from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
@@ -36,8 +39,9 @@ from collectors import (
 )
 from collectors.record import RolloutRecorder
 from torchrl_data import read_conversations
-from torchrl_data.display import show_conversation
-from torchrl_data.keys import FULL, REWARD
+from torchrl_data.batch_objects import read_objects
+from torchrl_data.display import message_text, message_title, show_conversation
+from torchrl_data.keys import FULL, REWARD, STOP_REASON
 from torchrl_envs.graders.answers import final_text
 
 from .run import Run
@@ -68,6 +72,7 @@ class Recorder:
         folder: of the run.
         loggers: TorchRL's.
         rollouts: writes each step's, where there are any.
+        num_shown: the rollouts of each test that trackers show as a table.
         score: what a test says, see :func:`scores_of`.
         after: the last step of an earlier run, which goes on: what was written of later ones, that
             were not saved, is dropped.
@@ -79,13 +84,14 @@ class Recorder:
         loggers: Sequence[Any],
         rollouts: RolloutRecorder | None = None,
         *,
+        num_shown: int = 0,
         score: Callable[[TensorDictBase], tuple[dict[str, float], dict[str, Estimate]]],
         after: int = 0,
     ) -> None:
         self._loggers = loggers
         self.score = score
         """What a test says."""
-        self._rollouts = rollouts
+        self._rollouts, self._num_shown = rollouts, num_shown
         self.history = [
             {name: math.nan if value is None else value for name, value in line.items()}
             for line in lines_until(folder / METRICS, after)
@@ -102,6 +108,7 @@ class Recorder:
             _replace(path, list(compress(lines, known)))
         self._metrics = (folder / METRICS).open("a", encoding="utf-8")
         self._evaluations = folder / EVALUATIONS
+        system_metrics()  # from here on the time of the first step's counts
 
     def close(self) -> None:
         """Nothing more is written."""
@@ -118,7 +125,8 @@ class Recorder:
         return True
 
     def write(self, record: StepRecord) -> None:
-        """Write a step; what was written is there if the run dies after it."""
+        """Write a step, and how the machine is used; it is there if the run dies after it."""
+        record.metrics.update(system_metrics())
         if self._rollouts is not None and record.trajectories is not None:
             self._rollouts.write(
                 record.step, record.trajectories, trained=record.trained, metrics=record.metrics
@@ -153,6 +161,8 @@ class Recorder:
                 names = {k: k.replace("@", "_at_").replace("^", "_hat_") for k in scores}
                 for logger in self._loggers:  # some take no other names
                     logger.log_metrics({f"held_out/{names[k]}": scores[k] for k in scores}, step)
+                    if self._num_shown:
+                        log_samples(logger, point.trajectories[: self._num_shown], step)
             with self._evaluations.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -200,6 +210,53 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
     }
+
+
+def system_metrics() -> dict[str, float]:
+    """How the machine that this process runs on is used.
+
+    Returns:
+        ``system/cpu_percent``, of all cores since the last call; ``system/memory_percent``, of all
+        programs; ``system/process_memory_gib``, resident, of this process alone. Where there is
+        CUDA, of this process's device: ``system/gpu_memory_percent``, of all programs, and
+        ``system/gpu_peak_gib``, the most that tensors of this process took since the last call.
+    """
+    metrics = {
+        "system/cpu_percent": psutil.cpu_percent(),
+        "system/memory_percent": psutil.virtual_memory().percent,
+        "system/process_memory_gib": psutil.Process().memory_info().rss / 2**30,
+    }
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        metrics["system/gpu_memory_percent"] = 100 * (1 - free / total)
+        metrics["system/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+    return metrics
+
+
+def log_samples(logger: Logger, rows: TensorDictBase, step: int) -> None:
+    """Show rollouts in a tracker, as the table ``held_out/samples``: conversations and rewards.
+
+    Args:
+        logger: TorchRL's; its logger for CSV has no tables.
+        rows: ``[B]``, of a test.
+        step: after which it was made.
+    """
+    name, samples = "held_out/samples", []
+    for row in rows.unbind(0):
+        messages = read_conversations(row, FULL, who="The recipe").messages(0)
+        text = "\n\n".join(f"{message_title(x)}: {message_text(x)}" for x in messages)
+        told = float(row.get(REWARD).sum()), read_objects(row, STOP_REASON, "")[0]
+        samples.append((step, text, *told))
+    table = DataFrame(samples, columns=["step", "conversation", "reward", "stop_reason"])
+    kind = type(logger).__name__.removesuffix("Logger").lower()
+    if kind in ("wandb", "trackio"):
+        logger.log_metrics({name: import_module(kind).Table(dataframe=table)}, step)
+    elif kind == "mlflow":  # adds to the table of the tests before
+        import_module(kind).log_table(table, f"{name}.json")
+    elif kind == "tensorboard":
+        with option_context("display.max_colwidth", None):  # all of a text
+            logger.experiment.add_text(name, table.to_html(index=False), step)
 
 
 def show_rollouts(tests: Mapping[str, TensorDictBase | None], count: int) -> None:
@@ -251,6 +308,8 @@ def scores_of(
 
 # The learning curve of a run, as a picture; matplotlib is imported when it is drawn.
 
+_SMOOTH: Final[Any] = {"alpha": 0.2, "ignore_na": True}
+"""Of the moving averages, which have no bias at their start; NaN leaves them as they are."""
 REWARD_CURVES = {
     "entropy": "entropy, nats per token",
     "groups/without_signal_fraction": "groups without a signal",
@@ -315,13 +374,14 @@ def _draw_reward(
     steps = range(1, len(rewards) + 1)
     if rewards:
         axes.plot(steps, rewards, color="tab:blue", lw=1, alpha=0.35)
-        axes.plot(steps, smoothed(rewards), color="tab:blue", lw=2, label="training rollouts")
+        smooth = Series(rewards).ewm(**_SMOOTH).mean()
+        axes.plot(steps, smooth, color="tab:blue", lw=2, label="training rollouts")
     points = sorted((step, each.value) for step, each in held_out.items()) or [(0, math.nan)]
     shown = [*rewards, *(value for _, value in points)]
     colors = ["tab:orange", "tab:purple", "tab:brown", "tab:pink"]
     for (label, name), color in zip(further.items(), colors, strict=False):
         told = [metrics.get(name, math.nan) for metrics in history if "reward" in metrics]
-        values = smoothed(told)
+        values = Series(told, dtype=float).ewm(**_SMOOTH).mean().tolist()
         if any(math.isfinite(value) for value in told):
             axes.plot(steps, values, color=color, lw=1.5, ls="--", label=label)
             shown += values
@@ -352,17 +412,6 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     room = 0.08 * (high - low) or 0.5 * (abs(high) or 1.0)
     return low - room, high + room
-
-
-def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Exponential moving average without a bias at its start; NaN leaves it as it is."""
-    total, norm, smooth = 0.0, 0.0, []
-    for value in values:
-        if value == value:
-            total = weight * total + (1 - weight) * value
-            norm = weight * norm + 1 - weight
-        smooth.append(total / norm if norm else float("nan"))
-    return smooth
 
 
 # The card of a trained model, and the hub where it goes.

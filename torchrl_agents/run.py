@@ -293,10 +293,7 @@ class Run(AbstractContextManager["Run", None]):
             again = {"command": sys.argv, "at": time.strftime(_TIME)}
             self.record |= before | {"resumed": [*before.get("resumed", []), again]}
         elif existed and not overwrite:
-            raise SettingsError(
-                f"{folder} holds a run already. Choose another name=..., leave hydra.run.dir out, "
-                "or say overwrite=true."
-            )
+            raise SettingsError(f"{folder} holds a run already. Say overwrite=true, or leave it.")
         self._file: IO[bytes] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

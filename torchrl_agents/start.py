@@ -72,10 +72,7 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
     if kind == "cuda" and not torch.cuda.is_available():
         raise SettingsError(f"policy.device={device!r}, but torch finds no GPU here.")
     if isinstance(cfg, TrainingConfig) and cfg.train.cpu_offload and not torch.cuda.is_available():
-        raise SettingsError(
-            "train.cpu_offload=true takes shards from GPUs into host memory, but torch finds no "
-            "GPU here: they are in host memory anyway. Leave it out."
-        )
+        raise SettingsError("train.cpu_offload=true: torch finds no GPU here. Leave it out.")
     if cfg.engine.colocate and not (cfg.engine.url or cfg.engine.urls):
         with refusing("engine.colocate"):
             platform = import_vllm().current_platform

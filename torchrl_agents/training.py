@@ -318,7 +318,12 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
             stop.held(),
             closing(keep),
             closing(
-                Recorder(run.folder, run.loggers, rollouts, score=score, after=after_step)
+                Recorder(
+                    *(run.folder, run.loggers, rollouts),
+                    num_shown=cfg.evaluate.num_shown,
+                    score=score,
+                    after=after_step,
+                )
             ) as recorder,
         ):
             tell = log.steps(run.recipe.name, num_steps)

@@ -508,13 +508,9 @@ def _binary_kl(
     """KL of (p, 1 - p) to (q, 1 - q), in nats."""
     low, high = math.log(PROBABILITY_FLOOR), math.log1p(-PROBABILITY_FLOOR)
     log_p, log_q = log_p.clamp(low, high), log_q.clamp(low, high)
-    rest_p, rest_q = _log_of_rest(log_p), _log_of_rest(log_q)
+    # log(1 - p), exact also where p is near 1.
+    rest_p, rest_q = ((-each.expm1()).log() for each in (log_p, log_q))
     return log_p.exp() * (log_p - log_q) + rest_p.exp() * (rest_p - rest_q)
-
-
-def _log_of_rest(log_p: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """``log(1 - p)``, exact also where p is near 1."""
-    return (-log_p.expm1()).log()
 
 
 def divergence_masked(

@@ -54,7 +54,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def metrics_of(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "throughput/"))}
+        {
+            k: v
+            for k, v in json.loads(line).items()
+            if not k.startswith(("time/", "throughput/", "system/"))
+        }
         for line in lines
     ]
 

@@ -200,7 +200,7 @@ def test_a_run_against_past_versions_goes_on_as_it_would_have(run_recipe, tmp_pa
     def metrics(*arguments):
         folder = Path(run_recipe("self-play", *common, *arguments)["output_dir"])
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        timed = ("time/", "throughput/")
+        timed = ("time/", "throughput/", "system/")
         return [{k: v for k, v in x.items() if not k.startswith(timed)} for x in lines]
 
     whole = metrics("name=whole", "train.num_steps=4")

@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import mlflow
+import psutil
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchrl_agents.results import open_loggers
 from torchrl_agents.settings.schema import LoggerConfig, TrainingConfig
@@ -150,11 +152,15 @@ def test_a_tracker_that_wants_a_key_is_told_of_before_the_model_is_loaded(
     assert "loading the model" not in done.stderr
 
 
-def test_what_a_run_tells_mlflow(run_recipe, tracked, tmp_path, monkeypatch):
+def test_what_a_run_tells_its_trackers(run_recipe, tracked, tmp_path, monkeypatch):
+    """Curves, how the machine was used, and the first two conversations of each test."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
     quick = ("debug=tiny", "warm_start.num_steps=2", "task.num_demonstrations=64")
-    quick += ("evaluate.num_prompts=4", "evaluate.num_shown=0", "evaluate.every=1")
-    result = run_recipe("grpo", *quick, "logger=mlflow", "name=told", "logger.project=mine")
+    quick += ("evaluate.num_prompts=4", "evaluate.num_shown=2", "evaluate.every=1")
+    loggers = ("logger.backends=[mlflow,wandb,tensorboard,csv]", "logger.project=mine")
+    result = run_recipe("grpo", *quick, *loggers, "name=told")
     ((name, run),) = runs_of(tracked, "mine").items()
     assert (name, run.info.status) == ("told-001", "FINISHED")
     assert [step for step, _ in history_of(tracked, run, "reward")] == [1, 2]
@@ -167,3 +173,28 @@ def test_what_a_run_tells_mlflow(run_recipe, tracked, tmp_path, monkeypatch):
     assert run.data.params["task.id"] == "calculator"
     record = json.loads((Path(result["output_dir"]) / "run.json").read_text())
     assert run.data.tags["torchrl_agents.run"] == record["id"]
+    for step, used in history_of(tracked, run, "system/process_memory_gib"):
+        assert step in (1, 2)
+        assert 0 < used < psutil.virtual_memory().total / 2**30
+    assert len(history_of(tracked, run, "system/cpu_percent")) == 2
+
+    columns = ["step", "conversation", "reward", "stop_reason"]
+    table = mlflow.load_table("held_out/samples.json", run_ids=[run.info.run_id])
+    assert [*table.columns] == columns
+    assert [*table["step"]] == [0, 0, 1, 1, 2, 2]
+    assert table["conversation"].str.startswith("user: ").all()
+    assert table["conversation"].str.contains("\n\nassistant: ").all()
+    assert table["reward"].isin([0.0, 1.0]).all()
+    folder = Path(result["output_dir"])
+    shown = sorted(folder.glob("wandb/offline-run-*/files/media/table/held_out/samples_*.json"))
+    tables = [json.loads(path.read_text()) for path in shown]
+    assert [each["columns"] for each in tables] == [columns] * 3
+    rows = sorted(row for each in tables for row in each["data"])
+    assert rows == sorted([*row] for row in table.itertuples(index=False))
+    events = EventAccumulator(str(next(folder.rglob("events.out.tfevents*")).parent)).Reload()
+    texts = events.Tensors("held_out/samples/text_summary")
+    assert [event.step for event in texts] == [0, 1, 2]
+    for event in texts:
+        (page,) = event.tensor_proto.string_val
+        assert page.count(b"<tr") == 3
+        assert b"assistant: " in page

