@@ -2,8 +2,8 @@
 
     python test/run_tests.py [arguments of pytest]
 
-Two parts run at a time, a core each, those first that take longest, so that both cores are busy to
-the end. What a part prints comes when it is over.
+Three parts run at a time, those first that take longest: much of their time is waiting for servers,
+so that three keep two cores busy. What a part prints comes when it is over.
 
 What talks to real servers, browsers and engines has deadlines, so tests that failed get a second
 try in a new process. That tells a flaky test from a broken one, and hides neither: a test that
@@ -98,8 +98,8 @@ def known_flaky(path: Path = KNOWN_FLAKY) -> dict[str, str]:
 def run_parts(
     parts: Sequence[Part], known: dict[str, str], root: Path = ROOT, more: Sequence[str] = ()
 ) -> list[Outcome]:
-    """Runs two parts at a time, and then what failed in each once more, one after the other."""
-    with ThreadPoolExecutor(2) as pool:
+    """Runs three parts at a time, and then what failed in each once more, one after the other."""
+    with ThreadPoolExecutor(3) as pool:
         running = [pool.submit(_first_try, part, root, more) for part in parts]
         first = [one.result() for one in running]
     return [
