@@ -42,14 +42,14 @@ class Part(NamedTuple):
 LEARNING = ("agents_learn", "easy_questions_learn", "recipes")
 """Runs that go on until something is learnt."""
 FOLDERS = {
-    "of runs": ("not vllm", "test/sota", "test/ranks"),
     "of learning": ("not vllm", *(f"test/sota/test_{name}.py" for name in LEARNING)),
+    "of runs": ("not vllm", "test/sota", "test/ranks"),
+    "of units": ("not vllm", "test"),
     "of engines in recipes": ("vllm", "test/sota", "test/docs"),
     "of collectors": ("not vllm", "test/collectors"),
-    "of engines": ("vllm", "test/modules"),
     "of the outside": ("not vllm", *(f"test/{name}" for name in ("envs", "faults", "browser"))),
+    "of engines": ("vllm", "test/modules"),
     "of data": ("not vllm", "test/data"),
-    "of units": ("not vllm", "test"),
 }
 """Marks and folders of each part, those first that take longest; what is in another is left out."""
 
