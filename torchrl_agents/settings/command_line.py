@@ -501,7 +501,7 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
         yield "engine.url and engine.engine_kwargs are for engine=vllm."
     in_steps = isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "sync"
     if engine.colocate and not (is_vllm and in_steps):
-        yield "engine.colocate lends the memory of engine=vllm to the steps of collector=sync."
+        yield "engine.colocate lends the memory of engine=vllm to a step: it needs collector=sync."
     own_adapters = engine.engine_kwargs.get("enable_lora")
     if own_adapters and cfg.policy.lora_rank is None:
         yield "engine.engine_kwargs.enable_lora needs policy.lora_rank."
@@ -514,7 +514,7 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
 def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
     collector, default = cfg.collector, CollectorConfig()
     if recipe.needs_groups and collector.group_size < 2:
-        yield f"collector.group_size must be at least 2 for a signal, got {collector.group_size}."
+        yield f"collector.group_size={collector.group_size}: a group of one never has a signal."
     for name in (
         *("max_staleness", "staleness_policy", "pipeline_depth", "recompute", "follow_load"),
         "max_inflight_tasks",
@@ -553,7 +553,7 @@ def _ray_faults(cfg: RolloutsConfig) -> Iterator[str]:
             f"{count}: take a multiple of them of engines."
         )
     if "max_model_len" in engine.engine_kwargs:
-        yield "engine.engine_kwargs.max_model_len is policy.max_model_len on Ray: set that instead."
+        yield "engine.engine_kwargs.max_model_len: Ray bounds episodes by policy.max_model_len."
 
 
 # What a run wrote down of its command line.
