@@ -92,11 +92,7 @@ class Recorder:
         self.score = score
         """What a test says."""
         self._rollouts, self._num_shown = rollouts, num_shown
-        self.history = [
-            {name: math.nan if value is None else value for name, value in line.items()}
-            for line in lines_until(folder / METRICS, after)
-        ]
-        """The metrics of the steps before."""
+        lines_until(folder / METRICS, after)
         told = lines_until(folder / EVALUATIONS, after)
         kept = {x["step"]: x["estimates"]["reward"] for x in told if x.get("reward") is not None}
         self.held_out = {step: Estimate(**reward) for step, reward in kept.items()}
@@ -110,18 +106,22 @@ class Recorder:
         self._evaluations = folder / EVALUATIONS
         system_metrics()  # from here on the time of the first step's counts
 
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """The metrics of each step so far, from the disk: in memory a run would grow by them."""
+        lines = lines_until(Path(self._metrics.name), sys.maxsize)
+        return [{k: math.nan if x is None else x for k, x in line.items()} for line in lines]
+
     def close(self) -> None:
         """Nothing more is written."""
         self._metrics.close()
 
     def reached(self, reward: float | None) -> bool:
         """Whether the last test had that held-out reward; never where it is ``None``."""
-        if reward is None or not self.held_out:
+        last = self.held_out[max(self.held_out)].value if self.held_out else -math.inf
+        if reward is None or last < reward:
             return False
-        last = max(self.held_out)
-        if self.held_out[last].value < reward:
-            return False
-        _LOG.info("done: train.stop_at=%g, held-out reward %.3f", reward, self.held_out[last].value)
+        _LOG.info("done: train.stop_at=%g, held-out reward %.3f", reward, last)
         return True
 
     def write(self, record: StepRecord) -> None:
@@ -187,9 +187,10 @@ def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _replace(path: Path, lines: Sequence[str]) -> None:
-    new = path.with_name(f"{path.name}.partial")
-    new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    os.replace(new, path)
+    new, text = path.with_name(f"{path.name}.partial"), "".join(f"{line}\n" for line in lines)
+    if text != path.read_text(encoding="utf-8"):  # else whoever writes there may go on
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, path)
 
 
 def record_rollouts(

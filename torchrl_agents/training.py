@@ -327,17 +327,17 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
             ) as recorder,
         ):
             tell = log.steps(run.recipe.name, num_steps)
-            history, num_flat = recorder.history, 0
+            last, num_flat = next(reversed(recorder.history), {}), 0
             recorder.write_tests(held_out.take(), now=done)
 
             def left() -> Iterator[Step]:
-                nonlocal done, num_flat, step
+                nonlocal done, last, num_flat, step
                 while done < num_steps and not recorder.reached(cfg.train.stop_at):
                     step = step or Step(done + 1, trainer, StepMetrics(trainer.timer))
                     yield step
                     record = step.record()
                     done, step = step.number, None
-                    history.append(record.metrics)
+                    last = record.metrics
                     recorder.write(record)
                     tell(done, record.metrics)
                     if (
@@ -357,7 +357,6 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
                 yield left(), result
             except StopRequested:
                 _LOG.info("stopped after step %d; resume=%s goes on", done, run.folder)
-            last = history[-1] if history else {}
             pending = None if step is None else step.state()
             keep.save(done, last, {"before": before, "pending": pending})
 
