@@ -456,7 +456,8 @@ def num_ranks() -> int:
 
 def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:
     if find_spec("matplotlib") is None:
-        yield f"{recipe.name} draws its learning curve with matplotlib: pip install matplotlib."
+        what = f"{recipe.name} draws its learning curve with matplotlib"
+        yield f"{what}: pip install 'torchrl-agents[train]'."
     for backend in cfg.logger.backends:
         if backend != "csv" and find_spec(backend) is None:
             yield f"logger.backends: {backend} needs the package {backend}: pip install {backend}."
