@@ -62,6 +62,7 @@ _USED: Final = (
     ("vllm.exceptions", ("VLLMClientError",)),
     ("vllm.config", ("set_current_vllm_config",)),
     ("vllm.inputs", ("tokens_input",)),
+    ("vllm.lora.request", ("LoRARequest",)),
     ("vllm.model_executor.layers.vocab_parallel_embedding", ("VocabParallelEmbedding",)),
     (
         "vllm.model_executor.model_loader.reload",

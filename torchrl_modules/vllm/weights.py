@@ -4,7 +4,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -136,7 +135,7 @@ class ServedAdapters:
         folder.mkdir()
         weights.save(folder)
         # Its name, its number from 1 on, and its folder.
-        request_of = import_module("vllm.lora.request").LoRARequest
+        request_of = import_vllm().LoRARequest
         request = request_of(f"version-{version}", self._count, str(folder))
         try:
             self._llm_engine.add_lora(request)
