@@ -165,7 +165,7 @@ def episode() -> None:
     d.box(310, 236, 250, 60, "one row for the buffer", note="tokens, masks, rewards, stop_reason")
     d.text(20, 250, "A tool that fails is answered: the policy", "soft")
     d.text(20, 268, "reads why. Where a reset or a reward fails,", "soft")
-    d.text(20, 286, "the row says why, and is not trained.", "soft")
+    d.text(20, 286, "the row says why; its advantage is 0.", "soft")
     d.write("episode.svg")
 
 
