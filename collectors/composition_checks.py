@@ -1,12 +1,11 @@
 """Whether an environment, a policy and a buffer fit together, before anything is generated."""
 
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 from torchrl.data import ReplayBuffer, TensorStorage
 
-from objectives.advantages.mc_advantage import MCAdvantage
+from objectives.advantages.mc_advantage import MCAdvantage, TopKRewardSelector
 from torchrl_data import page
 from torchrl_data.keys import REWARD
 from torchrl_data.templates.template import check_same_rendering
@@ -106,17 +105,22 @@ def check_data(env: EpisodeEnv, *, who: str) -> None:
 
 
 def check_groups(sizes: Sequence[int], buffer: ReplayBuffer | None, *, who: str) -> None:
-    """Check that the groups that are drawn are those that advantages wait for.
+    """Check that the groups that come in are those that the parts of a buffer wait for.
 
     Raises:
         ValueError: the sizes differ, so no group would ever be complete.
     """
-    for part, size in product(advantages_of(buffer), sizes):
-        if part.group_size != size:
-            raise ValueError(
-                f"{who}: MCAdvantage waits for groups of {part.group_size} rows, and the "
-                f"environment draws groups of {size}. Give it and DataLoadingPrimer the same."
-            )
+    parts = [p for p in _transforms(buffer) if isinstance(p, MCAdvantage | TopKRewardSelector)]
+    for size in sizes:
+        coming = size
+        for part in reversed(parts):  # what comes in passes the last one first
+            if part.group_size != coming:
+                raise ValueError(
+                    f"{who}: {type(part).__name__} waits for groups of {part.group_size} rows, and "
+                    f"gets groups of {coming}. Give it and DataLoadingPrimer the same; of several "
+                    "parts in a Compose the last one gets the rows first."
+                )
+            coming = getattr(part, "topk_size", coming)
 
 
 def check_storage(

@@ -51,12 +51,11 @@ def value_text(value: Any, *, max_bytes: int = MAX_RESULT_BYTES) -> str:
     """Any value as text."""
     # value: strings and bytes are taken as they are; numbers, `None`, lists, dictionaries, sets,
     # dataclasses, pydantic models, arrays and what they hold become JSON; anything else becomes
-    # `str(value)`.
+    # `str(value)`, a string of the JSON where data hold it.
     if isinstance(value, bytes | bytearray | memoryview):
-        size = value.nbytes if isinstance(value, memoryview) else len(value)
-        head = bytes(memoryview(value).cast("B")[: max_bytes + 1])
-        text = head.decode("utf-8", errors="replace")
-        return _cut(text, max_bytes, size) if size > max_bytes else clean_text(text, max_bytes)
+        raw = memoryview(value).cast("B")
+        text = bytes(raw[: max_bytes + 1]).decode("utf-8", errors="replace")
+        return _cut(text, max_bytes, len(raw)) if raw[max_bytes:] else clean_text(text, max_bytes)
     if isinstance(value, str):
         return clean_text(value, max_bytes)
     text, is_whole = _shown(value, max_bytes)
@@ -96,6 +95,8 @@ def _shown(value: Any, max_bytes: int) -> tuple[str, bool]:
         # In pieces, so that a large structure is never written out whole.
         is_scalar = value is None or isinstance(value, int | float)
         for piece in [_JSON.encode(value)] if is_scalar else _JSON.iterencode(value):
+            if piece[0] == '"' and not pieces:  # no data, and so text without quotes
+                return json.loads(piece), True
             pieces.append(piece)
             size += len(piece)
             if size > max_bytes:
@@ -126,9 +127,8 @@ class _Items(list[Any]):
 def _plain(value: Any) -> Any:
     """What JSON can show of a value that is not JSON itself."""
     kind: Any = type(value)
-    plain: Any = None
     if isinstance(value, Set):
-        plain = sorted(value, key=repr)
+        plain: Any = sorted(value, key=repr)
     elif dataclasses.is_dataclass(kind):
         plain = {f.name: getattr(value, f.name) for f in dataclasses.fields(kind)}
     elif hasattr(kind, "model_dump"):
@@ -136,10 +136,9 @@ def _plain(value: Any) -> Any:
     elif hasattr(kind, "tolist"):
         is_scalar = getattr(value, "ndim", 1) == 0 or not hasattr(kind, "__len__")
         plain = value.tolist() if is_scalar else _Items(value)
-    elif isinstance(value, bytes):
-        plain = value.decode("utf-8", errors="replace")
-    if plain is None:
-        raise TypeError(f"{type(value).__name__} is not JSON")
+    else:
+        is_bytes = isinstance(value, bytes)
+        plain = value.decode("utf-8", errors="replace") if is_bytes else _safe_str(value)
     return plain
 
 

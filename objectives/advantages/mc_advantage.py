@@ -237,9 +237,9 @@ class MCAdvantage(_ByGroups):
         self.estimator = self._build_estimator(estimator, scale)
         self.zero_variance = one_of("zero_variance", zero_variance, NO_SIGNAL)
         self.unscorable = one_of("unscorable", unscorable, NO_SIGNAL)
-        self.keep_return_bounds = keep_return_bounds
-        if keep_return_bounds is not None:
-            self.keep_return_bounds = pair("keep_return_bounds", keep_return_bounds)
+        bounds = keep_return_bounds
+        bounds = None if bounds is None else pair("keep_return_bounds", bounds)
+        self.keep_return_bounds = bounds
         self.on_expiry = one_of("on_expiry", on_expiry, ON_EXPIRY)
         self._refills: Counter[Hashable] = Counter()
         self._segments = SegmentQueue()
@@ -253,7 +253,6 @@ class MCAdvantage(_ByGroups):
                 f"PassAtK: k is {self.estimator.k}, but a group has {self.group_size} rows. Every "
                 "advantage would be 0."
             )
-        bounds = self.keep_return_bounds
         if bounds is not None and not bounds[0] < bounds[1]:
             raise ValueError(f"keep_return_bounds must be an increasing pair, got {bounds}.")
 
@@ -300,8 +299,7 @@ class MCAdvantage(_ByGroups):
         if "refill" not in (self.zero_variance, self.unscorable):
             return False
         segments = SegmentQueue()
-        members = [segments.add(None, row) for row in rows]
-        group = self._group(None, [member for member in members if member is not None])
+        group = self._group(None, [m for row in rows if (m := segments.add(None, row)) is not None])
         if self.unscorable == "refill" and any(map(math.isnan, group.returns)):
             return True
         return self.zero_variance == "refill" and self.estimator.is_flat(group)
@@ -603,12 +601,11 @@ class TopKRewardSelector(_ByGroups):
         if topk_size > self.group_size:
             raise ValueError(f"topk_size must lie in [1, {self.group_size}], got {topk_size}.")
         self.topk_size = topk_size
-        self.above: Above | float
         if isinstance(above, str):
-            self.above = one_of("above", above, ABOVE)
+            above = one_of("above", above, ABOVE)
         else:
             check_numbers(above=above)
-            self.above = float(above)
+        self.above: Above | float = above
 
     def get_extra_state(self) -> dict[str, Any]:
         """Incomplete groups and counts, for ``state_dict``."""

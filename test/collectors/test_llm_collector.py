@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector, StreamingCollector
-from objectives import MCAdvantage
+from objectives import MCAdvantage, TopKRewardSelector
 from torchrl_data import builtin_template
 from torchrl_envs import (
     ChatEnv,
@@ -366,6 +367,25 @@ def test_parts_that_do_not_fit_are_refused_when_composed(
     )
     with pytest.raises(kind, match=message):
         LLMCollector(make_env(), policy or model, replay_buffer=buffer)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        pytest.param([TopKRewardSelector(4)], "TopK.* of 4 rows, and gets groups of 2", id="top k"),
+        pytest.param(  # the selector gets the rows first, and gives one of two
+            [MCAdvantage(2), TopKRewardSelector(2)],
+            "MCAdvantage waits for groups of 2 rows, and gets groups of 1",
+            id="order",
+        ),
+        pytest.param([TopKRewardSelector(2), MCAdvantage(2)], None, id="these fit"),
+    ],
+)
+def test_groups_that_would_never_be_complete_are_refused(make_policy, parts, message):
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=Compose(*parts))
+    refused = pytest.raises(ValueError, match=message) if message else nullcontext()
+    with refused, LLMCollector(make_env(), make_policy(), replay_buffer=buffer):
+        pass
 
 
 def test_a_storage_smaller_than_a_batch_is_refused_when_composed(make_policy):

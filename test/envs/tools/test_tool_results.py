@@ -93,6 +93,10 @@ def test_any_value_is_text_of_bounded_length(value, cap):
         pytest.param(Data(1), '{"x": 1}', id="dataclass"),
         pytest.param(torch.tensor([1, 2]), "[1, 2]", id="tensor"),
         pytest.param(Path("/x"), "/x", id="str"),
+        pytest.param([Path("x")], '["x"]', id="data stay JSON around what is not"),
+        pytest.param(
+            Path("/aéaéaéaé"), "/aéaéa\n[... 3 more characters were cut]", id="a long str"
+        ),
     ],
 )
 def test_values_as_text(value, expected):
