@@ -56,7 +56,7 @@ from .settings.schema import (
     collects_on_ray,
     refusing,
 )
-from .tasks import build_task, set_token_budget, staleness_of
+from .tasks import build_task, set_limits, staleness_of
 
 
 def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
@@ -120,7 +120,7 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
         limits = next(v for v in vars(cfg).values() if isinstance(v, EpisodeConfig))
         with refusing(f"task={cfg.task.id}"):
             for env in envs:
-                set_token_budget(env, limits, policy)
+                set_limits(env, limits, policy)
                 check_fit(env, policy, who=recipe.name)
             if isinstance(cfg, RolloutsConfig) and cfg.warm_start.num_steps:
                 setup.env.encode_demonstrations(policy.encoder)

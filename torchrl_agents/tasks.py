@@ -25,7 +25,7 @@ from collectors.llm_collector import PostProcessing
 from collectors.resume import random_state, set_random_state
 from collectors.streaming.collector import verdict
 from torchrl_data.checks import TokenScorer
-from torchrl_envs import DataLoadingPrimer, TokenBudget
+from torchrl_envs import DataLoadingPrimer, RewardErrorLimit, TokenBudget
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
@@ -341,7 +341,7 @@ def load_models(
     with run.log.phase("loading the model"):
         actor, policy = build_policies(cfg, setup.task)
         for each in (setup.env, setup.held_out_env):
-            set_token_budget(each, cfg.collector, policy)
+            set_limits(each, cfg.collector, policy)
     return actor, policy
 
 
@@ -378,17 +378,17 @@ def warm_up(
     return add_adapters(cfg, actor, policy)
 
 
-def set_token_budget(env: TaskEnv, cfg: schema.EpisodeConfig, policy: Any) -> None:
-    """Bound the tokens of an episode, by the model's length at least, where there is a bound."""
+def set_limits(env: TaskEnv, cfg: schema.EpisodeConfig, policy: Any) -> None:
+    """Bound failed rewards, and the tokens of an episode by the model's length at least."""
+    env.append_transform(RewardErrorLimit(cfg.max_error_fraction))
     max_model_len = getattr(policy, "max_model_len", None)
     if isinstance(policy, LLMWrapperBase):
         max_model_len = policy.engine.max_model_len  # type: ignore[attr-defined]
-    if cfg.max_episode_tokens is None and max_model_len is None:
-        return
-    budget = TokenBudget(
-        cfg.max_episode_tokens,
-        max_model_len=max_model_len,
-        min_turn_tokens=cfg.min_turn_tokens,
-        encoder=policy.encoder,
-    )
-    env.append_transform(budget)
+    if (cfg.max_episode_tokens, max_model_len) != (None, None):
+        budget = TokenBudget(
+            cfg.max_episode_tokens,
+            max_model_len=max_model_len,
+            min_turn_tokens=cfg.min_turn_tokens,
+            encoder=policy.encoder,
+        )
+        env.append_transform(budget)

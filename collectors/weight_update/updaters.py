@@ -116,7 +116,7 @@ class WeightUpdater:
         """
         dtype = getattr(getattr(self.policy, "engine", None), "update_dtype", None)
         with self._checked(source, dtype) as weights:
-            return self._send(weights, version)
+            return self.policy.update_weights(weights, version=version)
 
     @contextmanager
     def _checked(
@@ -150,10 +150,6 @@ class WeightUpdater:
 
     def _connect(self, policy: UpdatablePolicy) -> None:
         """Set up the way to a policy, if it needs any."""
-
-    def _send(self, weights: Mapping[str, Tensor], version: int | None) -> int:
-        """Hand whole weights to the policy, and give the version that it acknowledges."""
-        return self.policy.update_weights(weights, version=version)
 
 
 # Weight updates of a policy that lives in the trainer's process.

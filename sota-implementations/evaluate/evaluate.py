@@ -37,7 +37,7 @@ from torchrl_agents.results import finite, scores_of, show_rollouts
 from torchrl_agents.run import Run
 from torchrl_agents.settings.schema import CheckpointConfig, SettingsError
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Setup, set_token_budget
+from torchrl_agents.tasks import Setup, set_limits
 from torchrl_agents.tasks import build_test as build
 from torchrl_envs import DataLoadingPrimer
 
@@ -51,7 +51,7 @@ def evaluate(cfg: EvaluationConfig, test: Setup, run: Run) -> dict[str, Any]:
     start = time.monotonic()
     with run.log.phase("loading the model"):
         policy = build_sampler(cfg, task)
-        set_token_budget(env, cfg.episodes, policy)
+        set_limits(env, cfg.episodes, policy)
     torch.manual_seed(cfg.seed)
     num_rollouts = len(task.held_out_rows) * cfg.evaluate.num_samples
     num_batches = -(-num_rollouts // env.batch_size.numel())

@@ -28,7 +28,7 @@ from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
 from torchrl_agents.settings.schema import Recipe, SettingsError, refusing
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Setup, build_test, set_token_budget
+from torchrl_agents.tasks import Setup, build_test, set_limits
 from torchrl_agents.training import Rollouts, Step, Trainer, learn
 from torchrl_data import row_tensordicts
 from torchrl_envs import load_rows
@@ -136,7 +136,7 @@ def main(cfg: SFTConfig, test: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
     with run.log.phase("loading the model"):
         actor, policy = add_adapters(cfg, *build_policies(cfg, test.task))
-        set_token_budget(test.held_out_env, cfg.episodes, policy)
+        set_limits(test.held_out_env, cfg.episodes, policy)
     torch.manual_seed(cfg.seed)
     actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
     with run.log.phase("encoding the conversations"):

@@ -81,3 +81,22 @@ def test_textarena(samples_of):
         assert sample.reward == float(any("Congratulations" in text for text in told))
         ends += [text for text in told[1:] if "invalid move" in told[0] and "[x]" not in text]
     assert "The game is over. Invalid Move" in " ".join(ends)
+
+
+def test_a_run_allows_as_many_failing_rewards_as_it_is_told(run_script, tmp_path):
+    """The rewards of half of the prompts fail."""
+    rows = [{"prompt": f"Say {n}.", "number": n % 2} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "scores.py").write_text(
+        "def inverse(completions, number, **_):\n    return [1 / n for n in number]\n"
+    )
+    words = ("task.dataset=rows.jsonl", "task.rewards=scores:inverse", "evaluate.num_prompts=1")
+    words += ("train.num_steps=4", "policy.max_new_tokens=2", "collector.max_turns=1")
+    stopped = run_script(*FAST, *words, cwd=tmp_path)
+    assert stopped.returncode == 1
+    assert "5% of 200 are allowed" in stopped.stderr
+    assert "in a recipe collector.max_error_fraction=" in stopped.stderr
+    allowed = run_script(*FAST, *words, "collector.max_error_fraction=0.9", cwd=tmp_path)
+    assert allowed.returncode == 0, allowed.stderr[-2000:]
+    refused = run_script(*FAST, *words, "collector.max_error_fraction=1.5", cwd=tmp_path)
+    assert "collector.max_error_fraction must be in [0, 1], got 1.5" in refused.stderr

@@ -385,6 +385,7 @@ _RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
         "warm_start.learning_rate train.timeout_s train.wait_s",
     ),
     ("in [0, 1)", lambda x: 0 <= x < 1, "optim.beta1 optim.beta2"),
+    ("in [0, 1]", lambda x: 0 <= x <= 1, "collector.max_error_fraction"),
     ("from 0 to 2**63 - 1", lambda x: 0 <= x < 1 << 63, ".seed"),
     ("-1 or at least 1", lambda x: x == -1 or x >= 1, "collector.max_inflight_tasks"),
     ("at least 2: the newest may be damaged", lambda x: x >= 2, "checkpoint.keep_last"),

@@ -122,6 +122,9 @@ class EpisodeConfig:
     """Most tokens of an episode after its prompt; none for no bound but the model's length."""
     min_turn_tokens: int = 16
     """No turn begins with fewer tokens left: the episode ends, truncated."""
+    max_error_fraction: float = 0.05
+    """The run stops when the rewards of more of the last 200 rollouts could not be computed; 1
+    never stops it."""
 
 
 @dataclass
