@@ -51,7 +51,8 @@ class ParsedTurn(NamedTuple):
     calls: list[ToolCall | MalformedCall]
     """Calls in the order in which they were written."""
     positions: Sequence[int] = ()
-    """Where each call starts, in characters of the turn."""
+    """Where each call starts, in characters of the turn; none where that is not known: all of them
+    then count as at its beginning."""
 
 
 # JSON as a model writes it: read strictly, in bounded time, whatever the text.

@@ -262,9 +262,9 @@ class ToolDispatcher:
         concerned = [pair for pair in enumerate(self.sources) if pair[1].concerned([episode])]
         tools = {number: source.tools_of(episode) for number, source in concerned}
         if any(tools.values()):
-            parsed = self.parse(text)
-            for call, position in zip(parsed.calls, parsed.positions, strict=True):
-                items.append(self._bind(tools, episode, call, position))
+            _, calls, places = self.parse(text)
+            for call, at in zip(calls, places or [0] * len(calls), strict=True):
+                items.append(self._bind(tools, episode, call, at))
         for number, source in concerned:
             for item in source.read_turn(episode, text):
                 # Lanes belong to their source.

@@ -11,6 +11,7 @@ from torchrl.envs.transforms import Compose
 
 from torchrl_data.batch_io import read_conversations
 from torchrl_data.batch_objects import read_objects
+from torchrl_data.tool_calls import ParsedTurn, ToolCall
 from torchrl_envs import (
     Answer,
     ChatEnv,
@@ -218,6 +219,18 @@ def test_arguments_that_are_not_quoted_get_the_types_of_the_schema(scripted, pla
     assert got == [("12", 12, True, [1], {"a": None}, None)]
     assert answers(end)[0] == ("tool", "null")
     assert "arguments['count']: 'x' is not of type 'integer'" in answers(end)[1][1]
+    env.close()
+
+
+def test_calls_of_a_parser_of_ones_own_need_no_positions(scripted, play):
+    """They are answered in their order, before what is read in the text itself."""
+
+    def parse(text):
+        return ParsedTurn("", [ToolCall("echo", {"text": word}) for word in text.split()[1:]])
+
+    env = make_env(Requests(), Tools(echo), tool_call_format=parse)
+    (end,) = play(env, scripted(["<ask>z</ask> a b", "done"]))
+    assert answers(end) == [("tool", "a"), ("tool", "b"), ("user", "Z")]
     env.close()
 
 
