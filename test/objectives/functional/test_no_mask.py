@@ -63,3 +63,9 @@ def test_no_mask_is_a_mask_of_ones(name, shape):
     assert len(results[0]) == len(results[1])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, equal_nan=True)
+
+
+def test_the_mean_of_one_token_is_its_value():
+    value = torch.tensor([-3.0])
+    for mask in (None, torch.tensor([True])):
+        assert F.token_mean(value, mask).item() == -3.0
