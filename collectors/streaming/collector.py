@@ -258,7 +258,8 @@ class StreamingCollector(BackgroundCollector):
         request_timeout: seconds that one turn's generation may take, pauses included; what takes
             longer ends as ``"error: ..."``, alone. 600 when not given, and none on policy, where a
             step is one batch.
-        engine: serves the policy's engine to many callers; made of it when not given.
+        engine: serves the policy's engine to many callers, or what
+            :func:`~torchrl_modules.open_async` makes one of; the policy's own when not given.
         total_trajectories: stop after this many; ``None`` goes on while there are data.
         postproc: changes a batch before it goes into the buffer.
 
@@ -334,7 +335,7 @@ class StreamingCollector(BackgroundCollector):
         if serves is None and self.ledger.is_on_policy:
             number = lambda: self._producer.num_expected()  # noqa: E731 - it is made below
             serves = BatchingEngine(policy.engine, num_expected=number)
-        serves = serves or open_async(policy.engine)
+        serves = open_async(serves or policy.engine)
         try:
             check_adapters(serves, ages)
             cap = cap_of(serves, self.ledger.num_slots, max_inflight_tasks, who=WHO)
@@ -349,7 +350,7 @@ class StreamingCollector(BackgroundCollector):
             self._source, self._is_lockstep = self._producer, self.ledger.is_on_policy
             self._weights = WeightPushes(self._producer, updater)
         except BaseException:
-            if engine is None:
+            if serves is not engine:
                 serves.close()
             raise
         self._evaluations = Evaluations(self._producer)

@@ -251,6 +251,17 @@ def test_an_engine_that_dies_once_costs_nothing(make_policy):
     assert collector.ledger.balance.dropped["engine_died"].groups >= 1
 
 
+def test_an_engine_that_is_given_is_served_or_refused_when_composed(make_policy):
+    policy = make_policy()
+    failing = Failing(
+        policy.engine, EngineDied("gone")
+    )  # draws in batches, and is of no known kind
+    with pytest.raises(TypeError, match=r"an AsyncEngine \(respond, .*got Failing"):
+        StreamingCollector(make_env(), policy, engine=failing)
+    with StreamingCollector(make_env(6, num_epochs=1), policy, engine=policy.engine) as collector:
+        assert sum(len(batch) for batch in collector) == 6 * N
+
+
 class DiesUnderHold(BatchingEngine):
     """Dies once, which its requests hear one after the other, while no group may begin."""
 
