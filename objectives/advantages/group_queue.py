@@ -230,9 +230,7 @@ class SegmentQueue:
         episode = int(row.get(EPISODE_ID))
         rows = self._waiting.setdefault((group, episode), {})
         if segment in rows:
-            raise ValueError(
-                f"MCAdvantage: row {segment} of episode {episode} in group {group!r} came twice."
-            )
+            raise ValueError(f"Row {segment} of episode {episode} in group {group!r} came twice.")
         rows[segment] = row
         if len(rows) < count:
             return None

@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import compress
 from statistics import fmean
@@ -92,7 +92,8 @@ class _ByGroups(Transform):
         self.trajectory_return: TrajectoryReturn = one_of(
             "trajectory_return", trajectory_return, TRAJECTORY_RETURNS
         )
-        self._lock = threading.Lock()
+        self._segments = SegmentQueue()
+        self._lock = threading.RLock()
 
     @property
     def stats(self) -> GroupStats:
@@ -117,8 +118,45 @@ class _ByGroups(Transform):
         """Queue rows; the rows that are given out."""
         raise NotImplementedError
 
-    def _unchanged_on_error(self) -> AbstractContextManager[None]:
-        return self.queue.unchanged_on_error()
+    def _complete(self, group_id: int, row: TensorDictBase) -> list[TensorDictBase] | None:
+        """The episodes of the group that a row completes, each as one member."""
+        member = self._segments.add(group_id, row)
+        return None if member is None else self.queue.add(group_id, member)
+
+    @contextmanager
+    def _unchanged_on_error(self) -> Iterator[None]:
+        segments = self._segments.copy()
+        try:
+            with self.queue.unchanged_on_error():
+                yield
+        except BaseException:
+            self._segments = segments
+            raise
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Incomplete groups and episodes, and counts, for ``state_dict``.
+
+        Returns:
+            Dictionaries and lists of what JSON can hold, and of tensors: no pickle is needed.
+
+        Raises:
+            TypeError: a row that waits holds something without a plain form.
+        """
+        with self._lock:
+            return {"queue": self.queue.state(), "segments": self._segments.state()}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go back to a state.
+
+        Args:
+            state: what :meth:`get_extra_state` gave.
+
+        Raises:
+            ValueError: it belongs to groups of another size.
+        """
+        with self._lock:
+            self.queue.load_state(state["queue"])
+            self._segments.load_state(state["segments"])
 
     def _return(self, row: TensorDictBase) -> float:
         reward = read_entry(row, self.reward_key, self._get_name())
@@ -129,7 +167,7 @@ class _ByGroups(Transform):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
 
 class MCAdvantage(_ByGroups):
@@ -242,7 +280,6 @@ class MCAdvantage(_ByGroups):
         self.keep_return_bounds = bounds
         self.on_expiry = one_of("on_expiry", on_expiry, ON_EXPIRY)
         self._refills: Counter[Hashable] = Counter()
-        self._segments = SegmentQueue()
         if self.group_size == 1 and self.zero_variance != "keep":
             raise ValueError(
                 f"A group of one never has a signal: zero_variance={self.zero_variance!r} would "
@@ -300,19 +337,17 @@ class MCAdvantage(_ByGroups):
             return False
         segments = SegmentQueue()
         group = self._group(None, [m for row in rows if (m := segments.add(None, row)) is not None])
-        if self.unscorable == "refill" and any(map(math.isnan, group.returns)):
-            return True
-        return self.zero_variance == "refill" and self.estimator.is_flat(group)
+        lacks = self.unscorable == "refill" and any(map(math.isnan, group.returns))
+        return lacks or (self.zero_variance == "refill" and self.estimator.is_flat(group))
 
     @contextmanager
     def _unchanged_on_error(self) -> Iterator[None]:
-        refills, segments = self._refills.copy(), self._segments.copy()
-        estimator = self.estimator.state_dict()
+        refills, estimator = self._refills.copy(), self.estimator.state_dict()
         try:
-            with self.queue.unchanged_on_error():
+            with super()._unchanged_on_error():
                 yield
         except BaseException:
-            self._refills, self._segments = refills, segments
+            self._refills = refills
             self.estimator.load_state_dict(estimator)
             raise
 
@@ -326,12 +361,9 @@ class MCAdvantage(_ByGroups):
             TypeError: a row that waits holds something without a plain form.
         """
         with self._lock:
-            return {
-                "queue": self.queue.state(),
-                "refills": [list(item) for item in self._refills.items()],
-                "segments": self._segments.state(),
-                "estimator": self.estimator.state_dict(),
-            }
+            refills = [list(item) for item in self._refills.items()]
+            more = {"refills": refills, "estimator": self.estimator.state_dict()}
+            return super().get_extra_state() | more
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go back to a state.
@@ -344,9 +376,8 @@ class MCAdvantage(_ByGroups):
         """
         with self._lock:
             self.estimator.load_state_dict(state["estimator"])
-            self.queue.load_state(state["queue"])
+            super().set_extra_state(state)
             self._refills = Counter(dict(map(tuple, state["refills"])))
-            self._segments.load_state(state["segments"])
 
     def _collect(self, rows: Sequence[TensorDictBase]) -> list[RewardedGroup]:
         """Queue rows; the groups that became complete, or expired and are still wanted."""
@@ -364,9 +395,7 @@ class MCAdvantage(_ByGroups):
                 # An episode is asked for once, however many rows it has.
                 self._refills[group_id] += place_of(row)[0] == 0
                 continue
-            member = self._segments.add(group_id, row)
-            members = None if member is None else self.queue.add(group_id, member)
-            if members is not None:
+            if (members := self._complete(group_id, row)) is not None:
                 complete.append(self._group(group_id, members))
         for group_id, late in self.queue.expire():
             if self.on_expiry == "release":
@@ -537,11 +566,12 @@ ABOVE: Final[tuple[Above, ...]] = ("median", "mean", "any")
 class TopKRewardSelector(_ByGroups):
     """Releases the best k rows of each complete group (rejection sampling, expert iteration).
 
-    Rows at or below the group's median are never kept, nor those that could not be scored, so a
-    group whose rewards are all equal gives nothing. Of rewards that are 0 or 1, a group of which
-    more than half are right gives nothing either: ``above="mean"`` keeps its right rows. Rows come
-    out best first, ties in the order of their arrival. Incomplete groups and counts are part of
-    ``state_dict``. An ``extend`` that raises takes none of its rows in.
+    An episode with several rows, because its past was rewritten, counts as one, and all of its
+    rows are kept or none. Rows at or below the group's median are never kept, nor those that
+    could not be scored, so a group whose rewards are all equal gives nothing. Of rewards that are
+    0 or 1, a group of which more than half are right gives nothing either: ``above="mean"`` keeps
+    its right rows. Rows come out best first, ties in the order of their arrival. Incomplete groups
+    and counts are part of ``state_dict``. An ``extend`` that raises takes none of its rows in.
 
     Args:
         total_dialog_turns: rows of a complete group (TorchRL's name; ``group_size`` is the same).
@@ -607,41 +637,23 @@ class TopKRewardSelector(_ByGroups):
             check_numbers(above=above)
         self.above: Above | float = above
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Incomplete groups and counts, for ``state_dict``."""
-        with self._lock:
-            return self.queue.state()
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go back to a state.
-
-        Args:
-            state: what :meth:`get_extra_state` gave.
-
-        Raises:
-            ValueError: it belongs to groups of another size.
-        """
-        with self._lock:
-            self.queue.load_state(state)
-
     def _take(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
         """Queue rows; the best of complete groups."""
         released: list[TensorDictBase] = []
         for row in rows:
             group_id = int(read_entry(row, self.group_key, "TopKRewardSelector"))
-            if (members := self.queue.add(group_id, row)) is None:
+            if (members := self._complete(group_id, row)) is None:
                 continue
             scored = [(self._return(member), member) for member in members]
-            falling = [pair for pair in scored if not math.isnan(pair[0])]
-            falling.sort(key=lambda pair: -pair[0])
+            falling = sorted((p for p in scored if not math.isnan(p[0])), key=lambda p: -p[0])
             if self.above != "any" and falling:
                 bound = self._bound([value for value, _ in falling])
                 falling = [pair for pair in falling if pair[0] > bound]
-            best = [member for _, member in falling[: self.topk_size]]
-            self.stats.rows_dropped_unselected += len(members) - len(best)
+            best = [row for _, member in falling[: self.topk_size] for row in rows_of(member)]
+            self.stats.rows_dropped_unselected += sum(map(num_rows, members)) - len(best)
             released += best
         for _, late in self.queue.expire():
-            self.stats.rows_expired += len(late)
+            self.stats.rows_expired += sum(map(num_rows, late))
         return released
 
     def _bound(self, falling: Sequence[float]) -> float:

@@ -408,6 +408,27 @@ def test_top_k_keeps_the_best_above_the_median_in_order():
     assert names(TopKRewardSelector(3, 2, above=0.5).inv(flat)) == [0, 0]
 
 
+def test_top_k_counts_an_episode_with_several_rows_once_and_keeps_all_of_them():
+    """Three episodes of one, two and three rows, whose rows come mixed."""
+
+    def part(episode, segment, reward, count):
+        row = make_row(1, reward, name=10 * episode + segment)
+        where = {"episode_id": episode, "segment": segment, "num_segments": count}
+        return row.update({name: torch.tensor(value) for name, value in where.items()})
+
+    came = [part(1, 0, 1.0, 2), part(2, 1, 2.0, 3), part(0, 0, 0.0, 1), part(2, 0, 2.0, 3)]
+    selector = TopKRewardSelector(3, 1)
+    assert selector.inv(lazy_stack(came)) is None
+    with pytest.raises(ValueError, match="Row 0 of episode 1 in group 1 came twice"):
+        selector.inv(lazy_stack([part(2, 2, 2.0, 3), part(1, 0, 1.0, 2)]))
+    fresh = TopKRewardSelector(3, 1)
+    fresh.load_state_dict(selector.state_dict())
+    rest = lazy_stack([part(2, 2, 2.0, 3), part(1, 1, 1.0, 2)])
+    assert names(fresh.inv(rest)) == [20, 21, 22]
+    assert fresh.stats.rows_dropped_unselected == 3
+    assert fresh.stats.ledger(0)
+
+
 def test_top_k_in_a_buffer_survives_a_restart_and_expires(caplog):
     selector = TopKRewardSelector(group_size=2, topk_size=1, max_pending_groups=1)
     rb = make_buffer(selector)
