@@ -272,14 +272,12 @@ class GroupQueue:
 
     def _draw(self) -> list[Episode]:
         """Episodes of the next prompt of the data; none if there is none."""
-        try:
+        with suppress(DataExhaustedError):
             episodes = self._runner.draw(self._ledger.group_size)
-        except DataExhaustedError:
-            return []
-        if any(episode.stop_reason == NO_DATA for episode in episodes):
+            if not any(episode.stop_reason == NO_DATA for episode in episodes):
+                return episodes
             self._runner.give_up(episodes)
-            return []
-        return episodes
+        return []
 
     def keep(self, drawn: DrawnPrompt) -> None:
         """A prompt of the data is not offered yet: it is drawn next, after what is owed."""
@@ -775,8 +773,7 @@ class Evaluations:
             runner.allow(env.batch_size.numel())
             self._running = self._producer.submit(self._run(env, runner, step))
             return self._settle() if wait else None
-        version = self._producer.policy.version
-        skipped = EvaluationPoint(step, version, None, "one was running")
+        skipped = EvaluationPoint(step, self._producer.policy.version, None, "one was running")
         self._points.append(skipped)
         return skipped
 

@@ -264,8 +264,12 @@ class EpisodeRunner:
     def draw(self, episodes: Sequence[Episode]) -> None:
         """Give new episodes their examples; one without data has a ``stop_reason`` afterwards."""
         self.hold(episodes)
-        for transform in self._parts["draw"]:
-            transform.draw(episodes)
+        try:
+            for transform in self._parts["draw"]:
+                transform.draw(episodes)
+        except Exception:  # no data are left, say: these never begin
+            self.close(episodes)
+            raise
 
     def hold(self, episodes: Sequence[Episode]) -> None:
         """Keep what new episodes will hold, until they are closed."""
@@ -396,8 +400,7 @@ class EpisodeRunner:
 
     def resources_of(self, episode: Episode) -> Resources:
         """What an episode holds; nothing if it is closed."""
-        _, held = self._open.get(episode.id, (0, None))
-        return Resources() if held is None else held
+        return self._open.get(episode.id, (0, Resources()))[1]
 
 
 async def _safely(rest: EventCoroutine, episode: Episode, where: str) -> None:

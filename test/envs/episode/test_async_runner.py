@@ -12,6 +12,7 @@ from collectors import LLMCollector
 from collectors.llm_collector import trajectory_rows
 from torchrl_envs import (
     ChatEnv,
+    DataExhaustedError,
     DataLoadingPrimer,
     EnvironmentTools,
     EpisodeTransform,
@@ -299,6 +300,19 @@ def test_a_deadline_ends_a_call_and_no_other(kind, scripted, call_text):
     answers = [row["history", "full"].content for row in (late, good)]
     assert "no answer within 0.5 s" in str(answers[0])
     assert "3" in list(answers[1])[-2]
+
+
+def test_episodes_that_no_data_are_left_for_are_closed():
+    """An evaluation draws until the data end; each left a batch of them in its environment."""
+    env = ChatEnv(batch_size=2).append_transform(
+        DataLoadingPrimer([{"prompt": "first"}, {"prompt": "second"}], num_epochs=1)
+    )
+    runner = AsyncEpisodeRunner(env)
+    runner.give_up(runner.draw(2))
+    with pytest.raises(DataExhaustedError):
+        runner.draw(2)
+    assert env.runner._open == {}
+    env.close()
 
 
 def test_what_works_on_batches_of_steps_is_refused():
