@@ -189,7 +189,7 @@ def start_server(
     """
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
         socket_path, log_path = Path(folder, "socket"), Path(folder, "log")
-        environment = os.environ | {_PARENT: str(os.getpid())}
+        environment = os.environ | {_PARENT: str(os.getpid()), "TMPDIR": folder}
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
             options = {"tensor_parallel_size": max(1, len(devices))} | options
