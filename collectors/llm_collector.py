@@ -42,7 +42,7 @@ from torchrl_envs.episode.runner import EPISODE
 from torchrl_envs.rewards.functions import LOGGED_EXTRA, LOGGED_METRICS, RewardFunctions
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
-from .composition_checks import check_composition, check_env
+from .composition_checks import check_composition, check_env, check_storage
 from .weight_update.updaters import InProcessUpdater, WeightUpdater
 
 # Finished episodes as the rows that are trained.
@@ -245,9 +245,10 @@ class Collector(ABC):
         states = [loader.get_extra_state() for loader in self._loaders]
         try:
             batch, num_episodes = self._run_batch()
-            if self.postproc is not None:
-                batch = self.postproc(batch)
+            batch = batch if self.postproc is None else self.postproc(batch)
             if self.replay_buffer is not None:
+                if batch.numel() > num_episodes:  # the past of some was rewritten
+                    check_storage(self.replay_buffer, len(batch), self.postproc, who="collect()")
                 self.replay_buffer.extend(batch)
         except DataExhaustedError:
             raise

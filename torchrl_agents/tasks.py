@@ -58,10 +58,10 @@ def tasks_of(cfg: schema.CollectorConfig) -> int | LoadCap:
     return LoadCap(cfg.max_inflight_tasks) if cfg.follow_load else cfg.max_inflight_tasks
 
 
-def rollout_buffer(env: TaskEnv, transform: Transform | None = None) -> ReplayBuffer:
+def rollout_buffer(transform: Transform | None = None) -> ReplayBuffer:
     """A buffer of the rollouts of a step, which ``transform`` gives advantages, or selects."""
-    size = env.batch_size.numel()
-    return ReplayBuffer(storage=LazyStackStorage(size), transform=transform, batch_size=size)
+    # Without a size: a rollout whose past was rewritten is several rows.
+    return ReplayBuffer(storage=LazyStackStorage(), transform=transform)
 
 
 def build_collector(
@@ -82,7 +82,7 @@ def build_collector(
         postproc: what is done to rollouts before they go into the buffer.
     """
     settings = cfg.collector
-    common: dict[str, Any] = {"replay_buffer": rollout_buffer(env, transform), "postproc": postproc}
+    common: dict[str, Any] = {"replay_buffer": rollout_buffer(transform), "postproc": postproc}
     if settings.mode == "sync":
         return LLMCollector(env, policy, **common)
     common |= {

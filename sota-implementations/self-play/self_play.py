@@ -87,7 +87,7 @@ def main(cfg: SelfPlayConfig, setup: Setup, run: Run) -> dict:
     assert setup.task.game is not None
     collector = GameCollector(
         *(setup.env, policy, setup.task.game, pool),
-        replay_buffer=rollout_buffer(setup.env, advantage),
+        replay_buffer=rollout_buffer(advantage),
         postproc=before_buffer(cfg, reference),
     )
     past = {} if pool is None else {"opponents": pool}

@@ -12,6 +12,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from objectives import GRPOLoss, MCAdvantage
+from torchrl_agents.tasks import rollout_buffer
 from torchrl_data import row_state, write_conversations
 from torchrl_data.batch_io import read_conversations
 from torchrl_data.conversation import Conversations
@@ -89,7 +90,7 @@ def number_of_turns(completions):
     return [float(sum(m["role"] == "assistant" for m in messages)) for messages in completions]
 
 
-def collect(model, tokenizer, *transforms, seed=0, size=2 * GROUP):
+def collect(model, tokenizer, *transforms, seed=0, size=2 * GROUP, room=None):
     torch.manual_seed(seed)
     policy = TransformersWrapper(
         model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 5}, write_tokens=False
@@ -103,11 +104,24 @@ def collect(model, tokenizer, *transforms, seed=0, size=2 * GROUP):
             RewardFunctions([number_of_turns], completion_format="messages"),
         )
     )
-    buffer = ReplayBuffer(storage=LazyStackStorage(100), transform=MCAdvantage(GROUP))
+    buffer = rollout_buffer(MCAdvantage(GROUP))  # that of the recipes
+    if room is not None:
+        buffer = ReplayBuffer(storage=LazyStackStorage(room), transform=MCAdvantage(GROUP))
     try:
         return LLMCollector(env, policy, replay_buffer=buffer).collect(), buffer, policy
     finally:
         env.close()
+
+
+def test_a_storage_without_room_for_all_rows_of_the_episodes_is_refused(
+    make_tiny_model, chatml_tokenizer
+):
+    """Four episodes, each folded before both of its later turns: twelve rows."""
+    parts = (make_tiny_model(), chatml_tokenizer, Asks(2), FoldContext(shorten, max_turns=1))
+    with pytest.raises(ValueError, match=r"a batch has 12 rows, and the storage .* holds 4"):
+        collect(*parts, room=2 * GROUP)
+    rows, buffer, _ = collect(*parts)
+    assert len(rows) == len(buffer) == 12
 
 
 def sampled_ids(row):
