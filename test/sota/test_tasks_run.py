@@ -95,7 +95,7 @@ def test_a_run_allows_as_many_failing_rewards_as_it_is_told(run_script, tmp_path
     stopped = run_script(*FAST, *words, cwd=tmp_path)
     assert stopped.returncode == 1
     assert "5% of 200 are allowed" in stopped.stderr
-    assert "in a recipe collector.max_error_fraction=" in stopped.stderr
+    assert "collector.max_error_fraction= of a recipe" in stopped.stderr
     allowed = run_script(*FAST, *words, "collector.max_error_fraction=0.9", cwd=tmp_path)
     assert allowed.returncode == 0, allowed.stderr[-2000:]
     refused = run_script(*FAST, *words, "collector.max_error_fraction=1.5", cwd=tmp_path)

@@ -426,7 +426,7 @@ def _policy_faults(cfg: RecipeConfig) -> Iterator[str]:
     if cfg.dry_run and (cfg.overwrite or cfg.resume is not None):
         yield "dry_run=true changes no earlier run: leave overwrite= and resume= out."
     if policy.add_control_tokens and (policy.model is None or cfg.engine.name != "transformers"):
-        yield "policy.add_control_tokens is for a policy.model with engine=transformers."
+        yield "policy.add_control_tokens of a policy.model is for one with engine=transformers."
     if policy.chat_template is not None and (policy.model is None or policy.chat_template_name):
         yield "policy.chat_template is for a policy.model, in place of policy.chat_template_name."
     if policy.model is None and policy.model_kwargs:
@@ -516,7 +516,7 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
 def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
     collector, default = cfg.collector, CollectorConfig()
     if recipe.needs_groups and collector.group_size < 2:
-        yield f"collector.group_size={collector.group_size}: a group of one never has a signal."
+        yield "collector.group_size must be at least 2: a group of one never has a signal."
     for name in (
         *("max_staleness", "staleness_policy", "pipeline_depth", "recompute", "follow_load"),
         "max_inflight_tasks",
