@@ -124,6 +124,7 @@ class Engine:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.faults.get("stop_in_update"):
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1)  # where another thread hears of it first, this one goes on for a moment
         if self.faults.get("fail_in_update"):
             return {"failed": "between two tensors"}
         self.weights = hashlib.sha256(content).hexdigest()
