@@ -88,10 +88,9 @@ class Recorder:
         score: Callable[[TensorDictBase], tuple[dict[str, float], dict[str, Estimate]]],
         after: int = 0,
     ) -> None:
-        self._loggers = loggers
         self.score = score
         """What a test says."""
-        self._rollouts, self._num_shown = rollouts, num_shown
+        self._loggers, self._rollouts, self._num_shown = loggers, rollouts, num_shown
         lines_until(folder / METRICS, after)
         told = lines_until(folder / EVALUATIONS, after)
         kept = {x["step"]: x["estimates"]["reward"] for x in told if x.get("reward") is not None}
@@ -161,8 +160,8 @@ class Recorder:
                 names = {k: k.replace("@", "_at_").replace("^", "_hat_") for k in scores}
                 for logger in self._loggers:  # some take no other names
                     logger.log_metrics({f"held_out/{names[k]}": scores[k] for k in scores}, step)
-                    if self._num_shown:
-                        log_samples(logger, point.trajectories[: self._num_shown], step)
+                if self._loggers and self._num_shown:
+                    log_samples(self._loggers, point.trajectories[: self._num_shown], step)
             with self._evaluations.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -235,11 +234,11 @@ def system_metrics() -> dict[str, float]:
     return metrics
 
 
-def log_samples(logger: Logger, rows: TensorDictBase, step: int) -> None:
-    """Show rollouts in a tracker, as the table ``held_out/samples``: conversations and rewards.
+def log_samples(loggers: Sequence[Logger], rows: TensorDictBase, step: int) -> None:
+    """Show rollouts in trackers, as the table ``held_out/samples``: conversations and rewards.
 
     Args:
-        logger: TorchRL's; its logger for CSV has no tables.
+        loggers: TorchRL's; its logger for CSV has no tables.
         rows: ``[B]``, of a test.
         step: after which it was made.
     """
@@ -250,14 +249,15 @@ def log_samples(logger: Logger, rows: TensorDictBase, step: int) -> None:
         told = float(row.get(REWARD).sum()), read_objects(row, STOP_REASON, "")[0]
         samples.append((step, text, *told))
     table = DataFrame(samples, columns=["step", "conversation", "reward", "stop_reason"])
-    kind = type(logger).__name__.removesuffix("Logger").lower()
-    if kind in ("wandb", "trackio"):
-        logger.log_metrics({name: import_module(kind).Table(dataframe=table)}, step)
-    elif kind == "mlflow":  # adds to the table of the tests before
-        import_module(kind).log_table(table, f"{name}.json")
-    elif kind == "tensorboard":
-        with option_context("display.max_colwidth", None):  # all of a text
-            logger.experiment.add_text(name, table.to_html(index=False), step)
+    for logger in loggers:
+        kind = type(logger).__name__.removesuffix("Logger").lower()
+        if kind in ("wandb", "trackio"):
+            logger.log_metrics({name: import_module(kind).Table(dataframe=table)}, step)
+        elif kind == "mlflow":  # adds to the table of the tests before
+            import_module(kind).log_table(table, f"{name}.json")
+        elif kind == "tensorboard":
+            with option_context("display.max_colwidth", None):  # all of a text
+                logger.experiment.add_text(name, table.to_html(index=False), step)
 
 
 def show_rollouts(tests: Mapping[str, TensorDictBase | None], count: int) -> None:

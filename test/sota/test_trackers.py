@@ -39,7 +39,8 @@ def opened(tmp_path):
 
 @pytest.fixture
 def tracked(tmp_path, monkeypatch):
-    """MLflow's client, of a store of its own."""
+    """MLflow's client, of a store of its own, in whose folder its artifacts are, too."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     yield mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     mlflow.set_tracking_uri(None)
@@ -154,7 +155,6 @@ def test_a_tracker_that_wants_a_key_is_told_of_before_the_model_is_loaded(
 
 def test_what_a_run_tells_its_trackers(run_recipe, tracked, tmp_path, monkeypatch):
     """Curves, how the machine was used, and the first two conversations of each test."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     quick = ("debug=tiny", "warm_start.num_steps=2", "task.num_demonstrations=64")
@@ -179,6 +179,7 @@ def test_what_a_run_tells_its_trackers(run_recipe, tracked, tmp_path, monkeypatc
     assert len(history_of(tracked, run, "system/cpu_percent")) == 2
 
     columns = ["step", "conversation", "reward", "stop_reason"]
+    assert Path(run.info.artifact_uri).is_relative_to(tmp_path)
     table = mlflow.load_table("held_out/samples.json", run_ids=[run.info.run_id])
     assert [*table.columns] == columns
     assert [*table["step"]] == [0, 0, 1, 1, 2, 2]

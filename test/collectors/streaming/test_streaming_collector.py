@@ -253,9 +253,8 @@ def test_an_engine_that_dies_once_costs_nothing(make_policy):
 
 def test_an_engine_that_is_given_is_served_or_refused_when_composed(make_policy):
     policy = make_policy()
-    failing = Failing(
-        policy.engine, EngineDied("gone")
-    )  # draws in batches, and is of no known kind
+    # Draws in batches, and is of no known kind.
+    failing = Failing(policy.engine, EngineDied("gone"))
     with pytest.raises(TypeError, match=r"an AsyncEngine \(respond, .*got Failing"):
         StreamingCollector(make_env(), policy, engine=failing)
     with StreamingCollector(make_env(6, num_epochs=1), policy, engine=policy.engine) as collector:
