@@ -28,9 +28,8 @@ from torchrl.envs.transforms import Compose
 from trl_tool_turn import tokenizer_of_both, trl_turn
 
 from torchrl_data.batch_io import read_conversations, write_conversations
-from torchrl_data.conversation import Conversations
+from torchrl_data.conversation import Conversations, Turn
 from torchrl_data.keys import FULL, PROMPT
-from torchrl_data.messages import Turn
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

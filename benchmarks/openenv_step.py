@@ -26,8 +26,8 @@ from process import ServerProcess
 from typed_clients import EchoEnv
 
 from torchrl_data.batch_io import read_conversations, write_conversations
+from torchrl_data.conversation import Turn
 from torchrl_data.keys import FULL, PROMPT, STEP_MASK
-from torchrl_data.messages import Turn
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs import ChatEnv
 from torchrl_envs.openenv import OpenEnvSession, OpenEnvTools

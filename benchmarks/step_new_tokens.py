@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from torchrl_data import ConversationEncoder, Conversations, builtin_template
-from torchrl_data.messages import Turn
+from torchrl_data.conversation import Turn
 
 BATCHES, TURNS = (1, 16, 64), (1, 8, 32, 64)
 WORDS = (  # noqa: SIM905

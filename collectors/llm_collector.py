@@ -11,8 +11,8 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import Transform
 
 from torchrl_data.batch_io import one_dimension, row_tensordicts, write_conversations
-from torchrl_data.batch_objects import read_objects
 from torchrl_data.checks import check_counts
+from torchrl_data.conversation import NO_DATA
 from torchrl_data.keys import (
     DONE,
     EPISODE_ID,
@@ -33,7 +33,7 @@ from torchrl_data.keys import (
     TOOL_CALLS,
     TRUNCATED,
 )
-from torchrl_data.stop_reasons import NO_DATA
+from torchrl_data.ragged import read_objects
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.entries import REWARD_ERRORS, REWARD_KEYS, token_entries_of_row, turn_ends
 from torchrl_envs.episode.episode import Episode

@@ -20,7 +20,7 @@ from torch import nn
 
 from objectives import GRPOLossOutput, SFTLossOutput
 from objectives.batching.non_finite_gate import StepOutcome
-from torchrl_data.batch_objects import read_objects
+from torchrl_data.conversation import kind_of
 from torchrl_data.keys import (
     ASSISTANT_MASK,
     GROUP_ID,
@@ -35,7 +35,7 @@ from torchrl_data.keys import (
     STOP_REASON,
     TRUNCATED,
 )
-from torchrl_data.stop_reasons import kind_of
+from torchrl_data.ragged import read_objects
 from torchrl_envs.rewards.answer import reward_metrics
 from torchrl_envs.rewards.functions import LOGGED_METRICS
 

@@ -10,14 +10,21 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_data.conversation import Conversations
-from torchrl_data.messages import ConversationRecord, Message, Position, Source
-from torchrl_data.stop_reasons import ANSWERED, NO_DATA, ROLLOUT_TRUNCATED
+from torchrl_data.conversation import (
+    ANSWERED,
+    NO_DATA,
+    ROLLOUT_TRUNCATED,
+    ConversationRecord,
+    Conversations,
+    Position,
+    Source,
+)
+from torchrl_data.messages import Message
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.runner import EpisodeRunner, batch_of_ended
-from torchrl_envs.episode.tool_source import ToolDispatcher
+from torchrl_envs.episode.transform import ToolDispatcher
 from torchrl_envs.rewards.functions import RewardFunction, RewardFunctions
 from torchrl_modules import LLMWrapperBase
 

@@ -14,16 +14,23 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from torchrl_data.checks import check_counts
-from torchrl_data.conversation import Conversations
+from torchrl_data.conversation import (
+    ANSWERED,
+    ERROR,
+    RESPONSE_LENGTH,
+    ConversationRecord,
+    Conversations,
+    EncodedMessages,
+    Position,
+    Source,
+    Turn,
+)
 from torchrl_data.display import TextHistory
-from torchrl_data.messages import ConversationRecord, EncodedMessages, Position, Source, Turn
-from torchrl_data.stop_reasons import ANSWERED, ERROR, RESPONSE_LENGTH
 from torchrl_data.templates.control_tokens import ControlTokenGuard
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.runner import EpisodeRunner
-from torchrl_envs.episode.tool_source import Answer, Job, ToolDispatcher, ToolSource
-from torchrl_envs.episode.transform import EpisodeTransform
+from torchrl_envs.episode.transform import Answer, EpisodeTransform, Job, ToolDispatcher, ToolSource
 from torchrl_envs.rewards.functions import scores_one_rollout
 from torchrl_envs.tool_results import result_text
 from torchrl_modules import Generation, LLMWrapperBase, SamplingParameters

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
         AdvantageEstimator,
         DecoupledSources,
         GroupMean,
+        GroupQueue,
         LeaveOneOut,
         LengthPenalty,
         MaxRL,
         PassAtK,
         RoleBaseline,
     )
-    from .advantages.group_queue import GroupQueue
     from .advantages.mc_advantage import MCAdvantage, RayMCAdvantage, TopKRewardSelector
     from .batching.non_finite_gate import NonFiniteGate, NonFiniteStepError, StepOutcome
     from .batching.packed_batch import (

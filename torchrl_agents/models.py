@@ -38,11 +38,10 @@ from torchrl_data.batch_io import (
     row_tensordicts,
     write_conversations,
 )
-from torchrl_data.batch_objects import write_objects
 from torchrl_data.checks import TokenScorer, TokenScores
-from torchrl_data.conversation import Conversations
+from torchrl_data.conversation import Conversations, Turn
 from torchrl_data.keys import FINISH_REASON, FULL, HISTORY, MAX_NEW_TOKENS, PROMPT
-from torchrl_data.messages import Turn
+from torchrl_data.ragged import write_objects
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import (
     DEFAULT_TEMPLATE,

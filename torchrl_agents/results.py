@@ -39,9 +39,9 @@ from collectors import (
 )
 from collectors.record import RolloutRecorder
 from torchrl_data import read_conversations
-from torchrl_data.batch_objects import read_objects
 from torchrl_data.display import message_text, message_title, show_conversation
 from torchrl_data.keys import FULL, REWARD, STOP_REASON
+from torchrl_data.ragged import read_objects
 from torchrl_envs.graders.answers import final_text
 
 from .run import Run

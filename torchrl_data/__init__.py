@@ -22,7 +22,14 @@ if TYPE_CHECKING:
         write_conversations,
     )
     from .checks import MissingEntryError, TokenScorer, TokenScores, require_entries
-    from .conversation import Conversations
+    from .conversation import (
+        ConversationRecord,
+        Conversations,
+        EncodedMessages,
+        Position,
+        Source,
+        Turn,
+    )
     from .display import (
         TextHistory,
         conversation_html,
@@ -40,14 +47,7 @@ if TYPE_CHECKING:
         conversation_tokens,
         history_view,
     )
-    from .messages import (
-        ConversationRecord,
-        EncodedMessages,
-        Position,
-        Source,
-        Turn,
-        check_messages,
-    )
+    from .messages import check_messages
     from .ragged import cumulative_lengths, pack, pad, sequence_index, unpack
     from .templates.control_tokens import ControlTokenGuard
     from .templates.encoder import ConversationEncoder, ImageProcessor, encode_demonstrations

@@ -16,9 +16,14 @@ from tensordict import (
 )
 from torch import Tensor
 
-from .batch_objects import BatchedObject, objects_of_leaf, snapshot_of, view_of
 from .checks import missing_entry
-from .conversation import Conversations, conversation_states, conversations_from_states
+from .conversation import (
+    Conversations,
+    Source,
+    Turn,
+    conversation_states,
+    conversations_from_states,
+)
 from .history import History
 from .keys import (
     ASSISTANT_MASK,
@@ -42,8 +47,16 @@ from .layout import (
     Text,
     Tokens,
 )
-from .messages import PLACEHOLDER_ROLE, Message, Source, Turn, check_messages, images_of
-from .ragged import TokenEntries, entries_of, first_entries
+from .messages import PLACEHOLDER_ROLE, Message, check_messages, images_of
+from .ragged import (
+    BatchedObject,
+    TokenEntries,
+    entries_of,
+    first_entries,
+    objects_of_leaf,
+    snapshot_of,
+    view_of,
+)
 
 if TYPE_CHECKING:
     from .templates.encoder import ConversationEncoder

@@ -1,24 +1,16 @@
-"""A batch of conversations that share what they have in common, and their saved form."""
+"""Conversations: the record of each, a batch of them, and their saved form."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .messages import (
-    ConversationRecord,
-    EncodedMessages,
-    Message,
-    Position,
-    Source,
-    Turn,
-    Waiting,
-    images_of,
-    with_plain_images,
-)
+from .messages import Message, images_of, with_plain_images
 
 # Conversations as append-only token records: the state that environment and policy share.
 #
@@ -29,6 +21,162 @@ from .messages import (
 # appending to an old snapshot copies the row first, so that every snapshot stays what it was.
 #
 # Shape legend: B rows, T tokens of a row (ragged), M messages of a row (ragged).
+
+
+class Source(IntEnum):
+    """Who wrote a token."""
+
+    TEMPLATE = 0
+    """The chat template: control tokens and headers."""
+    CONTENT = 1
+    """A message that somebody else than the policy wrote: system, user or tool."""
+    MODEL = 2
+    """The policy sampled it."""
+
+
+class EncodedMessages(NamedTuple):
+    """Tokens of some messages, as they continue a conversation."""
+
+    ids: list[int]
+    sources: list[Source]
+
+
+class Turn(NamedTuple):
+    """What somebody said as the assistant: usually what an engine sampled.
+
+    Args:
+        ids: the tokens, stop token included.
+        log_probs: one per token, in nats, of the distribution that it was drawn from; ``None``
+            where the policy did not sample the turn.
+        message: what the tokens spell.
+        versions: the policy version that sampled them, or one per token when the weights changed
+            meanwhile.
+        extra: further values of the tokens by name, such as their entropy; one per token each.
+
+    Example:
+        >>> from torchrl_data import ConversationEncoder, Conversations
+        >>> encoder = ConversationEncoder(tokenizer)
+        >>> prompt = Conversations.from_messages([[{"role": "user", "content": "hello"}]])
+        >>> ids = tokenizer.encode("world<|im_end|>")
+        >>> message = {"role": "assistant", "content": "world"}
+        >>> turn = Turn(ids, [-0.5] * len(ids), message, versions=3)
+        >>> full = encoder.encode_waiting(prompt).append_turns([turn])
+        >>> full.log_probs(0)[full.assistant_mask(0)].shape == (len(ids),)
+        True
+        >>> full.last_message(0)
+        {'role': 'assistant', 'content': 'world'}
+    """
+
+    ids: Sequence[int]
+    log_probs: Sequence[float] | None
+    message: Message
+    versions: int | Sequence[int] = -1
+    extra: Mapping[str, Sequence[float]] = MappingProxyType({})
+
+    def check(self, row: int) -> None:
+        """Check that everything is aligned with the tokens.
+
+        Args:
+            row: whose turn it is, named in the error.
+
+        Raises:
+            ValueError: there are not as many log-probs, versions or further values, as ids.
+        """
+        aligned = {"log-probs": self.log_probs, **self.extra}
+        if not isinstance(self.versions, int):
+            aligned["policy versions"] = self.versions
+        for name, values in aligned.items():
+            if values is not None and len(values) != len(self.ids):
+                raise ValueError(
+                    f"Row {row} has {len(self.ids)} sampled tokens but {len(values)} {name}."
+                )
+
+
+class ConversationRecord:
+    """One row: tokens and messages, only ever appended to."""
+
+    __slots__ = (
+        *("ids", "sources", "log_probs", "versions", "extra"),
+        *("messages", "tools", "first_response"),
+    )
+
+    def __init__(self, tools: Sequence[dict[str, Any]] | None = None) -> None:
+        self.ids = array("q")
+        self.sources = bytearray()
+        self.log_probs = array("f")
+        self.versions = array("q")
+        # Further values of sampled tokens by name; what lies past the end of a column is 0.
+        self.extra: dict[str, array] = {}
+        self.messages: list[Message] = []
+        self.tools = tuple(tools) if tools else None
+        self.first_response: int | None = None
+
+    def extend_tokens(
+        self,
+        ids: Sequence[int],
+        sources: Sequence[int],
+        log_probs: Sequence[float] | None = None,
+        version: int | Sequence[int] = -1,
+        extra: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """Append tokens; ``log_probs`` and ``extra`` are given for sampled tokens only."""
+        for name, values in (extra or {}).items():
+            column = self.extra.setdefault(name, array("f"))
+            column.extend([0.0] * (len(self.ids) - len(column)))
+            column.extend(values)
+        self.ids.extend(ids)
+        self.sources.extend(sources)
+        self.log_probs.extend(log_probs if log_probs is not None else [0.0] * len(ids))
+        self.versions.extend([version] * len(ids) if isinstance(version, int) else version)
+
+    def append_turn(self, turn: Turn) -> "Position":
+        """Append a turn of the assistant; how far the record has got."""
+        start, count = len(self.ids), len(turn.ids)
+        source = Source.CONTENT if turn.log_probs is None else Source.MODEL
+        self.extend_tokens(turn.ids, [source] * count, turn.log_probs, turn.versions, turn.extra)
+        if self.first_response is None:
+            self.first_response = len(self.messages)
+        self.messages.append(turn.message)
+        num_messages = len(self.messages)
+        return Position(len(self.ids), num_messages, num_messages, response_start=start)
+
+    def copy_prefix(self, num_tokens: int, num_messages: int) -> "ConversationRecord":
+        """A record of its own that starts like this one."""
+        copy = ConversationRecord(self.tools)
+        copy.ids = self.ids[:num_tokens]
+        copy.sources = self.sources[:num_tokens]
+        copy.log_probs = self.log_probs[:num_tokens]
+        copy.versions = self.versions[:num_tokens]
+        copy.extra = {name: column[:num_tokens] for name, column in self.extra.items()}
+        copy.messages = self.messages[:num_messages]
+        if self.first_response is not None and self.first_response < num_messages:
+            copy.first_response = self.first_response
+        return copy
+
+
+class Waiting(NamedTuple):
+    """What of a conversation has no tokens yet."""
+
+    messages: list[Message]
+    num_encoded: int
+    """Messages before them."""
+    last_id: int | None
+    """The newest token; ``None`` before the first one."""
+    tools: tuple[dict[str, Any], ...] | None
+    """JSON schemas of the tools that the conversation was started with."""
+
+
+class Position(NamedTuple):
+    """How far a row had got when the snapshot was taken."""
+
+    num_tokens: int = 0
+    num_messages: int = 0
+    num_encoded: int = 0
+    """Messages that have their tokens; the others wait for the next encoding."""
+    awaits_response: bool = False
+    """The generation header is open: the next token is the policy's."""
+    response_start: int = 0
+    """Where the last response starts, in tokens."""
 
 
 class Conversations:
@@ -450,3 +598,42 @@ def conversations_from_states(states: Sequence[Mapping[str, Any]]) -> Conversati
         records.append(record)
         positions.append(position)
     return Conversations(records, positions)
+
+
+# Why an episode ended.
+
+ANSWERED: Final = "answered"
+"""The policy's turn was left without an answer by tools or anybody else: terminated."""
+MAX_STEPS: Final = "max_steps"
+"""A transform such as ``StepCounter`` truncated the episode."""
+RESPONSE_LENGTH: Final = "response_length"
+"""A turn was cut at the policy's own limit of one turn: truncated."""
+TOKEN_BUDGET: Final = "token_budget"
+"""The episode's token budget is used up: truncated."""
+CONTEXT_LENGTH: Final = "context_length"
+"""The conversation is as long as the model takes: truncated."""
+ERROR: Final = "error"
+"""``error: ...``: the engine could not serve the row: truncated, unscorable."""
+ENVIRONMENT_ERROR: Final = "environment_error"
+"""``environment_error: ...``: an environment could not be made or reset, or was lost: truncated,
+unscorable."""
+ENVIRONMENT_DONE: Final = "environment_done"
+"""The environment said that the episode is over: terminated."""
+ROLLOUT_TRUNCATED: Final = "truncated"
+"""A user's own rollout function says that it cut the rollout: truncated."""
+NO_DATA: Final = "no_data"
+"""The data ended before this row of the batch: it is no trajectory, and nobody gets it."""
+CUT_REASONS: Final = frozenset({RESPONSE_LENGTH, TOKEN_BUDGET, CONTEXT_LENGTH})
+"""Of episodes in which a limit of tokens cut a turn or left none."""
+UNSCORABLE_REASONS: Final = frozenset({ERROR, ENVIRONMENT_ERROR})
+"""Of episodes that failed, but not by the policy's doing: what they got says nothing of it."""
+
+
+def kind_of(reason: str) -> str:
+    """The reason without its detail.
+
+    Examples:
+        >>> kind_of("error: the prompt is empty")
+        'error'
+    """
+    return reason.partition(":")[0]

@@ -16,8 +16,8 @@ from rich.panel import Panel
 from rich.text import Text as RichText
 from torch import Tensor
 
-from .conversation import Conversations
-from .messages import Message, Source, image_label, is_image
+from .conversation import Conversations, Source
+from .messages import Message, image_label, is_image
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,18 +15,16 @@ from tensordict import (
     lazy_stack,
 )
 
-from .batch_objects import documented
+from .conversation import EncodedMessages, Source
 from .messages import (
     PLACEHOLDER_ROLE,
-    EncodedMessages,
     Message,
-    Source,
     check_messages,
     cut_at_end_mark,
     with_end_mark,
     with_plain_images,
 )
-from .ragged import entries_of, pad, value_stack
+from .ragged import documented, entries_of, pad, value_stack
 from .templates.encoder import ConversationEncoder
 from .templates.template import (
     Suspects,

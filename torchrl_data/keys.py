@@ -80,7 +80,7 @@ STEP_MASK: Final = "_step"
 FINISH_REASON: Final = "finish_reason"
 """Why a turn ended, a string per row: stop, length or ``error: ...``. Written by the policy."""
 STOP_REASON: Final = "stop_reason"
-"""Why the episode ended, a string per row, see ``stop_reasons``. Written by whatever ended it."""
+"""Why the episode ended, a string per row (see ``conversation``). Written by whatever ended it."""
 MAX_NEW_TOKENS: Final = "max_new_tokens"
 """int64 ``[B]``: most tokens of the next turn; 0 for a row that gets none. Written by the env."""
 NO_LIMIT: Final = 1 << 40

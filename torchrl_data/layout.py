@@ -11,12 +11,21 @@ import torch
 from tensordict import TensorClass, TensorDict, lazy_stack
 from torch import Tensor
 
-from .batch_objects import documented, in_shape, snapshot_of
-from .conversation import Conversations
+from .conversation import Conversations, Source
 from .history import History, encoder_for, history_of
 from .keys import FULL, LOG_PROBS, MASKS, PROMPT, RESPONSE, TEXT, TOKENS
-from .messages import PLACEHOLDER_ROLE, Message, Source
-from .ragged import TokenRows, entries_of, is_padded, pad, token_rows, value_stack
+from .messages import PLACEHOLDER_ROLE, Message
+from .ragged import (
+    TokenRows,
+    documented,
+    entries_of,
+    in_shape,
+    is_padded,
+    pad,
+    snapshot_of,
+    token_rows,
+    value_stack,
+)
 from .templates.template import resolve_template
 
 if TYPE_CHECKING:

@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from .datasets.primer import DataExhaustedError, DataLoadingPrimer, DifficultyPools
     from .datasets.rows import DataOptions, PromptLimit, load_rows
     from .entries import as_nested_tensor, as_padded_tensor
-    from .episode.chat_env import ChatEnv
     from .episode.episode import Episode
-    from .episode.episode_env import EpisodeEnv, RewardErrorLimit, TooManyRewardErrors
-    from .episode.tool_source import Answer, Job, ToolSource
-    from .episode.transform import EpisodeStartError, EpisodeTransform
+    from .episode.episode_env import ChatEnv, EpisodeEnv, RewardErrorLimit, TooManyRewardErrors
+    from .episode.transform import Answer, EpisodeStartError, EpisodeTransform, Job, ToolSource
     from .graders.answers import MathVerifyReward, RepetitionPenalty
     from .graders.judges import ChatCompletions, LLMJudge, PolicyAnswers, RewardModel
     from .rewards.answer import AnswerReward, reward_metrics

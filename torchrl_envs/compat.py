@@ -9,14 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_data.batch_io import encode_texts, prompt_of_tokens, read_conversations
-from torchrl_data.conversation import Conversations
+from torchrl_data.conversation import Conversations, EncodedMessages, Turn
 from torchrl_data.keys import PROMPT, TEXT, TOKENS
-from torchrl_data.messages import EncodedMessages, Turn
 
 from .datasets.primer import DataLoadingPrimer
 from .datasets.rows import load_rows, one_of
-from .episode.chat_env import ChatEnv
-from .episode.episode_env import EpisodeEnv
+from .episode.episode_env import ChatEnv, EpisodeEnv
 
 # Text or token ids that a model goes on with, as they are: no roles, no chat template.
 #

@@ -11,8 +11,8 @@ import torch
 from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from torchrl_data.batch_objects import write_objects
 from torchrl_data.keys import REWARD, REWARDS, SCORABLE
+from torchrl_data.ragged import write_objects
 
 from .concurrency import Outcome
 

@@ -22,10 +22,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from torchrl_data.batch_objects import read_objects, write_objects
 from torchrl_data.checks import NOT_NEGATIVE, POSITIVE, check_counts, check_not_none, check_numbers
 from torchrl_data.conversation import Conversations
-from torchrl_data.ragged import cumulative_lengths, sequence_index
+from torchrl_data.ragged import cumulative_lengths, read_objects, sequence_index, write_objects
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

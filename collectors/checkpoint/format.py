@@ -24,9 +24,9 @@ from tensordict import (
     is_tensorclass,
 )
 
-from torchrl_data.batch_objects import BatchedObject, RowObjects, view_of
 from torchrl_data.conversation import Conversations, conversation_states, conversations_from_states
 from torchrl_data.layout import HistoryView
+from torchrl_data.ragged import BatchedObject, RowObjects, view_of
 
 from .files import DTYPES, CheckpointError, Entry, as_bytes
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from torchrl_data.checks import check_counts, one_of
-from torchrl_data.stop_reasons import kind_of
+from torchrl_data.conversation import kind_of
 
 from .groups import (
     FAILED,
@@ -205,7 +205,7 @@ class GenerationLedger(LedgerView):
             index: which of the N, from 0.
             tokens: that the policy sampled in it.
             oldest_version: of these tokens; ``None`` where there are none.
-            stop_reason: see ``torchrl_data.stop_reasons``; only counted.
+            stop_reason: see ``torchrl_data.conversation``; only counted.
             newest_version: of these tokens; ``None``: the oldest.
 
         Raises:

@@ -22,8 +22,8 @@ from collectors.composition_checks import check_fit
 from collectors.ledger import GroupLedger, GroupState, Refill, Ticket
 from collectors.ledger.groups import NO_SIGNAL
 from objectives import MCAdvantage
+from torchrl_data.conversation import NO_DATA
 from torchrl_data.keys import TOKEN_POLICY_VERSION
-from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer, rollout_rewards
 from torchrl_envs.datasets.rows import Place
 from torchrl_envs.episode.episode import Episode

@@ -1,10 +1,13 @@
-"""How the rewards of a group become advantages."""
+"""Groups of rollouts: how they become complete, and how their rewards become advantages."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -13,9 +16,9 @@ from torch import Tensor
 
 from objectives import functional as F
 from torchrl_data import keys
+from torchrl_data.batch_io import row_from_state, row_state
 from torchrl_data.checks import POSITIVE, MissingEntryError, check_counts, check_numbers, one_of
-
-from .group_queue import rows_of
+from torchrl_data.keys import EPISODE_ID, NUM_SEGMENTS, SEGMENT
 
 # How complete groups become advantages: one small class for each way, which reads rows.
 #
@@ -490,3 +493,245 @@ class RoleBaseline(AdvantageEstimator):
                 "Resume with the estimator of the saved run."
             )
         self.baselines = {tuple(role): value for role, value in state["baselines"]}
+
+
+_EARLIER: Final = "earlier_segments"
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class GroupStats:
+    """Counts since the queue was made; ``rows_in`` is the sum of what became of the rows."""
+
+    rows_in: int = 0
+    rows_released: int = 0
+    rows_dropped_unscorable: int = 0
+    rows_dropped_zero_variance: int = 0
+    rows_dropped_bounds: int = 0
+    rows_dropped_unselected: int = 0
+    rows_expired: int = 0
+    groups_completed: int = 0
+    groups_zero_variance: int = 0
+    groups_expired: int = 0
+
+    def ledger(self, rows_pending: int) -> bool:
+        """Whether every row is accounted for."""
+        dropped = sum(n for name, n in asdict(self).items() if name.startswith("rows_dropped_"))
+        return self.rows_in == self.rows_released + dropped + self.rows_expired + rows_pending
+
+
+class GroupQueue:
+    """Collects rows by group id until a group has all of its members.
+
+    Groups may arrive interleaved and out of order. Groups that stay incomplete expire, oldest
+    first, when too many wait, or when a group has waited too long; each is logged and counted.
+
+    Args:
+        group_size: members of a complete group.
+        max_pending_groups: more incomplete groups than this, and the oldest expires.
+        expire_after_rows: a group expires once so many rows have come in since its first one;
+            None for never.
+
+    Raises:
+        ValueError: a number is not whole, or not positive.
+    """
+
+    def __init__(
+        self,
+        group_size: int,
+        *,
+        max_pending_groups: int = 1024,
+        expire_after_rows: int | None = None,
+    ) -> None:
+        check_counts(
+            group_size=group_size,
+            max_pending_groups=max_pending_groups,
+            expire_after_rows=expire_after_rows,
+        )
+        self.group_size = group_size
+        self.max_pending_groups = max_pending_groups
+        self.expire_after_rows = expire_after_rows
+        self.stats = GroupStats()
+        self.expired: deque[tuple[Hashable, int]] = deque(maxlen=1000)
+        """The latest expired groups: id, and how many rows it had."""
+        self._pending: dict[Hashable, list[TensorDictBase]] = {}
+        self._first_row: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that wait."""
+        return sum(num_rows(row) for rows in self._pending.values() for row in rows)
+
+    def missing(self) -> dict[Hashable, int]:
+        """How many rows each incomplete group still lacks, oldest group first."""
+        return {group: self.group_size - len(rows) for group, rows in self._pending.items()}
+
+    def add(self, group: Hashable, row: TensorDictBase) -> list[TensorDictBase] | None:
+        """Add a row.
+
+        Args:
+            group: its group's id.
+            row: the row; kept as it is.
+
+        Returns:
+            The group's rows in the order of their arrival once it is complete, else None.
+        """
+        self.stats.rows_in += num_rows(row)
+        rows = self._pending.get(group)
+        if rows is None:
+            rows = self._pending[group] = []
+            self._first_row[group] = self.stats.rows_in
+        rows.append(row)
+        if len(rows) < self.group_size:
+            return None
+        del self._pending[group], self._first_row[group]
+        self.stats.groups_completed += 1
+        return rows
+
+    def expire(self) -> list[tuple[Hashable, list[TensorDictBase]]]:
+        """Take out the groups that have waited too long.
+
+        Returns:
+            Ids and rows, oldest group first. Whoever calls it counts what becomes of the rows.
+        """
+        late = []
+        if self.expire_after_rows is not None:
+            limit = self.stats.rows_in - self.expire_after_rows
+            late = [group for group, first in self._first_row.items() if first <= limit]
+        surplus = len(self._pending) - len(late) - self.max_pending_groups
+        if surplus > 0:
+            gone = set(late)
+            rest = (group for group in self._pending if group not in gone)
+            late += [group for group, _ in zip(rest, range(surplus), strict=False)]
+        return [(group, self._take(group)) for group in late]
+
+    def _take(self, group: Hashable) -> list[TensorDictBase]:
+        rows = self._pending.pop(group)
+        del self._first_row[group]
+        self.stats.groups_expired += 1
+        self.expired.append((group, len(rows)))
+        _LOG.warning("Group %r expired with %d of %d rows.", group, len(rows), self.group_size)
+        return rows
+
+    @contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Whatever is done within has not happened if it raises; the error goes on."""
+        pending = {group: list(rows) for group, rows in self._pending.items()}
+        first_row, stats, expired = dict(self._first_row), replace(self.stats), self.expired.copy()
+        try:
+            yield
+        except BaseException:
+            self._pending, self._first_row = pending, first_row
+            self.stats, self.expired = stats, expired
+            raise
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a resumed run needs: what JSON can hold, and tensors."""
+        pending = [
+            {
+                "group": group,
+                "first_row": self._first_row[group],
+                "rows": list(map(row_state, rows)),
+            }
+            for group, rows in self._pending.items()
+        ]
+        expired = [list(item) for item in self.expired]
+        about = {"group_size": self.group_size, "stats": asdict(self.stats)}
+        return {**about, "pending": pending, "expired": expired}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go back to a state.
+
+        Args:
+            state: what :meth:`state` gave.
+
+        Raises:
+            ValueError: it belongs to groups of another size.
+        """
+        if state["group_size"] != self.group_size:
+            raise ValueError(
+                f"GroupQueue: the saved groups have {state['group_size']} members, these have "
+                f"{self.group_size}. Resume with the group_size of the saved run."
+            )
+        self._pending, self._first_row = {}, {}
+        for item in state["pending"]:
+            self._pending[item["group"]] = [row_from_state(row) for row in item["rows"]]
+            self._first_row[item["group"]] = item["first_row"]
+        self.stats = GroupStats(**state["stats"])
+        self.expired = deque(map(tuple, state["expired"]), maxlen=self.expired.maxlen)
+
+
+def place_of(row: TensorDictBase) -> tuple[int, int]:
+    """Which row of its episode it is, and how many there are."""
+    count = row.get(NUM_SEGMENTS, None)
+    return (0, 1) if count is None else (int(row.get(SEGMENT)), int(count))
+
+
+def num_rows(member: TensorDictBase) -> int:
+    """How many rows an episode has."""
+    earlier = member.get(_EARLIER, None)
+    return 1 if earlier is None else 1 + len(list(earlier.keys()))
+
+
+def rows_of(member: TensorDictBase) -> Iterator[TensorDictBase]:
+    """The rows of an episode, in order; its last row is as it came."""
+    earlier = member.get(_EARLIER, None)
+    if earlier is not None:
+        member = member.exclude(_EARLIER)
+        yield from (earlier.get(str(number)) for number in range(len(list(earlier.keys()))))
+    yield member
+
+
+class SegmentQueue:
+    """Rows of episodes that wait for the other rows of their episode."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[Hashable, int], dict[int, TensorDictBase]] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that wait."""
+        return sum(map(len, self._waiting.values()))
+
+    def add(self, group: Hashable, row: TensorDictBase) -> TensorDictBase | None:
+        """Add a row."""
+        # Gives one row for the whole episode once all are there, else `None`.
+        segment, count = place_of(row)
+        if count == 1:
+            return row
+        episode = int(row.get(EPISODE_ID))
+        rows = self._waiting.setdefault((group, episode), {})
+        if segment in rows:
+            raise ValueError(f"Row {segment} of episode {episode} in group {group!r} came twice.")
+        rows[segment] = row
+        if len(rows) < count:
+            return None
+        del self._waiting[group, episode]
+        member = rows[count - 1].copy()
+        for number in range(count - 1):
+            member.set((_EARLIER, str(number)), rows[number])
+        return member
+
+    def copy(self) -> SegmentQueue:
+        """The same rows, waiting."""
+        copy = SegmentQueue()
+        copy._waiting = {key: dict(rows) for key, rows in self._waiting.items()}
+        return copy
+
+    def state(self) -> list[dict[str, Any]]:
+        """The rows that wait, with their place: what JSON can hold, and tensors."""
+        return [
+            {"group": group, "episode": episode, "segment": segment, "row": row_state(row)}
+            for (group, episode), rows in self._waiting.items()
+            for segment, row in rows.items()
+        ]
+
+    def load_state(self, state: Sequence[dict[str, Any]]) -> None:
+        """Go back to what :meth:`state` gave."""
+        self._waiting = {}
+        for item in state:
+            rows = self._waiting.setdefault((item["group"], item["episode"]), {})
+            rows[item["segment"]] = row_from_state(item["row"])

@@ -25,16 +25,21 @@ from .estimators import (
     AdvantageEstimator,
     DecoupledSources,
     GroupMean,
+    GroupQueue,
+    GroupStats,
     LeaveOneOut,
     MaxRL,
     PassAtK,
     RewardedGroup,
+    SegmentQueue,
     TrajectoryReturn,
     TurnCredit,
+    num_rows,
+    place_of,
     read_entry,
+    rows_of,
     trajectory_return,
 )
-from .group_queue import GroupQueue, GroupStats, SegmentQueue, num_rows, place_of, rows_of
 
 # Advantages relative to the group, computed as rows go into a replay buffer.
 #

@@ -18,7 +18,7 @@ from torchrl_data import (
     resolve_template,
     template_names,
 )
-from torchrl_data.messages import Turn
+from torchrl_data.conversation import Turn
 from torchrl_data.templates.template import render_template
 
 TEMPLATES = sorted(TEMPLATE_TOKENIZERS)

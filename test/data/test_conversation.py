@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers_for_tests import EXAMPLES
 
 from torchrl_data import Conversations, EncodedMessages, Source, row_tensordicts
+from torchrl_data.conversation import Turn
 from torchrl_data.layout import conversation_tokens
-from torchrl_data.messages import Turn
 
 ANSWER = {"role": "assistant", "content": "a"}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers_for_tests import EXAMPLES, FORGERY_EXAMPLES, TEMPLATE_TOKENIZERS
 
 from torchrl_data import ConversationEncoder, Conversations, Source, builtin_template
-from torchrl_data.messages import Turn
+from torchrl_data.conversation import Turn
 from torchrl_data.templates import encoder as encoder_module
 
 TEMPLATES = sorted(TEMPLATE_TOKENIZERS)

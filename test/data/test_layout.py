@@ -18,7 +18,7 @@ from torchrl_data import (
     Tokens,
     write_conversations,
 )
-from torchrl_data.messages import Turn
+from torchrl_data.conversation import Turn
 
 QUESTION = {"role": "user", "content": "What is 2 + 2?"}
 ANSWER = {"role": "assistant", "content": "It is 4."}

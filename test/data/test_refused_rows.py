@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers_for_tests import EXAMPLES, TEMPLATE_TOKENIZERS, chatml_tokenizer
 
 from torchrl_data import ConversationEncoder, Conversations, builtin_template
-from torchrl_data.messages import Turn
+from torchrl_data.conversation import Turn
 from torchrl_data.templates.template import render_template
 
 GOOD = [{"role": "user", "content": "hi"}]

@@ -20,7 +20,7 @@ from torchrl_data import (
     show_conversation,
     show_messages,
 )
-from torchrl_data.messages import Turn
+from torchrl_data.conversation import Turn
 
 
 def console():

@@ -19,9 +19,9 @@ from torchrl_data import (
     row_tensordicts,
 )
 from torchrl_data.batch_io import row_from_state, row_state
-from torchrl_data.conversation import conversation_states, conversations_from_states
+from torchrl_data.conversation import Turn, conversation_states, conversations_from_states
 from torchrl_data.history import ContentBase
-from torchrl_data.messages import Turn, decoded, described, image_part, with_plain_images
+from torchrl_data.messages import decoded, described, image_part, with_plain_images
 
 RED = (255, 0, 0)
 

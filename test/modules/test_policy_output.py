@@ -7,12 +7,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
 from torchrl_data.batch_io import read_conversations, row_tensordicts, write_conversations
-from torchrl_data.batch_objects import read_objects, write_objects
-from torchrl_data.conversation import Conversations
+from torchrl_data.conversation import Conversations, Turn
 from torchrl_data.history import History
 from torchrl_data.layout import LogProbs, Masks, Tokens
-from torchrl_data.messages import Turn
-from torchrl_data.ragged import padded_rows
+from torchrl_data.ragged import padded_rows, read_objects, write_objects
 from torchrl_modules import TransformersEngine, TransformersWrapper
 
 CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]
@@ -86,7 +84,7 @@ TURN = {"role": "assistant", "content": ""}
 @settings(max_examples=30, deadline=None)
 @given(rows=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=5))
 def test_padded_rows_are_the_ragged_ones_where_the_mask_is_true(rows):
-    from torchrl_data.messages import EncodedMessages, Source
+    from torchrl_data.conversation import EncodedMessages, Source
 
     conversations = Conversations.from_messages([[] for _ in rows])
     conversations = conversations.append_encoded(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from tokenizers import Tokenizer
 
-from torchrl_data.messages import EncodedMessages, Message, Source
+from torchrl_data.conversation import EncodedMessages, Source
+from torchrl_data.messages import Message
 
 from .template import entries_of
 

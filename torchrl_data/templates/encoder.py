@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from torchrl_data import page
-from torchrl_data.conversation import Conversations, waiting_rows
-from torchrl_data.messages import (
+from torchrl_data.conversation import (
     ConversationRecord,
+    Conversations,
     EncodedMessages,
-    Message,
     Position,
     Source,
     Waiting,
+    waiting_rows,
+)
+from torchrl_data.messages import (
+    Message,
     check_messages,
     cut_at_end_mark,
     decoded,

@@ -14,17 +14,20 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from torchrl_data.checks import check_columns, check_counts, check_numbers
-from torchrl_data.conversation import Conversations, waiting_rows
+from torchrl_data.conversation import (
+    ENVIRONMENT_DONE,
+    ENVIRONMENT_ERROR,
+    Conversations,
+    waiting_rows,
+)
 from torchrl_data.messages import Message
-from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import ToolsNotShownError
 from torchrl_envs.concurrency import CallTimeoutError, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource
 from torchrl_envs.episode.episode import Episode, ToolCallRecord
-from torchrl_envs.episode.tool_source import ToolSource
-from torchrl_envs.episode.transform import EpisodeEnvironment, EpisodeStartError
+from torchrl_envs.episode.transform import EpisodeEnvironment, EpisodeStartError, ToolSource
 from torchrl_envs.tool_results import error_line
 from torchrl_envs.transforms.context import FoldContext, TokenBudget
 from torchrl_envs.transforms.thinking_prompt import AddThinkingPrompt

@@ -13,11 +13,10 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from torchrl_data.checks import check_counts, check_not_none, check_numbers
+from torchrl_data.conversation import NO_DATA
 from torchrl_data.keys import GROUP_ID, REWARD, SCORABLE, SEGMENT
-from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.tool_source import ToolSource
-from torchrl_envs.episode.transform import EpisodeTransform
+from torchrl_envs.episode.transform import EpisodeTransform, ToolSource
 
 from . import rows as data
 from .rows import DataOptions, Place, PromptLimit, RowCheck

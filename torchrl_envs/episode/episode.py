@@ -18,8 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_data import stop_reasons
-from torchrl_data.conversation import Conversations
+from torchrl_data.conversation import (
+    ANSWERED,
+    CUT_REASONS,
+    ERROR,
+    MAX_STEPS,
+    RESPONSE_LENGTH,
+    UNSCORABLE_REASONS,
+    Conversations,
+    kind_of,
+)
 from torchrl_data.messages import Message
 from torchrl_envs.concurrency import Call, ConcurrentCalls, Outcome, run_call
 from torchrl_envs.entries import Score
@@ -360,7 +368,7 @@ class Episode:
         self.finish_reason: str = ""
         """Why the newest turn ended: ``"stop"``, ``"length"`` or ``"error: ..."``."""
         self.stop_reason: str = ""
-        """Why the episode is over, see ``torchrl_data.stop_reasons``; empty while it runs."""
+        """Why the episode is over, see ``torchrl_data.conversation``; empty while it runs."""
         self.is_terminated: bool = False
         """It has come to its own end."""
         self.is_truncated: bool = False
@@ -545,8 +553,8 @@ class Episode:
     @property
     def is_scorable(self) -> bool:
         """Whether what it got says anything about the policy: it began, and did not fail."""
-        kind = stop_reasons.kind_of(self.stop_reason)
-        return self.num_turns > 0 and kind not in stop_reasons.UNSCORABLE_REASONS
+        kind = kind_of(self.stop_reason)
+        return self.num_turns > 0 and kind not in UNSCORABLE_REASONS
 
     def terminate(self, reason: str = "") -> None:
         """It has come to its own end.
@@ -587,15 +595,15 @@ class Episode:
         if not self.is_done:
             return False
         if not self.stop_reason:
-            if stop_reasons.kind_of(self.finish_reason) == stop_reasons.ERROR:
+            if kind_of(self.finish_reason) == ERROR:
                 self.stop_reason = self.finish_reason
             elif self.is_truncated:
-                self.stop_reason = stop_reasons.MAX_STEPS
+                self.stop_reason = MAX_STEPS
             elif self.finish_reason == "length":
-                self.stop_reason = stop_reasons.RESPONSE_LENGTH
+                self.stop_reason = RESPONSE_LENGTH
             else:
-                self.stop_reason = stop_reasons.ANSWERED
+                self.stop_reason = ANSWERED
         # A turn cut at its budget did not end by itself.
-        if self.stop_reason in stop_reasons.CUT_REASONS:
+        if self.stop_reason in CUT_REASONS:
             self.truncate()
         return True

@@ -1,4 +1,4 @@
-"""An environment of episodes: in batches as TorchRL steps them, or each at its own pace."""
+"""Environments of episodes: in batches as TorchRL steps them, or each at its own pace."""
 
 import functools
 import inspect
@@ -7,25 +7,29 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
 
-from tensordict import TensorDict, TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
+from torch import Tensor
+from torchrl.data import Binary, Composite, NonTensor
 from torchrl.envs import EnvBase, StepCounter, Transform, TransformedEnv
 from torchrl.envs.transforms import Compose
+from transformers import PreTrainedTokenizerBase
 
-from torchrl_data import page
+from torchrl_data import batch_io, keys, page
 from torchrl_data.batch_io import one_dimension, read_conversations
-from torchrl_data.batch_objects import read_objects, write_objects
-from torchrl_data.checks import check_counts, check_numbers
-from torchrl_data.conversation import Conversations
-from torchrl_data.keys import GROUP_ID, PROMPT, QUERY, REWARD, ROW, SEED, TOOLS
-from torchrl_data.stop_reasons import ERROR, kind_of
-from torchrl_data.tool_calls import parse_tool_calls
+from torchrl_data.checks import MissingEntryError, check_counts, check_numbers, one_of
+from torchrl_data.conversation import ERROR, Conversations, Turn, kind_of
+from torchrl_data.history import History
+from torchrl_data.keys import GROUP_ID, HISTORY, PROMPT, QUERY, REWARD, ROW, SEED, TOOLS
+from torchrl_data.ragged import first_entries, read_objects, read_rows, write_objects
+from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_data.tool_calls import TurnParser, parse_tool_calls, tool_call_parser
 from torchrl_envs.concurrency import ConcurrentCalls, run_all
 from torchrl_envs.entries import REWARD_KEYS, RewardSource
 
 from . import runner
 from .episode import Episode, LoopDriver, Resources, run_event
-from .tool_source import ToolDispatcher, ToolSource, check_tool_names
-from .transform import EpisodeTransform, overrides
+from .transform import EpisodeTransform, ToolDispatcher, ToolSource, check_tool_names, overrides
 
 # A chat environment with transforms: TorchRL's face of the loop through episodes.
 #
@@ -523,3 +527,265 @@ def cut_after(episode: Episode, max_turns: int) -> None:
     """What TorchRL's ``StepCounter`` does after a turn."""
     if episode.num_turns >= max_turns and not episode.is_done:
         episode.truncate()
+
+
+def _queries(batch: TensorDictBase) -> list[Any] | None:
+    """What each row asks, in whatever form it is stored; ``None`` where there is nothing."""
+    first = first_entries(batch)
+    # The text of a query may be called text, as long as that is not the group of the text mode.
+    held = [key for key in (keys.QUERY, keys.TEXT) if key in first.keys()]  # noqa: SIM118
+    key = next((key for key in held if key == keys.QUERY or is_non_tensor(first.get(key))), None)
+    if key is None:
+        return None
+    value = first.get(key)
+    if isinstance(value, Tensor):
+        rows = read_rows(batch, key)
+        return None if rows is None else list(rows.split())
+    if isinstance(value, History):
+        return batch_io.chats_of(batch.get(key), batch.numel(), who="ChatEnv.reset")
+    return read_objects(batch, key)
+
+
+def _is_ids(query: Any) -> bool:
+    if isinstance(query, Tensor):
+        return query.ndim == 1 and not query.is_floating_point()
+    return isinstance(query, Sequence) and all(type(index) is int for index in query)
+
+
+_EXAMPLE = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]
+
+
+def _is_unanswered(full: Conversations, row: int) -> bool:
+    at = full.position(row)
+    role = full.last_message(row)["role"] if at.num_messages else ""
+    return at.awaits_response or role != "assistant"
+
+
+class _PartSpec(NonTensor):
+    """A part of conversations, in whatever form; the ids of a single row are a tensor."""
+
+    def is_in(self, val: Any) -> bool:
+        return isinstance(val, torch.Tensor) or super().is_in(val)
+
+
+class ChatEnv(EnvBase):
+    """A batch of conversations.
+
+    ``reset`` opens each with the system prompt and the query; ``step`` makes the ``full``
+    conversation the next ``prompt``. Transforms add data, tools, rewards and limits: with
+    :meth:`append_transform` the result is an :class:`~torchrl_envs.EpisodeEnv`. By
+    itself the environment never ends an episode, except for a row that could not be generated.
+
+    ``reset`` reads ``query``, a string or a list of messages per row (in the mode ``"tokens"`` also
+    token ids, which are the prompt as they are), ``step`` reads ``(input_mode, "full")`` and writes
+    ``("next", input_mode, "prompt")``. In every mode the truth is one append-only record of tokens;
+    text and token ids are what it looks like. A ``full`` that somebody else wrote is taken over to
+    the token. Without a policy, ``text_response``, a string per row, is the assistant's turn.
+
+    Args:
+        input_mode: what prompts look like: ``"history"`` (messages), ``"text"`` (what the chat
+            template renders) or ``"tokens"`` (its ids).
+        batch_size: any shape, ``()`` too; B is the number of its elements.
+        tokenizer: spells conversations out; needed for text and tokens. The policy must have the
+            same.
+        system_prompt: content of a first message of the system role.
+        template_kwargs: passed to the chat template.
+        system_role: name of the system's role.
+        user_role: the role of a query that is a string.
+        tool_call_format: how the model writes tool calls, see
+            :func:`~torchrl_data.tool_calls.tool_call_parser`; what the chat template
+            teaches when not given.
+
+    Raises:
+        ValueError: there is no such mode, it needs a tokenizer, the batch has no row, or
+            there is no such format.
+
+    Examples:
+        >>> env = ChatEnv(batch_size=(2,), system_prompt="Be brief.")
+        >>> batch = env.reset(TensorDict({"query": ["Hello", "Bye"]}, batch_size=[2]))
+        >>> [list(contents) for contents in batch["history"].prompt.content]
+        [['Be brief.', 'Hello'], ['Be brief.', 'Bye']]
+    """
+
+    __signature__ = OwnSignature()
+
+    def __init__(
+        self,
+        *,
+        input_mode: str = HISTORY,
+        batch_size: Sequence[int] | int = (1,),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        system_prompt: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        system_role: str = "system",
+        user_role: str = "user",
+        tool_call_format: str | TurnParser | None = None,
+    ) -> None:
+        size = torch.Size((batch_size,) if isinstance(batch_size, int) else tuple(batch_size))
+        if size.numel() < 1 or min(size, default=1) < 1:
+            raise ValueError(f"ChatEnv: batch_size must have at least one row, got {tuple(size)}.")
+        one_of("input_mode", input_mode, keys.INPUT_MODES, who="ChatEnv")
+        if tokenizer is None and input_mode != HISTORY:
+            raise ValueError(
+                f"ChatEnv: input_mode={input_mode!r} shows what the tokenizer's chat template "
+                "makes of a conversation: give tokenizer=."
+            )
+        super().__init__(batch_size=size)
+        self.input_mode = input_mode
+        self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs
+        self._encoder: ConversationEncoder | None = None
+        self.system_prompt = system_prompt
+        self.parse_turn: TurnParser = tool_call_parser(tool_call_format, tokenizer)
+        self._system_role, self._user_role = system_role, user_role
+        example: Any = Conversations.from_messages([_EXAMPLE] * size.numel())
+        self._speller = None if input_mode == HISTORY else self.encoder
+        if self._speller is not None:
+            ids = self._speller.encode_chats([_EXAMPLE])[0].ids
+            row = self._speller.decode([ids])[0] if input_mode == keys.TEXT else ids
+            example = [row] * size.numel()
+        part = _PartSpec(shape=size, example_data=example)
+        for spec, which in (("observation_spec", keys.PROMPT), ("full_action_spec", keys.FULL)):
+            parts = Composite({which: part.clone()}, shape=size)
+            setattr(self, spec, Composite({input_mode: parts}, shape=size))
+        self.full_reward_spec = Composite(shape=size)
+        flag = Binary(n=1, shape=torch.Size((*size, 1)), dtype=torch.bool)
+        flags = {key: flag.clone() for key in (keys.DONE, keys.TERMINATED, keys.TRUNCATED)}
+        self.full_done_spec = Composite(flags, shape=size)
+
+    @property
+    def encoder(self) -> ConversationEncoder:
+        """Spells conversations out; made when it is first used.
+
+        Raises:
+            ValueError: the environment has no tokenizer.
+        """
+        if self._encoder is None:
+            if self.tokenizer is None:
+                raise ValueError("ChatEnv needs a tokenizer for this: give tokenizer=.")
+            self._encoder = ConversationEncoder(
+                self.tokenizer, chat_template_kwargs=self.template_kwargs
+            )
+        return self._encoder
+
+    def append_transform(self, transform: Transform) -> EpisodeEnv:  # type: ignore[override]
+        """Add a transform.
+
+        Returns:
+            An environment with the transform appended.
+        """
+        return EpisodeEnv(self, transform)
+
+    def open(self, query: Any, tools: Any) -> Conversations:
+        """The conversation that one query starts.
+
+        Args:
+            query: a string, messages or token ids, as ``reset`` reads it.
+            tools: JSON schemas that the prompt shows, or ``None``.
+
+        Raises:
+            TypeError: the query is of the wrong type.
+        """
+        system = {"role": self._system_role, "content": self.system_prompt}
+        if isinstance(query, str):
+            messages = [{"role": self._user_role, "content": query}]
+        elif isinstance(query, Sequence) and query and all(isinstance(m, dict) for m in query):
+            messages = [dict(message) for message in query]
+        elif self.input_mode == keys.TOKENS and _is_ids(query):
+            # Token ids are the prompt as they are, after the system prompt if there is one.
+            ids = [int(index) for index in query]
+            if self.system_prompt is not None:
+                ids = [*self.encoder.encode_chats([[system]])[0].ids, *ids]
+            return batch_io.prompt_of_tokens([ids], self.encoder)
+        else:
+            also = ", or token ids" if self.input_mode == keys.TOKENS else ""
+            raise TypeError(
+                'ChatEnv.reset: a query is a string or a list of messages ({"role": ..., '
+                f'"content": ...}}){also}, got {type(query).__name__}: {query!r:.80}.'
+            )
+        if self.system_prompt is not None and messages[0].get("role") != self._system_role:
+            messages = [system, *messages]
+        return Conversations.from_messages([messages], [tools])
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        del kwargs
+        size = self.batch_size.numel()
+        queries = None if tensordict is None else _queries(tensordict)
+        if tensordict is None or queries is None:
+            raise MissingEntryError(
+                "ChatEnv.reset reads 'query', which the input lacks. Append a DataLoadingPrimer, "
+                'or call env.reset(TensorDict({"query": ["..."]}, batch_size=env.batch_size)).'
+            )
+        mask = tensordict.get("_reset", None)
+        rows = list(range(size)) if mask is None else mask.view(-1).nonzero().view(-1).tolist()
+        tools = read_objects(tensordict, keys.TOOLS)
+        prompt = Conversations.cat([self.open(queries[row], tools[row]) for row in rows])
+        if len(rows) < size:
+            # TorchRL hides the rows that go on from the reset, and puts them back itself.
+            kept = Conversations.from_messages([[]] * size)
+            if batch_io.has_entry(tensordict, (self.input_mode, keys.PROMPT)):
+                kept = batch_io.read_conversations(tensordict, keys.PROMPT, who="ChatEnv.reset")
+            index = list(range(size))
+            for new, row in enumerate(rows):
+                index[row] = size + new
+            prompt = Conversations.cat([kept, prompt])[index]
+        out = TensorDict(self.full_done_spec.zero(), batch_size=self.batch_size)
+        self._write_prompt(out, prompt)
+        return out
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        full = self._read_full(tensordict)
+        active = batch_io.active_rows(tensordict)
+        if not bool(active.all()):
+            # Rows that take no part in a step stay where they were.
+            prompt = batch_io.read_conversations(tensordict, keys.PROMPT, who="ChatEnv.step")
+            own = torch.arange(len(full))
+            full = Conversations.cat([full, prompt])[torch.where(active, own, own + len(full))]
+        # A row that nobody answered could not be generated, or its messages not be encoded.
+        failed = torch.tensor([_is_unanswered(full, row) for row in range(len(full))])
+        failed = (failed & active).view(*self.batch_size, 1)
+        flags = {
+            keys.DONE: failed,
+            keys.TERMINATED: torch.zeros_like(failed),
+            keys.TRUNCATED: failed.clone(),
+        }
+        out = TensorDict(flags, batch_size=self.batch_size)
+        self._write_prompt(out, full)
+        return out
+
+    def _read_full(self, batch: TensorDictBase) -> Conversations:
+        stored = batch_io.stored_conversations(batch, self.input_mode, keys.FULL)
+        if stored is not None:
+            return stored.conversations
+        if batch_io.has_entry(batch, (self.input_mode, keys.FULL)):
+            return batch_io.read_fulls(
+                batch, self.input_mode, encoder=self._speller, who="ChatEnv.step"
+            )
+        if batch.get(keys.TEXT_RESPONSE, None) is None:
+            found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
+            raise MissingEntryError(
+                f"ChatEnv.step reads {(self.input_mode, keys.FULL)}, which a policy writes, or "
+                f"{keys.TEXT_RESPONSE!r}, a string per row. The batch holds {found}."
+            )
+        return self._with_text(batch, read_objects(batch, keys.TEXT_RESPONSE))
+
+    def _with_text(self, batch: TensorDictBase, texts: Sequence[str]) -> Conversations:
+        """The prompts with what somebody said as the assistant."""
+        prompt = batch_io.read_conversations(batch, keys.PROMPT, who="ChatEnv.step")
+        if self.tokenizer is not None:
+            texts = [self.encoder.without_end(text) for text in texts]
+        said = [{"role": "assistant", "content": text} for text in texts]
+        if self.input_mode == HISTORY and not any(at.awaits_response for at in prompt.positions):
+            # Nothing has shown its tokens yet: they are made when a policy asks.
+            return prompt.append_messages([[message] for message in said])
+        ids = [self.encoder.encode_turn(text, close=True)[0] for text in texts]
+        turns = [Turn(own, None, message) for own, message in zip(ids, said, strict=True)]
+        return self.encoder.encode_waiting(prompt).append_turns(turns)
+
+    def _write_prompt(self, batch: TensorDictBase, prompt: Conversations) -> None:
+        batch_io.write_conversations(
+            batch, keys.PROMPT, prompt, mode=self.input_mode, encoder=self._speller
+        )
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Nothing is random here; data loading and the policy have their own seeds."""

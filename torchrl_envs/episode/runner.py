@@ -15,9 +15,14 @@ from torchrl.envs import Transform
 from torchrl.envs.transforms import Compose
 
 from torchrl_data import batch_io, keys
-from torchrl_data.batch_objects import read_objects, write_objects
-from torchrl_data.conversation import Conversations, continues
-from torchrl_data.stop_reasons import ENVIRONMENT_ERROR, UNSCORABLE_REASONS, kind_of
+from torchrl_data.conversation import (
+    ENVIRONMENT_ERROR,
+    UNSCORABLE_REASONS,
+    Conversations,
+    continues,
+    kind_of,
+)
+from torchrl_data.ragged import read_objects, write_objects
 from torchrl_envs import entries
 from torchrl_envs.concurrency import ConcurrentCalls
 from torchrl_envs.tool_results import error_line
@@ -31,8 +36,7 @@ from .episode import (
     drive,
     run_event,
 )
-from .tool_source import ToolDispatcher
-from .transform import EpisodeStartError, EpisodeTransform, overrides
+from .transform import EpisodeStartError, EpisodeTransform, ToolDispatcher, overrides
 
 # Episodes as entries of a batch, and back: read once, written once.
 #

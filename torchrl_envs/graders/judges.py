@@ -15,12 +15,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_data.batch_io import read_conversations, write_conversations
-from torchrl_data.batch_objects import read_objects
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_data.conversation import Conversations
 from torchrl_data.keys import FINISH_REASON, FULL, PROMPT
 from torchrl_data.messages import Message
-from torchrl_data.ragged import pad
+from torchrl_data.ragged import pad, read_objects
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs.concurrency import DaemonThreads, is_async
 

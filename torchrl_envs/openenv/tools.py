@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from torchrl_data.checks import check_columns, one_of
-from torchrl_data.stop_reasons import ENVIRONMENT_DONE
+from torchrl_data.conversation import ENVIRONMENT_DONE
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource, with_observation
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.tool_source import Answer, Job, ToolSource
-from torchrl_envs.episode.transform import EpisodeStartError
+from torchrl_envs.episode.transform import Answer, EpisodeStartError, Job, ToolSource
 from torchrl_envs.tool_schemas import Tool, function_tool, schema_tool
 
 from .session import (
@@ -175,7 +174,7 @@ class OpenEnvTools(ToolSource, RewardSource):
         connect_timeout_s: deadline of one attempt to connect.
         capacity_timeout_s: how long to wait for a server whose sessions are all taken.
         headers: HTTP headers of the connections.
-        **kwargs: see :class:`~torchrl_envs.episode.tool_source.ToolSource`.
+        **kwargs: see :class:`~torchrl_envs.episode.transform.ToolSource`.
 
     Raises:
         ValueError: the URL or a setting is wrong, or a function can't be offered to a model.

@@ -11,9 +11,9 @@ from tensordict import TensorDictBase
 from torchrl.data import Binary, Composite, Unbounded
 
 from torchrl_data.batch_io import read_conversations
-from torchrl_data.batch_objects import read_objects
 from torchrl_data.checks import MissingEntryError, check_columns, check_numbers
 from torchrl_data.keys import FULL, GROUP_ID, REWARD, REWARDS, ROW, SCORABLE
+from torchrl_data.ragged import read_objects
 from torchrl_envs.concurrency import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import REWARD_ERRORS, SCORED_BY, RewardSource, copied_rows, joined_rows

@@ -17,17 +17,16 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_data import keys
 from torchrl_data.batch_io import read_conversations
-from torchrl_data.batch_objects import read_objects
 from torchrl_data.checks import POSITIVE, MissingEntryError, check_numbers, one_of
 from torchrl_data.messages import Message
+from torchrl_data.ragged import read_objects
 from torchrl_envs import entries
 from torchrl_envs.concurrency import Call, ConcurrentCalls, Outcome, accepted_arguments, run_all
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.datasets.rows import PROMPT_COLUMNS
 from torchrl_envs.entries import RewardSource
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.tool_source import ToolSource
-from torchrl_envs.episode.transform import EpisodeTransform, TrajectoryTransform
+from torchrl_envs.episode.transform import EpisodeTransform, ToolSource, TrajectoryTransform
 from torchrl_envs.graders.answers import message_text
 from torchrl_envs.tools.environments import EnvironmentTools
 

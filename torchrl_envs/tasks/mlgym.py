@@ -11,15 +11,14 @@ from typing import Any, Final
 
 from torchrl.envs.transforms import Compose
 
+from torchrl_data.conversation import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.messages import Message
-from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_envs.concurrency import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource
-from torchrl_envs.episode.chat_env import ChatEnv
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_env import EpisodeEnv
-from torchrl_envs.episode.tool_source import Answer, Job, ToolSource
+from torchrl_envs.episode.episode_env import ChatEnv, EpisodeEnv
+from torchrl_envs.episode.transform import Answer, Job, ToolSource
 from torchrl_envs.tool_results import clean_text, code_blocks, error_line
 from torchrl_envs.tools.environments import Instance, start_instance
 

@@ -20,10 +20,9 @@ from torchrl_data.messages import Message
 from torchrl_data.templates.encoder import ConversationEncoder, encode_demonstrations
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.datasets.rows import load_rows
-from torchrl_envs.episode.chat_env import ChatEnv
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_env import EpisodeEnv
-from torchrl_envs.episode.tool_source import ToolSource
+from torchrl_envs.episode.episode_env import ChatEnv, EpisodeEnv
+from torchrl_envs.episode.transform import ToolSource
 from torchrl_envs.graders.answers import read_tags
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.tools.environments import EnvironmentTools

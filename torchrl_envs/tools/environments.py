@@ -10,15 +10,20 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torchrl_data.checks import POSITIVE, check_columns, check_numbers, one_of
+from torchrl_data.conversation import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.messages import Message
-from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs import concurrency
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource, with_observation
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.tool_source import Job, ToolSource
-from torchrl_envs.episode.transform import EpisodeStartError, EpisodeTransform, Event
+from torchrl_envs.episode.transform import (
+    EpisodeStartError,
+    EpisodeTransform,
+    Event,
+    Job,
+    ToolSource,
+)
 from torchrl_envs.tool_results import MAX_RESULT_BYTES, error_line
 from torchrl_envs.tool_schemas import Tool, environment_tools
 

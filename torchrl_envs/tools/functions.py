@@ -8,7 +8,7 @@ from typing import Any, Final
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.concurrency import Outcome
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.tool_source import Answer, Job, ToolSource, tool_message
+from torchrl_envs.episode.transform import Answer, Job, ToolSource, tool_message
 from torchrl_envs.processes import ToolProcesses
 from torchrl_envs.sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxSession
 from torchrl_envs.tool_results import MAX_RESULT_BYTES, PYTHON, clean_text, code_blocks, result_text

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from torchrl_envs.datasets.primer import DataLoadingPrimer
     from torchrl_envs.entries import as_nested_tensor, as_padded_tensor
     from torchrl_envs.episode.episode_env import RewardErrorLimit
-    from torchrl_envs.episode.tool_source import ToolSource
-    from torchrl_envs.episode.transform import EpisodeTransform
+    from torchrl_envs.episode.transform import EpisodeTransform, ToolSource
     from torchrl_envs.graders.answers import MathVerifyReward
     from torchrl_envs.graders.judges import LLMJudge, RewardModel
     from torchrl_envs.rewards.answer import AnswerReward

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers
-from torchrl_data.conversation import Conversations
+from torchrl_data.conversation import CONTEXT_LENGTH, ENVIRONMENT_ERROR, TOKEN_BUDGET, Conversations
 from torchrl_data.messages import Message, split_reasoning
-from torchrl_data.stop_reasons import CONTEXT_LENGTH, ENVIRONMENT_ERROR, TOKEN_BUDGET
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs.entries import with_observation
 from torchrl_envs.episode.episode import Episode
@@ -219,7 +218,7 @@ class TokenBudget(EpisodeTransform):
                     "TokenBudget counts tokens: give it encoder=policy.encoder, or tokenizer= to "
                     "the ChatEnv."
                 )
-            self.encoder = cast(ConversationEncoder, env.base_env.encoder)
+            self.encoder = cast("ConversationEncoder", env.base_env.encoder)
 
     def before_turn(self, episode: Episode) -> None:
         """Say how many tokens are left; cut what does not fit, and end what has none left."""

@@ -10,10 +10,9 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
-from torchrl_data.batch_objects import read_objects, write_objects
 from torchrl_data.checks import MissingEntryError
 from torchrl_data.history import History
-from torchrl_data.ragged import pad
+from torchrl_data.ragged import pad, read_objects, write_objects
 from torchrl_data.templates.control_tokens import ControlTokenGuard
 
 if TYPE_CHECKING:

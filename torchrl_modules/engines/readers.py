@@ -13,8 +13,16 @@ from transformers import DynamicCache, PreTrainedModel
 
 from torchrl_data.ragged import pad
 from torchrl_data.templates.encoder import ImageProcessor
-from torchrl_modules.scoring.model_reader import RowPositions, alike, model_inputs, run_image_trial
-from torchrl_modules.scoring.models import Trial, find_first, forward_parameters, run_trial
+from torchrl_modules.scoring.models import (
+    RowPositions,
+    Trial,
+    alike,
+    find_first,
+    forward_parameters,
+    model_inputs,
+    run_image_trial,
+    run_trial,
+)
 from torchrl_modules.scoring.packed_attention import cap_attention, use_packed_attention
 
 from .decoding import KeptCaches, PromptReader, SlotReader, has_plain_cache

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.scoring.model_reader import alike
 from torchrl_modules.scoring.models import (
     acting_adapters,
+    alike,
     evaluation_mode,
     is_sharded,
     precision,

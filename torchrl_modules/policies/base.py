@@ -28,9 +28,8 @@ from torchrl_data.batch_io import (
     stored_conversations,
     write_parts,
 )
-from torchrl_data.batch_objects import view_of, write_objects
 from torchrl_data.checks import check_counts, one_of
-from torchrl_data.conversation import Conversations, ids_and_images
+from torchrl_data.conversation import Conversations, Source, Turn, ids_and_images
 from torchrl_data.keys import (
     ASSISTANT_MASK,
     ATTENTION_MASK,
@@ -49,7 +48,7 @@ from torchrl_data.keys import (
     UNTEMPERED_LOG_PROBS,
 )
 from torchrl_data.layout import TOKEN_GROUPS, ConversationView
-from torchrl_data.messages import Source, Turn, images_of
+from torchrl_data.messages import images_of
 from torchrl_data.ragged import (
     TokenEntries,
     entries_of,
@@ -59,6 +58,8 @@ from torchrl_data.ragged import (
     read_images,
     read_rows,
     unpack,
+    view_of,
+    write_objects,
 )
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import check_same_rendering

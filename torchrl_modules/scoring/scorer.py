@@ -23,24 +23,22 @@ from torchrl_modules.sampling import (
     warped_log_prob,
 )
 
-from .model_reader import (
+from .models import (
+    Difference,
     Layout,
     ModelReader,
     check_image_reading,
     check_packed,
-    plain_head,
-    read_with_images,
-    targets_of,
-)
-from .models import (
-    Difference,
     check_wrapped_whole,
     find_first,
     is_distributed,
+    plain_head,
     precision,
+    read_with_images,
     run_inside,
     run_trial,
     settle_rope_factors,
+    targets_of,
     unwrapped,
 )
 from .packed_attention import use_packed_attention

@@ -26,7 +26,7 @@ from collectors.record.samples import (
     write_lines,
 )
 from objectives import GRPOLoss, MCAdvantage
-from torchrl_data.messages import Source
+from torchrl_data.conversation import Source
 from torchrl_envs import ChatEnv, DataLoadingPrimer, FunctionTools, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.engines.bridges import BatchingEngine

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchrl_data import ConversationEncoder, Conversations
-from torchrl_data.messages import Turn
+from torchrl_data.conversation import Turn
 from torchrl_envs import Episode
 from torchrl_envs.agents.agent_program import Branches
 from torchrl_envs.agents.turns import RequestError, TurnRequest, comparable

@@ -15,8 +15,8 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from torchrl_data import ToolsNotShownError, builtin_template
-from torchrl_data.batch_objects import read_objects
 from torchrl_data.checks import MissingEntryError
+from torchrl_data.ragged import read_objects
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

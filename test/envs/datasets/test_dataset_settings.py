@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from collectors import LLMCollector
-from torchrl_data.batch_objects import read_objects
+from torchrl_data.ragged import read_objects
 from torchrl_envs import (
     DataLoadingPrimer,
     DataOptions,

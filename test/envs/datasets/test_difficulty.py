@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.batch_objects import read_objects
+from torchrl_data.ragged import read_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, DifficultyPools, RewardFunctions
 from torchrl_envs.datasets.primer import IDS_PER_EPOCH, POOLS
 

@@ -10,9 +10,8 @@ from tensordict import TensorDict
 from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_data.batch_io import active_rows, read_conversations, write_conversations
-from torchrl_data.conversation import Conversations
+from torchrl_data.conversation import Conversations, Turn
 from torchrl_data.keys import INPUT_MODES
-from torchrl_data.messages import Turn
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_data.batch_io import read_conversations
-from torchrl_data.batch_objects import read_objects, write_objects
+from torchrl_data.ragged import read_objects, write_objects
 from torchrl_envs import LLMEnv
 from torchrl_modules import TransformersWrapper
 

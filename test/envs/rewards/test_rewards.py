@@ -10,7 +10,7 @@ import torch
 from torchrl.envs.transforms import Compose
 
 from torchrl_data.batch_io import read_conversations
-from torchrl_data.batch_objects import read_objects
+from torchrl_data.ragged import read_objects
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

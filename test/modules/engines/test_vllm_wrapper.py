@@ -14,8 +14,8 @@ from collectors import LLMCollector
 from collectors.weight_update import vLLMUpdater
 from objectives import GRPOLoss
 from torchrl_data.batch_io import write_conversations
-from torchrl_data.batch_objects import read_objects
 from torchrl_data.conversation import Conversations
+from torchrl_data.ragged import read_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper, vLLMWrapper
 from torchrl_modules.vllm.engine import AsyncVLLMEngine
