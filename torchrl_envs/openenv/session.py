@@ -136,6 +136,9 @@ MAX_ATTEMPTS: Final = 4
 """One attempt to open a session and three more."""
 MAX_MESSAGE_BYTES: Final = 100 * 2**20
 _CLOSE_S: Final = 2.0
+_FIRST_PAUSE_S: Final = 0.075
+"""Before the second attempt at most; each pause may be twice as long as the one before."""
+_LAST_PAUSE_S: Final = 3.0
 _JITTER: Final = random.Random()
 _SCHEMES: Final = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 
@@ -176,7 +179,7 @@ class OpenEnvSession:
 
     Raises:
         ValueError: the URL is not one of a server, or a duration is not positive.
-        ImportError: websockets or tenacity is not installed.
+        ImportError: websockets is not installed.
 
     Examples:
         >>> session = OpenEnvSession("http://localhost:8000")
@@ -196,10 +199,9 @@ class OpenEnvSession:
         check_numbers("OpenEnvSession", POSITIVE, connect_timeout_s=connect_timeout_s)
         check_numbers("OpenEnvSession", POSITIVE, message_timeout_s=message_timeout_s)
         check_numbers("OpenEnvSession", POSITIVE, capacity_timeout_s=capacity_timeout_s)
-        missing = [name for name in ("websockets", "tenacity") if find_spec(name) is None]
-        if missing:
+        if find_spec("websockets") is None:
             raise ImportError(
-                f"OpenEnvSession needs {' and '.join(missing)}, not installed here: pip install "
+                "OpenEnvSession needs websockets, not installed here: pip install "
                 "torchrl-agents[tools]."
             )
         self.url = websocket_url(base_url)
@@ -209,14 +211,10 @@ class OpenEnvSession:
         self.message_timeout_s = message_timeout_s
         self.capacity_timeout_s = capacity_timeout_s
         self.headers = dict(headers or {})
-        self._socket: Any = None
-        self._is_reset = False
-        self._lock = asyncio.Lock()
-
-    @property
-    def is_reset(self) -> bool:
+        self.is_reset = False
         """Whether a step would reach an environment that was reset."""
-        return self._is_reset
+        self._socket: Any = None
+        self._lock = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -241,25 +239,30 @@ class OpenEnvSession:
             OpenEnvConnectionError: the server can't be reached.
             OpenEnvProtocolError: the answer is not one of an OpenEnv server.
         """
-        from tenacity import AsyncRetrying
-
         async with self._lock:
-            self._is_reset = False
-            gives_up = _GiveUp(self.capacity_timeout_s)
-            retrying = AsyncRetrying(retry=_is_transient, stop=gives_up, wait=_pause, reraise=True)
-            result = env_result(await retrying(self._reset_once, arguments))
-            self._is_reset = True
-            return result
-
-    async def _reset_once(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            if self._socket is None:
-                await self._connect()
-            return await self._exchange("reset", arguments)
-        except OpenEnvServerError as error:
-            if error.code == CAPACITY_REACHED:
-                raise OpenEnvCapacityError(f"{self.name}: {error.message}") from error
-            raise
+            self.is_reset, num_failures, longest_pause_s = False, 0, _FIRST_PAUSE_S
+            deadline = time.monotonic() + self.capacity_timeout_s
+            while True:
+                pause_s = longest_pause_s * _JITTER.uniform(1 / 3, 1)  # clients don't march
+                try:
+                    if self._socket is None:
+                        await self._connect()
+                    result = env_result(await self._exchange("reset", arguments))
+                    self.is_reset = True
+                    return result
+                except OpenEnvServerError as error:
+                    if error.code != CAPACITY_REACHED:
+                        raise
+                    if time.monotonic() + pause_s > deadline:
+                        raise OpenEnvCapacityError(f"{self.name}: {error.message}") from error
+                except OpenEnvConnectionError as error:
+                    num_failures += 1
+                    response = getattr(error.__cause__, "response", None)
+                    is_refused = response is not None and response.status_code < 500
+                    if is_refused or num_failures == MAX_ATTEMPTS:
+                        raise
+                await asyncio.sleep(pause_s)
+                longest_pause_s = min(2 * longest_pause_s, _LAST_PAUSE_S)
 
     async def step(self, action: Mapping[str, Any]) -> EnvResult:
         """Act.
@@ -274,13 +277,11 @@ class OpenEnvSession:
             OpenEnvConnectionError: the connection was lost; the session is dead.
         """
         async with self._lock:
-            self._require_reset("step")
             return env_result(await self._exchange("step", action))
 
     async def state(self) -> dict[str, Any]:
         """The environment's state; raises what :meth:`step` does."""
         async with self._lock:
-            self._require_reset("state")
             return await self._exchange("state")
 
     async def list_tools(self) -> list[dict[str, Any]]:
@@ -307,7 +308,7 @@ class OpenEnvSession:
 
     async def close(self) -> None:
         """Give the session back to the server."""
-        socket, self._socket, self._is_reset = self._socket, None, False
+        socket, self._socket, self.is_reset = self._socket, None, False
         if socket is None:
             return
         from websockets.exceptions import ConnectionClosed
@@ -320,13 +321,6 @@ class OpenEnvSession:
             socket.transport.abort()
 
     # The connection -----------------------------------------------------------------------------
-
-    def _require_reset(self, what: str) -> None:
-        if not self._is_reset:
-            raise SessionNotResetError(
-                f"{self.name}: {what} needs a session that was reset, and this one "
-                f"{'is dead' if self._socket is None else 'was not'}. Call reset() first."
-            )
 
     async def _connect(self) -> None:
         from websockets.asyncio.client import connect
@@ -350,8 +344,13 @@ class OpenEnvSession:
         """Send a request and wait for its answer; anything but an answer kills the session."""
         from websockets.exceptions import ConnectionClosed
 
+        if kind in ("step", "state") and not self.is_reset:
+            raise SessionNotResetError(
+                f"{self.name}: {kind} needs a session that was reset, and this one "
+                f"{'is dead' if self._socket is None else 'was not'}. Call reset() first."
+            )
         message = request(kind, data)
-        was_reset, self._is_reset = self._is_reset, False
+        was_reset, self.is_reset = self.is_reset, False
         answered = False
         try:
             async with asyncio.timeout(self.message_timeout_s):
@@ -373,40 +372,8 @@ class OpenEnvSession:
         finally:
             # A late answer must not be taken for that to another request: also on cancellation.
             if answered:
-                self._is_reset = was_reset
-            else:
-                self._drop()
+                self.is_reset = was_reset
+            elif (socket := self._socket) is not None:  # else it was closed meanwhile
+                self._socket = None
+                socket.transport.abort()
         return answer
-
-    def _drop(self) -> None:
-        socket, self._socket, self._is_reset = self._socket, None, False
-        if socket is not None:
-            socket.transport.abort()
-
-
-def _is_transient(state: Any) -> bool:
-    """What another attempt may cure: no connection, status 500 or more, a missed deadline."""
-    error = state.outcome.exception()
-    if not isinstance(error, OpenEnvConnectionError):
-        return False
-    status = getattr(getattr(error.__cause__, "response", None), "status_code", None)
-    return status is None or status >= 500
-
-
-def _pause(state: Any) -> float:
-    """Seconds before the next attempt: growing, and scattered so that clients don't march."""
-    return min(2.0, 0.05 * 2 ** (state.attempt_number - 1)) * _JITTER.uniform(0.5, 1.5)
-
-
-class _GiveUp:
-    """After four attempts; when all sessions are taken, after a time."""
-
-    def __init__(self, capacity_timeout_s: float) -> None:
-        self._deadline = time.monotonic() + capacity_timeout_s
-        self._failures = 0
-
-    def __call__(self, state: Any) -> bool:
-        if isinstance(state.outcome.exception(), OpenEnvCapacityError):
-            return time.monotonic() + state.upcoming_sleep > self._deadline
-        self._failures += 1
-        return self._failures >= MAX_ATTEMPTS
