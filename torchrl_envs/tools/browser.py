@@ -1,12 +1,13 @@
 """A headless Chromium as tools: started, driven, and read as text."""
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +25,7 @@ from torchrl_envs.episode.transform import Job, ToolSource
 from torchrl_envs.tool_schemas import schema_tool
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser, BrowserContext, Locator, Page, Playwright
+    from playwright.async_api import Browser, BrowserContext, Locator, Page
 
 
 # What a policy can do in a browser: the schema, and each action on a page.
@@ -96,99 +97,85 @@ def browser_schema(*, screenshots: bool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-class PageActions:
-    """Acts on a page."""
+async def act_on(
+    page: "Page",
+    arguments: Mapping[str, Any],
+    allowed: AllowedHosts,
+    *,
+    timeout_ms: float,
+    max_bytes: int,
+    screenshot: Path | None = None,
+) -> dict[str, Any] | str:
+    """Do on a page what arguments that fit the schema say; a screenshot becomes a PNG."""
+    element, more = page.locator(arguments.get("selector", "body")).first, dict[str, Any]()
+    match arguments["action"]:
+        case "screenshot":
+            await page.screenshot(path=screenshot, timeout=timeout_ms)
+            return {"path": str(screenshot)}
+        case "extract":
+            return await _extracted(element, arguments, timeout_ms, max_bytes)
+        case "navigate":
+            more["status"] = await _navigate(page, arguments["url"], allowed, timeout_ms)
+        case "click":
+            before = len(page.context.pages)
+            await element.click(timeout=timeout_ms)
+            for _ in range(_NUM_LOOKS):
+                await page.wait_for_timeout(_LOOK_MS)
+                if len(page.context.pages) > before:
+                    page = page.context.pages[-1]
+                    break
+            await page.wait_for_load_state("domcontentloaded", timeout=timeout_ms)
+        case "type":
+            await element.fill(arguments["text"], timeout=timeout_ms)
+        case "scroll":
+            more["scrolled_to"] = await page.evaluate(
+                "pixels => { window.scrollBy(0, pixels); return window.scrollY }",
+                arguments["scroll_amount"],
+            )
+    return {"url": page.url, "title": (await page.title())[:200], **more}
 
-    def __init__(
-        self, page: "Page", allowed: AllowedHosts, *, timeout_s: float, max_bytes: int
-    ) -> None:
-        self._page = page
-        self._allowed = allowed
-        self._timeout_ms = timeout_s * 1000
-        self._max_bytes = max_bytes
 
-    async def run(self, arguments: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Do what arguments that fit the schema say."""
-        actions: dict[str, Callable[[Mapping[str, Any]], Awaitable[dict[str, Any] | str]]] = {
-            "navigate": self._navigate,
-            "click": self._click,
-            "type": self._type,
-            "extract": self._extract,
-            "scroll": self._scroll,
-        }
-        return await actions[arguments["action"]](arguments)
-
-    async def screenshot(self, path: Path) -> dict[str, Any]:
-        """Write what is visible as a PNG."""
-        await self._page.screenshot(path=path, timeout=self._timeout_ms)
-        return {"path": str(path)}
-
-    async def _navigate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        url = arguments["url"]
-        if (refusal := self._allowed.refusal(url)) is not None:
-            raise BrowserActionError(refusal)
-        response = await self._page.goto(url, timeout=self._timeout_ms)
-        if response is not None:
-            refused = (await response.all_headers()).get(REFUSED_HEADER)
-            if refused is not None:
-                raise BrowserActionError(
-                    f"{url!r:.200} leads to {refused}, which is not allowed; the allowed domains "
-                    f"are {list(self._allowed.domains)}"
-                )
-        return {**await self._where(), "status": response.status if response else None}
-
-    async def _click(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        before = len(self._page.context.pages)
-        await self._find(arguments).click(timeout=self._timeout_ms)
-        for _ in range(_NUM_LOOKS):
-            await self._page.wait_for_timeout(_LOOK_MS)
-            if len(self._page.context.pages) > before:
-                self._page = self._page.context.pages[-1]
-                break
-        await self._page.wait_for_load_state("domcontentloaded", timeout=self._timeout_ms)
-        return await self._where()
-
-    async def _type(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        await self._find(arguments).fill(arguments["text"], timeout=self._timeout_ms)
-        return await self._where()
-
-    async def _scroll(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        top = await self._page.evaluate(
-            "pixels => { window.scrollBy(0, pixels); return window.scrollY }",
-            arguments["scroll_amount"],
+async def _navigate(page: "Page", url: str, allowed: AllowedHosts, timeout_ms: float) -> int | None:
+    """Open an address, and give the status that its server answered with."""
+    if (refusal := allowed.refusal(url)) is not None:
+        raise BrowserActionError(refusal)
+    response = await page.goto(url, timeout=timeout_ms)
+    if response is None:
+        return None
+    refused = (await response.all_headers()).get(REFUSED_HEADER)
+    if refused is not None:
+        raise BrowserActionError(
+            f"{url!r:.200} leads to {refused}, which is not allowed; the allowed domains are "
+            f"{list(allowed.domains)}"
         )
-        return {**await self._where(), "scrolled_to": top}
+    return response.status
 
-    async def _extract(self, arguments: Mapping[str, Any]) -> str:
-        element = self._find(arguments)
-        kind = arguments.get("extract_type", "text")
-        await element.wait_for(state="attached", timeout=self._timeout_ms)
-        # Cut in the page, so that a huge one is never sent here.
-        script = {
-            "text": "(e, [n]) => e.innerText === undefined ? e.textContent : e.innerText",
-            "html": "(e, [n]) => e.innerHTML",
-            "attribute": "(e, [n, name]) => e.getAttribute(name)",
-        }[kind]
-        content = await element.evaluate(
-            f"(e, a) => {{ const c = ({script})(e, a); "
-            "return c === null ? null : [c.slice(0, a[0]), c.length] }",
-            [self._max_bytes, arguments.get("attribute")],
-            timeout=self._timeout_ms,
-        )
-        if content is None:
-            raise BrowserActionError(f"the element has no attribute {arguments['attribute']!r}")
-        text, length = content
-        data = text.encode("utf-8", errors="replace")
-        if length <= self._max_bytes and len(data) <= self._max_bytes:
-            return text
-        shown = data[: self._max_bytes - _MARK_BYTES].decode("utf-8", errors="ignore")
-        return f"{shown}\n[... {length - len(shown)} more characters were cut]"
 
-    def _find(self, arguments: Mapping[str, Any]) -> "Locator":
-        return self._page.locator(arguments.get("selector", "body")).first
-
-    async def _where(self) -> dict[str, Any]:
-        return {"url": self._page.url, "title": (await self._page.title())[:200]}
+async def _extracted(
+    element: "Locator", arguments: Mapping[str, Any], timeout_ms: float, max_bytes: int
+) -> str:
+    """The content of an element, cut with a mark where it is too long."""
+    await element.wait_for(state="attached", timeout=timeout_ms)
+    # Cut in the page, so that a huge one is never sent here.
+    script = {
+        "text": "(e, [n]) => e.innerText === undefined ? e.textContent : e.innerText",
+        "html": "(e, [n]) => e.innerHTML",
+        "attribute": "(e, [n, name]) => e.getAttribute(name)",
+    }[arguments.get("extract_type", "text")]
+    content = await element.evaluate(
+        f"(e, a) => {{ const c = ({script})(e, a); "
+        "return c === null ? null : [c.slice(0, a[0]), c.length] }",
+        [max_bytes, arguments.get("attribute")],
+        timeout=timeout_ms,
+    )
+    if content is None:
+        raise BrowserActionError(f"the element has no attribute {arguments['attribute']!r}")
+    text, length = content
+    data = text.encode("utf-8", errors="replace")
+    if length <= max_bytes and len(data) <= max_bytes:
+        return text
+    shown = data[: max_bytes - _MARK_BYTES].decode("utf-8", errors="ignore")
+    return f"{shown}\n[... {length - len(shown)} more characters were cut]"
 
 
 # One headless Chromium, driven by playwright: the only place that imports it.
@@ -246,61 +233,44 @@ class Chromium:
     # It has a network of its own, where there is nothing but the proxy, if that works here. All
     # methods run on one event loop.
 
-    def __init__(
-        self,
-        allowed: AllowedHosts,
-        *,
-        executable_path: str,
-        headless: bool,
-        chromium_sandbox: bool,
-        start_timeout_s: float,
-    ) -> None:
+    def __init__(self, allowed: AllowedHosts, options: Mapping[str, Any]) -> None:
         self._allowed = allowed
-        self._options: dict[str, Any] = {
-            "executable_path": executable_path,
-            "headless": headless,
-            "chromium_sandbox": chromium_sandbox,
-            "args": list(_FLAGS),
-            "timeout": start_timeout_s * 1000,
-        }
-        self._starting: asyncio.Lock | None = None
-        self._playwright: Playwright | None = None
+        self._options = dict(options)
+        self._starting = asyncio.Lock()
         self._browser: Browser | None = None
-        self._proxy: FilteringProxy | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._parts = contextlib.AsyncExitStack()
+        """What has been started of it, to be ended from the last to the first."""
 
     async def new_context(self) -> "BrowserContext":
         """A fresh profile: no cookies, no cache, no downloads, no service workers."""
-        if self._starting is None:
-            self._starting = asyncio.Lock()
         async with self._starting:
             if self._browser is None or not self._browser.is_connected():
                 await self.close()
-                await self._start()
-        assert self._browser is not None
+                self._browser = await self._start()
         return await self._browser.new_context(accept_downloads=False, service_workers="block")
 
-    async def _start(self) -> None:
+    async def _start(self) -> "Browser":
         from playwright.async_api import async_playwright
 
-        self._proxy = FilteringProxy(self._allowed)
+        proxy = FilteringProxy(self._allowed)
         options = dict(self._options)
         if reason_against() is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="browser-")
+            folder = tempfile.TemporaryDirectory(prefix="browser-")
             options["executable_path"], socket, url = write_launcher(
-                Path(self._folder.name), options["executable_path"]
+                Path(self._parts.enter_context(folder)), options["executable_path"]
             )
-            await self._proxy.start(socket)
+            await proxy.start(socket)
         else:
-            await self._proxy.start()
-            url = self._proxy.url
-        self._playwright = await async_playwright().start()
-        self._browser = await self._playwright.chromium.launch(
+            await proxy.start()
+            url = proxy.url
+        self._parts.push_async_callback(proxy.close)
+        playwright = await self._parts.enter_async_context(async_playwright())
+        browser = await playwright.chromium.launch(
             **options,
             proxy={
                 "server": url,
-                "username": self._proxy.username,
-                "password": self._proxy.password,
+                "username": proxy.username,
+                "password": proxy.password,
                 "bypass": "<-loopback>",
             },
             # Signals belong to the program that this is a part of.
@@ -308,23 +278,13 @@ class Chromium:
             handle_sigterm=False,
             handle_sighup=False,
         )
+        self._parts.push_async_callback(browser.close)
+        return browser
 
     async def close(self) -> None:
         """End the browser, its driver and the proxy."""
-        browser, self._browser = self._browser, None
-        playwright, self._playwright = self._playwright, None
-        proxy, self._proxy = self._proxy, None
-        folder, self._folder = self._folder, None
-        try:
-            if browser is not None:
-                await browser.close()
-        finally:
-            if playwright is not None:
-                await playwright.stop()
-            if proxy is not None:
-                await proxy.close()
-            if folder is not None:
-                folder.cleanup()
+        self._browser = None
+        await self._parts.aclose()
 
 
 # Gives each rollout a browser.
@@ -398,11 +358,12 @@ class BrowserTransform(ToolSource):
                 "what root can do."
             )
         self.screenshot_dir = None if screenshot_dir is None else Path(screenshot_dir)
-        self._settings: dict[str, Any] = {
+        self._options: dict[str, Any] = {
             "executable_path": find_chromium(executable_path),
             "headless": headless,
             "chromium_sandbox": chromium_sandbox,
-            "start_timeout_s": _START_S,
+            "args": list(_FLAGS),
+            "timeout": _START_S * 1000,
         }
         schema = browser_schema(screenshots=screenshot_dir is not None)
         self._offered = {"browser": schema_tool(schema)}
@@ -425,7 +386,15 @@ class BrowserTransform(ToolSource):
                 page = await self._page(visit)
                 try:
                     async with asyncio.timeout(self.timeout_s):
-                        return await self._act(page, episode.row, call.arguments)
+                        # What an action waits for ends before the deadline that closes the page.
+                        return await act_on(
+                            page,
+                            call.arguments,
+                            self.allowed,
+                            timeout_ms=800 * self.timeout_s,
+                            max_bytes=self.max_result_bytes,
+                            screenshot=self._next_screenshot(episode.row, call),
+                        )
                 except TimeoutError as error:
                     await visit.close()
                     late = f"the page did not answer within {self.timeout_s:g} s and was closed"
@@ -440,26 +409,19 @@ class BrowserTransform(ToolSource):
         job = self.job(call, act, lane=episode.id)
         return job._replace(timeout_s=self.timeout_s + _START_S + _CLOSE_S)
 
-    async def _act(
-        self, page: "Page", row: int, arguments: Mapping[str, Any]
-    ) -> dict[str, Any] | str:
-        # What an action waits for ends before the action's own deadline, which closes the page.
-        actions = PageActions(
-            page, self.allowed, timeout_s=0.8 * self.timeout_s, max_bytes=self.max_result_bytes
-        )
-        if arguments["action"] != "screenshot":
-            return await actions.run(arguments)
+    def _next_screenshot(self, row: int, call: ToolCall) -> Path | None:
+        """Where the call writes a screenshot, if it does."""
+        if call.arguments["action"] != "screenshot":
+            return None
         assert self.screenshot_dir is not None
         self.screenshot_dir.mkdir(parents=True, exist_ok=True)
         self._num_screenshots += 1
-        return await actions.screenshot(
-            self.screenshot_dir / f"{self._num_screenshots:06d}-row{row}.png"
-        )
+        return self.screenshot_dir / f"{self._num_screenshots:06d}-row{row}.png"
 
     async def _page(self, visit: "_Visit") -> "Page":
         """The page that an episode sees: the one that was opened last."""
         if self._browser is None:
-            self._browser = Chromium(self.allowed, **self._settings)
+            self._browser = Chromium(self.allowed, self._options)
         context = visit.context
         if context is None or not _is_alive(context):
             context = visit.context = await self._browser.new_context()
