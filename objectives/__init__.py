@@ -8,123 +8,64 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from objectives.losses.base import Window
+    from objectives.losses.base import Window as Window
 
-    from .advantages.estimators import (
-        AdvantageEstimator,
-        DecoupledSources,
-        GroupMean,
-        GroupQueue,
-        LeaveOneOut,
-        LengthPenalty,
-        MaxRL,
-        PassAtK,
-        RoleBaseline,
-    )
-    from .advantages.mc_advantage import MCAdvantage, RayMCAdvantage, TopKRewardSelector
-    from .batching.non_finite_gate import NonFiniteGate, NonFiniteStepError, StepOutcome
-    from .batching.packed_batch import (
-        DistillationLossKeys,
-        GRPOLossKeys,
-        MaskingStrategy,
-        PackedBatch,
-        SFTLossKeys,
-        write_streams,
-    )
-    from .batching.ranks import RankFailedError, Ranks
-    from .losses.base import DistillationLossOutput, GRPOLossOutput, SFTLossOutput
-    from .losses.grpo import (
-        BNPO,
-        CISPO,
-        DAPO,
-        DPPO,
-        GMPO,
-        GRPO,
-        GSPO,
-        IPO,
-        LUSPO,
-        SAPO,
-        VESPO,
-        CISPOLoss,
-        DrGRPO,
-        GRPOLoss,
-        KPop,
-        OriginalGRPO,
-        PolicyDistillation,
-    )
-    from .losses.mixed import MixedLoss, MixedLossOutput
-    from .losses.options import (
-        CispoSurrogate,
-        ClippedSurrogate,
-        DivergenceSurrogate,
-        GmpoSurrogate,
-        GRPOOptions,
-        SamplerCorrection,
-        SapoSurrogate,
-        TokenFilters,
-        VespoSurrogate,
-    )
-    from .losses.supervised import DistillationLoss, SFTLoss
-
-__all__ = [
-    "BNPO",
-    "CISPO",
-    "DAPO",
-    "DPPO",
-    "GMPO",
-    "GRPO",
-    "GSPO",
-    "IPO",
-    "LUSPO",
-    "SAPO",
-    "VESPO",
-    "AdvantageEstimator",
-    "CISPOLoss",
-    "CispoSurrogate",
-    "ClippedSurrogate",
-    "DecoupledSources",
-    "DistillationLoss",
-    "DistillationLossKeys",
-    "DistillationLossOutput",
-    "DivergenceSurrogate",
-    "DrGRPO",
-    "GRPOLoss",
-    "GRPOLossKeys",
-    "GRPOLossOutput",
-    "GRPOOptions",
-    "GmpoSurrogate",
-    "GroupMean",
-    "GroupQueue",
-    "KPop",
-    "LeaveOneOut",
-    "LengthPenalty",
-    "MCAdvantage",
-    "MaskingStrategy",
-    "MaxRL",
-    "MixedLoss",
-    "MixedLossOutput",
-    "NonFiniteGate",
-    "NonFiniteStepError",
-    "OriginalGRPO",
-    "PackedBatch",
-    "PassAtK",
-    "PolicyDistillation",
-    "RankFailedError",
-    "Ranks",
-    "RayMCAdvantage",
-    "RoleBaseline",
-    "SFTLoss",
-    "SFTLossKeys",
-    "SFTLossOutput",
-    "SamplerCorrection",
-    "SapoSurrogate",
-    "StepOutcome",
-    "TokenFilters",
-    "TopKRewardSelector",
-    "VespoSurrogate",
-    "Window",
-    "write_streams",
-]
+    from .advantages.estimators import AdvantageEstimator as AdvantageEstimator
+    from .advantages.estimators import DecoupledSources as DecoupledSources
+    from .advantages.estimators import GroupMean as GroupMean
+    from .advantages.estimators import GroupQueue as GroupQueue
+    from .advantages.estimators import LeaveOneOut as LeaveOneOut
+    from .advantages.estimators import LengthPenalty as LengthPenalty
+    from .advantages.estimators import MaxRL as MaxRL
+    from .advantages.estimators import PassAtK as PassAtK
+    from .advantages.estimators import RoleBaseline as RoleBaseline
+    from .advantages.mc_advantage import MCAdvantage as MCAdvantage
+    from .advantages.mc_advantage import RayMCAdvantage as RayMCAdvantage
+    from .advantages.mc_advantage import TopKRewardSelector as TopKRewardSelector
+    from .batching.non_finite_gate import NonFiniteGate as NonFiniteGate
+    from .batching.non_finite_gate import NonFiniteStepError as NonFiniteStepError
+    from .batching.non_finite_gate import StepOutcome as StepOutcome
+    from .batching.packed_batch import DistillationLossKeys as DistillationLossKeys
+    from .batching.packed_batch import GRPOLossKeys as GRPOLossKeys
+    from .batching.packed_batch import MaskingStrategy as MaskingStrategy
+    from .batching.packed_batch import PackedBatch as PackedBatch
+    from .batching.packed_batch import SFTLossKeys as SFTLossKeys
+    from .batching.packed_batch import write_streams as write_streams
+    from .batching.ranks import RankFailedError as RankFailedError
+    from .batching.ranks import Ranks as Ranks
+    from .losses.base import DistillationLossOutput as DistillationLossOutput
+    from .losses.base import GRPOLossOutput as GRPOLossOutput
+    from .losses.base import SFTLossOutput as SFTLossOutput
+    from .losses.grpo import BNPO as BNPO
+    from .losses.grpo import CISPO as CISPO
+    from .losses.grpo import DAPO as DAPO
+    from .losses.grpo import DPPO as DPPO
+    from .losses.grpo import GMPO as GMPO
+    from .losses.grpo import GRPO as GRPO
+    from .losses.grpo import GSPO as GSPO
+    from .losses.grpo import IPO as IPO
+    from .losses.grpo import LUSPO as LUSPO
+    from .losses.grpo import SAPO as SAPO
+    from .losses.grpo import VESPO as VESPO
+    from .losses.grpo import CISPOLoss as CISPOLoss
+    from .losses.grpo import DrGRPO as DrGRPO
+    from .losses.grpo import GRPOLoss as GRPOLoss
+    from .losses.grpo import KPop as KPop
+    from .losses.grpo import OriginalGRPO as OriginalGRPO
+    from .losses.grpo import PolicyDistillation as PolicyDistillation
+    from .losses.mixed import MixedLoss as MixedLoss
+    from .losses.mixed import MixedLossOutput as MixedLossOutput
+    from .losses.options import CispoSurrogate as CispoSurrogate
+    from .losses.options import ClippedSurrogate as ClippedSurrogate
+    from .losses.options import DivergenceSurrogate as DivergenceSurrogate
+    from .losses.options import GmpoSurrogate as GmpoSurrogate
+    from .losses.options import GRPOOptions as GRPOOptions
+    from .losses.options import SamplerCorrection as SamplerCorrection
+    from .losses.options import SapoSurrogate as SapoSurrogate
+    from .losses.options import TokenFilters as TokenFilters
+    from .losses.options import VespoSurrogate as VespoSurrogate
+    from .losses.supervised import DistillationLoss as DistillationLoss
+    from .losses.supervised import SFTLoss as SFTLoss
 
 
 def __getattr__(name: str) -> Any:  # `objectives.functional` needs nothing of ours
@@ -132,4 +73,4 @@ def __getattr__(name: str) -> Any:  # `objectives.functional` needs nothing of o
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return __getattr__("__all__")

@@ -13,103 +13,53 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import keys
-    from .batch_io import (
-        read_conversations,
-        row_from_state,
-        row_state,
-        row_tensordicts,
-        write_conversations,
-    )
-    from .checks import MissingEntryError, TokenScorer, TokenScores, require_entries
-    from .conversation import (
-        ConversationRecord,
-        Conversations,
-        EncodedMessages,
-        Position,
-        Source,
-        Turn,
-    )
-    from .display import (
-        TextHistory,
-        conversation_html,
-        messages_html,
-        show_conversation,
-        show_messages,
-    )
-    from .history import ContentBase, History
-    from .layout import (
-        ChatHistory,
-        LogProbs,
-        Masks,
-        Text,
-        Tokens,
-        conversation_tokens,
-        history_view,
-    )
-    from .messages import check_messages
-    from .ragged import cumulative_lengths, pack, pad, sequence_index, unpack
-    from .templates.control_tokens import ControlTokenGuard
-    from .templates.encoder import ConversationEncoder, ImageProcessor, encode_demonstrations
-    from .templates.template import (
-        ToolsNotShownError,
-        add_chat_template,
-        builtin_template,
-        check_same_rendering,
-        resolve_template,
-        template_names,
-    )
-    from .tool_calls import parse_tool_calls
-
-__all__ = [
-    "ChatHistory",
-    "ContentBase",
-    "ControlTokenGuard",
-    "ConversationEncoder",
-    "ConversationRecord",
-    "Conversations",
-    "EncodedMessages",
-    "History",
-    "ImageProcessor",
-    "LogProbs",
-    "Masks",
-    "MissingEntryError",
-    "Position",
-    "Source",
-    "Text",
-    "TextHistory",
-    "TokenScorer",
-    "TokenScores",
-    "Tokens",
-    "ToolsNotShownError",
-    "Turn",
-    "add_chat_template",
-    "builtin_template",
-    "check_messages",
-    "check_same_rendering",
-    "conversation_html",
-    "conversation_tokens",
-    "cumulative_lengths",
-    "encode_demonstrations",
-    "history_view",
-    "keys",
-    "messages_html",
-    "pack",
-    "pad",
-    "parse_tool_calls",
-    "read_conversations",
-    "require_entries",
-    "resolve_template",
-    "row_from_state",
-    "row_state",
-    "row_tensordicts",
-    "sequence_index",
-    "show_conversation",
-    "show_messages",
-    "template_names",
-    "unpack",
-    "write_conversations",
-]
+    from . import keys as keys
+    from .batch_io import read_conversations as read_conversations
+    from .batch_io import row_from_state as row_from_state
+    from .batch_io import row_state as row_state
+    from .batch_io import row_tensordicts as row_tensordicts
+    from .batch_io import write_conversations as write_conversations
+    from .checks import MissingEntryError as MissingEntryError
+    from .checks import TokenScorer as TokenScorer
+    from .checks import TokenScores as TokenScores
+    from .checks import require_entries as require_entries
+    from .conversation import ConversationRecord as ConversationRecord
+    from .conversation import Conversations as Conversations
+    from .conversation import EncodedMessages as EncodedMessages
+    from .conversation import Position as Position
+    from .conversation import Source as Source
+    from .conversation import Turn as Turn
+    from .display import TextHistory as TextHistory
+    from .display import conversation_html as conversation_html
+    from .display import messages_html as messages_html
+    from .display import show_conversation as show_conversation
+    from .display import show_messages as show_messages
+    from .history import ContentBase as ContentBase
+    from .history import History as History
+    from .layout import ChatHistory as ChatHistory
+    from .layout import LogProbs as LogProbs
+    from .layout import Masks as Masks
+    from .layout import Text as Text
+    from .layout import Tokens as Tokens
+    from .layout import conversation_tokens as conversation_tokens
+    from .layout import history_view as history_view
+    from .messages import check_messages as check_messages
+    from .ragged import cumulative_lengths as cumulative_lengths
+    from .ragged import pack as pack
+    from .ragged import pad as pad
+    from .ragged import sequence_index as sequence_index
+    from .ragged import unpack as unpack
+    from .templates.control_tokens import ControlTokenGuard as ControlTokenGuard
+    from .templates.encoder import ConversationEncoder as ConversationEncoder
+    from .templates.encoder import ImageProcessor as ImageProcessor
+    from .templates.encoder import encode_demonstrations as encode_demonstrations
+    from .templates.template import ToolsNotShownError as ToolsNotShownError
+    from .templates.template import add_chat_template as add_chat_template
+    from .templates.template import builtin_template as builtin_template
+    from .templates.template import check_same_rendering as check_same_rendering
+    from .templates.template import resolve_template as resolve_template
+    from .templates.template import template_names as template_names
+    from .tool_calls import parse_tool_calls as parse_tool_calls
 
 
 def page(path: str) -> str:
@@ -142,13 +92,16 @@ def lazy_names(package: str, file: str) -> Callable[[str], Any]:
 
     Args:
         package: its ``__name__``.
-        file: its ``__file__``. What is imported there ``if TYPE_CHECKING`` says where names are.
+        file: its ``__file__``. What is imported there ``if TYPE_CHECKING`` says which public names
+            there are (``__all__``), and where each is.
     """
 
     def find(name: str) -> Any:
         if name == "__version__":
             return __version__
         homes = _homes(file)
+        if name == "__all__":
+            return sorted(homes)
         if name not in homes:
             have = ", ".join(homes)
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {have}.")
@@ -174,4 +127,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_find("__all__")})

@@ -599,21 +599,18 @@ class TokenRows:
 
     def rows(self, name: str) -> list[Tensor]:
         """The rows of an entry, B tensors ``[T_i]``."""
-        return self._read(name).split()
+        return list(unpack(*self.packed(name)))
 
-    def _read(self, name: str) -> Rows:
+    def packed(self, name: str) -> tuple[Tensor, Tensor]:
+        """The rows one after the other ``[N]`` and their lengths, int64 ``[B]``."""
         rows = read_rows(self, name)
         if rows is None:
             raise KeyError(f"{type(self).__name__} has no {name!r} in every row.")
         return rows
 
-    def packed(self, name: str) -> tuple[Tensor, Tensor]:
-        """The rows one after the other ``[N]`` and their lengths, int64 ``[B]``."""
-        return self._read(name)
-
     def nested(self, name: str) -> Tensor:
         """The rows as a jagged nested tensor ``[B, T_i]``."""
-        values, lengths = self._read(name)
+        values, lengths = self.packed(name)
         offsets = cumulative_lengths(lengths).to(values.device)
         return torch.nested.nested_tensor_from_jagged(values, offsets)
 

@@ -59,6 +59,7 @@ class Module:
         self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         self.names: dict[str, list[ast.AST]] = {}
         self.starred: list[str] = []
+        self.own: list[str] = []
         self.tree = ast.parse(path.read_text(encoding="utf-8"))
         self._read(self.tree.body)
 
@@ -77,6 +78,7 @@ class Module:
                 case ast.ImportFrom() | ast.Import():
                     for alias in node.names:
                         self.names[alias.asname or alias.name] = [_Imported(self, node, alias)]
+                        self.own += [alias.name] if alias.asname == alias.name else []
                 case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                     self.names.setdefault(node.name, []).append(node)
                 case ast.Assign(targets=[ast.Name(id=name)]):
@@ -85,9 +87,12 @@ class Module:
                     self.names[name] = [node]
 
     def constant(self, name: str) -> list[str]:
-        """A list of words; ``__all__``, where there is none, of what is imported by a star."""
-        if name == "__all__" and name not in self.names and self.starred:
-            return self.starred
+        """A list of words; ``__all__``, where there is none, of what is imported to be exported.
+
+        That is what is imported by a star, or under its own name (``X as X``).
+        """
+        if name == "__all__" and name not in self.names and (exported := self.starred + self.own):
+            return exported
         (node,) = self.names[name]
         assert isinstance(node, ast.Assign)
         return ast.literal_eval(node.value)
