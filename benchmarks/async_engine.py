@@ -25,9 +25,10 @@ from functools import partial
 import torch
 from transformers import Qwen3ForCausalLM
 
+from torchrl_modules.engines.continuous import AsyncTransformersEngine
 from torchrl_modules.engines.engine import Generation
 from torchrl_modules.engines.readers import PaddedReader
-from torchrl_modules.engines.transformers import AsyncTransformersEngine, TransformersEngine
+from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.tiny_model import tiny_qwen3
 

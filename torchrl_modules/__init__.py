@@ -8,10 +8,11 @@ if TYPE_CHECKING:
     from torchrl_data import ChatHistory, LogProbs, Masks, Text, Tokens
 
     from .engines.bridges import open_async
+    from .engines.continuous import AsyncTransformersEngine
     from .engines.engine import AsyncEngine, Engine, EngineDied, EngineLoad, Generation, VersionSpan
     from .engines.fleet import EngineFleet
     from .engines.supervision import EngineHealth
-    from .engines.transformers import AsyncTransformersEngine, TransformersEngine
+    from .engines.transformers import TransformersEngine
     from .policies.base import LLMWrapperBase
     from .policies.model_files import local_model
     from .policies.transformers_wrapper import TransformersWrapper

@@ -561,7 +561,7 @@ class BlockingEngine(EngineOver, ClosedOnLeaving):
 _SERVER: Final = "torchrl_modules.vllm.server:AsyncServerEngine"
 _ASYNC: Final = {
     "torchrl_modules.engines.transformers.TransformersEngine": (
-        "torchrl_modules.engines.transformers:AsyncTransformersEngine"
+        "torchrl_modules.engines.continuous:AsyncTransformersEngine"
     ),
     "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.engine:AsyncVLLMEngine",
     "torchrl_modules.vllm.client.VLLMServerEngine": _SERVER,

@@ -1,26 +1,30 @@
-"""Rows join and leave the batch that a Transformers model decodes."""
+"""The asynchronous engine over a Transformers model: rows join and leave between two tokens."""
 
 import asyncio
 import random
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any, Final
+from typing import Final
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from torchrl_modules.sampling import SamplingParameters, TokenHistory
 from torchrl_modules.scoring.models import evaluation_mode
+from torchrl_modules.weights import UpdateRefused
 
+from .bridges import EngineThread, SteppedEngine
 from .decoding import KeptCaches, PromptReader, SlotReader, TokenDraw, start_history
 from .engine import Generation, VersionSpan
 from .readers import group_rows
+from .transformers import TransformersEngine
 
 # A response while it is drawn: its tokens so far, and what they are drawn from next.
 #
@@ -36,10 +40,9 @@ class Request:
     budget: int
     stream: random.Random
     session: Hashable
-    loop: asyncio.AbstractEventLoop
-    future: "asyncio.Future[Generation]"
     draw: TokenDraw
     """Requests with the same are drawn from one distribution."""
+    future: Future[Generation] = field(default_factory=Future)
     num_prompt: int = 0
     log_probs: list[float] = field(default_factory=list)
     untempered_log_probs: list[float] = field(default_factory=list)
@@ -57,6 +60,15 @@ class Request:
     def num_drawn(self) -> int:
         """Tokens of the response so far."""
         return len(self.tokens) - self.num_prompt
+
+    def settle(self, outcome: Generation | BaseException) -> None:
+        """Hand over to whoever waits for it, if anybody still does."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, BaseException):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)
 
     def finish_reason(self) -> str | None:
         """Why it ends with its last token, if it does."""
@@ -128,121 +140,6 @@ def distribution_of(params: SamplingParameters) -> Hashable:
     return (*_alike(params), tuple(params.logit_bias.items()), early)
 
 
-# The requests that an asynchronous engine draws tokens for: they join and leave between two tokens.
-#
-# Shape legend: A requests, V vocabulary.
-
-
-class MergedRows:
-    """All rows in one cache.
-
-    Args:
-        reader: without rows.
-    """
-
-    def __init__(self, reader: SlotReader) -> None:
-        self.reader = reader
-        self.rows: list[Request] = []
-
-    def join(self, rows: Sequence[Request]) -> tuple[list[Request], Tensor]:
-        """Read the tokens of new rows.
-
-        Returns:
-            They, perhaps in another order, and logits of their next tokens, ``[A', V]``.
-        """
-        logits = self.reader.read([row.tokens for row in rows])
-        self.rows += rows
-        return list(rows), logits
-
-    def advance(self) -> tuple[list[Request], Tensor]:
-        """Read the last token of each row; all rows and logits of their next tokens, ``[A, V]``."""
-        tokens = [row.tokens[-1] for row in self.rows]
-        device = self.reader.model.device
-        return list(self.rows), self.reader.advance(torch.tensor(tokens, device=device))
-
-    def leave(self, rows: Collection[int]) -> None:
-        """Let rows go, by the ``id`` of each; the last ones take the places of those that go."""
-        order = list(range(len(self.rows)))
-        for at in reversed([at for at, row in enumerate(self.rows) if id(row) in rows]):
-            row = self.rows[at]
-            if row.is_broken:
-                self.reader.wipe(at)
-            elif row.session is not None:
-                self.reader.leave_behind(at, row.tokens, row.session)
-            last = order.pop()
-            if at < len(order):
-                order[at] = last
-        if len(order) < len(self.rows):
-            self.reader.keep(torch.tensor(order, dtype=torch.int64))
-            self.rows = [self.rows[at] for at in order]
-
-    def reread(self) -> None:
-        """Read again, by new weights, all that was read of each row: all but its last token."""
-        self.reader.fill([row.tokens[:-1] for row in self.rows], range(len(self.rows)))
-
-
-class RowGroups:
-    """Rows that came together stay together, each group by a reader of its own.
-
-    For what models keep that can't be put together: right for every model, and slower.
-
-    Args:
-        model: in evaluation mode.
-        reader: how the model continues rows.
-    """
-
-    def __init__(self, model: PreTrainedModel, reader: type[PromptReader]) -> None:
-        self._model = model
-        self._reader = reader
-        self._groups: list[tuple[PromptReader, list[Request], set[int]]] = []
-
-    def join(self, rows: Sequence[Request]) -> tuple[list[Request], Tensor]:
-        """See `MergedRows`."""
-        prompts = [row.tokens for row in rows]
-        by_length = self._reader.needs_one_length
-        joined, logits = [], []
-        for group in group_rows(prompts, range(len(rows)), by_length=by_length):
-            reader, members = self._reader(self._model), [rows[at] for at in group]
-            logits.append(reader.read([row.tokens for row in members]))
-            self._groups.append((reader, members, set()))
-            joined += members
-        return joined, torch.cat(logits)
-
-    def advance(self) -> tuple[list[Request], Tensor]:
-        """Read the last token of each row; all rows and logits of their next tokens, ``[A, V]``."""
-        rows: list[Request] = []
-        logits = []
-        for reader, members, gone in self._groups:
-            tokens = torch.tensor([row.tokens[-1] for row in members], device=self._model.device)
-            own = reader.advance(tokens)
-            here = [at for at, row in enumerate(members) if id(row) not in gone]
-            rows += [members[at] for at in here]
-            logits.append(own if not gone else own[here])
-        return rows, torch.cat(logits)
-
-    def leave(self, rows: Collection[int]) -> None:
-        """See `MergedRows`; where a cache can't leave a row out, it is read on without use."""
-        kept = []
-        for reader, members, gone in self._groups:
-            gone |= {id(row) for row in members if id(row) in rows}
-            here = [at for at, row in enumerate(members) if id(row) not in gone]
-            if here and gone and reader.can_drop:
-                reader.keep(torch.tensor(here, device=self._model.device))
-                members, gone = [members[at] for at in here], set()
-            if here:
-                kept.append((reader, members, gone))
-        self._groups = kept
-
-    def reread(self) -> None:
-        """See `MergedRows`."""
-        groups, self._groups = self._groups, []
-        for _, members, gone in groups:
-            left = [row for row in members if id(row) not in gone]
-            reader = self._reader(self._model)
-            reader.read([row.tokens[:-1] for row in left])
-            self._groups.append((reader, left, set()))
-
-
 # Continuous batching: requests that wait, and rows that run, a token at a time.
 
 _WAITING_FRACTION: Final = 0.125
@@ -253,39 +150,31 @@ _MAX_STEPS_WAITING: Final = 4
 class ContinuousDecoding:
     """Draws for many requests at once; for the one thread that steps it.
 
+    With a :class:`~.decoding.SlotReader` all rows are in one cache. What other readers keep can't
+    be put together: rows that came together stay a group of their own, which is right for every
+    model, and slower.
+
     Args:
-        model: gives the logits.
-        reader: how it continues rows.
-        precision: what it computes in, as a context manager.
-        version: of its weights now.
+        engine: whose model and reader are taken.
         max_running: most rows that are drawn at a time.
         kept: what is kept of earlier turns.
         is_own: nobody else has the model.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        reader: type[PromptReader],
-        *,
-        precision: Callable[[], AbstractContextManager[Any]],
-        version: Callable[[], int],
-        max_running: int,
-        kept: KeptCaches,
-        is_own: bool,
+        self, engine: TransformersEngine, *, max_running: int, kept: KeptCaches, is_own: bool
     ) -> None:
-        self._model = model
-        self._precision = precision
-        self._version = version
+        self._engine = engine
+        self._model = model = engine.inside
         self._max_running = max_running
         self.kept = kept
-        self._slots: SlotReader | None = None
-        self._rows: MergedRows | RowGroups
-        if issubclass(reader, SlotReader):
-            self._slots = reader(model, kept)
-            self._rows = MergedRows(self._slots)
+        self.slots: SlotReader | None = None
+        """What reads all rows, if one can."""
+        self._groups: list[tuple[PromptReader, list[Request]]] = []
+        if issubclass(engine.reader, SlotReader):
+            self.slots = engine.reader(model, kept)
+            self._groups = [(self.slots, [])]
         else:
-            self._rows = RowGroups(model, reader)
             warnings.warn(
                 f"AsyncTransformersEngine: rows of {type(model).__name__} can't be put together "
                 "while they run, so they are drawn in groups of those that came together, and each "
@@ -305,11 +194,6 @@ class ContinuousDecoding:
         self._changes = self._num_changes()
 
     @property
-    def num_read(self) -> int:
-        """Tokens of prompts that were read; 0 where they are not counted."""
-        return 0 if self._slots is None else self._slots.num_read
-
-    @property
     def has_work(self) -> bool:
         """Whether a token is to be drawn."""
         return bool(self.waiting or self._running)
@@ -322,18 +206,79 @@ class ContinuousDecoding:
                 "the weights were changed by somebody else than update_weights. Train a copy, or "
                 "leave copy_model=True"
             )
-        with self._evaluating(), self._precision():
-            if self._running:
-                self._draw(*self._rows.advance())
+        with self._evaluating(), self._engine.precision():
+            for reader, members in [*self._groups] if self._running else ():
+                last = [row.tokens[-1] for row in members]
+                self._draw(members, reader.advance(torch.tensor(last, device=self._model.device)))
             # Those that wait and may run: a pass over few prompts costs as much as over many.
             room = min(self._max_running - len(self._running), len(self.waiting))
             self._num_steps_waited += room > 0
             is_enough = room >= _WAITING_FRACTION * len(self._running)
             if room > 0 and (is_enough or self._num_steps_waited >= _MAX_STEPS_WAITING):
                 self._num_steps_waited = 0
-                joining = [self.waiting.popleft() for _ in range(room)]
-                self._running |= {id(request): request for request in joining}
-                self._draw(*self._rows.join(joining))
+                self._join([self.waiting.popleft() for _ in range(room)])
+
+    def _join(self, rows: Sequence[Request]) -> None:
+        """Read the tokens of new rows, and draw their first ones."""
+        self._running |= {id(row): row for row in rows}
+        prompts, by_length = [row.tokens for row in rows], self._engine.reader.needs_one_length
+        for group in group_rows(prompts, range(len(rows)), by_length=by_length):
+            if self.slots is None:
+                self._groups.append((self._engine.reader(self._model), []))
+            reader, members = self._groups[-1]
+            joining = [rows[at] for at in group]
+            logits = reader.read([row.tokens for row in joining])
+            members += joining
+            self._draw(joining, logits)
+
+    def _draw(self, rows: Sequence[Request], logits: Tensor) -> None:
+        """Draw the next token of each row that runs, and let those go that end with it."""
+        groups: dict[TokenDraw, list[int]] = defaultdict(list)
+        for at, request in enumerate(rows):
+            if id(request) in self._running:
+                groups[request.draw].append(at)
+        ended = []
+        for group in groups.values():
+            own = logits if len(group) == len(rows) else logits[group]
+            alike = [rows[at] for at in group]
+            draw_alike(alike, own, self._engine.version)
+            self.num_drawn += len(alike)
+            for request in alike:
+                if request.is_broken:
+                    error = f"the log-prob of token {request.num_drawn} is not finite"
+                    ended.append((request, Generation([], [], "error", error)))
+                elif (reason := request.finish_reason()) is not None:
+                    ended.append((request, request.generation(reason)))
+        if ended:
+            self._leave([request for request, _ in ended])
+            for request, generation in ended:
+                request.settle(generation)
+
+    def _leave(self, requests: Sequence[Request]) -> None:
+        """Let rows go; the last ones of their group take the places of those that go."""
+        for request in requests:
+            del self._running[id(request)]
+        groups, self._groups = self._groups, []
+        for reader, members in groups:
+            order = list(range(len(members)))
+            for at in reversed(range(len(members))):
+                row = members[at]
+                if id(row) in self._running:
+                    continue
+                if self.slots is not None and row.is_broken:
+                    self.slots.wipe(at)
+                elif self.slots is not None and row.session is not None:
+                    self.slots.leave_behind(at, row.tokens, row.session)
+                last = order.pop()
+                if at < len(order):
+                    order[at] = last
+            if not order and self.slots is None:
+                continue
+            # Where a cache can't leave a row out, it is read on without use.
+            if len(order) < len(members) and reader.can_drop:
+                reader.keep(torch.tensor(order, dtype=torch.int64, device=self._model.device))
+                members = [members[at] for at in order]
+            self._groups.append((reader, members))
 
     def update(self, load: Callable[[], None], recompute: bool) -> None:
         """Load weights between two tokens."""
@@ -344,8 +289,20 @@ class ContinuousDecoding:
             for request in self._running.values():
                 request.session = None
         elif self._running:
-            with torch.no_grad(), self._evaluating(), self._precision():
-                self._rows.reread()
+            with torch.no_grad(), self._evaluating(), self._engine.precision():
+                self._reread()
+
+    def _reread(self) -> None:
+        """Read again all that was read of each row that runs: all but its last token."""
+        for at, (_, members) in enumerate(self._groups):
+            left = [row for row in members if id(row) in self._running]
+            read = [row.tokens[:-1] for row in left]
+            if self.slots is not None:
+                self.slots.fill(read, range(len(left)))
+            else:
+                reader = self._engine.reader(self._model)
+                reader.read(read)
+                self._groups[at] = reader, left
 
     def abort(self, request: Request) -> None:
         """Let a request go that nobody waits for."""
@@ -364,51 +321,158 @@ class ContinuousDecoding:
 
     def end(self, error: BaseException | None) -> None:
         """Everybody who waits is told."""
-        lost = [*self.waiting, *self._running.values()]
-        self.deliver([(one, error or RuntimeError("the engine was closed")) for one in lost])
-
-    def deliver(self, outcomes: Sequence[tuple[Request, Any]]) -> None:
-        """Hand generations or errors over to the event loops that wait for them."""
-        sent: dict[asyncio.AbstractEventLoop, list[tuple[Request, Any]]] = defaultdict(list)
-        for request, outcome in outcomes:
-            sent[request.loop].append((request, outcome))
-        for loop, items in sent.items():
-            with suppress(RuntimeError):  # The loop is closed, and nobody waits for these.
-                loop.call_soon_threadsafe(_settle, items)
+        for request in (*self.waiting, *self._running.values()):
+            request.settle(error or RuntimeError("the engine was closed"))
 
     def _num_changes(self) -> int:
         return sum(weight._version for weight in self._watched)
 
-    def _draw(self, rows: list[Request], logits: Tensor) -> None:
-        groups: dict[TokenDraw, list[int]] = defaultdict(list)
-        for at, request in enumerate(rows):
-            groups[request.draw].append(at)
-        for group in groups.values():
-            own = logits if len(group) == len(rows) else logits[group]
-            draw_alike([rows[at] for at in group], own, self._version())
-        self.num_drawn += len(rows)
-        ended = []
-        for request in rows:
-            if request.is_broken:
-                error = f"the log-prob of token {request.num_drawn} is not finite"
-                ended.append((request, Generation([], [], "error", error)))
-            elif (reason := request.finish_reason()) is not None:
-                ended.append((request, request.generation(reason)))
-        if ended:
-            self._leave([request for request, _ in ended])
-            self.deliver(ended)
 
-    def _leave(self, requests: list[Request]) -> None:
-        self._rows.leave({id(request) for request in requests})
-        for request in requests:
-            del self._running[id(request)]
+# A Transformers model served to asyncio: rows join and leave between two tokens.
 
 
-def _settle(items: list[tuple[Request, Any]]) -> None:
-    for request, outcome in items:
-        if request.future.done():  # cancelled
-            continue
-        if isinstance(outcome, BaseException):
-            request.future.set_exception(outcome)
-        else:
-            request.future.set_result(outcome)
+class AsyncTransformersEngine(SteppedEngine):
+    """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over a Transformers model.
+
+    A thread draws one token of every running row at a time. Rows join and leave between two tokens,
+    none waits for another, and weights are replaced between two tokens. A response depends on its
+    prompt, its seed and the weights, not on the rows beside it. Without a seed, torch's generator
+    gives one when it is asked for.
+
+    Models that keep plain keys and values are drawn from in one batch, and go on from what they
+    read of a conversation's earlier turns. Others are drawn from in groups of the rows that came
+    together, and read whole prompts; a warning says so.
+
+    Args:
+        engine: whose model and limits are taken.
+        copy_model: draw from a copy of the model, so that the model may be trained meanwhile.
+            ``False`` draws from the model itself, which nobody else may change until this is
+            closed.
+        max_running: most rows that are drawn at a time; more wait, in the order in which they came.
+        max_cached_tokens: most tokens of earlier turns that are kept, the latest used ones;
+            ``None`` for as many as take 1 GiB.
+        stall_timeout_s: an engine that has requests, is not paused and makes no step for so long is
+            taken for stuck.
+        update_timeout_s: the same for an update of weights.
+
+    Raises:
+        ValueError: ``max_running`` is not positive, ``max_cached_tokens`` negative, a timeout not
+            positive, or the model can't be sampled from.
+    """
+
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        *,
+        copy_model: bool = True,
+        max_running: int = 256,
+        max_cached_tokens: int | None = None,
+        stall_timeout_s: float = 30.0,
+        update_timeout_s: float = 600.0,
+    ) -> None:
+        who = type(self).__name__
+        if max_running < 1 or (max_cached_tokens is not None and max_cached_tokens < 0):
+            raise ValueError(
+                f"{who}: max_running must be at least 1 and max_cached_tokens at least 0 or None, "
+                f"got {max_running} and {max_cached_tokens}."
+            )
+        self._inside = self._engine = engine.copied() if copy_model else engine
+        self._decoding = ContinuousDecoding(
+            self._engine,
+            max_running=max_running,
+            kept=KeptCaches(max_cached_tokens),
+            is_own=copy_model,
+        )
+        # Of each distribution that is drawn from now.
+        self._draws: WeakValueDictionary[Hashable, TokenDraw] = WeakValueDictionary()
+        self._thread = EngineThread(
+            self._decoding,
+            who=who,
+            stall_timeout_s=stall_timeout_s,
+            command_timeout_s=update_timeout_s,
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """What it draws from: a copy, unless that was declined."""
+        return self._engine.model
+
+    @property
+    def num_prompt_tokens_read(self) -> int:
+        """Tokens of prompts that the model has read: without those that were kept or shared."""
+        slots = self._decoding.slots
+        return 0 if slots is None else slots.num_read
+
+    @property
+    def num_tokens_drawn(self) -> int:
+        """Tokens of all responses, those that were cancelled included."""
+        return self._decoding.num_drawn
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of earlier turns that are kept now."""
+        return self._decoding.kept.num_tokens
+
+    async def respond(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: int | None = None,
+        session: Hashable = None,
+    ) -> Generation:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.respond`."""
+        params.check_stops_are_found()
+        budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
+        error = self._engine.refusal(prompt, budget)
+        if error is not None:
+            self._thread.check_alive()
+            return Generation([], [], "error", error)
+        seed = params.row_seeds(1)[0]
+        seed = int(torch.randint(1 << 31, ())) if seed is None else seed
+        request = Request(
+            tokens=list(prompt),
+            params=params,
+            budget=budget,
+            stream=random.Random(seed),
+            session=session,
+            draw=self._draws.setdefault(distribution_of(params), TokenDraw(params)),
+        )
+        self._thread.put(lambda: self._decoding.waiting.append(request), request.settle)
+        try:
+            return await self._thread.wait(asyncio.wrap_future(request.future))
+        finally:
+            if request.future.cancel():  # nobody waits any more
+                with suppress(RuntimeError):  # It has ended, and so has the request.
+                    self._thread.put(lambda: self._decoding.abort(request), lambda _: None)
+
+    can_keep_caches = True
+    """`update_weights` takes ``recompute=False``."""
+
+    async def update_weights(
+        self,
+        state_dict: Mapping[str, Tensor],
+        *,
+        version: int | None = None,
+        recompute: bool = True,
+    ) -> None:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.update_weights`.
+
+        Args:
+            state_dict: as there.
+            version: as there.
+            recompute: what running responses have so far is read again, so that the log-probs of
+                their further tokens are those of the new weights. ``False`` goes on with what the
+                old weights have read, which is faster, and the log-probs are of neither version
+                alone. New requests never meet what old weights have read.
+        """
+        load = partial(self._engine.update_weights, state_dict, version=version)
+        await self._thread.call(
+            partial(self._decoding.update, load, recompute),
+            spares=lambda error: isinstance(error, UpdateRefused),
+        )
+
+    def end_session(self, session: Hashable) -> None:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.end_session`."""
+        with suppress(RuntimeError):  # It has ended, and keeps nothing.
+            self._thread.put(lambda: self._decoding.end_session(session), lambda _: None)

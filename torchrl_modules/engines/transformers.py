@@ -1,15 +1,11 @@
-"""The engines over a Transformers model, blocking and asynchronous."""
+"""The engine over a Transformers model in this process."""
 
-import asyncio
 import ctypes
-import random
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Final
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +26,11 @@ from torchrl_modules.scoring.models import (
 from torchrl_modules.weights import (
     ExpectedWeights,
     LazyWeights,
-    UpdateRefused,
     next_version,
     weights_fingerprint,
 )
 
-from .bridges import EngineThread, SteppedEngine
-from .continuous import ContinuousDecoding, Request, distribution_of
-from .decoding import KeptCaches, PromptReader, SlotReader, TokenDraw, decode
+from .decoding import KeptCaches, PromptReader, SlotReader, decode
 from .engine import Generation
 from .readers import find_image_reader, find_prompt_reader, group_rows, num_positions
 
@@ -336,162 +329,3 @@ class TransformersEngine:
         self._is_mixed = False
         self._version = version
         self.forget()
-
-
-# A Transformers model served to asyncio: rows join and leave between two tokens.
-
-
-class AsyncTransformersEngine(SteppedEngine):
-    """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over a Transformers model.
-
-    A thread draws one token of every running row at a time. Rows join and leave between two tokens,
-    none waits for another, and weights are replaced between two tokens. A response depends on its
-    prompt, its seed and the weights, not on the rows beside it. Without a seed, torch's generator
-    gives one when it is asked for.
-
-    Models that keep plain keys and values are drawn from in one batch, and go on from what they
-    read of a conversation's earlier turns. Others are drawn from in groups of the rows that came
-    together, and read whole prompts; a warning says so.
-
-    Args:
-        engine: whose model and limits are taken.
-        copy_model: draw from a copy of the model, so that the model may be trained meanwhile.
-            ``False`` draws from the model itself, which nobody else may change until this is
-            closed.
-        max_running: most rows that are drawn at a time; more wait, in the order in which they came.
-        max_cached_tokens: most tokens of earlier turns that are kept, the latest used ones;
-            ``None`` for as many as take 1 GiB.
-        stall_timeout_s: an engine that has requests, is not paused and makes no step for so long is
-            taken for stuck.
-        update_timeout_s: the same for an update of weights.
-
-    Raises:
-        ValueError: ``max_running`` is not positive, ``max_cached_tokens`` negative, a timeout not
-            positive, or the model can't be sampled from.
-    """
-
-    def __init__(
-        self,
-        engine: TransformersEngine,
-        *,
-        copy_model: bool = True,
-        max_running: int = 256,
-        max_cached_tokens: int | None = None,
-        stall_timeout_s: float = 30.0,
-        update_timeout_s: float = 600.0,
-    ) -> None:
-        who = type(self).__name__
-        if max_running < 1 or (max_cached_tokens is not None and max_cached_tokens < 0):
-            raise ValueError(
-                f"{who}: max_running must be at least 1 and max_cached_tokens at least 0 or None, "
-                f"got {max_running} and {max_cached_tokens}."
-            )
-        self._inside = self._engine = engine.copied() if copy_model else engine
-        self._decoding = ContinuousDecoding(
-            self._engine.inside,
-            self._engine.reader,
-            precision=self._engine.precision,
-            version=lambda: self._engine.version,
-            max_running=max_running,
-            kept=KeptCaches(max_cached_tokens),
-            is_own=copy_model,
-        )
-        # Of each distribution that is drawn from now.
-        self._draws: WeakValueDictionary[Hashable, TokenDraw] = WeakValueDictionary()
-        self._thread = EngineThread(
-            self._decoding,
-            who=who,
-            stall_timeout_s=stall_timeout_s,
-            command_timeout_s=update_timeout_s,
-        )
-
-    @property
-    def model(self) -> nn.Module:
-        """What it draws from: a copy, unless that was declined."""
-        return self._engine.model
-
-    @property
-    def num_prompt_tokens_read(self) -> int:
-        """Tokens of prompts that the model has read: without those that were kept or shared."""
-        return self._decoding.num_read
-
-    @property
-    def num_tokens_drawn(self) -> int:
-        """Tokens of all responses, those that were cancelled included."""
-        return self._decoding.num_drawn
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens of earlier turns that are kept now."""
-        return self._decoding.kept.num_tokens
-
-    async def respond(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParameters,
-        *,
-        max_new_tokens: int | None = None,
-        session: Hashable = None,
-    ) -> Generation:
-        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.respond`."""
-        params.check_stops_are_found()
-        budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
-        error = self._engine.refusal(prompt, budget)
-        if error is not None:
-            self._thread.check_alive()
-            return Generation([], [], "error", error)
-        seed = params.row_seeds(1)[0]
-        seed = int(torch.randint(1 << 31, ())) if seed is None else seed
-        loop = asyncio.get_running_loop()
-        request = Request(
-            tokens=list(prompt),
-            params=params,
-            budget=budget,
-            stream=random.Random(seed),
-            session=session,
-            loop=loop,
-            future=loop.create_future(),
-            draw=self._draws.setdefault(distribution_of(params), TokenDraw(params)),
-        )
-        self._thread.put(
-            lambda: self._decoding.waiting.append(request),
-            lambda error: self._decoding.deliver([(request, error)]),
-        )
-        try:
-            return await self._thread.wait(request.future)
-        finally:
-            if not request.future.done():
-                request.future.cancel()
-                with suppress(RuntimeError):  # It has ended, and so has the request.
-                    self._thread.put(lambda: self._decoding.abort(request), lambda _: None)
-
-    can_keep_caches = True
-    """`update_weights` takes ``recompute=False``."""
-
-    async def update_weights(
-        self,
-        state_dict: Mapping[str, Tensor],
-        *,
-        version: int | None = None,
-        recompute: bool = True,
-    ) -> None:
-        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.update_weights`.
-
-        Args:
-            state_dict: as there.
-            version: as there.
-            recompute: what running responses have so far is read again, so that the log-probs of
-                their further tokens are those of the new weights. ``False`` goes on with what the
-                old weights have read, which is faster, and the log-probs are of neither version
-                alone. New requests never meet what old weights have read.
-        """
-        load = partial(self._engine.update_weights, state_dict, version=version)
-        await self._thread.call(
-            partial(self._decoding.update, load, recompute),
-            spares=lambda error: isinstance(error, UpdateRefused),
-        )
-
-    def end_session(self, session: Hashable) -> None:
-        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.end_session`."""
-        with suppress(RuntimeError):  # It has ended, and keeps nothing.
-            self._thread.put(lambda: self._decoding.end_session(session), lambda _: None)
