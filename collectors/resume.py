@@ -277,10 +277,10 @@ def identity_of(policy: LLMWrapperBase, model: nn.Module | None = None) -> dict[
     return fields
 
 
-def installed_versions() -> dict[str, str]:
-    """Of the packages on which the numbers of a run depend."""
+def installed_versions(*further: str) -> dict[str, str]:
+    """Of the packages on which the numbers of a run depend, and of further ones."""
     found = {}
-    for name in _PACKAGES:
+    for name in (*_PACKAGES, *further):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

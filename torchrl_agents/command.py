@@ -47,24 +47,16 @@ ALIASES: Final[dict[str, Alias]] = {
 """Recipes without a script of their own, by name."""
 
 
-class Command(NamedTuple):
-    """Something to do that is no recipe."""
-
-    summary: str
-    """One line for the help."""
-    function: str
-    """``module:function``, imported when it is called: gets the arguments, gives the status."""
-
-
-COMMANDS: Final[dict[str, Command]] = {
-    "completion": Command(
-        'print what completes command lines: eval "$(torchrl-agents completion bash)", or zsh',
+COMMANDS: Final = {
+    "completion": (
         f"{__name__}:completion",
+        'print what completes command lines: eval "$(torchrl-agents completion bash)", or zsh',
     ),
-    "doctor": Command("tell what is installed and what is missing", f"{__name__}:doctor"),
-    "view": Command("show the rollouts of a run", "collectors.record.view:main"),
+    "doctor": (f"{__name__}:doctor", "tell what is installed and what is missing"),
+    "view": ("collectors.record.view:main", "show the rollouts of a run"),
 }
-"""What can be done beside recipes, by its name."""
+"""What can be done beside recipes, by its name: ``module:function``, which is imported when it is
+called, gets the arguments and gives the status; and one line for the help."""
 
 
 class Feature(NamedTuple):
@@ -177,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_version())
         return 0
     if name in COMMANDS:
-        module, _, function = COMMANDS[name].function.partition(":")
+        module, _, function = COMMANDS[name][0].partition(":")
         run: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
         return run(rest)
     if name in {**scripts, **ALIASES}:
@@ -228,15 +220,13 @@ def help_text(scripts: dict[str, Path]) -> str:
     lines += ["", "Experiments of these, by names of their own:"]
     for name, (recipe, experiment, summary) in ALIASES.items():
         lines.append(f"  {name:<{width}}{recipe} experiment={experiment}: {summary}")
-    lines += ["", "And:", *(f"  {name:<{width}}{c.summary}" for name, c in COMMANDS.items())]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "torchrl-agents COMMAND --help shows what it takes, with task=NAME that of a task too.",
-            "Results are in outputs/, below the folder where it is called.",
-        ]
-    )
+    lines += ["", "And:", *(f"  {name:<{width}}{told}" for name, (_, told) in COMMANDS.items())]
+    lines += [
+        "",
+        "torchrl-agents COMMAND --help shows what it takes, with task=NAME that of a task too.",
+        "Results are in outputs/, below the folder where it is called.",
+    ]
+    return "\n".join(lines)
 
 
 def _version() -> str:

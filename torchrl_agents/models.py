@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tensordict import TensorDictBase, lazy_stack
-from tensordict.nn import TensorDictModuleBase
+from tensordict import lazy_stack
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -32,17 +32,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from collectors.weight_update.weights import gathered_state_dict, unwrapped, whole
 from objectives import SFTLoss
-from torchrl_data.batch_io import (
-    active_rows,
-    read_conversations,
-    row_tensordicts,
-    write_conversations,
-)
+from torchrl_data.batch_io import row_tensordicts
 from torchrl_data.checks import TokenScorer, TokenScores
 from torchrl_data.conversation import Conversations, Turn
-from torchrl_data.keys import FINISH_REASON, FULL, HISTORY, MAX_NEW_TOKENS, PROMPT
-from torchrl_data.ragged import write_objects
-from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import (
     DEFAULT_TEMPLATE,
     builtin_template,
@@ -250,7 +242,7 @@ MAX_CONCURRENT: Final = 64
 """Requests that are open at the same time."""
 
 
-class ChatServerPolicy(TensorDictModuleBase):
+class ChatServerPolicy(LLMWrapperBase):
     """Asks a server for the next turn of each conversation.
 
     The server's tokens are not known: the tokens of the rows are those of ``tokenizer``, and their
@@ -268,8 +260,6 @@ class ChatServerPolicy(TensorDictModuleBase):
         ValueError: a sampling parameter is not in the protocol.
     """
 
-    policy_version = 0
-
     def __init__(
         self,
         url: str,
@@ -279,53 +269,38 @@ class ChatServerPolicy(TensorDictModuleBase):
         sampling: SamplingParameters,
         timeout_s: float = 600.0,
     ) -> None:
-        super().__init__()
         try:
             import openai
         except ImportError as error:
             raise ImportError("it needs the package openai: pip install openai.") from error
         if sampling.top_k or sampling.min_p:
             raise ValueError("OpenAI's protocol has no top_k and no min_p: leave them out.")
-        self.encoder = ConversationEncoder(tokenizer)
-        self.sampling = sampling
-        self.in_keys: list[Any] = [(HISTORY, PROMPT)]  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.out_keys: list[Any] = [(HISTORY, FULL), FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.tokenizer = tokenizer
+        engine: Any = SimpleNamespace(version=0, max_model_len=None)  # it draws no tokens
+        own = {"tokenizer": tokenizer, "generate_kwargs": sampling, "write_tokens": False}
+        super().__init__(engine, **own)
         self._model = model
         key = os.environ.get("OPENAI_API_KEY") or "none"
         about = {"base_url": url, "api_key": key, "max_retries": 3, "timeout": timeout_s}
         # A client belongs to the event loop that it was first used on.
         self._client: Any = partial(openai.AsyncOpenAI, **about)
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Add a turn to every row that is not done."""
-        prompt = read_conversations(tensordict, PROMPT, who="ChatServerPolicy")
-        active = active_rows(tensordict)
-        budgets = tensordict.get(MAX_NEW_TOKENS, None)
-        limits = [self.sampling.max_new_tokens] * len(prompt)
-        if budgets is not None:
-            limits = [min(n, int(b)) for n, b in zip(limits, budgets.view(-1), strict=True)]
-        asked = [row for row, is_active in enumerate(active.tolist()) if is_active and limits[row]]
-        said = asyncio.run(self._ask_all(prompt, asked, limits))
+    def respond(
+        self, prompt: Conversations, *, max_new_tokens: Sequence[int] | None = None
+    ) -> tuple[Conversations, Conversations, list[str]]:
+        """A turn of the server in each conversation, see :meth:`LLMWrapperBase.respond`."""
+        limits = max_new_tokens or [self.sampling.max_new_tokens] * len(prompt)
+        said = asyncio.run(self._ask_all(prompt, limits))
         turns: list[Turn | None] = [None] * len(prompt)
-        reasons = [""] * len(prompt)
-        for row, (text, reason) in zip(asked, said, strict=True):
-            reasons[row] = reason
+        for row, (text, reason) in enumerate(said):
             if text is not None:
                 ids, content = self.encoder.encode_turn(text, close=reason == "stop")
                 message: Any = {"role": "assistant", "content": content}
                 turns[row] = Turn(ids, [0.0] * len(ids), message)
-        spoken = {row for row, turn in enumerate(turns) if turn is not None}
-        index = [row if row in spoken else len(prompt) + row for row in range(len(prompt))]
-        prompt = Conversations.cat([self.encoder.encode_waiting(prompt), prompt])[index]
-        full = prompt.append_turns(turns)
-        for which, value in ((PROMPT, prompt), (FULL, full)):
-            write_conversations(tensordict, which, value, mode=HISTORY, encoder=self.encoder)
-        write_objects(tensordict, FINISH_REASON, reasons)
-        return tensordict
+        prompt = self.encoder.encode_waiting(prompt)
+        return prompt, prompt.append_turns(turns), [reason for _, reason in said]
 
     async def _ask_all(
-        self, prompt: Conversations, rows: Sequence[int], limits: Sequence[int]
+        self, prompt: Conversations, limits: Sequence[int]
     ) -> list[tuple[str | None, str]]:
         """What the server says in each row, and why it ended."""
         free = asyncio.Semaphore(MAX_CONCURRENT)
@@ -348,7 +323,7 @@ class ChatServerPolicy(TensorDictModuleBase):
                     except Exception as error:  # what the server does ends this rollout alone
                         return None, f"error: {error}"
 
-            return list(await asyncio.gather(*map(ask, rows)))
+            return list(await asyncio.gather(*map(ask, range(len(prompt)))))
 
 
 def _text_of(choice: Any) -> tuple[str, str]:
@@ -508,7 +483,7 @@ def load_tokenizer(cfg: PolicyConfig, source: str) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(source)
     if cfg.chat_template is not None:
         tokenizer.chat_template = cfg.chat_template
-    elif cfg.chat_template_name is None and own_template(tokenizer) is None:
+    elif cfg.chat_template_name is None and cfg.model is not None and not own_template(tokenizer):
         _LOG.info(
             "%s has no chat template of its own; it gets %r. policy.chat_template_name= and "
             "policy.chat_template= give it another one.",
@@ -544,7 +519,7 @@ def add_tokens(
     _LOG.info("added to the vocabulary: %s", ", ".join(new))
 
 
-def build_policies(cfg: RecipeConfig, task: Task) -> tuple[TransformersWrapper, LLMWrapperBase]:
+def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
     """The actor that is trained and the policy that samples.
 
     With Transformers they are one, so that the weights are there once (a streaming collector makes
@@ -553,26 +528,11 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[TransformersWrapper, 
 
     Args:
         cfg: the settings.
-        task: for the embedded model.
-
-    Raises:
-        SettingsError: the model can't be loaded, or used as the settings say.
-    """
-    with model_source(cfg, task) as source:
-        actor = _loaded_policy(cfg, source)
-        if cfg.engine.name == "transformers" or collects_on_ray(cfg):
-            return actor, actor
-        sampler = vllm_policy(cfg, source, actor.tokenizer)
-        warn_of_other_dtype(actor, sampler)
-        return actor, sampler
-
-
-def build_sampler(cfg: RecipeConfig, task: Task) -> LLMWrapperBase | ChatServerPolicy:
-    """A policy that samples where nothing is trained: Transformers, vLLM or a server.
-
-    Args:
-        cfg: the settings.
         task: for the embedded model, and the tokenizer beside a server.
+
+    Returns:
+        A :class:`TransformersWrapper` and a :class:`LLMWrapperBase`; the second alone, after
+        ``None``, where nothing is trained and an engine has the model.
 
     Raises:
         SettingsError: the model can't be loaded, or used as the settings say.
@@ -582,11 +542,19 @@ def build_sampler(cfg: RecipeConfig, task: Task) -> LLMWrapperBase | ChatServerP
         tokenizer, sampling = _task_tokenizer(task), sampling_of(cfg.policy)
         url, model = cast("str", cfg.engine.url), cast("str", cfg.policy.model)
         with refusing("engine=chat"):
-            return ChatServerPolicy(url, model, tokenizer=tokenizer, sampling=sampling)
+            return None, ChatServerPolicy(url, model, tokenizer=tokenizer, sampling=sampling)
+    is_vllm = cfg.engine.name == "vllm" and not collects_on_ray(cfg)
     with model_source(cfg, task) as source:
-        if cfg.engine.name == "vllm":
-            return vllm_policy(cfg, source, load_tokenizer(cfg.policy, source))
-        return _loaded_policy(cfg, source)
+        if is_vllm and not isinstance(cfg, TrainingConfig):
+            return None, vllm_policy(cfg, source, load_tokenizer(cfg.policy, source))
+        model, tokenizer = load_model(cfg.policy, source)
+        with refusing(f"policy.model={source!r} can't be used so"):
+            actor = transformers_policy(cfg, model, tokenizer)
+        if not is_vllm:
+            return actor, actor
+        sampler = vllm_policy(cfg, source, tokenizer)
+        warn_of_other_dtype(actor, sampler)
+        return actor, sampler
 
 
 def transformers_policy(
@@ -615,12 +583,6 @@ def transformers_policy(
         autocast_dtype=torch.bfloat16 if autocast else None,
         **wrapper_arguments(cfg.policy, tokenizer),
     )
-
-
-def _loaded_policy(cfg: RecipeConfig, source: str) -> TransformersWrapper:
-    model, tokenizer = load_model(cfg.policy, source)
-    with refusing(f"policy.model={source!r} can't be used so"):
-        return transformers_policy(cfg, model, tokenizer)
 
 
 def set_generation(cfg: PolicyConfig, policy: TransformersWrapper) -> TransformersWrapper:

@@ -6,12 +6,12 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from collectors import (
 from collectors.llm_collector import BackgroundCollector
 from collectors.resume import Sharded
 from collectors.weight_update.weights import is_spread, pushed_weights, unwrapped
-from objectives import NonFiniteGate, PackedBatch, Ranks, StepOutcome
+from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepOutcome
 from torchrl_data.checks import TokenScorer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
@@ -58,41 +58,11 @@ from .settings.schema import CheckpointConfig, Recipe, SettingsError, TrainingCo
 # Passes over the rows of a step, each of which ends in an optimizer step; all ranks make them.
 
 
-class MicroBatches(NamedTuple):
-    """A rank's share of the rows of a step, and what is measured over all of them."""
-
-    parts: list[PackedBatch]
-    window: Any
-    """Of the loss, see :meth:`TokenLoss.measure_window`."""
-    ranks: Ranks
-    model: nn.Module
-    """With its wrappers."""
-    reduces_once: bool
-    """Whether gradients are reduced over the ranks once, with the last part."""
-
-    def passes(self) -> Iterable[PackedBatch]:
-        """The parts in order; the backward pass of each comes before the next one is asked for."""
-        return self.ranks.reduced_once(self.model, self.parts) if self.reduces_once else self.parts
-
-
-Pass = Callable[[Any, NonFiniteGate, MicroBatches], tuple[Any, StepOutcome]]
-"""From a loss: its output over all rows, after an optimizer step on their gradient."""
-
-
-def one_pass(loss: Any, gate: NonFiniteGate, batch: MicroBatches) -> tuple[Any, StepOutcome]:
-    """See :data:`Pass`."""
-    outputs = []
-    for part in batch.passes():
-        outputs.append(loss(part, window=batch.window))
-        gate.backward(outputs[-1], part)
-    return type(outputs[0]).combine(outputs, ranks=batch.ranks), gate.step()
-
-
 class Updates:
     """The loss of a recipe, its optimizer, and what guards its steps; every rank has its own.
 
     Args:
-        recipe: has the loss, and what makes a pass.
+        recipe: has the loss.
         cfg: of the run.
         actor: is trained, but for what is frozen of it.
         folder: of the run; gets what was not finite.
@@ -111,7 +81,6 @@ class Updates:
         self.loss = recipe.loss(cfg, actor)
         self._cfg = cfg
         self._jobs = jobs
-        self._make_pass: Pass = recipe.one_pass or one_pass
         trained = [parameter for parameter in actor.parameters() if parameter.requires_grad]
         self._optimizer = build_optimizer(cfg.optim, trained)
         self.gate = NonFiniteGate(
@@ -120,7 +89,8 @@ class Updates:
             dump_dir=folder / "not_finite",
             ranks=jobs.ranks,
         )
-        self._batch: MicroBatches | None = None
+        self._parts: list[PackedBatch] = []
+        self._window: Any = None
         self._model = actor.model
         copies = parallel_kind(cfg, jobs.ranks) != "fsdp2"
         # Reduced once, the gradients of shards would be whole on every rank until then.
@@ -158,17 +128,26 @@ class Updates:
     def _take_in(self, step: int, batch: PackedBatch | None = None) -> float:
         """Every rank gets its share of the rows, as many micro-batches as the others."""
         ranks = self._jobs.ranks
-        parts = ranks.scatter(batch, max_tokens=self._cfg.train.micro_batch_tokens)
-        window = self.loss.measure_window(parts, ranks=ranks)
-        self._batch = MicroBatches(parts, window, ranks, self._model, self._reduces_once)
+        self._parts = ranks.scatter(batch, max_tokens=self._cfg.train.micro_batch_tokens)
+        self._window = self.loss.measure_window(self._parts, ranks=ranks)
         return self._set_rate(step)
 
     def _make(self) -> tuple[Any, StepOutcome]:
-        assert self._batch is not None
-        made = self._make_pass(self.loss, self.gate, self._batch)
+        """A pass: a gradient over all rows, in micro-batches, and an optimizer step.
+
+        Of several losses in one, the first is the policy's, whose output tells of the step.
+        """
+        ranks, parts, outputs = self._jobs.ranks, self._parts, []
+        for part in ranks.reduced_once(self._model, parts) if self._reduces_once else parts:
+            outputs.append(self.loss(part, window=self._window))
+            self.gate.backward(outputs[-1], part)
+        output = type(outputs[0]).combine(outputs, ranks=ranks)
+        if isinstance(output, MixedLossOutput):
+            output = next(iter(output.streams.values()))
+        outcome = self.gate.step()
         if self._cfg.engine.colocate:
             torch.cuda.empty_cache()  # the engine takes its memory back
-        return made
+        return output, outcome
 
 
 # A run by the ranks that ``torchrun`` started: rank 0 runs the recipe, the others train with it.
@@ -391,11 +370,7 @@ class Checkpoints:
         self._state = state
         self._mark: dict[str, Any] | None = None
         self._store: CheckpointStore | None = None
-        jobs.known |= {
-            "open checkpoints": self.open,
-            "save checkpoint": self._write,
-            "load checkpoint": self._read,
-        }
+        jobs.known["open checkpoints"] = self.open
 
     def open(self, folder: Path) -> Self:
         """Open the checkpoints in the folder of a run.
@@ -413,12 +388,16 @@ class Checkpoints:
                 f"train.parallel: each rank writes its share of a checkpoint, and ranks {blind} "
                 f"don't see {folder.resolve()}. Start in a folder on a disk that all share."
             )
-        self._store = CheckpointStore(
+        self._store = store = CheckpointStore(
             folder / CHECKPOINTS,
             self._cfg.keep_last,
             self._cfg.keep_best,
             process_group=None if ranks.size == 1 else dist.group.WORLD,
         )
+        self._jobs.known |= {
+            "save checkpoint": partial(self._state.save, store),
+            "load checkpoint": partial(self._state.restore, store),
+        }
         return self
 
     def close(self) -> None:
@@ -443,10 +422,6 @@ class Checkpoints:
         except ValueError as error:  # of a part
             raise SettingsError(f"resume: the checkpoint can't be used here: {error}") from error
         return step, self._state.further
-
-    def _read(self) -> int:
-        assert self._store is not None
-        return self._state.restore(self._store)
 
     def mark(self) -> None:
         """A batch is about to be collected; if that is cut short the run is saved as it is now."""
@@ -477,9 +452,6 @@ class Checkpoints:
     ) -> None:
         metric = metrics.get("reward", -metrics.get("loss", 0.0))
         metric = metric if math.isfinite(metric) else -sys.float_info.max
-        self._jobs.tell("save checkpoint", step, metric, wait)
-        self._write(step, metric, wait, further=further, since=self._mark)
-
-    def _write(self, step: int, metric: float, wait: bool, **own: Any) -> None:
-        assert self._store is not None
-        self._state.save(self._store, step, metric=metric, wait=wait, **own)
+        about: Any = {"metric": metric, "wait": wait}
+        self._jobs.tell("save checkpoint", step, **about)
+        self._jobs.known["save checkpoint"](step, **about, further=further, since=self._mark)

@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from itertools import compress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import psutil
 import torch
@@ -40,9 +40,10 @@ from collectors import (
 from collectors.record import RolloutRecorder
 from torchrl_data import read_conversations
 from torchrl_data.display import message_text, message_title, show_conversation
-from torchrl_data.keys import FULL, REWARD, STOP_REASON
+from torchrl_data.keys import ADVANTAGE, FULL, REWARD, STOP_REASON
 from torchrl_data.ragged import read_objects
 from torchrl_envs.graders.answers import final_text
+from torchrl_envs.tasks.task import Task
 
 from .run import Run
 from .settings.schema import RolloutsConfig, SamplesConfig, SettingsError, TrainingConfig
@@ -54,43 +55,31 @@ METRICS: Final = "metrics.jsonl"
 EVALUATIONS: Final = "evaluations.jsonl"
 
 
-class StepRecord(NamedTuple):
-    """One step of a recipe."""
-
-    step: int
-    metrics: dict[str, float]
-    trajectories: TensorDictBase | None
-    """As collected; none where nothing was."""
-    trained: TensorDictBase | None
-    """Those with an advantage, as they were trained on."""
-
-
 class Recorder:
     """Writes ``metrics.jsonl`` and rollouts, and tells the loggers.
 
     Args:
-        folder: of the run.
-        loggers: TorchRL's.
+        cfg: how tests are made, and how many of their rollouts trackers show as a table.
+        run: has its folder, and the loggers.
+        task: may have answers.
         rollouts: writes each step's, where there are any.
-        num_shown: the rollouts of each test that trackers show as a table.
-        score: what a test says, see :func:`scores_of`.
         after: the last step of an earlier run, which goes on: what was written of later ones, that
             were not saved, is dropped.
     """
 
     def __init__(
         self,
-        folder: Path,
-        loggers: Sequence[Any],
-        rollouts: RolloutRecorder | None = None,
+        cfg: TrainingConfig,
+        run: Run,
+        task: Task,
+        rollouts: RolloutRecorder | None,
         *,
-        num_shown: int = 0,
-        score: Callable[[TensorDictBase], tuple[dict[str, float], dict[str, Estimate]]],
-        after: int = 0,
+        after: int,
     ) -> None:
-        self.score = score
+        self.score = partial(scores_of, test=cfg.evaluate, answer=task.final_answer)
         """What a test says."""
-        self._loggers, self._rollouts, self._num_shown = loggers, rollouts, num_shown
+        self._loggers, self._rollouts, folder = run.loggers, rollouts, run.folder
+        self._num_shown = cfg.evaluate.num_shown
         lines_until(folder / METRICS, after)
         told = lines_until(folder / EVALUATIONS, after)
         kept = {x["step"]: x["estimates"]["reward"] for x in told if x.get("reward") is not None}
@@ -123,17 +112,30 @@ class Recorder:
         _LOG.info("done: train.stop_at=%g, held-out reward %.3f", reward, last)
         return True
 
-    def write(self, record: StepRecord) -> None:
-        """Write a step, and how the machine is used; it is there if the run dies after it."""
-        record.metrics.update(system_metrics())
-        if self._rollouts is not None and record.trajectories is not None:
-            self._rollouts.write(
-                record.step, record.trajectories, trained=record.trained, metrics=record.metrics
-            )
-        self._metrics.write(json.dumps({"step": record.step, **finite(record.metrics)}) + "\n")
+    def write(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        trajectories: TensorDictBase | None,
+        trained: Any,
+    ) -> None:
+        """Write a step, and how the machine is used; it is there if the run dies after it.
+
+        Args:
+            step: its number.
+            metrics: of it, to which those of the machine are added.
+            trajectories: as collected; ``None`` where nothing was.
+            trained: the rows that were trained of them, if any were.
+        """
+        metrics |= system_metrics()
+        if self._rollouts is not None and trajectories is not None:
+            if trained is not None and trained[0].get(ADVANTAGE, None) is None:
+                trained = None  # the record shows advantages, where there are some
+            self._rollouts.write(step, trajectories, trained=trained, metrics=metrics)
+        self._metrics.write(json.dumps({"step": step, **finite(metrics)}) + "\n")
         self._metrics.flush()
         for logger in self._loggers:
-            logger.log_metrics(record.metrics, record.step)
+            logger.log_metrics(metrics, step)
 
     def write_tests(self, points: Sequence[EvaluationPoint], *, now: int) -> None:
         """Write what came of tests on held-out prompts.
@@ -309,8 +311,8 @@ def scores_of(
 
 # The learning curve of a run, as a picture; matplotlib is imported when it is drawn.
 
-_SMOOTH: Final[Any] = {"alpha": 0.2, "ignore_na": True}
-"""Of the moving averages, which have no bias at their start; NaN leaves them as they are."""
+_ROOM: Final = 0.08
+"""Above and below what is drawn."""
 REWARD_CURVES = {
     "entropy": "entropy, nats per token",
     "groups/without_signal_fraction": "groups without a signal",
@@ -356,7 +358,8 @@ def plot_learning_curve(
         small.plot([*values], [*values.values()], color="tab:gray", lw=1.2)
         small.set_title(label, fontsize=9, loc="left")
         small.tick_params(labelsize=8)
-        small.set_ylim(*_limits([*values.values(), 0.0]))
+        small.update_datalim([(1, 0.0)])  # which is always in the picture
+        small.margins(y=_ROOM)
         small.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         small.grid(alpha=0.3)
     for name in list(beside)[:-1]:
@@ -371,27 +374,25 @@ def _draw_reward(
     held_out: Mapping[int, Estimate],
     further: Mapping[str, str],
 ) -> None:
-    rewards = [metrics["reward"] for metrics in history if "reward" in metrics]
-    steps = range(1, len(rewards) + 1)
-    if rewards:
-        axes.plot(steps, rewards, color="tab:blue", lw=1, alpha=0.35)
-        smooth = Series(rewards).ewm(**_SMOOTH).mean()
-        axes.plot(steps, smooth, color="tab:blue", lw=2, label="training rollouts")
-    points = sorted((step, each.value) for step, each in held_out.items()) or [(0, math.nan)]
-    shown = [*rewards, *(value for _, value in points)]
-    colors = ["tab:orange", "tab:purple", "tab:brown", "tab:pink"]
-    for (label, name), color in zip(further.items(), colors, strict=False):
+    colors = ["tab:blue", "tab:orange", "tab:purple", "tab:brown", "tab:pink"]
+    curves = {"training rollouts": "reward", **further}
+    for (label, name), color in zip(curves.items(), colors, strict=False):
         told = [metrics.get(name, math.nan) for metrics in history if "reward" in metrics]
-        values = Series(told, dtype=float).ewm(**_SMOOTH).mean().tolist()
-        if any(math.isfinite(value) for value in told):
-            axes.plot(steps, values, color=color, lw=1.5, ls="--", label=label)
-            shown += values
+        values = Series(told, index=range(1, len(told) + 1), dtype=float)
+        if name == "reward":
+            axes.plot(values, color=color, lw=1, alpha=0.35)
+        if values.notna().any():
+            style = {"lw": 2} if name == "reward" else {"lw": 1.5, "ls": "--"}
+            # An average without a bias at its start; NaN leaves it as it is.
+            smooth = values.ewm(alpha=0.2, ignore_na=True).mean()
+            axes.plot(smooth, color=color, label=label, **style)
+    points = sorted((step, each.value) for step, each in held_out.items()) or [(0, math.nan)]
     style = "o-" if len(points) > 2 else "o"
     axes.plot(*zip(*points, strict=True), style, color="tab:green", ms=7, label="held-out prompts")
     for step, each in held_out.items():
         axes.vlines(step, each.low, each.high, color="tab:green", lw=1, alpha=0.6)
-        shown += [each.low, each.high]
-    low, high = _limits(shown)
+    axes.margins(y=_ROOM)
+    low, high = axes.get_ylim()
     for x, y in {points[0], points[-1]}:
         # Beside the first, where a line rises from it; above the last, or below at the top.
         at_end = (0, 9 if y < low + 0.85 * (high - low) else -16)
@@ -402,17 +403,9 @@ def _draw_reward(
             textcoords="offset points",
             ha="left" if x == 0 else "right",
         )
-    axes.set(xlabel="step", ylabel="mean reward", ylim=(low, high))
+    axes.set(xlabel="step", ylabel="mean reward")
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize=9)
-
-
-def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """A range with all finite values in it, and some room around them."""
-    finite = [value for value in values if value == value and abs(value) != float("inf")]
-    low, high = min(finite, default=0.0), max(finite, default=1.0)
-    room = 0.08 * (high - low) or 0.5 * (abs(high) or 1.0)
-    return low - room, high + room
 
 
 # The card of a trained model, and the hub where it goes.
@@ -558,13 +551,11 @@ def open_loggers(cfg: TrainingConfig, run: Run, recipe: str) -> Iterator[list[Lo
         for name in cfg.logger.backends:
             with _told_of(f"logger.backends: {name} can't be opened"):
                 logger, end = LOGGERS[name][0](run, project, settings)
-            stack.push(partial(_end, end))
+            stack.push(
+                lambda kind, *_, end=end: end(kind is not None and not issubclass(kind, SystemExit))
+            )
             loggers.append(logger)
         yield loggers
-
-
-def _end(end: Callable[[bool], None], kind: type[BaseException] | None, *_: Any) -> None:
-    end(kind is not None and not issubclass(kind, SystemExit))
 
 
 def check_loggers(cfg: TrainingConfig, recipe: str) -> None:

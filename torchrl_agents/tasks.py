@@ -169,11 +169,6 @@ class HeldOut:
         return points
 
 
-def collection_metrics(collector: AnyCollector) -> dict[str, float]:
-    """What collection was like in a step, where it goes on beside training."""
-    return {} if isinstance(collector, LLMCollector) else collector.metrics()
-
-
 def end_collection(collector: AnyCollector, folder: Path, last: dict[str, float]) -> None:
     """Stop collecting, and say what became of every group.
 
@@ -236,63 +231,52 @@ class Setup(NamedTuple):
     """Of the rollouts; that of the held-out rows, where a recipe samples nothing else."""
     held_out_env: TaskEnv
 
+    @property
+    def envs(self) -> list[TaskEnv]:
+        """Those that there are: one may stand for both."""
+        return [*dict.fromkeys((self.env, self.held_out_env))]
 
-def build_task(
-    recipe: schema.Recipe, cfg: schema.RolloutsConfig, settings: dict[str, Any]
-) -> Setup:
+
+def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
     """The task and its environments; whatever is wrong with them shows before a model is loaded.
 
     Args:
         recipe: whose defaults are filled in.
-        cfg: the settings.
+        cfg: the settings; a recipe without ``collector`` samples in tests alone.
         settings: those of the task.
 
     Raises:
         SettingsError: the task's settings or data can't be used.
     """
+    test, count, limits = cfg.evaluate, cfg.evaluate.num_samples, cfg.limits
     with schema.refusing(f"task={cfg.task.id}"):
-        task = _make_task(recipe, cfg, settings, num_held_out=cfg.evaluate.num_prompts)
+        task = _make_task(recipe, cfg, settings, num_held_out=test.num_prompts)
+        limits.max_turns = limits.max_turns or task.max_turns
+        common = {
+            "shuffle": False,
+            "seed": cfg.seed,
+            "max_steps": limits.max_turns,
+            "show_schemas": cfg.policy.show_tool_schemas,
+        }
+        if test.ks is None:
+            test.ks = [1 << i for i in range(count.bit_length())] if count > 1 else []
+        if not all(1 <= k <= count for k in test.ks):
+            raise schema.SettingsError(
+                f"evaluate.ks must be from 1 to evaluate.num_samples={count}, got {test.ks}."
+            )
+        # All held-out rows once, in batches of whole prompts.
+        num_prompts = min(len(task.held_out_rows), max(1, test.max_rollouts // count))
+        sizes = {"num_envs": num_prompts * count, "repeats": count, "num_epochs": 1}
+        held_out_env = TaskEnv(task, held_out=True, **sizes, **common)
+        if not isinstance(cfg, schema.RolloutsConfig):
+            return Setup(task, held_out_env, held_out_env)
         if cfg.warm_start.num_steps and not task.demonstrations:
             if "warm_start.num_steps" in str(HydraConfig.instance().cfg):  # it was typed
                 raise ValueError("it has no demonstrations: set warm_start.num_steps=0")
             cfg.warm_start.num_steps = 0  # an experiment's number, which is for any task
         size = cfg.collector.group_size
-        cfg.collector.max_turns = cfg.collector.max_turns or task.max_turns
-        common = _common(cfg, cfg.collector)
         env = TaskEnv(task, num_envs=cfg.collector.num_prompts * size, repeats=size, **common)
-        return Setup(task, env, _test_env(task, cfg.evaluate, common))
-
-
-def build_test(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
-    """The task and an environment of its held-out rows, for a recipe that samples nothing else.
-
-    Args:
-        recipe: whose defaults are filled in.
-        cfg: the settings: ``episodes`` has the limits of one, ``evaluate`` the number of rows, and
-            of rollouts of each.
-        settings: those of the task.
-
-    Raises:
-        SettingsError: the task's settings or data can't be used.
-    """
-    with schema.refusing(f"task={cfg.task.id}"):
-        task = _make_task(recipe, cfg, settings, num_held_out=cfg.evaluate.num_prompts)
-        env = _test_env(task, cfg.evaluate, _common(cfg, cfg.episodes))
-        return Setup(task, env, env)
-
-
-def _test_env(task: Task, test: schema.SamplesConfig, common: dict[str, Any]) -> TaskEnv:
-    """With all held-out rows once, in batches of whole prompts."""
-    count = test.num_samples
-    if test.ks is None:
-        test.ks = [1 << i for i in range(count.bit_length())] if count > 1 else []
-    if not all(1 <= k <= count for k in test.ks):
-        raise schema.SettingsError(
-            f"evaluate.ks must be from 1 to evaluate.num_samples={count}, got {test.ks}."
-        )
-    num_prompts = min(len(task.held_out_rows), max(1, test.max_rollouts // count))
-    sizes = {"num_envs": num_prompts * count, "repeats": count, "num_epochs": 1}
-    return TaskEnv(task, held_out=True, **sizes, **common)
+        return Setup(task, env, held_out_env)
 
 
 def _make_task(
@@ -322,26 +306,14 @@ def _make_task(
     return task
 
 
-def _common(cfg: schema.RecipeConfig, limits: schema.EpisodeConfig) -> dict[str, Any]:
-    return {
-        "shuffle": False,
-        "seed": cfg.seed,
-        "max_steps": limits.max_turns,
-        "show_schemas": cfg.policy.show_tool_schemas,
-    }
-
-
-def load_models(
-    cfg: schema.RolloutsConfig, setup: Setup, run: Run
-) -> tuple[TransformersWrapper, LLMWrapperBase]:
-    """The model that is trained, as it is loaded, and the policy that samples with its weights.
+def load_models(cfg: schema.RecipeConfig, setup: Setup, run: Run) -> tuple[Any, Any]:
+    """What :func:`.build_policies` gives: the actor that is trained, and the policy that samples.
 
     The environments get a budget of tokens, which depends on the model's length.
     """
     with run.log.phase("loading the model"):
         actor, policy = build_policies(cfg, setup.task)
-        for each in (setup.env, setup.held_out_env):
-            set_limits(each, cfg.collector, policy)
+        set_limits(setup, cfg.limits, policy)
     return actor, policy
 
 
@@ -378,17 +350,16 @@ def warm_up(
     return add_adapters(cfg, actor, policy)
 
 
-def set_limits(env: TaskEnv, cfg: schema.EpisodeConfig, policy: Any) -> None:
+def set_limits(setup: Setup, cfg: schema.EpisodeConfig, policy: Any) -> None:
     """Bound failed rewards, and the tokens of an episode by the model's length at least."""
-    env.append_transform(RewardErrorLimit(cfg.max_error_fraction))
-    max_model_len = getattr(policy, "max_model_len", None)
-    if isinstance(policy, LLMWrapperBase):
-        max_model_len = policy.engine.max_model_len  # type: ignore[attr-defined]
-    if (cfg.max_episode_tokens, max_model_len) != (None, None):
-        budget = TokenBudget(
-            cfg.max_episode_tokens,
-            max_model_len=max_model_len,
-            min_turn_tokens=cfg.min_turn_tokens,
-            encoder=policy.encoder,
-        )
-        env.append_transform(budget)
+    max_model_len = policy.engine.max_model_len
+    for env in setup.envs:
+        env.append_transform(RewardErrorLimit(cfg.max_error_fraction))
+        if (cfg.max_episode_tokens, max_model_len) != (None, None):
+            budget = TokenBudget(
+                cfg.max_episode_tokens,
+                max_model_len=max_model_len,
+                min_turn_tokens=cfg.min_turn_tokens,
+                encoder=policy.encoder,
+            )
+            env.append_transform(budget)

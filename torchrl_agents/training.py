@@ -6,18 +6,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from collectors import PhaseTimer, RunState, StepMetrics, identity_of
+from collectors import LLMCollector, PhaseTimer, RunState, StepMetrics, identity_of
 from collectors.llm_collector import BackgroundCollector
 from collectors.resume import Stateful
 from collectors.weight_update.weights import merged_weights
-from torchrl_data.keys import ADVANTAGE
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 
@@ -26,17 +24,21 @@ from .parallel import GIVE_WEIGHTS, Checkpoints, Updates, whole_model
 from .results import (
     REWARD_CURVES,
     Recorder,
-    StepRecord,
     leave_card,
     plot_learning_curve,
     push_to_hub,
     record_rollouts,
-    scores_of,
     show_rollouts,
 )
 from .run import Run, StopRequested, remove, tell_of_no_signal
-from .settings.schema import PolicyConfig, RolloutsConfig, SettingsError, TrainingConfig
-from .tasks import AnyCollector, HeldOut, Setup, collection_metrics, end_collection
+from .settings.schema import (
+    EpochsTrainConfig,
+    PolicyConfig,
+    RolloutsConfig,
+    SettingsError,
+    TrainingConfig,
+)
+from .tasks import AnyCollector, HeldOut, Setup, end_collection
 
 # What a recipe trains, and how one of its steps is made: in parts, so that it can be stopped.
 
@@ -98,11 +100,10 @@ class Step:
         trainer = self.trainer
         with trainer.timer("train"):
             self.learning_rate = trainer.updates.begin(self.number, self.trained)
-            num_epochs = trainer.num_epochs or 1
-            while self.trained is not None and self.num_epochs < num_epochs:
+            while self.trained is not None and self.num_epochs < trainer.num_epochs:
                 yield self.num_epochs
                 self.num_epochs += 1
-                if self.num_epochs < num_epochs:
+                if self.num_epochs < trainer.num_epochs:
                     trainer.run.stop.check()  # what is stopped here goes on with the next pass
 
     def update(self) -> None:
@@ -114,14 +115,13 @@ class Step:
         with self.trainer.timer("sync"):
             self.trainer.push()
 
-    def record(self) -> StepRecord:
-        """What is written of it once it is over."""
-        trainer, trained = self.trainer, self.trained
-        more = {**trainer.measure(self), **collection_metrics(trainer.data.collector)}
-        if trained is not None and trained[0].get(ADVANTAGE, None) is None:
-            trained = None  # the record shows advantages, where there are some
-        metrics = self.metrics.reduce(learning_rate=self.learning_rate, **more)
-        return StepRecord(self.number, metrics, self.trajectories, trained)
+    def told(self) -> dict[str, float]:
+        """Its metrics, once it is over."""
+        trainer, collector = self.trainer, self.trainer.data.collector
+        # What collection was like, where it goes on beside training.
+        beside = {} if isinstance(collector, LLMCollector) else collector.metrics()
+        more = {**trainer.measure(self), **beside}
+        return self.metrics.reduce(learning_rate=self.learning_rate, **more)
 
 
 class Rollouts:
@@ -168,8 +168,6 @@ class Trainer:
     data: Rollouts
     """Gives the rows."""
     _: KW_ONLY
-    num_epochs: int | None = 1
-    """Passes over the rows of a step."""
     measure: Callable[[Step], Mapping[str, float]] = lambda _: {}
     """Further metrics, of a step that is over."""
     parts: Mapping[str, Stateful] = field(default_factory=dict)
@@ -179,6 +177,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         cfg, run = self.cfg, self.run
+        own = cfg.train.num_epochs if isinstance(cfg.train, EpochsTrainConfig) else 1
+        self.num_epochs = own or 1
+        """Passes over the rows of a step."""
         self.timer = PhaseTimer()
         self.timer.watch(self.policy, "generate")
         self.updates = Updates(run.recipe, cfg, self.actor, run.folder, run.jobs)
@@ -301,8 +302,8 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
         trainer.push()
         before, pending = saved.get("before"), saved.get("pending")
         held_out = HeldOut(cfg, collector, trainer.setup.held_out_env, trainer.policy)
-        score = partial(scores_of, test=cfg.evaluate, answer=trainer.setup.task.final_answer)
-        is_new = before is None
+        # The last step of which something is written that counts.
+        after_step = -1 if before is None else done
         if before is None:
             with log.phase("first evaluation"):
                 before = held_out.now(0)
@@ -313,18 +314,10 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
         if isinstance(cfg, RolloutsConfig):
             actor, loss = trainer.actor, trainer.updates.loss
             rollouts = record_rollouts(cfg, run, actor, loss, collector, after=done)
-        after_step = -1 if is_new else done
         with (
             stop.held(),
             closing(keep),
-            closing(
-                Recorder(
-                    *(run.folder, run.loggers, rollouts),
-                    num_shown=cfg.evaluate.num_shown,
-                    score=score,
-                    after=after_step,
-                )
-            ) as recorder,
+            closing(Recorder(cfg, run, trainer.setup.task, rollouts, after=after_step)) as recorder,
         ):
             tell = log.steps(run.recipe.name, num_steps)
             last, num_flat = next(reversed(recorder.history), {}), 0
@@ -335,21 +328,17 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
                 while done < num_steps and not recorder.reached(cfg.train.stop_at):
                     step = step or Step(done + 1, trainer, StepMetrics(trainer.timer))
                     yield step
-                    record = step.record()
+                    last = step.told()
+                    recorder.write(step.number, last, step.trajectories, step.trained)
                     done, step = step.number, None
-                    last = record.metrics
-                    recorder.write(record)
-                    tell(done, record.metrics)
-                    if (
-                        run.recipe.needs_groups
-                        and record.metrics["groups/without_signal_fraction"] >= 1
-                    ):
+                    tell(done, last)
+                    if run.recipe.needs_groups and last["groups/without_signal_fraction"] >= 1:
                         num_flat += 1
-                        tell_of_no_signal(record.metrics, num_flat)
+                        tell_of_no_signal(last, num_flat)
                     with stop.breaking():
                         held_out.after(done)
                     recorder.write_tests(held_out.take(), now=done)
-                    keep.after(done, record.metrics, {"before": before})
+                    keep.after(done, last, {"before": before})
                     stop.check()
 
             result: dict[str, Any] = {}

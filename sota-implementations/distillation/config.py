@@ -1,9 +1,13 @@
 """Settings of distillation, typed, with what they mean; ``distillation.py --help`` shows all."""
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-from torchrl_agents.settings.schema import CollectorConfig, Recipe, RolloutsConfig, TrainConfig
+from torchrl_agents.settings.schema import (
+    CollectorConfig,
+    EpochsTrainConfig,
+    RolloutsConfig,
+)
 
 
 @dataclass
@@ -20,12 +24,10 @@ class TeacherConfig:
 
 
 @dataclass
-class DistillationTrainConfig(TrainConfig):
+class DistillationTrainConfig(EpochsTrainConfig):
     """On-policy distillation: the teacher judges each token that the student sampled."""
 
     num_steps: int = 60
-    num_epochs: int | None = None
-    """Passes over the rollouts of a step, an optimizer step each."""
     clip_epsilon: float = 0.2
     """The ratio of a token's probability to that at its sampling is kept within 1 -+ this."""
     shuffle_verdicts: bool = False
@@ -45,12 +47,3 @@ class DistillationConfig(RolloutsConfig):
     task=multi_env."""
     collector: CollectorConfig = field(default_factory=lambda: CollectorConfig(group_size=4))
     train: DistillationTrainConfig = field(default_factory=DistillationTrainConfig)
-
-
-SETTINGS: Final = Recipe(
-    name="distillation",
-    summary="On-policy distillation: a teacher judges each token that the student samples.",
-    example="teacher.model=outputs/sft/gcd/seed0",
-    config=DistillationConfig,
-    needs_groups=False,
-)

@@ -7,36 +7,47 @@ torchrl-agents distillation 'teachers={a: {model: A}, b: {model: B}}' teacher_co
 torchrl-agents distillation experiment=control teacher.model=...       # a control
 """
 
-from config import SETTINGS, DistillationConfig
+from dataclasses import replace
+
+from config import DistillationConfig
 
 from torchrl_agents.settings.command_line import read_command_line
+from torchrl_agents.settings.schema import Recipe
+
+RECIPE = Recipe(
+    name="distillation",
+    summary="On-policy distillation: a teacher judges each token that the student samples.",
+    example="teacher.model=outputs/sft/gcd/seed0",
+    config=DistillationConfig,
+    needs_groups=False,
+    # L = - sum over sampled tokens of min(r A, clip(r, 1 - e, 1 + e) A) / number of tokens, with
+    # r = p_now(token) / p_sampled(token): what is older than this step is corrected for.
+    loss=lambda cfg, actor: GRPOLoss(
+        actor,
+        clip_epsilon=(cfg.train.clip_epsilon, cfg.train.clip_epsilon),
+        temperature=cfg.policy.temperature,
+    ),
+    parts=lambda cfg: {"teacher": lambda: build_panel(cfg).check(cfg.policy)},
+    rehearse=lambda cfg, _, policy: build_panel(cfg).each(
+        policy, replace(cfg.policy, device="meta"), outline
+    ),
+)
 
 if __name__ == "__main__":
-    read_command_line(SETTINGS)  # what is wrong is said before torch is imported
-
-from dataclasses import replace
+    read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
 import torch
 from teachers import TEACHER, Panel
 from tensordict import TensorDictBase, lazy_stack
 
 from objectives import GRPOLoss
+from torchrl_agents.models import outline
 from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
-from torchrl_agents.settings.schema import Recipe
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, build_collector, build_task, load_models, warm_up
 from torchrl_agents.training import Rollouts, Step, Trainer, learn
 from torchrl_data.keys import ADVANTAGE, ASSISTANT_MASK, LOG_PROBS_FULL
-from torchrl_modules import TransformersWrapper
-
-
-def loss_of(cfg: DistillationConfig, actor: TransformersWrapper) -> GRPOLoss:
-    """The loss, on every rank."""
-    # L = - sum over sampled tokens of min(r A, clip(r, 1 - e, 1 + e) A) / number of tokens, with
-    # r = p_now(token) / p_sampled(token): what is older than this step is corrected for.
-    epsilon = cfg.train.clip_epsilon
-    return GRPOLoss(actor, clip_epsilon=(epsilon, epsilon), temperature=cfg.policy.temperature)
 
 
 def build_panel(cfg: DistillationConfig) -> Panel:
@@ -51,20 +62,11 @@ def build(recipe: Recipe, cfg: DistillationConfig, settings: dict) -> Setup:
     return setup
 
 
-RECIPE = replace(
-    SETTINGS,
-    loss=loss_of,
-    parts=lambda cfg: {"teacher": lambda: build_panel(cfg).check(cfg.policy)},
-    rehearse=lambda cfg, _, policy: build_panel(cfg).rehearse(policy, cfg.policy),
-)
-
-
 def main(cfg: DistillationConfig, setup: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
     actor, policy = load_models(cfg, setup, run)
     with run.log.phase("loading the teacher"):  # what it can't teach shows before the warm start
-        longest = policy.engine.max_model_len
-        teachers = build_panel(cfg).load(actor, cfg.policy, max_model_len=longest)
+        teachers = build_panel(cfg).load(policy, cfg.policy)
     actor, policy = warm_up(cfg, setup, run, actor, policy)
     actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
 
@@ -100,7 +102,6 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run) -> dict:
 
     trainer = Trainer(
         *(cfg, run, setup, actor, policy, Rollouts(collector)),
-        num_epochs=cfg.train.num_epochs,
         measure=kl_to_teacher,
         curves={"kl_to_teacher": "KL to the teacher, nats per token", "entropy": "entropy"},
     )

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from torchrl_agents.models import load_model, model_folder
 from torchrl_agents.settings.schema import PolicyConfig, SettingsError, refusing
-from torchrl_agents.start import outline
 from torchrl_data.checks import TokenScorer, TokenScores
 from torchrl_data.keys import ROW
 from torchrl_envs import DataLoadingPrimer
@@ -32,22 +31,6 @@ from torchrl_modules.vllm.client import TOKEN_VARIABLE, JSONClient
 
 NUM_CONNECTIONS: Final = 32
 """Sequences that a server scores at the same time."""
-
-
-def check_teacher(cfg: TeacherConfig, policy: PolicyConfig) -> None:
-    """What can be told before anything is loaded.
-
-    Raises:
-        ValueError: a server can't score what is sampled so.
-    """
-    if cfg.url is None:
-        return
-    if policy.temperature != 1.0:
-        raise ValueError(
-            "a server scores at temperature 1, and its log-probs compare with the student's only "
-            f"there: set policy.temperature=1, not {policy.temperature}, or leave teacher.url out."
-        )
-    JSONClient(cfg.url, cfg.timeout_s).close()
 
 
 def build_teacher(
@@ -229,20 +212,27 @@ class Panel:
         Raises:
             ValueError: a server can't score what is sampled so.
         """
-        for cfg in self.configs.values():
-            check_teacher(cfg, policy)
+        for cfg in (each for each in self.configs.values() if each.url is not None):
+            if policy.temperature != 1.0:
+                raise ValueError(
+                    "a server scores at temperature 1, and its log-probs compare with the "
+                    "student's only there: set policy.temperature=1, not "
+                    f"{policy.temperature}, or leave teacher.url out."
+                )
+            JSONClient(str(cfg.url), cfg.timeout_s).close()
 
-    def rehearse(self, student: LLMWrapperBase, policy: PolicyConfig) -> None:
-        """Raise what :meth:`load` would, without loading weights.
-
-        Args:
-            student: its model may have no weights.
-            policy: device, dtype and attention, as the student's.
-        """
+    def each(
+        self,
+        student: LLMWrapperBase,
+        policy: PolicyConfig,
+        load: Callable[..., PreTrainedModel] = load_causal_lm,
+    ) -> dict[str, Any]:
+        """All of them, by name; see :func:`build_teacher`."""
         longest = student.engine.max_model_len  # type: ignore[attr-defined]
-        settings = replace(policy, device="meta")
-        for cfg in self.configs.values():
-            build_teacher(cfg, student, settings, max_model_len=longest, load=outline)
+        return {
+            name: build_teacher(cfg, student, policy, max_model_len=longest, load=load)
+            for name, cfg in self.configs.items()
+        }
 
     def check_rows(self, env: TaskEnv) -> None:
         """Each row names a teacher that there is, where a column does.
@@ -262,14 +252,9 @@ class Panel:
             for primer in env.transforms_of(DataLoadingPrimer):
                 primer.require("teachers", check)
 
-    def load(
-        self, student: TransformersWrapper, policy: PolicyConfig, *, max_model_len: int
-    ) -> "Teachers":
-        """Load or reach all of them; see :func:`build_teacher`."""
-        scorers: dict[str, TokenScorer] = {
-            name: build_teacher(cfg, student, policy, max_model_len=max_model_len)
-            for name, cfg in self.configs.items()
-        }
+    def load(self, student: LLMWrapperBase, policy: PolicyConfig) -> "Teachers":
+        """Load or reach all of them."""
+        scorers: dict[str, TokenScorer] = self.each(student, policy)
         if self.column is None and len(scorers) > 1:
             scorers = {_ONE: Mixture(list(scorers.values()), list(self.weights.values()))}
         return Teachers(scorers, self.column, temperature=policy.temperature)

@@ -10,19 +10,50 @@ A table in the terminal; ``evaluation.json`` and ``rollouts/``, which ``torchrl-
 a batch as a step, in the run's folder.
 """
 
-from config import SETTINGS, EvaluationConfig
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from torchrl_agents.settings.command_line import read_command_line
+from torchrl_agents.settings.schema import (
+    CheckpointConfig,
+    EngineConfig,
+    EpisodeConfig,
+    Recipe,
+    RecipeConfig,
+    SamplesConfig,
+    SettingsError,
+)
+
+# Settings, typed, with what they mean; ``evaluate.py --help`` shows all.
+
+ENGINES: Final = ("transformers", "vllm", "chat")
+
+
+@dataclass
+class EvaluationConfig(RecipeConfig):
+    """Settings of ``evaluate.py``."""
+
+    episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
+    evaluate: SamplesConfig = field(default_factory=lambda: SamplesConfig(num_samples=8))
+
+
+RECIPE: Final = Recipe(
+    name="evaluate",
+    summary="Evaluation: a model, a run's folder or a server on any task.",
+    example="task=gsm8k task.dataset=test.jsonl policy.model=outputs/grpo/gsm8k/seed0",
+    config=EvaluationConfig,
+    groups={"engine": {name: EngineConfig(name=name) for name in ENGINES}},
+    pretrained={"policy.gradient_checkpointing": False},
+)
 
 if __name__ == "__main__":
-    read_command_line(SETTINGS)  # what is wrong is said before torch is imported
+    read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
 import json
 import logging
 import time
 from collections import Counter
 from contextlib import closing
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,17 +62,13 @@ from tensordict import TensorDictBase, lazy_stack
 
 from collectors import Estimate, LLMCollector, RunState, rollout_metrics
 from collectors.record import RolloutRecorder
-from torchrl_agents.models import build_sampler
 from torchrl_agents.parallel import Checkpoints
 from torchrl_agents.results import finite, scores_of, show_rollouts
 from torchrl_agents.run import Run
-from torchrl_agents.settings.schema import CheckpointConfig, SettingsError
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Setup, set_limits
-from torchrl_agents.tasks import build_test as build
+from torchrl_agents.tasks import Setup, load_models
 from torchrl_envs import DataLoadingPrimer
 
-RECIPE = SETTINGS
 _LOG = logging.getLogger("torchrl_agents")
 
 
@@ -49,9 +76,7 @@ def evaluate(cfg: EvaluationConfig, test: Setup, run: Run) -> dict[str, Any]:
     """Answer every prompt ``num_samples`` times; gives the result."""
     task, env, _ = test
     start = time.monotonic()
-    with run.log.phase("loading the model"):
-        policy = build_sampler(cfg, task)
-        set_limits(env, cfg.episodes, policy)
+    _, policy = load_models(cfg, test, run)
     torch.manual_seed(cfg.seed)
     num_rollouts = len(task.held_out_rows) * cfg.evaluate.num_samples
     num_batches = -(-num_rollouts // env.batch_size.numel())
@@ -117,4 +142,4 @@ def show_table(estimates: dict[str, Estimate], cfg: EvaluationConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_recipe(RECIPE, evaluate, build)
+    run_recipe(RECIPE, evaluate)

@@ -5,14 +5,48 @@ torchrl-agents expert-iteration task=gsm8k task.dataset=rows.jsonl policy.model=
 torchrl-agents expert-iteration experiment=control    # a control: shuffled rewards
 """
 
-from config import SETTINGS, ExpertConfig
+from dataclasses import dataclass, field
 
 from torchrl_agents.settings.command_line import read_command_line
+from torchrl_agents.settings.schema import EpochsTrainConfig, Recipe, RolloutsConfig
+
+# Settings, typed, with what they mean; ``expert_iteration.py --help`` shows all.
+
+
+@dataclass
+class ExpertTrainConfig(EpochsTrainConfig):
+    """Expert iteration: of each group of rollouts, the best are trained on."""
+
+    num_steps: int = 40
+    top_k: int = 4
+    """Rollouts kept of each group, at most."""
+    keep_above: str | float = "mean"
+    """What their reward is above: mean or median of the group, or a number. With the median, a
+    group gives nothing that is more than half solved; with 0.5, all that is right is kept."""
+    shuffle_rewards: bool = False
+    """A control: rewards are dealt out at random, so nothing can be learnt."""
+
+
+@dataclass
+class ExpertConfig(RolloutsConfig):
+    """Settings of ``expert_iteration.py``."""
+
+    train: ExpertTrainConfig = field(default_factory=ExpertTrainConfig)
+
+
+RECIPE = Recipe(
+    name="expert_iteration",
+    summary="Expert iteration: sample, keep the best of each group, fine-tune on them, and again.",
+    example="task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
+    config=ExpertConfig,
+    embedded={"optim.learning_rate": 2e-3},
+    # L = - (sum over kept rollouts and their sampled tokens of log p(token)) / number of tokens
+    loss=lambda cfg, actor: SFTLoss(actor, temperature=cfg.policy.temperature),
+    parts=lambda cfg: {"train": lambda: build_selector(cfg)},
+)
 
 if __name__ == "__main__":
-    read_command_line(SETTINGS)  # what is wrong is said before torch is imported
-
-from dataclasses import replace
+    read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
 from objectives import SFTLoss, TopKRewardSelector
 from torchrl_agents.parallel import share_model
@@ -20,16 +54,6 @@ from torchrl_agents.run import Run
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, before_buffer, build_collector, load_models, warm_up
 from torchrl_agents.training import Rollouts, Step, Trainer, learn
-from torchrl_modules import TransformersWrapper
-
-
-def loss_of(cfg: ExpertConfig, actor: TransformersWrapper) -> SFTLoss:
-    """The loss, on every rank."""
-    # L = - (sum over kept rollouts and their sampled tokens of log p(token)) / number of tokens
-    return SFTLoss(actor, temperature=cfg.policy.temperature)
-
-
-RECIPE = replace(SETTINGS, loss=loss_of, parts=lambda cfg: {"train": lambda: build_selector(cfg)})
 
 
 def build_selector(cfg: ExpertConfig) -> TopKRewardSelector:
@@ -61,7 +85,6 @@ def main(cfg: ExpertConfig, setup: Setup, run: Run) -> dict:
 
     trainer = Trainer(
         *(cfg, run, setup, actor, policy, Rollouts(collector)),
-        num_epochs=cfg.train.num_epochs,
         measure=kept,
         parts={"best": best},
     )

@@ -5,7 +5,6 @@ Loss, advantages, and what is done to rollouts.
 
 from __future__ import annotations  # and what they name is imported when it is used
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import objectives
 import torchrl_envs
-from torchrl_agents.settings.schema import Recipe, RolloutsConfig, TrainConfig
+from torchrl_agents.settings.schema import EpochsTrainConfig, RolloutsConfig
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -77,11 +76,9 @@ class LossConfig:
 
 
 @dataclass
-class GRPOTrainConfig(TrainConfig):
+class GRPOTrainConfig(EpochsTrainConfig):
     """GRPO."""
 
-    num_epochs: int | None = None
-    """Passes over the rollouts of a step, an optimizer step each."""
     shuffle_rewards: bool = False
     """A control: rewards are dealt out at random, so nothing can be learnt."""
     drop_solved_at: float | None = None
@@ -107,45 +104,9 @@ PRESETS: Final = {
     **{"dr_grpo": "DrGRPO", "kpop": "KPop"},
 }
 """Losses of the library by ``loss.name``."""
-SETTINGS: Final = Recipe(
-    name="grpo",
-    summary="GRPO: a language model learns a task in an environment that scores it.",
-    example="task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
-    config=GRPOConfig,
-    groups={
-        "loss": {
-            "dr_grpo": LossConfig(name="dr_grpo", advantage_scale="none"),
-            "dppo_kl": LossConfig(name="dppo", divergence="kl"),
-            "echo": LossConfig(name="dapo", observation_coeff=0.05),
-            "maxrl": LossConfig(name="grpo", advantage="maxrl"),
-            **{name: LossConfig(name=name) for name in ALGORITHMS},
-        },
-    },
-    choices={"loss.name": PRESETS},
-    embedded={"loss.entropy_coeff": 0.01},
-    pretrained={"loss.entropy_coeff": 0.0},
-    parts=lambda cfg: {
-        "loss": lambda: build_loss(
-            cfg.loss, NoActor(), temperature=cfg.policy.temperature, max_tokens=1
-        ),
-        "loss.advantage": lambda: build_advantage(cfg.loss, cfg.collector.group_size),
-        "loss.sampler_correction": lambda: check_correction(cfg),
-        "train.drop_solved_at and train.pools": lambda: build_pools(cfg),
-    },
-)
 
 
 # What trains, from the settings: loss, advantages, and what happens to rollouts before them.
-
-
-class NoActor:
-    """Stands for the model while the settings of a loss are tried."""
-
-    temperature = 1.0
-
-    def score_packed(self, *args: Any, **options: Any) -> Any:
-        """Is never called."""
-        raise NotImplementedError
 
 
 def build_loss(
@@ -201,14 +162,6 @@ def build_loss(
     return objectives.MixedLoss(
         {"rl": loss, "ce": objectives.SFTLoss(actor, temperature=temperature)}
     )
-
-
-def policy_output(
-    outputs: Sequence[Any], *, ranks: objectives.Ranks | None = None
-) -> objectives.GRPOLossOutput:
-    """The output of the policy term of a whole window, from those of its micro-batches."""
-    combined = type(outputs[0]).combine(outputs, ranks=ranks)
-    return combined if isinstance(combined, objectives.GRPOLossOutput) else combined.streams["rl"]
 
 
 def check_correction(cfg: GRPOConfig) -> None:

@@ -13,59 +13,68 @@ that was stopped goes on, as if it had not been, with ``resume=auto`` or ``resum
 """
 
 from build import (
-    SETTINGS,
+    ALGORITHMS,
+    PRESETS,
     GRPOConfig,
+    LossConfig,
     build_advantage,
     build_loss,
     build_pools,
     build_postproc,
-    policy_output,
+    check_correction,
 )
 
 from torchrl_agents.settings.command_line import read_command_line
+from torchrl_agents.settings.schema import Recipe
+
+RECIPE = Recipe(
+    name="grpo",
+    summary="GRPO: a language model learns a task in an environment that scores it.",
+    example="task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
+    config=GRPOConfig,
+    groups={
+        "loss": {
+            "dr_grpo": LossConfig(name="dr_grpo", advantage_scale="none"),
+            "dppo_kl": LossConfig(name="dppo", divergence="kl"),
+            "echo": LossConfig(name="dapo", observation_coeff=0.05),
+            "maxrl": LossConfig(name="grpo", advantage="maxrl"),
+            **{name: LossConfig(name=name) for name in ALGORITHMS},
+        },
+    },
+    choices={"loss.name": PRESETS},
+    embedded={"loss.entropy_coeff": 0.01},
+    pretrained={"loss.entropy_coeff": 0.0},
+    parts=lambda cfg: {
+        "loss.advantage": lambda: build_advantage(cfg.loss, cfg.collector.group_size),
+        "loss.sampler_correction": lambda: check_correction(cfg),
+        "train.drop_solved_at and train.pools": lambda: build_pools(cfg),
+    },
+    # L = - sum over sampled tokens of min(r A, clip(r, 1 - low, 1 + high) A) / number of tokens,
+    # with r = p_now(token) / p_sampled(token); loss=... takes another one.
+    loss=lambda cfg, actor: build_loss(
+        cfg.loss,
+        actor,
+        temperature=cfg.policy.temperature,
+        max_tokens=(cfg.collector.max_turns or 1) * (cfg.policy.max_new_tokens or 1),
+    ),
+)
 
 if __name__ == "__main__":
-    read_command_line(SETTINGS)  # what is wrong is said before torch is imported
+    read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
-from dataclasses import replace
-from typing import Any
-
-from objectives import GRPOLoss, MixedLoss, NonFiniteGate, StepOutcome
-from torchrl_agents.parallel import MicroBatches, freeze_reference, share_model
+from torchrl_agents.parallel import freeze_reference, share_model
 from torchrl_agents.run import Run
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, build_collector, load_models, warm_up
 from torchrl_agents.training import Rollouts, Trainer, training
 from torchrl_envs import RewardFunctions
-from torchrl_modules import TransformersWrapper
-
-
-def loss_of(cfg: GRPOConfig, actor: TransformersWrapper) -> GRPOLoss | MixedLoss:
-    """The loss, on every rank."""
-    # L = - sum over sampled tokens of min(r A, clip(r, 1 - low, 1 + high) A) / number of tokens,
-    # with r = p_now(token) / p_sampled(token); loss=... takes another one.
-    longest = (cfg.collector.max_turns or 1) * (cfg.policy.max_new_tokens or 1)
-    return build_loss(cfg.loss, actor, temperature=cfg.policy.temperature, max_tokens=longest)
-
-
-def one_pass(loss: Any, gate: NonFiniteGate, batch: MicroBatches) -> tuple[Any, StepOutcome]:
-    """A gradient over all rows of a step, in micro-batches, and an optimizer step."""
-    outputs = []
-    for part in batch.passes():
-        outputs.append(loss(part, window=batch.window))
-        gate.backward(outputs[-1], part)
-    return policy_output(outputs, ranks=batch.ranks), gate.step()
-
-
-RECIPE = replace(SETTINGS, loss=loss_of, one_pass=one_pass)
 
 
 def main(cfg: GRPOConfig, setup: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
     actor, policy = load_models(cfg, setup, run)
     actor, policy = warm_up(cfg, setup, run, actor, policy)
-    weight = cfg.loss.kl_to_ref_coeff
-    reference, frozen = freeze_reference(cfg, run, actor, weight=weight)
+    reference, frozen = freeze_reference(cfg, run, actor, weight=cfg.loss.kl_to_ref_coeff)
     actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
 
     # A_i = (r_i - mean of the group) / (deviation of the group), for each of the G rollouts of one
@@ -77,13 +86,12 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run) -> dict:
         functions.trainer_state.max_steps = cfg.train.num_steps
 
     parts = {"advantage": advantage, **frozen}
-    data, num_epochs = Rollouts(collector), cfg.train.num_epochs
-    trainer = Trainer(cfg, run, setup, actor, policy, data, num_epochs=num_epochs, parts=parts)
+    trainer = Trainer(cfg, run, setup, actor, policy, Rollouts(collector), parts=parts)
     with training(trainer) as (steps, result):
         for step in steps:  # records, tests, checkpoints and signals are around them
             step.draw()  # the collector fills the buffer, which gives its groups advantages
             for _ in step.passes():  # train.num_epochs, over the groups that have a signal
-                step.update()  # on every rank: `one_pass`
+                step.update()  # on every rank: a gradient over all rows, and an optimizer step
             step.push()  # the policy gets the new weights
     return result
 

@@ -1,9 +1,12 @@
 """Settings of self-play, typed, with what they mean; ``--help`` shows all."""
 
 from dataclasses import dataclass, field
-from typing import Final
 
-from torchrl_agents.settings.schema import CollectorConfig, Recipe, RolloutsConfig, TrainConfig
+from torchrl_agents.settings.schema import (
+    CollectorConfig,
+    EpochsTrainConfig,
+    RolloutsConfig,
+)
 
 
 @dataclass
@@ -20,11 +23,9 @@ class OpponentsConfig:
 
 
 @dataclass
-class SelfPlayTrainConfig(TrainConfig):
+class SelfPlayTrainConfig(EpochsTrainConfig):
     """Self-play: both seats of each game are trained."""
 
-    num_epochs: int | None = None
-    """Passes over the games of a step, an optimizer step each."""
     baseline_decay: float = 0.95
     """Of the running mean of each seat's rewards, which is its baseline."""
     kl_to_ref_coeff: float | None = None
@@ -43,18 +44,3 @@ class SelfPlayConfig(RolloutsConfig):
     )
     train: SelfPlayTrainConfig = field(default_factory=SelfPlayTrainConfig)
     opponents: OpponentsConfig = field(default_factory=OpponentsConfig)
-
-
-SETTINGS: Final = Recipe(
-    name="self_play",
-    summary="Self-play: one policy in both seats of a game learns from playing against itself.",
-    example="task=nim task.largest=20",
-    config=SelfPlayConfig,
-    embedded={
-        "warm_start.num_steps": 300,
-        "optim.learning_rate": 3e-3,
-        "train.kl_to_ref_coeff": 0.02,
-    },
-    pretrained={"train.kl_to_ref_coeff": 0.0},
-    needs_groups=False,
-)

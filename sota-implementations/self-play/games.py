@@ -76,14 +76,10 @@ class OpponentPool:
         model = deepcopy(actor.model).eval().requires_grad_(False)
         self.policy = transformers_policy(run, model, actor.tokenizer)
         """Plays with the weights of the version that was drawn last."""
-        self._versions: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=cfg.max_size)
+        self.versions: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=cfg.max_size)
+        """After which step each was taken, and its weights, the oldest first."""
         self._num_steps = 0
         self._take()
-
-    @property
-    def steps(self) -> list[int]:
-        """After which step each version was taken, the oldest first."""
-        return [step for step, _ in self._versions]
 
     def _take(self) -> None:
         weights = {
@@ -91,7 +87,7 @@ class OpponentPool:
             for name, parameter in self._actor.model.named_parameters()
             if parameter.requires_grad
         }
-        self._versions.append((self._num_steps, weights))
+        self.versions.append((self._num_steps, weights))
 
     def draw(self, num_games: int) -> dict[int, int]:
         """Let one version play in the next step.
@@ -104,7 +100,7 @@ class OpponentPool:
             in turn.
         """
         rng = np.random.default_rng([self._seed, self._num_steps])
-        _, weights = self._versions[int(rng.integers(len(self._versions)))]
+        _, weights = self.versions[int(rng.integers(len(self.versions)))]
         with torch.no_grad():
             for name, parameter in self.policy.model.named_parameters():
                 if name in weights:
@@ -118,19 +114,19 @@ class OpponentPool:
         self._num_steps = step.number
         if step.number % self._every == 0:
             self._take()
-        return {"opponents": float(len(self._versions))}
+        return {"opponents": float(len(self.versions))}
 
     def state_dict(self) -> dict[str, Any]:
         """The versions, and how many steps were made; tensors are its own, no copies."""
-        versions = [{"step": step, "weights": weights} for step, weights in self._versions]
+        versions = [{"step": step, "weights": weights} for step, weights in self.versions]
         return {"num_steps": self._num_steps, "versions": versions}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with the versions of a state."""
         self._num_steps = state_dict["num_steps"]
-        self._versions.clear()
+        self.versions.clear()
         for version in state_dict["versions"]:
-            self._versions.append((version["step"], dict(version["weights"])))
+            self.versions.append((version["step"], dict(version["weights"])))
 
 
 # Games of the policy against itself: each gives two rows, one of each seat.

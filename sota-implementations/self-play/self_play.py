@@ -5,21 +5,44 @@ torchrl-agents self-play policy.model=Qwen/Qwen3-0.6B engine=vllm profile=gpu
 torchrl-agents self-play experiment=control           # a control: shuffled rewards
 """
 
-from config import SETTINGS, SelfPlayConfig
+from config import SelfPlayConfig
 
 from torchrl_agents.settings.command_line import read_command_line
+from torchrl_agents.settings.schema import Recipe, SettingsError
+
+RECIPE = Recipe(
+    name="self_play",
+    summary="Self-play: one policy in both seats of a game learns from playing against itself.",
+    example="task=nim task.largest=20",
+    config=SelfPlayConfig,
+    embedded={
+        "warm_start.num_steps": 300,
+        "optim.learning_rate": 3e-3,
+        "train.kl_to_ref_coeff": 0.02,
+    },
+    pretrained={"train.kl_to_ref_coeff": 0.0},
+    needs_groups=False,
+    # L = sum over sampled tokens of (beta KL(p_now, p_start) - min(r A, clip(r, 0.8, 1.2) A))
+    #     / number of tokens, with r = p_now(token) / p_sampled(token)
+    loss=lambda cfg, actor: GRPOLoss(
+        actor,
+        temperature=cfg.policy.temperature,
+        kl_to_ref_coeff=cfg.train.kl_to_ref_coeff or None,
+    ),
+    parts=lambda cfg: {
+        "train.baseline_decay": lambda: build_baseline(cfg),
+        "opponents": lambda: check_opponents(cfg.opponents, engine=cfg.engine.name),
+    },
+)
 
 if __name__ == "__main__":
-    read_command_line(SETTINGS)  # what is wrong is said before torch is imported
-
-from dataclasses import replace
+    read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
 from games import AGENT, PAST, SEATS, GameCollector, OpponentPool, check_opponents
 
 from objectives import GRPOLoss, MCAdvantage, RoleBaseline
 from torchrl_agents.parallel import freeze_reference, share_model
 from torchrl_agents.run import Run
-from torchrl_agents.settings.schema import Recipe, SettingsError
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import (
     Setup,
@@ -30,15 +53,6 @@ from torchrl_agents.tasks import (
     warm_up,
 )
 from torchrl_agents.training import Rollouts, Trainer, learn
-from torchrl_modules import TransformersWrapper
-
-
-def loss_of(cfg: SelfPlayConfig, actor: TransformersWrapper) -> GRPOLoss:
-    """The loss, on every rank."""
-    # L = sum over sampled tokens of (beta KL(p_now, p_start) - min(r A, clip(r, 0.8, 1.2) A))
-    #     / number of tokens, with r = p_now(token) / p_sampled(token)
-    beta = cfg.train.kl_to_ref_coeff or None
-    return GRPOLoss(actor, temperature=cfg.policy.temperature, kl_to_ref_coeff=beta)
 
 
 def build_baseline(cfg: SelfPlayConfig) -> MCAdvantage:
@@ -60,22 +74,11 @@ def build(recipe: Recipe, cfg: SelfPlayConfig, settings: dict) -> Setup:
     return setup
 
 
-RECIPE = replace(
-    SETTINGS,
-    loss=loss_of,
-    parts=lambda cfg: {
-        "train.baseline_decay": lambda: build_baseline(cfg),
-        "opponents": lambda: check_opponents(cfg.opponents, engine=cfg.engine.name),
-    },
-)
-
-
 def main(cfg: SelfPlayConfig, setup: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
     actor, policy = load_models(cfg, setup, run)
     actor, policy = warm_up(cfg, setup, run, actor, policy)
-    weight = cfg.train.kl_to_ref_coeff
-    reference, frozen = freeze_reference(cfg, run, actor, weight=weight)
+    reference, frozen = freeze_reference(cfg, run, actor, weight=cfg.train.kl_to_ref_coeff)
     actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
 
     # Past versions play a share of the games, each game from the other seat; they are not trained.
@@ -93,7 +96,6 @@ def main(cfg: SelfPlayConfig, setup: Setup, run: Run) -> dict:
     past = {} if pool is None else {"opponents": pool}
     trainer = Trainer(
         *(cfg, run, setup, actor, policy, Rollouts(collector)),
-        num_epochs=cfg.train.num_epochs,
         parts={"advantage": advantage, **past, **frozen},
         measure=(lambda _: {}) if pool is None else pool.after,
     )

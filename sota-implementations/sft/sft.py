@@ -5,51 +5,97 @@ torchrl-agents sft data.dataset=chats.jsonl policy.model=Qwen/Qwen3-0.6B task=gs
 torchrl-agents sft experiment=control                       # the answers of other questions
 """
 
-from config import SETTINGS, SFTConfig
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchrl_agents.settings.command_line import read_command_line
+from torchrl_agents.settings.schema import (
+    EngineConfig,
+    EpisodeConfig,
+    Recipe,
+    SettingsError,
+    TrainConfig,
+    TrainingConfig,
+    refusing,
+)
+
+# Settings, typed, with what they mean; ``sft.py --help`` shows all.
+
+
+@dataclass
+class DemonstrationsConfig:
+    """What is learnt: conversations of which the assistant's turns count."""
+
+    dataset: str | None = None
+    """Hub id, file or folder with conversations; none takes the task's demonstrations."""
+    column: str = "messages"
+    """Its column with the conversations, each a list of messages."""
+    split: str | None = None
+    """Of it; the only one, or train, when not given."""
+    num_held_out: int = 64
+    """Conversations that are not trained on, whose loss is told."""
+    shuffle_answers: bool = False
+    """A control: each question gets the answer of another one."""
+
+
+@dataclass
+class SFTTrainConfig(TrainConfig):
+    """Fine-tuning."""
+
+    num_steps: int = 400
+    batch_size: int = 32
+    """Conversations of a step."""
+
+
+@dataclass
+class SFTConfig(TrainingConfig):
+    """Settings of ``sft.py``."""
+
+    data: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
+    episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
+    train: SFTTrainConfig = field(default_factory=SFTTrainConfig)
+
+
+RECIPE = Recipe(
+    name="sft",
+    summary="Supervised fine-tuning: a model learns what the assistant says in conversations.",
+    example="data.dataset=chats.jsonl task=gsm8k policy.model=Qwen/Qwen3-0.6B profile=gpu",
+    config=SFTConfig,
+    groups={"engine": {"transformers": EngineConfig()}},
+    needs_groups=False,
+    embedded={"optim.learning_rate": 1e-2, "optim.max_grad_norm": 1.0},
+    pretrained={"optim.learning_rate": 1e-5},
+    # L = - (sum over the tokens that the assistant says of log p(token)) / number of these tokens
+    loss=lambda _, actor: SFTLoss(actor),
+    rehearse=lambda cfg, test, policy: encode(cfg, test, policy),
+)
 
 if __name__ == "__main__":
-    read_command_line(SETTINGS)  # what is wrong is said before torch is imported
+    read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from collectors import LLMCollector, StepMetrics
 from objectives import SFTLoss, SFTLossOutput
-from torchrl_agents.models import add_adapters, build_policies
+from torchrl_agents.models import add_adapters
 from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
-from torchrl_agents.settings.schema import Recipe, SettingsError, refusing
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Setup, build_test, set_limits
+from torchrl_agents.tasks import Setup, build_task, load_models
 from torchrl_agents.training import Rollouts, Step, Trainer, learn
 from torchrl_data import row_tensordicts
 from torchrl_envs import load_rows
-from torchrl_modules import LLMWrapperBase, TransformersWrapper
-
-
-def loss_of(cfg: SFTConfig, actor: TransformersWrapper) -> SFTLoss:
-    """The loss, on every rank."""
-    # L = - (sum over the tokens that the assistant says of log p(token)) / number of these tokens
-    del cfg
-    return SFTLoss(actor)
-
-
-RECIPE = replace(
-    SETTINGS, loss=loss_of, rehearse=lambda cfg, test, policy: encode(cfg, test, policy)
-)
+from torchrl_modules import LLMWrapperBase
 
 
 def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Setup:
     """The task, whose demonstrations are learnt, and the environment that tests."""
-    test = build_test(recipe, cfg, settings)
+    test = build_task(recipe, cfg, settings)
     chats, tools = list(test.task.demonstrations), list(test.task.demonstration_tools)
     if cfg.data.dataset is not None:
         try:
@@ -134,9 +180,7 @@ class Conversations(Rollouts):
 
 def main(cfg: SFTConfig, test: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
-    with run.log.phase("loading the model"):
-        actor, policy = add_adapters(cfg, *build_policies(cfg, test.task))
-        set_limits(test.held_out_env, cfg.episodes, policy)
+    actor, policy = add_adapters(cfg, *load_models(cfg, test, run))
     torch.manual_seed(cfg.seed)
     actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
     with run.log.phase("encoding the conversations"):

@@ -118,6 +118,7 @@ def test_a_run_leaves_its_result_and_its_files(result_of, tmp_path):
     log = (out / "grpo.log").read_text()
     for words in ("warm start ...", "first evaluation ...", "step 2/2", "No signal in 1 step"):
         assert words in log
+    assert "chat template" not in log  # the embedded model can't be given another one
     _metrics_agree(out)
     # The model directory is one like any other: under the run's name, with its chat template.
     model = tmp_path / "outputs/grpo/calculator/tiny/model"

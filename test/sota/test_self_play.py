@@ -149,21 +149,21 @@ def test_the_pool_of_past_versions(script):
     def bias(model):  # one of its weights, of which each version has a value of its own
         return next(model.parameters()).flatten()[0].item()
 
-    kept, seen = [pool.steps], set()
+    kept, seen = [[step for step, _ in pool.versions]], set()
     weight_after = {0: bias(actor.model)}
     for number in range(1, 7):
         seats = pool.draw(6)
         assert len(seats) == 3
         assert set(seats.values()) == {0, 1}
         played_by = bias(pool.policy.model)
-        assert played_by in [weight_after[step] for step in pool.steps]
+        assert played_by in [weight_after[step] for step, _ in pool.versions]
         seen.add(played_by)
         with torch.no_grad():
             next(actor.model.parameters()).fill_(float(number))
         assert bias(pool.policy.model) == played_by, "what is trained is another model"
         pool.after(SimpleNamespace(number=number))
         weight_after[number] = float(number)
-        kept.append(pool.steps)
+        kept.append([step for step, _ in pool.versions])
         if number == 3:
             state = copy.deepcopy(pool.state_dict())
             expected = (pool.draw(6), bias(pool.policy.model))
@@ -171,7 +171,7 @@ def test_the_pool_of_past_versions(script):
     assert len(seen) > 1
     later = opponents.OpponentPool(cfg, run, actor)
     later.load_state_dict(state)
-    assert later.steps == [0, 2]
+    assert [step for step, _ in later.versions] == [0, 2]
     assert (later.draw(6), bias(later.policy.model)) == expected
 
 

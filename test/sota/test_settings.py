@@ -62,7 +62,7 @@ def test_every_choice_of_every_group_composes_and_builds(check, grpo, training, 
     for group, choices in groups(grpo.RECIPE).items():
         for choice in choices:
             cfg = check(f"{group}={choice}", *NEEDED.get(choice, ()))
-            actor = training.NoActor()
+            actor = start.NoActor()
             loss = training.build_loss(cfg.loss, actor, temperature=1.0, max_tokens=7)
             policy_loss = loss.streams["rl"] if cfg.loss.observation_coeff else loss
             assert type(policy_loss).__name__ == training.PRESETS[cfg.loss.name]
@@ -85,7 +85,7 @@ def test_settings_reach_the_parts(check, training):
         *("optim=sgd", "optim.learning_rate=0.5", "optim.beta1=0.7", "optim.schedule=linear"),
         *("optim.num_warmup_steps=4",),
     )
-    loss = training.build_loss(cfg.loss, training.NoActor(), temperature=0.7, max_tokens=77)
+    loss = training.build_loss(cfg.loss, start.NoActor(), temperature=0.7, max_tokens=77)
     assert loss.options.clip_epsilon == (0.2, 0.3)
     assert (loss.max_tokens, loss.temperature) == (77, 0.7)
     assert (loss.options.kl_to_ref_coeff, loss.options.kl_estimator) == (0.1, "k2")
@@ -100,7 +100,7 @@ def test_settings_reach_the_parts(check, training):
 def test_the_newer_losses_are_settings(check, training):
     def build(*overrides):
         cfg = check(*overrides)
-        loss = training.build_loss(cfg.loss, training.NoActor(), temperature=1.0, max_tokens=7)
+        loss = training.build_loss(cfg.loss, start.NoActor(), temperature=1.0, max_tokens=7)
         return cfg, loss
 
     assert build("loss=dppo_kl")[1].options.surrogate.divergence == "kl"
@@ -301,7 +301,22 @@ def test_an_evaluation_that_makes_no_sense_is_refused(script, overrides, words):
         prepare(module.RECIPE, overrides)
         cfg = OmegaConf.to_object(compose_config(module.RECIPE, overrides))
         start.check_config(module.RECIPE, cfg)
-        module.build(module.RECIPE, cfg, {})
+        build_task(module.RECIPE, cfg, {})
 
     with pytest.raises(SettingsError, match=words):
         begin()
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "words"),
+    [
+        ("distillation", "train.clip_epsilon=-1", "loss: clip_low must lie in"),
+        ("self-play", "train.kl_to_ref_coeff=-1", "loss: .*kl_to_ref_coeff"),
+    ],
+)
+def test_the_loss_of_every_recipe_is_tried_before_a_model_is_loaded(script, name, override, words):
+    recipe = script(name).RECIPE
+    prepare(recipe, [override])
+    cfg = OmegaConf.to_object(compose_config(recipe, [override]))
+    with pytest.raises(SettingsError, match=words):
+        start.check_config(recipe, cfg)

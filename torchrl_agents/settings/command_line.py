@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, is_dataclass, make_dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -100,14 +100,10 @@ def _described(kind: type | None) -> dict[str, str]:
             continue
         (node,) = ast.parse(inspect.getsource(base)).body
         assert isinstance(node, ast.ClassDef)
-        for line, after in zip(node.body, [*node.body[1:], None], strict=True):
-            if (
-                isinstance(line, ast.AnnAssign)
-                and isinstance(line.target, ast.Name)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                found[line.target.id] = " ".join(str(after.value.value).split())
+        for pair in pairwise(node.body):
+            match pair:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(text)):
+                    found[name] = " ".join(str(text).split())
     return found
 
 

@@ -289,6 +289,14 @@ class TrainConfig:
 
 
 @dataclass
+class EpochsTrainConfig(TrainConfig):
+    """Training on what the policy sampled in a step."""
+
+    num_epochs: int | None = None
+    """Passes over the rollouts of a step that are trained, an optimizer step each."""
+
+
+@dataclass
 class RecipeConfig:
     """What every recipe has."""
 
@@ -306,6 +314,11 @@ class RecipeConfig:
     task: Any = MISSING
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    @property
+    def limits(self) -> EpisodeConfig:
+        """Of an episode: of ``collector``, or of ``episodes`` where there are tests alone."""
+        return next(each for each in vars(self).values() if isinstance(each, EpisodeConfig))
 
 
 @dataclass
@@ -474,9 +487,6 @@ class Recipe:
 
     loss: Callable[[Any, Any], Any] | None = None
     """What is trained, on every rank: the loss, from settings and actor."""
-
-    one_pass: Callable[..., Any] | None = None
-    """A pass over the rows of a step, where it differs from :func:`.parallel.one_pass`."""
 
     def __post_init__(self) -> None:
         folder = Path(inspect.getfile(self.config)).resolve().with_name("config")

@@ -99,5 +99,6 @@ def test_a_dead_server_is_named(teachers, is_there):
 def test_what_a_server_cannot_score_is_refused_before_loading(teachers, change, policy, hint):
     cfg = teachers.TeacherConfig(model="m", **change)
     with pytest.raises(ValueError, match=hint):
-        teachers.check_teacher(cfg, replace(PolicyConfig(), **policy))
-    teachers.check_teacher(replace(cfg, url=None), replace(PolicyConfig(), **policy))
+        teachers.Panel(cfg, {}, None).check(replace(PolicyConfig(), **policy))
+    without = replace(cfg, url=None)
+    teachers.Panel(without, {}, None).check(replace(PolicyConfig(), **policy))
