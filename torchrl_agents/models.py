@@ -251,9 +251,9 @@ class ChatServerPolicy(LLMWrapperBase):
     Args:
         url: of the server, ``http://host:port/v1``.
         model: its name there.
-        tokenizer: counts tokens, and writes what the server says down.
-        sampling: temperature, nucleus and length of a turn.
         timeout_s: deadline of one turn.
+        **arguments: of :class:`~torchrl_modules.LLMWrapperBase`; the tokenizer counts tokens, and
+            writes what the server says down.
 
     Raises:
         ImportError: the package ``openai`` is not installed.
@@ -265,19 +265,17 @@ class ChatServerPolicy(LLMWrapperBase):
         url: str,
         model: str,
         *,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: SamplingParameters,
         timeout_s: float = 600.0,
+        **arguments: Any,
     ) -> None:
         try:
             import openai
         except ImportError as error:
             raise ImportError("it needs the package openai: pip install openai.") from error
-        if sampling.top_k or sampling.min_p:
-            raise ValueError("OpenAI's protocol has no top_k and no min_p: leave them out.")
         engine: Any = SimpleNamespace(version=0, max_model_len=None)  # it draws no tokens
-        own = {"tokenizer": tokenizer, "generate_kwargs": sampling, "write_tokens": False}
-        super().__init__(engine, **own)
+        super().__init__(engine, **arguments)
+        if self.sampling.top_k or self.sampling.min_p:
+            raise ValueError("OpenAI's protocol has no top_k and no min_p: leave them out.")
         self._model = model
         key = os.environ.get("OPENAI_API_KEY") or "none"
         about = {"base_url": url, "api_key": key, "max_retries": 3, "timeout": timeout_s}
@@ -539,10 +537,10 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
     """
     if cfg.engine.name == "chat":
         # What it says is written down in tokens that are not its own.
-        tokenizer, sampling = _task_tokenizer(task), sampling_of(cfg.policy)
+        arguments = wrapper_arguments(cfg.policy, _task_tokenizer(task))
         url, model = cast("str", cfg.engine.url), cast("str", cfg.policy.model)
         with refusing("engine=chat"):
-            return None, ChatServerPolicy(url, model, tokenizer=tokenizer, sampling=sampling)
+            return None, ChatServerPolicy(url, model, **arguments)
     is_vllm = cfg.engine.name == "vllm" and not collects_on_ray(cfg)
     with model_source(cfg, task) as source:
         if is_vllm and not isinstance(cfg, TrainingConfig):

@@ -38,6 +38,7 @@ from collectors import (
     rollout_metrics,
 )
 from collectors.record import RolloutRecorder
+from collectors.record.samples import finite
 from torchrl_data import read_conversations
 from torchrl_data.display import message_text, message_title, show_conversation
 from torchrl_data.keys import ADVANTAGE, FULL, REWARD, STOP_REASON
@@ -62,7 +63,8 @@ class Recorder:
         cfg: how tests are made, and how many of their rollouts trackers show as a table.
         run: has its folder, and the loggers.
         task: may have answers.
-        rollouts: writes each step's, where there are any.
+        collector: of the rollouts, which are recorded where the recipe learns from them.
+        loss: its scores are recorded, too.
         after: the last step of an earlier run, which goes on: what was written of later ones, that
             were not saved, is dropped.
     """
@@ -72,14 +74,22 @@ class Recorder:
         cfg: TrainingConfig,
         run: Run,
         task: Task,
-        rollouts: RolloutRecorder | None,
+        collector: Any,
+        loss: Any,
         *,
         after: int,
     ) -> None:
         self.score = partial(scores_of, test=cfg.evaluate, answer=task.final_answer)
         """What a test says."""
-        self._loggers, self._rollouts, folder = run.loggers, rollouts, run.folder
+        self._loggers, folder = run.loggers, run.folder
         self._num_shown = cfg.evaluate.num_shown
+        self._rollouts: RolloutRecorder | None = None
+        if isinstance(cfg, RolloutsConfig):
+            own = vars(cfg.record) | {"after": max(after, 0)}
+            self._rollouts = RolloutRecorder(folder, collector.policy.tokenizer, **own)
+            self._rollouts.watch(loss)
+            if isinstance(collector, StreamingCollector):
+                self._rollouts.follow(collector.ledger)
         lines_until(folder / METRICS, after)
         told = lines_until(folder / EVALUATIONS, after)
         kept = {x["step"]: x["estimates"]["reward"] for x in told if x.get("reward") is not None}
@@ -103,6 +113,8 @@ class Recorder:
     def close(self) -> None:
         """Nothing more is written."""
         self._metrics.close()
+        if self._rollouts is not None:
+            self._rollouts.close()
 
     def reached(self, reward: float | None) -> bool:
         """Whether the last test had that held-out reward; never where it is ``None``."""
@@ -132,7 +144,7 @@ class Recorder:
             if trained is not None and trained[0].get(ADVANTAGE, None) is None:
                 trained = None  # the record shows advantages, where there are some
             self._rollouts.write(step, trajectories, trained=trained, metrics=metrics)
-        self._metrics.write(json.dumps({"step": step, **finite(metrics)}) + "\n")
+        self._metrics.write(json.dumps({"step": step, **finite(metrics, str)}) + "\n")
         self._metrics.flush()
         for logger in self._loggers:
             logger.log_metrics(metrics, step)
@@ -151,8 +163,8 @@ class Recorder:
                 line["skipped"] = point.skipped
             else:
                 scores, estimates = self.score(point.trajectories)
-                told = {name: finite(each._asdict()) for name, each in estimates.items()}
-                line |= finite(scores) | {"estimates": told}
+                told = {name: each._asdict() for name, each in estimates.items()}
+                line |= finite({**scores, "estimates": told}, str)
                 reward = estimates["reward"]
                 if reward.num_prompts:
                     self.held_out[step] = reward
@@ -192,26 +204,6 @@ def _replace(path: Path, lines: Sequence[str]) -> None:
     if text != path.read_text(encoding="utf-8"):  # else whoever writes there may go on
         new.write_text(text, encoding="utf-8")
         os.replace(new, path)
-
-
-def record_rollouts(
-    cfg: RolloutsConfig, run: Run, policy: Any, loss: Any, collector: Any, *, after: int
-) -> RolloutRecorder:
-    """The record of the run's rollouts, which ``view`` shows."""
-    more = {"every": cfg.record.every, "max_groups_per_step": cfg.record.max_groups_per_step}
-    recorder = RolloutRecorder(run.folder, policy.tokenizer, **more, after=after)
-    recorder.watch(loss)
-    if isinstance(collector, StreamingCollector):
-        recorder.follow(collector.ledger)
-    return recorder
-
-
-def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with ``None`` for what JSON can't write: NaN and infinity."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
 
 
 def system_metrics() -> dict[str, float]:
@@ -498,7 +490,7 @@ class MultirunSummary:
         if hydra.mode != RunMode.MULTIRUN:
             return
         overrides: Sequence[str] = list(hydra.overrides.task)
-        self.runs.append({"overrides": overrides, **finite(result)})
+        self.runs.append({"overrides": overrides, **finite(result, str)})
         self.path = Path(hydra.runtime.output_dir).parent / SUMMARY
         self.path.write_text(json.dumps(self.runs, indent=1) + "\n", encoding="utf-8")
 

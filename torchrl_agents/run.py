@@ -131,46 +131,34 @@ _LOG = logging.getLogger("torchrl_agents")
 
 
 @cache  # Hydra asks several times for one and the same run
-def claim_folder(
-    recipe: str,
-    task: str,
-    name: str | None,
-    seed: int,
-    overwrite: bool,
-    resume: str | None,
-    *,
-    _root_: DictConfig,
-) -> str:
+def claim_folder(recipe: str, *, _root_: DictConfig) -> str:
     """A new numbered folder, the last one of that name, or that of a run that goes on.
 
     Args:
         recipe: its name.
-        task: its name.
-        name: of the run; ``None`` is ``seed<seed>``.
-        seed: of the run.
-        overwrite: whether to take the last run's folder.
-        resume: the folder of the run that goes on, or ``"auto"``.
-        _root_: all settings.
+        _root_: all settings. ``name`` is the run's, ``None`` for ``seed<seed>``; ``overwrite``
+            takes the last run's folder, and ``resume`` is that of the run that goes on, or
+            ``"auto"``.
 
     Raises:
         SystemExit: no folder can be made here.
     """
     if os.environ.get("RANK", "0") != "0":  # of torchrun: the folder is rank 0's
         return tempfile.mkdtemp(prefix="torchrl-agents-rank-")
-    if resume not in (None, AUTO):
-        return str(resume)
-    label = name or f"seed{seed}"
-    parent = ROOT / recipe / task
+    if _root_.resume not in (None, AUTO):
+        return str(_root_.resume)
+    label = _root_.name or f"seed{_root_.seed}"
+    parent = ROOT / recipe / _root_.task.id
     try:
         parent.mkdir(parents=True, exist_ok=True)
         tails = {path: path.name.removeprefix(f"{label}-") for path in parent.glob(f"{label}-*")}
         runs = {int(tail) if tail.isdecimal() else 0: path for path, tail in tails.items()}
         last = max(runs, default=0)
-        if resume == AUTO:
+        if _root_.resume == AUTO:
             found = find_run([runs[n] for n in sorted(runs)], plain_settings(_root_))
             if found is not None:
                 return str(found)
-        if overwrite and last:
+        if _root_.overwrite and last:
             return str(parent / f"{label}-{last:03}")
         while True:
             last += 1

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from collectors.composition_checks import check_fit
+from collectors.record.samples import finite
 from objectives import RankFailedError, Ranks
 from torchrl_data import page
 from torchrl_data.templates.encoder import ConversationEncoder
@@ -43,7 +44,7 @@ from .models import (
     wrapper_arguments,
 )
 from .parallel import follow, loading_device
-from .results import MultirunSummary, check_loggers, finite, open_loggers, reach_hub
+from .results import MultirunSummary, check_loggers, open_loggers, reach_hub
 from .run import Run, RunLog, StopSignals, claim_folder, plain_settings, remove
 from .settings.command_line import check_rules, task_settings
 from .settings.schema import (
@@ -272,7 +273,7 @@ def _run(
         result = train(cfg, setup, run)
         run.set_status("interrupted" if stop.received else "finished")
         sys.stdout.flush()
-        print(json.dumps(finite(result)), flush=True)
+        print(json.dumps(finite(result, str)), flush=True)
         summary.add(result)
         if stop.received:
             raise SystemExit(stop.status)

@@ -27,14 +27,12 @@ from .results import (
     leave_card,
     plot_learning_curve,
     push_to_hub,
-    record_rollouts,
     show_rollouts,
 )
 from .run import Run, StopRequested, remove, tell_of_no_signal
 from .settings.schema import (
     EpochsTrainConfig,
     PolicyConfig,
-    RolloutsConfig,
     SettingsError,
     TrainingConfig,
 )
@@ -310,14 +308,11 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
         step = None if pending is None else Step.from_state(pending, trainer)
         trainer.timer.reset()
 
-        rollouts = None
-        if isinstance(cfg, RolloutsConfig):
-            actor, loss = trainer.actor, trainer.updates.loss
-            rollouts = record_rollouts(cfg, run, actor, loss, collector, after=done)
+        parts = (trainer.setup.task, collector, trainer.updates.loss)
         with (
             stop.held(),
             closing(keep),
-            closing(Recorder(cfg, run, trainer.setup.task, rollouts, after=after_step)) as recorder,
+            closing(Recorder(cfg, run, *parts, after=after_step)) as recorder,
         ):
             tell = log.steps(run.recipe.name, num_steps)
             last, num_flat = next(reversed(recorder.history), {}), 0
@@ -354,8 +349,6 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
                 after = held_out.now(done)
             recorder.write_tests(held_out.take(), now=done)
             end_collection(collector, run.folder, last)
-            if rollouts is not None:
-                rollouts.close()
             result |= _leave_results(trainer, recorder, before, after)
         run.jobs.tell(None)
     result |= {"seconds": round(time.monotonic() - start, 1), "output_dir": str(run.folder)}

@@ -62,8 +62,9 @@ from tensordict import TensorDictBase, lazy_stack
 
 from collectors import Estimate, LLMCollector, RunState, rollout_metrics
 from collectors.record import RolloutRecorder
+from collectors.record.samples import finite
 from torchrl_agents.parallel import Checkpoints
-from torchrl_agents.results import finite, scores_of, show_rollouts
+from torchrl_agents.results import scores_of, show_rollouts
 from torchrl_agents.run import Run
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, load_models
@@ -117,8 +118,8 @@ def evaluate(cfg: EvaluationConfig, test: Setup, run: Run) -> dict[str, Any]:
         "seed": cfg.seed,
         "num_prompts": len(task.held_out_rows),
         "num_samples": cfg.evaluate.num_samples,
-        "estimates": {name: finite(each._asdict()) for name, each in estimates.items()},
-        "rollouts": finite(rollout_metrics(trajectories, solved_at=cfg.evaluate.solved_at)),
+        "estimates": {name: finite(each._asdict(), str) for name, each in estimates.items()},
+        "rollouts": finite(rollout_metrics(trajectories, solved_at=cfg.evaluate.solved_at), str),
         "seconds": round(time.monotonic() - start, 1),
         "output_dir": str(run.folder),
     }

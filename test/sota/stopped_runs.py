@@ -305,7 +305,7 @@ def run(config: Any, job: dict[str, Any]) -> None:
     OmegaConf.set_readonly(config, False)
     for name, value in job["settings"].items():
         OmegaConf.update(config, name, value)
-    folder = claim_folder("grpo", config.task.id, None, 0, False, config.resume, _root_=config)
+    folder = claim_folder("grpo", _root_=config)
     Path(folder).mkdir(parents=True, exist_ok=True)
     runtime = SimpleNamespace(runtime=SimpleNamespace(output_dir=folder))
     start.HydraConfig = SimpleNamespace(get=lambda: runtime)
