@@ -24,7 +24,6 @@ from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.runner import EpisodeRunner, batch_of_ended
-from torchrl_envs.episode.transform import ToolDispatcher
 from torchrl_envs.rewards.functions import RewardFunction, RewardFunctions
 from torchrl_modules import LLMWrapperBase
 
@@ -267,7 +266,7 @@ class RolloutFunctionCollector(Collector):
             reward_functions=[] if functions is None else [functions],
         )
         self.total_rollouts = total_rollouts
-        self._runner = EpisodeRunner(ConcurrentCalls(), ToolDispatcher())
+        self._runner = EpisodeRunner(ConcurrentCalls())
         self._runner.set_transforms([data])
 
     @property

@@ -30,7 +30,7 @@ from torchrl_data.templates.control_tokens import ControlTokenGuard
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.runner import EpisodeRunner
-from torchrl_envs.episode.transform import Answer, EpisodeTransform, Job, ToolDispatcher, ToolSource
+from torchrl_envs.episode.transform import Answer, EpisodeTransform, Job, ToolSource
 from torchrl_envs.rewards.functions import scores_one_rollout
 from torchrl_envs.tool_results import result_text
 from torchrl_modules import Generation, LLMWrapperBase, SamplingParameters
@@ -529,10 +529,9 @@ class TextEnvironment:
         self._model = TextModel(engine, self.tokenizer, sampling, stops)
         bounds = (max_length, getattr(engine, "max_model_len", None))
         self._max_tokens = min((bound for bound in bounds if bound is not None), default=1 << 62)
-        self._runner = EpisodeRunner(ConcurrentCalls(timeout_s=timeout_s), ToolDispatcher())
+        self._runner = EpisodeRunner(ConcurrentCalls(timeout_s=timeout_s))
         answers = RequestTools(self.tools, syntax, self.max_tool_response, timeout_s)
-        self._runner.dispatcher.sources = [answers]
-        self._runner.set_transforms([TextReward(reward_fn, self._runner.calls)])
+        self._runner.set_transforms([answers, TextReward(reward_fn, self._runner.calls)])
 
     def run(self, queries: Sequence[str], **rewards_kwargs: Any) -> Episodes:
         """Run an episode for each query.

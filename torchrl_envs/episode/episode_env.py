@@ -29,7 +29,7 @@ from torchrl_envs.entries import REWARD_KEYS, RewardSource
 
 from . import runner
 from .episode import Episode, LoopDriver, Resources, run_event
-from .transform import EpisodeTransform, ToolDispatcher, ToolSource, check_tool_names, overrides
+from .transform import EpisodeTransform, overrides
 
 # A chat environment with transforms: TorchRL's face of the loop through episodes.
 #
@@ -150,21 +150,16 @@ class EpisodeEnv(TransformedEnv):
         parts = runner.flat_transforms(transform)
         entries = runner.EpisodeEntries()
         super().__init__(env, runner.StepOrder(entries, *parts))  # type: ignore[arg-type]
-        self._calls = ConcurrentCalls()
+        self.calls = ConcurrentCalls()
+        """Runs the calls of tools, environments and rewards."""
         self._checked = False
         self.error_limit = RewardErrorLimit()
-        self.runner = runner.EpisodeRunner(
-            self._calls, ToolDispatcher(getattr(env, "parse_turn", parse_tool_calls))
-        )
+        parse = getattr(env, "parse_turn", parse_tool_calls)
+        self.runner = runner.EpisodeRunner(self.calls, parse)
         self.entries = entries
         self.step_under_way: runner.EpisodeStep | None = None
         """While transforms see it."""
         self._find_parts()
-
-    @property
-    def calls(self) -> ConcurrentCalls:
-        """Runs the calls of tools, environments and rewards."""
-        return self._calls
 
     def append_transform(self, transform: Transform) -> Self:  # type: ignore[override]
         """Add a transform, or those of a ``Compose``.
@@ -180,15 +175,12 @@ class EpisodeEnv(TransformedEnv):
 
     def _find_parts(self) -> None:
         """Tell the parts of our own what the others are."""
-        dispatcher = self.runner.dispatcher
-        dispatcher.sources = list(self.transforms_of(ToolSource))
-        check_tool_names(dispatcher.sources)
         transforms = list(self.episode_transforms())
         self.runner.set_transforms(transforms)
         self.entries.reward_names = self.reward_names
         self.entries.dense = any(part.by_token for part in transforms)
         self.entries.loads_data = any(overrides(part, "draw") for part in transforms)
-        self.entries.has_tools = bool(dispatcher.sources)
+        self.entries.has_tools = bool(self.runner.dispatcher.sources)
         self.entries.has_sources = any(isinstance(part, RewardSource) for part in transforms)
         self.entries.exporting = [part for part in transforms if overrides(part, "export")]
         self.empty_cache()
@@ -337,7 +329,7 @@ class EpisodeEnv(TransformedEnv):
                 self.close_episodes,
                 functools.partial(self.base_env.close, raise_if_closed=raise_if_closed),
                 *[transform.close for transform in self.transforms_of(Transform)],
-                self._calls.close,
+                self.calls.close,
             ]
         )
 
@@ -469,7 +461,7 @@ class AsyncEpisodeRunner:
             episode.conversation = base.open(episode.query, episode.tools)
         except Exception as error:
             runner.fail(episode, type(self._env.base_env).__name__, error)
-        await drive(run_event(events.before_turn, episode))
+        await drive(events.before_turn(episode))
         while not (episode.stop_reason or episode.is_done):
             episode.conversation, episode.finish_reason = await policy.take_turn(
                 episode.conversation, max_new_tokens=episode.max_new_tokens, session=episode.id
@@ -481,7 +473,7 @@ class AsyncEpisodeRunner:
             for step in self._turn_steps:
                 await drive(run_event(step, episode))
             episode.end_unanswered()
-            await drive(run_event(events.before_turn, episode))
+            await drive(events.before_turn(episode))
         episode.settle()
         events.over([episode])
 

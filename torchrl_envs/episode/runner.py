@@ -23,6 +23,7 @@ from torchrl_data.conversation import (
     kind_of,
 )
 from torchrl_data.ragged import read_objects, write_objects
+from torchrl_data.tool_calls import TurnParser, parse_tool_calls
 from torchrl_envs import entries
 from torchrl_envs.concurrency import ConcurrentCalls
 from torchrl_envs.tool_results import error_line
@@ -36,7 +37,14 @@ from .episode import (
     drive,
     run_event,
 )
-from .transform import EpisodeStartError, EpisodeTransform, ToolDispatcher, overrides
+from .transform import (
+    EpisodeStartError,
+    EpisodeTransform,
+    ToolDispatcher,
+    ToolSource,
+    check_tool_names,
+    overrides,
+)
 
 # Episodes as entries of a batch, and back: read once, written once.
 #
@@ -244,18 +252,26 @@ class EpisodeRunner:
 
     Args:
         calls: runs what events wait for.
-        dispatcher: answers turns that call tools; the first to see one.
+        parse: finds the tool calls of a turn.
     """
 
-    def __init__(self, calls: ConcurrentCalls, dispatcher: ToolDispatcher) -> None:
+    def __init__(self, calls: ConcurrentCalls, parse: TurnParser = parse_tool_calls) -> None:
         self.calls = calls
-        self.dispatcher = dispatcher
+        self.dispatcher = ToolDispatcher(parse)
+        """Answers turns that call tools; the first to see one."""
         self._parts: dict[str, list[EpisodeTransform]] = {event: [] for event in _EVENTS}
         self._open: dict[int, tuple[int, Resources]] = {}
         weakref.finalize(self, close_left_open, self._open)
 
     def set_transforms(self, transforms: Sequence[EpisodeTransform]) -> None:
-        """Who takes part, in order, without the dispatcher."""
+        """Who takes part, in order.
+
+        Raises:
+            ValueError: two of them have a tool of the same name.
+        """
+        sources = [transform for transform in transforms if isinstance(transform, ToolSource)]
+        check_tool_names(sources)
+        self.dispatcher.sources = sources
         for number, transform in enumerate(transforms):
             transform.key = f"{type(transform).__name__}.{number}"
         self._parts = {
@@ -312,46 +328,34 @@ class EpisodeRunner:
         ]
         episode.tools = schemas or episode.tools
 
-    def before_turn(self, episode: Episode) -> EventCoroutine | None:
+    async def before_turn(self, episode: Episode) -> None:
         """Bound the next turn of an episode, if it goes on; or it gets a ``stop_reason``."""
-        if episode.stop_reason or episode.is_done:
-            return None
-        episode.max_new_tokens = None
-        return self._bound(episode) if self._parts["before_turn"] else None
-
-    async def _bound(self, episode: Episode) -> None:
+        if not (episode.stop_reason or episode.is_done):
+            episode.max_new_tokens = None
         for transform in self._parts["before_turn"]:
             if episode.stop_reason or episode.is_done:
                 return
-            if (waiting := self.run_safely(transform, "before_turn", episode)) is not None:
-                await waiting
+            await self.run_safely(transform, "before_turn", episode)
 
-    def run_safely(
-        self, part: EpisodeTransform | ToolDispatcher, event: str, episode: Episode
-    ) -> EventCoroutine | None:
+    async def run_safely(self, part: EpisodeTransform, event: str, episode: Episode) -> None:
         """Run an event of an episode that has started, of a transform or of what tools answer.
 
         What it raises ends this episode alone, truncated and unscorable, with ``stop_reason``
         ``"environment_error: <where>: <type>: <message>"``; nothing more takes part in it then.
-
-        Returns:
-            What is left of an event that waits for something; most do not.
         """
         if episode.stop_reason and kind_of(episode.stop_reason) == ENVIRONMENT_ERROR:
-            return None
-        where = "tools" if part is self.dispatcher else type(part).__name__
+            return
         try:
-            if isinstance(part, ToolDispatcher) or part.concerned([episode]):
-                rest = getattr(part, event)(episode)
-                return _safely(rest, episode, where) if isinstance(rest, CoroutineType) else None
+            if part.concerned([episode]):
+                waiting = getattr(part, event)(episode)
+                if isinstance(waiting, CoroutineType):
+                    await waiting
         except (Exception, SystemExit) as error:
-            fail(episode, where, error)
-        return None
+            fail(episode, "tools" if part is self.dispatcher else type(part).__name__, error)
 
-    def run(self, event: Callable[[Episode], Any], episodes: Sequence[Episode]) -> None:
+    def run(self, event: Callable[[Episode], EventCoroutine], episodes: Sequence[Episode]) -> None:
         """Run an event on each episode to its end, then raise what the first raised."""
-        begun = map(event, episodes)
-        drive([waiting for waiting in begun if waiting is not None], self.calls)
+        drive([event(episode) for episode in episodes], self.calls)
 
     def over(self, episodes: Sequence[Episode]) -> None:
         """Tell that episodes are over, each as soon as it is; to be told again says no more."""
@@ -407,13 +411,6 @@ class EpisodeRunner:
         return self._open.get(episode.id, (0, Resources()))[1]
 
 
-async def _safely(rest: EventCoroutine, episode: Episode, where: str) -> None:
-    try:
-        await rest
-    except (Exception, SystemExit) as error:
-        fail(episode, where, error)
-
-
 def fail(episode: Episode, where: str, error: BaseException) -> None:
     """An episode is over, because something of the environment raised."""
     _log.warning("An episode ends: %s failed", where, exc_info=error)
@@ -467,7 +464,7 @@ class EpisodeStep:
                 episode.num_turns += 1
                 if not episode.is_done:
                     self._turns.append(episode)
-        if self._entries.has_tools:
+        if runner.dispatcher.sources:
             answer = functools.partial(runner.run_safely, runner.dispatcher, "after_turn")
             runner.run(answer, self._turns)
         self._write(next_batch, flags=any(episode.is_done for episode in self._turns))

@@ -5,6 +5,7 @@ Transforms with events, of one episode or of whole trajectories, and the tools t
 
 import re
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -17,12 +18,12 @@ from torchrl_data.conversation import ENVIRONMENT_ERROR
 from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, REWARD
 from torchrl_data.messages import Message
 from torchrl_data.ragged import TokenEntries, read_images
-from torchrl_data.tool_calls import MalformedCall, ToolCall, TurnParser, parse_tool_calls
+from torchrl_data.tool_calls import MalformedCall, ToolCall, TurnParser
 from torchrl_envs.concurrency import Call, ConcurrentCalls, EpisodeLostError, Outcome
 from torchrl_envs.entries import RowReward, copied_rows, dense_reward, joined_rows
 from torchrl_envs.tool_results import MAX_RESULT_BYTES, as_text, error_line, error_text, result_text
 
-from .episode import Episode, EventCoroutine, PendingCall, PendingCalls, Resources, ToolCallRecord
+from .episode import Episode, PendingCall, PendingCalls, Resources, ToolCallRecord
 
 if TYPE_CHECKING:
     from torchrl_envs.tool_schemas import Tool
@@ -41,11 +42,8 @@ class EpisodeEnvironment(Protocol):
 
     base_env: Any
     """A :class:`~torchrl_envs.ChatEnv`, usually."""
-
-    @property
-    def calls(self) -> ConcurrentCalls:
-        """Runs the calls of tools, environments and rewards."""
-        ...
+    calls: ConcurrentCalls
+    """Runs the calls of tools, environments and rewards."""
 
     @property
     def batch_size(self) -> torch.Size:
@@ -96,6 +94,8 @@ class EpisodeTransform(Transform):
         ['2 + 2?', '4', 'Are you sure?']
     """
 
+    key: str = ""
+    """Its name, which an environment gives it: where it keeps what it remembers of an episode."""
     only_for: Callable[[Episode], bool] | None = None
     """Says in which episodes it takes part; ``None``: in all."""
 
@@ -157,15 +157,6 @@ class EpisodeTransform(Transform):
         """
 
     # What it works with -------------------------------------------------------------------------
-
-    @property
-    def key(self) -> str:
-        """Its name in the environment: where it keeps what it remembers of an episode."""
-        return self.__dict__.get("_key", type(self).__name__)
-
-    @key.setter
-    def key(self, name: str) -> None:
-        self.__dict__["_key"] = name
 
     def call(
         self, *functions: Call, timeout_s: float, lane: Hashable = None
@@ -268,34 +259,24 @@ class EpisodeStartError(Exception):
 # Shape legend: B rows, T tokens of a row (ragged).
 
 
+@dataclass
 class TokenRow:
-    """One trajectory: its tokens, what is known of each, and what a transform adds.
+    """One trajectory: its tokens, what is known of each, and what a transform adds."""
 
-    Args:
-        ids: int64 ``[T]``.
-        assistant_mask: bool ``[T]``, True on sampled tokens.
-        find: looks an entry up, ``[T]`` or ``None``.
-        who: the transform, named in errors.
-        images: of its prompt, in base 64.
-    """
-
-    def __init__(
-        self,
-        ids: Tensor,
-        assistant_mask: Tensor,
-        find: Callable[[NestedKey], Tensor | None],
-        who: str,
-        images: Sequence[str] = (),
-    ) -> None:
-        self.ids = ids
-        self.assistant_mask = assistant_mask
-        self.images = images
-        self.results: dict[NestedKey, Tensor] = {}
-        """Entries to be written, ``[T]`` each."""
-        self.penalty: Tensor | None = None
-        """What the reward gets in addition, float32 ``[T]``."""
-        self._find = find
-        self._who = who
+    ids: Tensor
+    """int64 ``[T]``."""
+    assistant_mask: Tensor
+    """bool ``[T]``, True on sampled tokens."""
+    find: Callable[[NestedKey], Tensor | None]
+    """Looks an entry up, ``[T]`` or ``None``."""
+    who: str
+    """The transform, named in errors."""
+    images: Sequence[str] = ()
+    """Of its prompt, in base 64."""
+    results: dict[NestedKey, Tensor] = field(default_factory=dict)
+    """Entries to be written, ``[T]`` each."""
+    penalty: Tensor | None = None
+    """What the reward gets in addition, float32 ``[T]``."""
 
     def read(self, key: NestedKey) -> Tensor:
         """An entry aligned with the tokens, ``[T]``.
@@ -304,10 +285,10 @@ class TokenRow:
             MissingEntryError: nobody has written it.
         """
         value = self.results.get(key)
-        value = self._find(key) if value is None else value
+        value = self.find(key) if value is None else value
         if value is None:
             raise MissingEntryError(
-                f"{self._who} reads {key!r}, which nobody has written. Run the transform that "
+                f"{self.who} reads {key!r}, which nobody has written. Run the transform that "
                 "writes it first (RetrieveLogProb, say)."
             )
         return value
@@ -347,10 +328,16 @@ class TrajectoryTransform(EpisodeTransform):
 
     def finish_batch(self, episodes: Sequence[Episode]) -> None:
         """Work on the trajectories that have just ended, every row of each."""
-        found = [
-            [_token_row(episode, i, self._get_name()) for i in range(len(episode.rows))]
-            for episode in episodes
-        ]
+        found: list[list[TokenRow]] = []
+        for episode in episodes:
+            found.append([])
+            end = 0
+            for row in episode.rows:
+                start, end = end, end + row.num_tokens(0)
+                known = {key: values[start:end] for key, values in episode.token_entries.items()}
+                find = {**known, LOG_PROBS_FULL: row.log_probs(0)}.get
+                ids, mask = row.token_ids(0), row.assistant_mask(0)
+                found[-1].append(TokenRow(ids, mask, find, self._get_name(), row.images(0)))
         self.score([row for rows in found for row in rows])
         for episode, rows in zip(episodes, found, strict=True):
             for key in self.results:
@@ -431,20 +418,6 @@ class TrajectoryTransform(EpisodeTransform):
         if keep is not None and reward.numel() == len(keep):
             reward = reward[keep]
         row.set(key, _padded(dense_reward(reward, penalty, tokens.assistant_mask), keep))
-
-
-def _token_row(episode: Episode, number: int, who: str) -> TokenRow:
-    """One row of an episode that has ended."""
-    rows = episode.rows
-    row, start = rows[number], sum(earlier.num_tokens(0) for earlier in rows[:number])
-
-    def find(key: NestedKey) -> Tensor | None:
-        if key == LOG_PROBS_FULL:
-            return row.log_probs(0)
-        value = episode.token_entries.get(key)
-        return None if value is None else value[start : start + row.num_tokens(0)]
-
-    return TokenRow(row.token_ids(0), row.assistant_mask(0), find, who, images=row.images(0))
 
 
 def _next(key: NestedKey) -> NestedKey:
@@ -661,19 +634,20 @@ def check_tool_names(sources: Collection[ToolSource]) -> None:
         owners.update(own)
 
 
-class ToolDispatcher:
+class ToolDispatcher(EpisodeTransform):
     """Answers the turns of episodes with what all sources of tools say.
 
     Args:
         parse: finds the calls of a turn, in the model's format.
     """
 
-    def __init__(self, parse: TurnParser = parse_tool_calls) -> None:
+    def __init__(self, parse: TurnParser) -> None:
+        super().__init__()
         self.parse = parse
         self.sources: Sequence[ToolSource] = ()
-        """All sources of the environment, in order; the environment keeps it up to date."""
+        """All sources of the environment, in order; the runner keeps it up to date."""
 
-    def after_turn(self, episode: Episode) -> EventCoroutine | None:
+    async def after_turn(self, episode: Episode) -> None:
         """Answer a turn: run what it asks for, say what comes of it in order, and count it.
 
         Args:
@@ -681,9 +655,6 @@ class ToolDispatcher:
         """
         message = episode.last_message
         items = self._read(episode, message["content"]) if message["role"] == "assistant" else ()
-        return self._answer(episode, items) if items else None
-
-    async def _answer(self, episode: Episode, items: Sequence[Job | Answer]) -> None:
         pending = [PendingCall(i.call, i.timeout_s, i.lane) for i in items if isinstance(i, Job)]
         outcomes = iter(await PendingCalls(pending) if pending else ())
         messages: list[Message] = []
