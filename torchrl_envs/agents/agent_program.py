@@ -6,8 +6,8 @@ Its requests become turns, and its branches rows.
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -45,86 +45,60 @@ _CUT_TOKENS: Final = 8
 """What a cut through a text may add."""
 
 
-class PromptChecker:
-    """Encodes conversations as the policy does, once it has been seen; until then all may pass."""
+def as_prompt(
+    conversation: Conversations, encoder: ConversationEncoder | None, max_tokens: int
+) -> Conversations:
+    """A conversation as the policy's prompt.
 
-    def __init__(self) -> None:
-        self._encoder: ConversationEncoder | None = None
-        self._bound = self._max_tokens = turns.MOST_TOKENS
+    Args:
+        conversation: one.
+        encoder: the policy's; without one all may pass, as they are.
+        max_tokens: of a prompt.
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What was seen of a policy does not travel: a copy sees its own."""
-        return {"_encoder": None, "_bound": self._bound, "_max_tokens": self._bound}
+    Raises:
+        RequestError: the chat template can't show it, or leaves some of it out.
+        PromptTooLongError: there would be no room for an answer.
+    """
+    if encoder is None:
+        return conversation
+    _check_length(conversation, encoder, max_tokens)
+    try:
+        encoded, errors = encoder.encode_rows(conversation)
+    except ToolsNotShownError as error:
+        raise turns.RequestError(str(error)) from error
+    for error in errors.values():
+        raise turns.RequestError(f"the chat template can't show the messages: {error}") from error
+    num_tokens = encoded.num_tokens(0)
+    if num_tokens > max_tokens:
+        raise turns.PromptTooLongError(num_tokens, max_tokens)
+    return encoded
 
-    def bound(self, bounds: Iterable[int]) -> None:
-        """What bounds prompts beside the policy's model.
 
-        Args:
-            bounds: most tokens of a prompt.
-        """
-        self._bound = min(bounds, default=turns.MOST_TOKENS)
-        self._max_tokens = min(self._max_tokens, self._bound)
+def _check_length(
+    conversation: Conversations, encoder: ConversationEncoder, max_tokens: int
+) -> None:
+    """Refuse a long prompt as soon as enough of it is counted.
 
-    def read_policy(self, policy: Any) -> None:
-        """How the policy encodes, and what its model takes.
-
-        Args:
-            policy: what answers; one without an encoder reads whatever there is.
-        """
-        self._encoder = getattr(policy, "encoder", None)
-        limit = getattr(getattr(policy, "engine", None), "max_model_len", None)
-        self._max_tokens = self._bound if limit is None else min(self._bound, limit - 1)
-
-    def encode(self, conversation: Conversations) -> Conversations:
-        """A conversation as a prompt.
-
-        Args:
-            conversation: one.
-
-        Raises:
-            RequestError: the chat template can't show it, or leaves some of it out.
-            PromptTooLongError: there would be no room for an answer.
-        """
-        encoder = self._encoder
-        if encoder is None:
-            return conversation
-        self._check_length(conversation, encoder)
-        try:
-            encoded, errors = encoder.encode_rows(conversation)
-        except ToolsNotShownError as error:
-            raise turns.RequestError(str(error)) from error
-        for error in errors.values():
-            raise turns.RequestError(
-                f"the chat template can't show the messages: {error}"
-            ) from error
-        num_tokens = encoded.num_tokens(0)
-        if num_tokens > self._max_tokens:
-            raise turns.PromptTooLongError(num_tokens, self._max_tokens)
-        return encoded
-
-    def _check_length(self, conversation: Conversations, encoder: ConversationEncoder) -> None:
-        """Refuse a long prompt as soon as enough of it is counted.
-
-        To encode takes some 200 bytes of memory for each character. What has more than a few for
-        each token that there is room for is counted piece by piece first, with the tokens that the
-        cuts may add left out.
-        """
-        texts: list[str] = []
-        values: list[Any] = list(waiting_rows(conversation))
-        while values:
-            value = values.pop()
-            if isinstance(value, str):
-                texts.append(value)
-            elif isinstance(value, list | tuple | Mapping):
-                values.extend(value.values() if isinstance(value, Mapping) else value)
-        if sum(map(len, texts)) <= _WHOLE_CHARACTERS * self._max_tokens:
-            return
-        text, num_tokens = "\n".join(texts), 0
-        for start in range(0, len(text), _PIECE):
-            (ids,) = encoder.guard.encode_texts([text[start : start + _PIECE]])
-            num_tokens += len(ids) - _CUT_TOKENS
-            if num_tokens > self._max_tokens:
-                raise turns.PromptTooLongError(num_tokens, self._max_tokens)
+    To encode takes some 200 bytes of memory for each character. What has more than a few for each
+    token that there is room for is counted piece by piece first, with the tokens that the cuts may
+    add left out.
+    """
+    texts: list[str] = []
+    values: list[Any] = list(waiting_rows(conversation))
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, list | tuple | Mapping):
+            values.extend(value.values() if isinstance(value, Mapping) else value)
+    if sum(map(len, texts)) <= _WHOLE_CHARACTERS * max_tokens:
+        return
+    text, num_tokens = "\n".join(texts), 0
+    for start in range(0, len(text), _PIECE):
+        (ids,) = encoder.guard.encode_texts([text[start : start + _PIECE]])
+        num_tokens += len(ids) - _CUT_TOKENS
+        if num_tokens > max_tokens:
+            raise turns.PromptTooLongError(num_tokens, max_tokens)
 
 
 # Which conversation of an episode a request goes on with.
@@ -309,7 +283,10 @@ class AgentProgram(ToolSource, RewardSource):
         self.end_timeout_s = end_timeout_s
         self.max_request_bytes = max_request_bytes
         self._accepted: dict[str, Any] = {}
-        self._prompts = PromptChecker()
+        self._encoder: ConversationEncoder | None = None
+        """The policy's, once that has been seen."""
+        self._bound = self._max_tokens = turns.MOST_TOKENS
+        """Most tokens of a prompt: what the environment says, and with it the policy's model."""
         self._server: AgentServer | None = None
 
     @property
@@ -337,8 +314,9 @@ class AgentProgram(ToolSource, RewardSource):
         return self._server
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has a server of its own."""
-        return {**super().__getstate__(), "_server": None}
+        """A copy has a server of its own, and sees its own policy."""
+        own = {"_server": None, "_encoder": None, "_max_tokens": self._bound}
+        return {**super().__getstate__(), **own}
 
     def close(self) -> None:
         """Stop the server."""
@@ -367,7 +345,9 @@ class AgentProgram(ToolSource, RewardSource):
                 f"environment has {speaking} for its episodes, too."
             )
         bounds = [(b.max_model_len, b.min_turn_tokens) for b in env.transforms_of(TokenBudget)]
-        self._prompts.bound(most - least for most, least in bounds if most is not None)
+        prompts = [most - least for most, least in bounds if most is not None]
+        self._bound = min(prompts, default=turns.MOST_TOKENS)
+        self._max_tokens = min(self._max_tokens, self._bound)
         for loader in env.transforms_of(DataLoadingPrimer):
             needed = programs.required_columns(self.program)
             check_columns("AgentProgram: the program", loader.columns, needed)
@@ -387,7 +367,9 @@ class AgentProgram(ToolSource, RewardSource):
             texts = list(sampling.stop)
             self._accepted |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
             self._accepted |= {"stop": texts, "stop_sequences": texts}
-        self._prompts.read_policy(policy)
+        self._encoder = getattr(policy, "encoder", None)
+        limit = getattr(getattr(policy, "engine", None), "max_model_len", None)
+        self._max_tokens = self._bound if limit is None else min(self._bound, limit - 1)
 
     # Events -------------------------------------------------------------------------------------
 
@@ -401,7 +383,8 @@ class AgentProgram(ToolSource, RewardSource):
         session = server.open()
         endpoint = programs.AgentEndpoint(f"{server.url}/v1", session.key, self.model)
         columns = {"seed": episode.seed, **(episode.example or {})}
-        agent = _Agent(session, self._prompts)
+        encode = partial(as_prompt, encoder=self._encoder, max_tokens=self._max_tokens)
+        agent = _Agent(session, Branches(encode))
         episode.resources.add(self, agent, closing=partial(agent.close, server), name=self.name)
         agent.running = programs.RunningProgram(self.program, endpoint, columns, session)
         outcome = await self._next(agent, agent.branches.begin)
@@ -514,18 +497,18 @@ class AgentProgram(ToolSource, RewardSource):
         episode.truncate(f"{ENVIRONMENT_ERROR}: {self.name}: {error_line(error)}")
 
 
+@dataclass
 class _Agent:
     """The program of one episode, and what it has asked for."""
 
-    def __init__(self, session: AgentSession, prompts: PromptChecker) -> None:
-        self.running: programs.RunningProgram | None = None
-        self.session = session
-        self.branches = Branches(prompts.encode)
-        self.asked: turns.TurnRequest | None = None
-        """What the next turn answers."""
-        self.end: ProgramEnd | None = None
-        self.calls: dict[str, int] = {}
-        """Where the record of a call stands in the episode's, by its id."""
+    session: AgentSession
+    branches: Branches
+    running: programs.RunningProgram | None = None
+    asked: turns.TurnRequest | None = None
+    """What the next turn answers."""
+    end: ProgramEnd | None = None
+    calls: dict[str, int] = field(default_factory=dict)
+    """Where the record of a call stands in the episode's, by its id."""
 
     def close(self, server: AgentServer, reason: str) -> None:
         """Give it back: whatever still waits is refused, and the program stopped."""

@@ -169,7 +169,14 @@ class AgentCommand:
             command = relayed_command(socket, f"{policy.hostname}:{policy.port}", command)
             endpoint = endpoint._replace(base_url=policy._replace(netloc=near).geturl())
             found = {**ENVIRONMENT, "PATH": f"{sys.prefix}/bin:{os.environ.get('PATH', '')}"}
-        return kept_command(command, user=user), found | _variables(endpoint) | self.environment
+        url = {"OPENAI": endpoint.base_url, "ANTHROPIC": endpoint.base_url.removesuffix("/v1")}
+        for company, base_url in url.items():
+            found |= {f"{company}_BASE_URL": base_url, f"{company}_API_BASE": base_url}
+            found |= {f"{company}_API_KEY": endpoint.api_key, f"{company}_MODEL": endpoint.model}
+        for name in ("NO_PROXY", "no_proxy"):
+            hosts = [os.environ.get(name, ""), urlsplit(endpoint.base_url).hostname or ""]
+            found[name] = ",".join(filter(None, hosts))
+        return kept_command(command, user=user), found | self.environment
 
     def _written(self, row: Mapping[str, Any]) -> bytes:
         for name, value in row.items():
@@ -180,19 +187,6 @@ class AgentCommand:
                     f"{self.__name__} gets its row as JSON; the column {name!r} is not: {error}"
                 ) from error
         return json.dumps(row).encode() + b"\n"
-
-
-def _variables(endpoint: AgentEndpoint) -> dict[str, str]:
-    """Where a process finds the policy."""
-    own = endpoint.base_url.removesuffix("/v1")
-    found = {f"OPENAI_{name}": endpoint.base_url for name in ("BASE_URL", "API_BASE")}
-    found |= {f"ANTHROPIC_{name}": own for name in ("BASE_URL", "API_BASE")}
-    for company in ("OPENAI", "ANTHROPIC"):
-        found |= {f"{company}_API_KEY": endpoint.api_key, f"{company}_MODEL": endpoint.model}
-    for name in ("NO_PROXY", "no_proxy"):
-        hosts = [os.environ.get(name, ""), urlsplit(endpoint.base_url).hostname or ""]
-        found[name] = ",".join(filter(None, hosts))
-    return found
 
 
 async def _end(process: asyncio.subprocess.Process, key: str) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .protocols import Protocol, anthropic_messages, chat_completions, openai_responses
@@ -35,14 +36,14 @@ class ProgramEnd(NamedTuple):
     error: BaseException | None
 
 
+@dataclass(eq=False)
 class Asked:
     """A request, and what becomes of it."""
 
-    def __init__(self, request: TurnRequest) -> None:
-        self.request = request
-        self.reply: Future[TurnReply] = Future()
-        """Holds a ``RequestError`` where it can't be answered as it is."""
-        self.is_awaited = True
+    request: TurnRequest
+    reply: Future[TurnReply] = field(default_factory=Future)
+    """Holds a ``RequestError`` where it can't be answered as it is."""
+    is_awaited: bool = True
 
 
 class AgentSession:
@@ -236,9 +237,7 @@ class AgentServer:
             timeout_graceful_shutdown=_STOP_S,
         )
         self._server = uvicorn.Server(config)
-        self._socket = _listen(host, port)
-        port, host = self._socket.getsockname()[1], _address(host)
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._socket, self.url = _listen(host, port)
         """Where it listens; OpenAI's clients take it with ``/v1``."""
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="agent-server", daemon=True
@@ -312,8 +311,10 @@ class AgentServer:
         return _error(404, f"there is no {request.url.path} here, only {', '.join(_PROTOCOLS)}")
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, and room for a connection or more, and an event loop, of each program.
+def _listen(host: str, port: int) -> tuple[socket.socket, str]:
+    """A socket that listens, and where programs find it.
+
+    There is room for a connection or more, and an event loop, of each program.
 
     Raises:
         OSError: it can't listen there.
@@ -324,26 +325,22 @@ def _listen(host: str, port: int) -> socket.socket:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        listening = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise OSError(
             error.errno,
             f"AgentProgram can't listen at {host}:{port} ({error.strerror}). Each environment has "
             "a server of its own: port=0 finds each a port",
         ) from error
-
-
-def _address(host: str) -> str:
-    """Where programs find a server that listens at a host."""
-    if host not in _EVERYWHERE:
-        return host
-    # By which address this machine would write to another one; nothing is sent.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    if host in _EVERYWHERE:
+        # By which address this machine would write to another one; nothing is sent.
+        host = "127.0.0.1"
+        probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        with probe, contextlib.suppress(OSError):  # it may know no other machine
             probe.connect(("192.0.2.1", 9))
-        except OSError:  # it knows no other machine
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+            host = str(probe.getsockname()[0])
+    shown = f"[{host}]" if ":" in host else host
+    return listening, f"http://{shown}:{listening.getsockname()[1]}"
 
 
 def _key_of(request: "Request") -> str:

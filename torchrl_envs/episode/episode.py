@@ -9,7 +9,16 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Coroutine,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import nullcontext
 from types import CoroutineType
 from typing import Any, Final, NamedTuple
@@ -219,7 +228,15 @@ def drive(coroutines: Sequence[EventCoroutine], calls: ConcurrentCalls) -> None:
                 except Exception as error:
                     errors[number] = error
                     del running[number]
-            answers = run_pending(asked, calls)
+            pending = [each for waiting in asked.values() for each in waiting.calls]
+            lanes = list(_by_lane(pending).values())
+            found = calls.run(
+                [[pending[place].call for place in lane] for lane in lanes],
+                [[pending[place].timeout_s for place in lane] for lane in lanes],
+            )
+            by_place = dict(zip(itertools.chain(*lanes), itertools.chain(*found), strict=True))
+            outcomes = iter([by_place[place] for place in range(len(pending))])
+            answers = {n: list(itertools.islice(outcomes, len(asked[n].calls))) for n in asked}
     finally:
         for coroutine in running.values():
             coroutine.close()
@@ -251,10 +268,7 @@ class LoopDriver:
 
     async def _run(self, pending: Sequence[PendingCall]) -> list[Outcome]:
         """Run calls, those of one lane in order, also among several events."""
-        lanes: dict[Hashable, list[int]] = {}
-        for place, each in enumerate(pending):
-            key = ("alone", place) if each.lane is None else ("lane", each.lane)
-            lanes.setdefault(key, []).append(place)
+        lanes = _by_lane(pending)
         results = [Outcome()] * len(pending)
 
         async def run(key: Any, places: list[int]) -> None:
@@ -288,27 +302,13 @@ def _advance(coroutine: EventCoroutine, answer: list[Outcome] | None) -> Pending
     return asked
 
 
-def run_pending(
-    asked: Mapping[int, PendingCalls], calls: ConcurrentCalls
-) -> dict[int, list[Outcome]]:
-    """Run what several events wait for at once; an outcome per call, by number of the event."""
-    chains: list[list[PendingCall]] = []
-    lanes: dict[Hashable, int] = {}
-    places: dict[int, list[tuple[int, int]]] = {}
-    for number, pending in asked.items():
-        own = places[number] = []
-        for each in pending.calls:
-            new = len(chains)
-            chain = new if each.lane is None else lanes.setdefault(each.lane, new)
-            if chain == new:
-                chains.append([])
-            own.append((chain, len(chains[chain])))
-            chains[chain].append(each)
-    if not chains:
-        return {number: [] for number in asked}
-    limits = [[each.timeout_s for each in chain] for chain in chains]
-    outcomes = calls.run([[each.call for each in chain] for chain in chains], limits)
-    return {n: [outcomes[chain][place] for chain, place in own] for n, own in places.items()}
+def _by_lane(pending: Iterable[PendingCall]) -> dict[Hashable, list[int]]:
+    """The places of calls that run one after the other; one without a lane is alone in its own."""
+    lanes: dict[Hashable, list[int]] = {}
+    for place, each in enumerate(pending):
+        key = ("alone", place) if each.lane is None else ("lane", each.lane)
+        lanes.setdefault(key, []).append(place)
+    return lanes
 
 
 # One rollout, from its draw to its reward.

@@ -3,6 +3,7 @@
 Transforms with events, of one episode or of whole trajectories, and the tools that they bring.
 """
 
+import functools
 import re
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -386,7 +387,7 @@ class TrajectoryTransform(EpisodeTransform):
             TokenRow(
                 torch.tensor(ids),
                 mask.bool(),
-                _finder(row, keep),
+                functools.partial(_find, row, keep),
                 who,
                 images=[image for its in read_images(row) or () for image in its],
             )
@@ -424,13 +425,10 @@ def _next(key: NestedKey) -> NestedKey:
     return unravel_key(("next", key))  # type: ignore[return-value]
 
 
-def _finder(row: TensorDictBase, keep: Tensor | None) -> Callable[[NestedKey], Tensor | None]:
-    def find(key: NestedKey) -> Tensor | None:
-        value = row.get(_next(key), None)
-        value = row.get(key, None) if value is None else value
-        return value if keep is None or value is None else value[keep]
-
-    return find
+def _find(row: TensorDictBase, keep: Tensor | None, key: NestedKey) -> Tensor | None:
+    value = row.get(_next(key), None)
+    value = row.get(key, None) if value is None else value
+    return value if keep is None or value is None else value[keep]
 
 
 def _padded(values: Tensor, keep: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ import re
 import urllib.request
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -291,31 +292,31 @@ class OpenEnvTools(ToolSource, RewardSource):
         episode.score.add_outcome(self.name, outcome, who=self.name)
 
 
+@dataclass
 class _Session:
     """One episode's session, and what it has given so far."""
 
-    def __init__(self, session: OpenEnvSession, text_of: Callable[[EnvResult], str | None]) -> None:
-        self.session = session
-        self.is_done = False
-        self._text_of = text_of
-        self._rewards: list[float | None] = [0.0]
-        """What the reset gave (0 where it gave none), and each step."""
+    session: OpenEnvSession
+    text_of: Callable[[EnvResult], str | None]
+    is_done: bool = False
+    rewards: list[float | None] = field(default_factory=lambda: [0.0])
+    """What the reset gave (0 where it gave none), and each step."""
 
     async def reset(self, arguments: Mapping[str, Any]) -> str | None:
         result = await self.session.reset(**arguments)
-        self._rewards = [result.reward or 0.0]
-        return self._text_of(result)
+        self.rewards = [result.reward or 0.0]
+        return self.text_of(result)
 
     async def step(self, action: Action, call: ToolCall) -> str:
         if self.is_done:
             raise ValueError("the episode is over")
         result = await self.session.step(action.make(call))
         self.is_done = result.done
-        self._rewards.append(result.reward)
-        return self._text_of(result) or ""
+        self.rewards.append(result.reward)
+        return self.text_of(result) or ""
 
     def outcome(self, reward: RewardOf) -> Outcome:
-        steps = self._rewards[1:] or self._rewards
+        steps = self.rewards[1:] or self.rewards
         given = [each for each in steps if each is not None]
         if not given:
             return Outcome()

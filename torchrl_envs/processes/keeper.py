@@ -86,22 +86,17 @@ def _reap(child: int) -> int | None:
 def _kill_descendants() -> None:
     with contextlib.suppress(ChildProcessError):  # none is left
         while True:
-            for pid in _descendants():
+            children: dict[int, list[int]] = {}
+            for name in filter(str.isdigit, os.listdir("/proc")):
+                with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+                    children.setdefault(parent, []).append(int(name))
+            found = list(children.get(os.getpid(), []))
+            for pid in found:
+                found += children.get(pid, [])
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             os.waitpid(-1, 0)
-
-
-def _descendants() -> list[int]:
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            parent = int(file.read().rpartition(b")")[2].split()[1])
-            children.setdefault(parent, []).append(int(name))
-    found = [os.getpid()]
-    for pid in found:
-        found += children.get(pid, [])
-    return found[1:]
 
 
 def _end_like(status: int | None) -> None:

@@ -225,8 +225,7 @@ class SandboxProcess:
 
 # Runs untrusted Python code.
 
-_CHOICES: Final[tuple[Isolation, ...]] = ("bubblewrap",)
-_verified: dict[tuple[Isolation, confinement.Interpreter], str | None] = {}
+_verified: dict[confinement.Interpreter, str | None] = {}
 _verifying = threading.Lock()
 
 
@@ -268,8 +267,8 @@ class Sandbox:
         isolation: Isolation | None = None,
         allow_unsandboxed: bool = False,
     ) -> None:
-        if isolation not in (None, "none", *_CHOICES):
-            choices = f"must be one of {_CHOICES}, 'none' or None"
+        if isolation not in (None, "none", "bubblewrap"):
+            choices = "must be one of 'bubblewrap', 'none' and None"
             raise ValueError(f"Sandbox: isolation {choices}, got {isolation!r}.")
         if isolation == "none" and not allow_unsandboxed:
             raise ValueError(
@@ -278,7 +277,24 @@ class Sandbox:
             )
         self.limits = SandboxLimits() if limits is None else limits
         self.interpreter = confinement.Interpreter.current(packages)
-        self.isolation: Isolation = self._choose(isolation, allow_unsandboxed)
+        missing = "isolation='none' was asked for"
+        if isolation != "none":
+            reason = _reason_against(self.interpreter)
+            missing = "" if reason is None else f"bubblewrap: {reason}"
+        self.isolation: Isolation = "none" if missing else "bubblewrap"
+        if missing and not allow_unsandboxed:
+            raise confinement.SandboxUnavailableError(
+                f"Nothing isolates untrusted code on this machine. {missing}. Containers need user "
+                "namespaces (a seccomp profile that allows unshare and mount). "
+                "`python -m torchrl_envs.sandbox` shows what works. To run code with the rights of "
+                "this process all the same, pass allow_unsandboxed=True; results then say so."
+            )
+        if missing:
+            warnings.warn(
+                f"Untrusted code runs with the rights of this process ({missing}).",
+                confinement.UnsandboxedCodeWarning,
+                stacklevel=2,
+            )
 
     def run(self, code: str, *, timeout_s: float | None = None) -> SandboxResult:
         """Run a program in a fresh sandbox and wait for its end.
@@ -393,61 +409,32 @@ class Sandbox:
     @staticmethod
     def reasons_against() -> dict[Isolation, str | None]:
         """For each way to isolate code why it does not work here, or ``None`` where it does."""
-        interpreter = confinement.Interpreter.current()
-        return {choice: _reason_against(choice, interpreter) for choice in _CHOICES}
-
-    # Construction -------------------------------------------------------------------------------
-
-    def _choose(self, isolation: Isolation | None, allow_unsandboxed: bool) -> Isolation:
-        reasons = ["isolation='none' was asked for"] if isolation == "none" else []
-        for choice in _CHOICES:
-            if isolation not in (None, choice):
-                continue
-            reason = _reason_against(choice, self.interpreter)
-            if reason is None:
-                return choice
-            reasons.append(f"{choice}: {reason}")
-        missing = "; ".join(reasons)
-        if allow_unsandboxed:
-            warnings.warn(
-                f"Untrusted code runs with the rights of this process ({missing}).",
-                confinement.UnsandboxedCodeWarning,
-                stacklevel=3,
-            )
-            return "none"
-        raise confinement.SandboxUnavailableError(
-            f"Nothing isolates untrusted code on this machine. {missing}. Containers need user "
-            "namespaces (a seccomp profile that allows unshare and mount). "
-            "`python -m torchrl_envs.sandbox` shows what works. To run code with the rights of "
-            "this process all the same, pass allow_unsandboxed=True; results then say so."
-        )
+        return {"bubblewrap": _reason_against(confinement.Interpreter.current())}
 
 
-def _reason_against(choice: Isolation, interpreter: confinement.Interpreter) -> str | None:
-    """Why a way to isolate code does not work here, or ``None``; tried once per process."""
-    key = (choice, interpreter)
+def _reason_against(interpreter: confinement.Interpreter) -> str | None:
+    """Why bubblewrap does not isolate code here, or ``None``; tried once per process."""
     with _verifying:
-        if key in _verified:
-            return _verified[key]
-        reason = None
-        if shutil.which("bwrap") is None:
+        if interpreter in _verified:
+            return _verified[interpreter]
+        if sys.platform != "linux":
+            reason = f"works on Linux only, this is {sys.platform}"
+        elif shutil.which("bwrap") is None:
             reason = (
                 "bubblewrap (the command `bwrap`) is not installed: on Debian and Ubuntu "
                 "`apt-get install bubblewrap`, on Fedora `dnf install bubblewrap`; see "
                 f"{page('docs/sandbox.md')}"
             )
-        if sys.platform != "linux":
-            reason = f"works on Linux only, this is {sys.platform}"
-        if reason is None:
+        else:
             trial = Sandbox.__new__(Sandbox)
-            trial.isolation, trial.interpreter = choice, interpreter
+            trial.isolation, trial.interpreter = "bubblewrap", interpreter
             trial.limits = confinement.TRIAL_LIMITS
             try:
                 failed = confinement.failing_checks(trial.run)
                 reason = f"these do not hold here: {', '.join(failed)}" if failed else None
             except (confinement.SandboxStartError, confinement.SandboxUnavailableError) as error:
                 reason = str(error)
-        _verified[key] = reason
+        _verified[interpreter] = reason
         return reason
 
 

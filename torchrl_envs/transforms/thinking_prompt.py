@@ -117,14 +117,6 @@ class AddThinkingPrompt(EpisodeTransform):
         num_asked = episode.memory.get(self.key, 0)
         if stays or not ends or num_asked >= self.max_prompts:
             return
-        if self.cond(self._shown(episode)):
-            episode.memory = {**episode.memory, self.key: num_asked + 1}
-            episode.resume()
-            words = self._rng.choice(self.prompts) if self.random_prompt else self.prompts[0]
-            episode.say({"role": self.role, "content": words})
-
-    def _shown(self, episode: Episode) -> TensorDictBase:
-        """What the condition sees of an episode."""
         shown = TensorDict({}, batch_size=[])
         base: Any = self._environment().base_env
         encoder = None if base.input_mode == HISTORY else base.encoder
@@ -135,4 +127,8 @@ class AddThinkingPrompt(EpisodeTransform):
             parts = scorer.score_messages(episode.messages, episode.first_response, episode.example)
             if not isinstance(parts, Exception) and parts[REWARD] is not None:
                 shown.set(REWARD, torch.tensor([[float(parts[REWARD])]]))
-        return shown
+        if self.cond(shown):
+            episode.memory = {**episode.memory, self.key: num_asked + 1}
+            episode.resume()
+            words = self._rng.choice(self.prompts) if self.random_prompt else self.prompts[0]
+            episode.say({"role": self.role, "content": words})
