@@ -58,8 +58,21 @@ def value_text(value: Any, *, max_bytes: int = MAX_RESULT_BYTES) -> str:
         return _cut(text, max_bytes, len(raw)) if raw[max_bytes:] else clean_text(text, max_bytes)
     if isinstance(value, str):
         return clean_text(value, max_bytes)
-    text, is_whole = _shown(value, max_bytes)
-    return clean_text(text, max_bytes) if is_whole else _head(text, max_bytes) + _REST
+    pieces: list[str] = []
+    size = 0
+    try:
+        # In pieces, so that a large structure is never written out whole.
+        is_scalar = value is None or isinstance(value, int | float)
+        for piece in [_JSON.encode(value)] if is_scalar else _JSON.iterencode(value):
+            if piece[0] == '"' and not pieces:  # no data, and so text without quotes
+                return clean_text(json.loads(piece), max_bytes)
+            pieces.append(piece)
+            size += len(piece)
+            if size > max_bytes:
+                return _head("".join(pieces), max_bytes) + _REST
+    except (TypeError, ValueError, RecursionError):
+        return clean_text(_safe_str(value), max_bytes)
+    return clean_text("".join(pieces), max_bytes)
 
 
 def clean_text(text: str, max_bytes: int) -> str:
@@ -85,25 +98,6 @@ def as_text(function: Call, max_bytes: int) -> Call:
         return value_text(value, max_bytes=max_bytes)
 
     return call_async if is_async(function) else call
-
-
-def _shown(value: Any, max_bytes: int) -> tuple[str, bool]:
-    """A value as JSON, or else ``str``; and whether that is all of it."""
-    pieces: list[str] = []
-    size = 0
-    try:
-        # In pieces, so that a large structure is never written out whole.
-        is_scalar = value is None or isinstance(value, int | float)
-        for piece in [_JSON.encode(value)] if is_scalar else _JSON.iterencode(value):
-            if piece[0] == '"' and not pieces:  # no data, and so text without quotes
-                return json.loads(piece), True
-            pieces.append(piece)
-            size += len(piece)
-            if size > max_bytes:
-                return "".join(pieces), False
-    except (TypeError, ValueError, RecursionError):
-        return _safe_str(value), True
-    return "".join(pieces), True
 
 
 class _Items(list[Any]):

@@ -43,7 +43,7 @@ class SlowSchemaError(Exception):
 
 
 def make_validator(schema: dict[str, Any]) -> Validator:
-    """A validator whose errors :func:`errors_in_time` finds."""
+    """A validator that keeps the deadline of its thread, if that has one."""
     Draft202012Validator.check_schema(schema)
     keywords, patterns, waiting = set(), [], [schema]
     for node in waiting:
@@ -67,15 +67,6 @@ def make_validator(schema: dict[str, Any]) -> Validator:
         raise SchemaError("unevaluatedProperties beside patternProperties is not supported")
     # A registry of its own, so that a reference to somewhere else is never fetched.
     return _InTime(schema, registry=Registry())
-
-
-def errors_in_time(validator: Validator, instance: Any) -> Iterator[ValidationError]:
-    """What is wrong with a value."""
-    _now.deadline = time.monotonic() + _DEADLINE_S
-    try:
-        yield from validator.iter_errors(instance)
-    finally:
-        del _now.deadline
 
 
 def _remaining_s() -> float:
@@ -201,10 +192,13 @@ class Tool(NamedTuple):
             type(value) is types.get(name) for name, value in arguments.items()
         ):
             return None
+        _now.deadline = time.monotonic() + _DEADLINE_S
         try:
-            error = best_match(errors_in_time(self.validator, arguments))
+            error = best_match(self.validator.iter_errors(arguments))
         except (Unresolvable, RecursionError, SlowSchemaError) as unresolved:
             return f"the tool's own schema can't be used: {unresolved!s:.200}"
+        finally:
+            del _now.deadline
         if error is None:
             return None
         place = "".join(f"[{part!r}]" for part in error.absolute_path)

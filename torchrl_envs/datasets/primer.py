@@ -5,9 +5,9 @@ import json
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from tensordict import TensorDictBase
@@ -233,20 +233,12 @@ def rollout_rewards(rows: Sequence[TensorDictBase]) -> list[float]:
 # Shape legend: B rows of the environment.
 
 _SAMPLE_ROWS: Final = 16
+_SHOWN_ERRORS: Final = 5
 _log = logging.getLogger(__name__)
 
 
 class DataExhaustedError(StopIteration):
     """A finite data set has no rows left."""
-
-
-class Draw(NamedTuple):
-    """One rollout's share of a data row."""
-
-    row: dict[str, Any]
-    group_id: int
-    seed: int
-    place: Place
 
 
 class DataLoadingPrimer(EpisodeTransform):
@@ -318,13 +310,12 @@ class DataLoadingPrimer(EpisodeTransform):
         self.seed = seed
         self.num_epochs = num_epochs
         self.skipped = data.SkippedRows()
-        self._source = data.Source(
-            self.dataset, shuffle=shuffle, buffer_size=self.options.shuffle_buffer_size, seed=seed
-        )
-        self._prepare = partial(data.prepare_row, self._source.rows, map_row)
         self._rows = data.RowStream(
-            self._source,
-            self._prepare,
+            self.dataset,
+            map_row,
+            shuffle=shuffle,
+            buffer_size=self.options.shuffle_buffer_size,
+            seed=seed,
             num_epochs=num_epochs,
             num_workers=num_workers,
             timeout_s=self.options.worker_timeout_s,
@@ -334,39 +325,34 @@ class DataLoadingPrimer(EpisodeTransform):
         self._system_prompt: str | None = None
         self._num_rows = 1
         self._shown_tools: list[str] = []
-        self.columns = data.columns_of(self._sample(max(1, self.options.num_checked_rows)))
+        self.columns = data.columns_of(self._rows.sample(max(1, self.options.num_checked_rows)))
         self.prompt_column = data.find_prompt_column(self.columns, prompt_column)
         self._checks: dict[str, RowCheck] = {}
-        self._settings = self._describe()
+        buffered = shuffle and self._rows.num_rows is None
+        sample = [row for _, row in self._rows.sample(_SAMPLE_ROWS)]
+        shown = json.dumps(sample, sort_keys=True, default=lambda value: type(value).__name__)
+        self._settings: dict[str, Any] = {
+            "num_rows": self._rows.num_rows,
+            "columns": list(self.columns),
+            "content": hashlib.sha256(shown.encode(errors="replace")).hexdigest()[:16],
+            "group_size": self.group_size,
+            "prompt_column": self.prompt_column,
+            "shuffle": shuffle,
+            "shuffle_buffer_size": self.options.shuffle_buffer_size if buffered else None,
+            "seed": seed,
+            "max_prompt_tokens": prompt_limit and prompt_limit.max_tokens,
+        }
+        """What a saved position belongs to."""
         self.require("prompt", partial(data.prompt_error, column=self.prompt_column))
         self._start()
 
     def _start(self) -> None:
         self._frontier = data.Frontier()
-        self._members: deque[Draw] = deque()
+        self._members: deque[data.Item] = deque()
+        """One for each rollout of a group that is still to come."""
         self._last_good_epoch = 0
 
     # What the data are --------------------------------------------------------------------------
-
-    def _sample(self, count: int) -> Iterator[tuple[int, data.MadeRow]]:
-        return ((row_id, self._prepare(key)) for row_id, key in self._source.sample(count))
-
-    def _describe(self) -> dict[str, Any]:
-        """What a saved position belongs to; the same in every process."""
-        buffered = self.shuffle and self._source.num_rows is None
-        sample = [row for _, row in self._sample(_SAMPLE_ROWS)]
-        shown = json.dumps(sample, sort_keys=True, default=lambda value: type(value).__name__)
-        return {
-            "num_rows": self._source.num_rows,
-            "columns": list(self.columns),
-            "content": hashlib.sha256(shown.encode(errors="replace")).hexdigest()[:16],
-            "group_size": self.group_size,
-            "prompt_column": self.prompt_column,
-            "shuffle": self.shuffle,
-            "shuffle_buffer_size": self.options.shuffle_buffer_size if buffered else None,
-            "seed": self.seed,
-            "max_prompt_tokens": self._prompt_limit and self._prompt_limit.max_tokens,
-        }
 
     def require(self, who: str, check: RowCheck) -> None:
         """Check rows: a number of them now, and each one before it is used.
@@ -381,7 +367,14 @@ class DataLoadingPrimer(EpisodeTransform):
         self._checks[who] = check
         if self.options.skip_bad_rows:
             return
-        data.refuse_bad_rows(self._sample(self.options.num_checked_rows), check)
+        sample = self._rows.sample(self.options.num_checked_rows)
+        errors = ((row_id, data.row_error(row, [check])) for row_id, row in sample)
+        if bad := [f"row {row_id}: {error}" for row_id, error in errors if error]:
+            shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
+            raise ValueError(
+                f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. Mend the data, or "
+                "leave such rows out with options=DataOptions(skip_bad_rows=True)."
+            )
 
     def check(self, env: "EpisodeEnvironment") -> None:
         """The batch must hold whole groups, and its prompts tell of the tools that are shown.
@@ -416,7 +409,7 @@ class DataLoadingPrimer(EpisodeTransform):
 
     def _check_tools_shown(self, encoder: "ConversationEncoder") -> None:
         messages: list[dict[str, Any]] = []
-        for number, row in self._sample(_SAMPLE_ROWS):
+        for number, row in self._rows.sample(_SAMPLE_ROWS):
             if not isinstance(row, data.BadRow) and not self._checks["prompt"](row):
                 opening = data.opening_messages(row[self.prompt_column], self._system_prompt)
                 encoder.check_prompt(opening, row=number)
@@ -430,20 +423,6 @@ class DataLoadingPrimer(EpisodeTransform):
         self._rows.seek(0, 0)
         self._start()
 
-    def _next(self) -> Draw | None:
-        if not self._members:
-            item = self._next_good_item()
-            if item is None:
-                return None
-            key = (self.seed, item.epoch, item.row_id)
-            seed = int(np.random.SeedSequence(key).generate_state(1)[0])
-            group_id = item.epoch * IDS_PER_EPOCH + item.row_id
-            place = (item.epoch, item.place)
-            assert isinstance(item.row, dict)
-            self._members.extend([Draw(item.row, group_id, seed, place)] * self.group_size)
-            self._frontier.open(place, self.group_size)
-        return self._members.popleft()
-
     def _next_good_item(self) -> data.Item | None:
         for item in self._rows:
             if self._frontier.has_ended((item.epoch, item.place)):
@@ -455,7 +434,8 @@ class DataLoadingPrimer(EpisodeTransform):
             if kind:
                 if not self.skipped.counts[kind]:
                     _log.warning("Row %d of the data is skipped: %s", item.row_id, reason)
-                self.skipped.add(data.SkippedRow(item.epoch, item.row_id, reason), kind)
+                self.skipped.rows.append(data.SkippedRow(item.epoch, item.row_id, reason))
+                self.skipped.counts[kind] += 1
             if item.epoch > self._last_good_epoch + 1:
                 raise ValueError(
                     "DataLoadingPrimer: a whole pass over the data gave no row that can be used; "
@@ -507,34 +487,30 @@ class DataLoadingPrimer(EpisodeTransform):
         """
         num_drawn = 0
         for episode in episodes:
-            draw = self._next()
-            if draw is None:
+            if not self._members and (found := self._next_good_item()) is not None:
+                self._members.extend([found] * self.group_size)
+                self._frontier.open((found.epoch, found.place), self.group_size)
+            if not self._members:
                 episode.query, episode.example, episode.stop_reason = "", {}, NO_DATA
                 episode.group_id, episode.seed = -1, 0
                 continue
             num_drawn += 1
-            self._frontier.draw()
-            self._hold(episode, draw.place)
-            episode.query, episode.example = draw.row[self.prompt_column], draw.row
-            episode.group_id, episode.seed = draw.group_id, draw.seed
+            item = self._members.popleft()
+            place, key = (item.epoch, item.place), (self.seed, item.epoch, item.row_id)
+            episode.resources.add(self, place, closing=self._frontier.begin(place))
+            assert isinstance(item.row, dict)
+            episode.query, episode.example = item.row[self.prompt_column], item.row
+            episode.group_id = item.epoch * IDS_PER_EPOCH + item.row_id
+            episode.seed = int(np.random.SeedSequence(key).generate_state(1)[0])
         everything = len(episodes) >= self._num_rows
         if everything and not num_drawn and not self._frontier.num_in_flight:
             raise DataExhaustedError(
                 f"DataLoadingPrimer: all rows of the data were drawn {self.num_epochs} times."
             )
 
-    def _hold(self, episode: Episode, place: Place) -> None:
-        """Note how the rollout of a draw ends, when it is over."""
-        frontier = self._frontier  # that of now: after a restart nobody waits for it any more
-
-        def close(reason: str) -> None:
-            frontier.close(place, "ended" if reason else "abandoned")
-
-        episode.resources.add(self, place, closing=close)
-
     def close(self) -> None:
         """Stop the workers."""
-        self._rows.close()
+        self._rows.seek(*self._rows.position)
 
     # Position -----------------------------------------------------------------------------------
 
@@ -562,9 +538,7 @@ class DataLoadingPrimer(EpisodeTransform):
         Args:
             place: what :attr:`place` was before a group was drawn.
         """
-        counts = dict(self._frontier.counts)
-        counts["drawn"] = counts["ended"] + counts["abandoned"]
-        return self.get_extra_state() | {"next": list(place), "ended_after": [], "counts": counts}
+        return self.get_extra_state() | {"next": list(place), "ended_after": []}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved position; what ``load_state_dict()`` calls.
@@ -572,7 +546,16 @@ class DataLoadingPrimer(EpisodeTransform):
         Raises:
             ValueError: it belongs to other data or settings; the message names what differs.
         """
-        data.check_same({"pools": None, **self._settings}, state["settings"])
+        saved = state["settings"]
+        if other := [
+            f"{name} is {value!r:.80} here and {saved.get(name)!r:.80} there"
+            for name, value in {"pools": None, **self._settings}.items()
+            if value != saved.get(name)
+        ]:
+            raise ValueError(
+                "DataLoadingPrimer: the saved position belongs to other data or settings: "
+                f"{'; '.join(other)}."
+            )
         if self._pools is not None:
             self._pools.load_state_dict(state["pools"])
         self._start()

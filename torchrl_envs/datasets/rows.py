@@ -7,7 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -307,73 +307,6 @@ Place = tuple[int, int]
 COUNTS: Final = ("drawn", "ended", "abandoned")
 
 
-class Source:
-    """Rows that can be read by their number, or a stream that begins anew for each epoch."""
-
-    # The rows of a stream can't be read by their number, so they are handed on themselves: `rows`
-    # is None. Shuffling a stream holds `buffer_size` rows and draws from them.
-
-    def __init__(self, data: Any, *, shuffle: bool, buffer_size: int, seed: int) -> None:
-        is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-        self.rows: Sequence[Any] | None = None
-        if is_sequence and not isinstance(data, Mapping):
-            self.rows = data
-        elif isinstance(data, Mapping | str | bytes) or not (
-            callable(data) or isinstance(data, Iterable)
-        ):
-            raise TypeError(
-                "DataLoadingPrimer takes a data set of datasets, a sequence or an iterable of "
-                f"dictionaries, a torch DataLoader, a hub id or a path, got {type(data).__name__}."
-            )
-        elif isinstance(data, Iterable) and not hasattr(data, "batch_size") and iter(data) is data:
-            raise ValueError(
-                f"DataLoadingPrimer: this {type(data).__name__} can be walked through only once, "
-                "so there is no second epoch and no resuming. Pass a list, an object whose "
-                "__iter__ starts anew, or a function that returns a fresh iterator."
-            )
-        self.num_rows = None if self.rows is None else len(self.rows)
-        self._walk = partial(_rows_of, data, seed)
-        if self.num_rows == 0 or (self.rows is None and next(self._walk(0), None) is None):
-            raise ValueError("DataLoadingPrimer: the data set has no rows.")
-        self._shuffle = shuffle
-        self._buffer_size = buffer_size
-        self._seed = seed
-
-    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """Row ids in the order of an epoch, each with the key of its row."""
-        # The id is the number of the row in the data. Of a stream all rows are read, those before
-        # the start too.
-        random = np.random.default_rng([self._seed, number])
-        if self.num_rows is None:
-            rows = enumerate(self._walk(number))
-            return islice(self._from_buffer(rows, random) if self._shuffle else rows, start, None)
-        order: Any = range(self.num_rows)
-        if self._shuffle:
-            order = random.permutation(self.num_rows).tolist()
-        return ((index, index) for index in order[start:])
-
-    def sample(self, count: int) -> Iterator[tuple[int, Any]]:
-        """Ids and keys of some rows of a sequence, spread evenly, or of the first of a stream."""
-        if self.num_rows is None:
-            return islice(self.epoch(0), min(count, 1))
-        ids = np.linspace(0, self.num_rows - 1, min(count, self.num_rows)).round()
-        return ((row_id, row_id) for row_id in ids.astype(int).tolist())
-
-    def _from_buffer(
-        self, rows: Iterator[tuple[int, Any]], random: np.random.Generator
-    ) -> Iterator[tuple[int, Any]]:
-        buffer: list[tuple[int, Any]] = []
-        for row in rows:
-            if len(buffer) < self._buffer_size:
-                buffer.append(row)
-                continue
-            place = int(random.integers(len(buffer)))
-            yield buffer[place]
-            buffer[place] = row
-        random.shuffle(buffer)  # type: ignore[arg-type]
-        yield from buffer
-
-
 def _rows_of(rows: Any, seed: int, epoch: int) -> Iterator[Any]:
     """The rows of a stream, or of what a function returns; batches are taken apart."""
     rows = rows() if callable(rows) and not isinstance(rows, Iterable) else rows
@@ -415,32 +348,97 @@ class Item(NamedTuple):
 
 
 class RowStream:
-    """An iterator over all epochs whose position can be read and set."""
+    """An iterator over the rows of all epochs, whose position can be read and set."""
 
+    # Rows are read by their number; those of a stream, which begins anew for each epoch, can't be,
+    # so that `num_rows` is None. Shuffling a stream holds `buffer_size` rows and draws from them.
     # The order does not depend on the number of workers.
 
     def __init__(
         self,
-        source: Source,
-        prepare: Prepare,
+        data: Any,
+        map_row: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
         *,
+        shuffle: bool,
+        buffer_size: int,
+        seed: int,
         num_epochs: int | None,
         num_workers: int,
         timeout_s: float,
     ) -> None:
+        is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+        rows: Sequence[Any] | None = None
+        if is_sequence and not isinstance(data, Mapping):
+            rows = data
+        elif isinstance(data, Mapping | str | bytes) or not (
+            callable(data) or isinstance(data, Iterable)
+        ):
+            raise TypeError(
+                "DataLoadingPrimer takes a data set of datasets, a sequence or an iterable of "
+                f"dictionaries, a torch DataLoader, a hub id or a path, got {type(data).__name__}."
+            )
+        elif isinstance(data, Iterable) and not hasattr(data, "batch_size") and iter(data) is data:
+            raise ValueError(
+                f"DataLoadingPrimer: this {type(data).__name__} can be walked through only once, "
+                "so there is no second epoch and no resuming. Pass a list, an object whose "
+                "__iter__ starts anew, or a function that returns a fresh iterator."
+            )
+        self.num_rows = None if rows is None else len(rows)
+        self._walk = partial(_rows_of, data, seed)
+        if self.num_rows == 0 or (rows is None and next(self._walk(0), None) is None):
+            raise ValueError("DataLoadingPrimer: the data set has no rows.")
+        self._prepare = partial(prepare_row, rows, map_row)
         if num_workers:
-            sendable(prepare)
-        self._source = source
-        self._num_epochs = num_epochs
+            sendable(self._prepare)
         self._make: Any = partial(
-            prepared, prepare=prepare, num_workers=num_workers, timeout_s=timeout_s
+            prepared, prepare=self._prepare, num_workers=num_workers, timeout_s=timeout_s
         )
+        self._shuffle = shuffle
+        self._buffer_size = buffer_size
+        self._seed = seed
+        self._num_epochs = num_epochs
         self._items: Any = None
         self.position = (0, 0)
         """Epoch and place of the next item."""
 
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """Row ids in the order of an epoch, each with the key of its row."""
+        # The id is the number of the row in the data. Of a stream all rows are read, those before
+        # the start too.
+        random = np.random.default_rng([self._seed, number])
+        if self.num_rows is None:
+            rows = enumerate(self._walk(number))
+            return islice(self._from_buffer(rows, random) if self._shuffle else rows, start, None)
+        order: Any = range(self.num_rows)
+        if self._shuffle:
+            order = random.permutation(self.num_rows).tolist()
+        return ((index, index) for index in order[start:])
+
+    def sample(self, count: int) -> Iterator[tuple[int, MadeRow]]:
+        """Rows spread evenly over the data, prepared here; of a stream the first one."""
+        if self.num_rows is None:
+            keys = islice(self.epoch(0), min(count, 1))
+        else:
+            ids = np.linspace(0, self.num_rows - 1, min(count, self.num_rows)).round()
+            keys = ((row_id, row_id) for row_id in ids.astype(int).tolist())
+        return ((row_id, self._prepare(key)) for row_id, key in keys)
+
+    def _from_buffer(
+        self, rows: Iterator[tuple[int, Any]], random: np.random.Generator
+    ) -> Iterator[tuple[int, Any]]:
+        buffer: list[tuple[int, Any]] = []
+        for row in rows:
+            if len(buffer) < self._buffer_size:
+                buffer.append(row)
+                continue
+            place = int(random.integers(len(buffer)))
+            yield buffer[place]
+            buffer[place] = row
+        random.shuffle(buffer)  # type: ignore[arg-type]
+        yield from buffer
+
     def seek(self, epoch: int, place: int) -> None:
-        """Go on from an item; what a stream has to read again is read at the next draw."""
+        """Stop the workers, and go on from an item when the next one is asked for."""
         self.position = (epoch, place)
         items, self._items = self._items, None
         if items is not None:
@@ -467,15 +465,11 @@ class RowStream:
         self.position = (item.epoch, item.place + 1)
         return item
 
-    def close(self) -> None:
-        """Stop the workers."""
-        self.seek(*self.position)
-
     def _order(self) -> Iterator[tuple[tuple[int, int, int], Any]]:
         epoch, start = self.position
         while self._num_epochs is None or epoch < self._num_epochs:
             place = start - 1
-            for place, (row_id, key) in enumerate(self._source.epoch(epoch, start=start), start):
+            for place, (row_id, key) in enumerate(self.epoch(epoch, start=start), start):
                 yield (epoch, place, row_id), key
             if place < 0:
                 raise RuntimeError(
@@ -507,13 +501,14 @@ class Frontier:
         self._open[place] = size
         self._last = max(self._last, place)
 
-    def draw(self) -> None:
-        """A rollout of an open group begins."""
+    def begin(self, place: Place) -> Callable[[str], None]:
+        """A rollout of an open group begins; gives what is to be called at its end."""
         self.counts["drawn"] += 1
+        return partial(self.close, place)
 
-    def close(self, place: Place, how: str) -> None:
-        """A rollout is over: ``"ended"``, or ``"abandoned"`` by a reset before its end."""
-        self.counts[how] += 1
+    def close(self, place: Place, reason: str) -> None:
+        """A rollout has ended, for a reason, or was abandoned by a reset, without one."""
+        self.counts["ended" if reason else "abandoned"] += 1
         self._open[place] -= 1
         if not self._open[place]:
             del self._open[place]
@@ -535,9 +530,7 @@ class Frontier:
         }
 
     def load(self, state: dict[str, Any]) -> Place:
-        """Take a state over; gives the place to go on from."""
-        self._open = {}
-        self._last = (-1, -1)
+        """Take a state over, before the first draw; gives the place to go on from."""
         self._ended_after = {(int(epoch), int(place)) for epoch, place in state["ended_after"]}
         self.counts = {name: int(state["counts"][name]) for name in COUNTS}
         epoch, place = state["next"]
@@ -551,7 +544,6 @@ RowCheck = Callable[[Mapping[str, Any]], str]
 
 PROMPT_COLUMNS: Final = ("prompt", "query", "question", "messages", "text")
 """Where the prompt is looked for when no column is named."""
-_SHOWN_ERRORS: Final = 5
 MAX_SKIPPED: Final = 1000
 """Skipped rows that are remembered one by one."""
 
@@ -564,17 +556,12 @@ class SkippedRow(NamedTuple):
     reason: str
 
 
+@dataclass
 class SkippedRows:
     """The rows that were not used: the last ones, and how many there were by kind of reason."""
 
-    def __init__(self) -> None:
-        self.rows: deque[SkippedRow] = deque(maxlen=MAX_SKIPPED)
-        self.counts: Counter[str] = Counter()
-
-    def add(self, row: SkippedRow, kind: str) -> None:
-        """Note one."""
-        self.rows.append(row)
-        self.counts[kind] += 1
+    rows: deque[SkippedRow] = field(default_factory=partial(deque, maxlen=MAX_SKIPPED))
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 def columns_of(rows: Iterable[tuple[int, MadeRow]]) -> tuple[str, ...]:
@@ -585,30 +572,6 @@ def columns_of(rows: Iterable[tuple[int, MadeRow]]) -> tuple[str, ...]:
             return tuple(row)
         reason = reason or f"row {row_id}: {row.reason}"
     raise ValueError(f"DataLoadingPrimer: none of the rows can be read; {reason}.")
-
-
-def refuse_bad_rows(rows: Iterable[tuple[int, MadeRow]], check: RowCheck) -> None:
-    """Rows that are bad are an error before anything runs."""
-    errors = ((row_id, row_error(row, [check])) for row_id, row in rows)
-    if bad := [f"row {row_id}: {error}" for row_id, error in errors if error]:
-        shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
-        raise ValueError(
-            f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. Mend the data, or leave "
-            "such rows out with options=DataOptions(skip_bad_rows=True)."
-        )
-
-
-def check_same(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where a saved position belongs to something else, naming what."""
-    if other := [
-        f"{name} is {value!r:.80} here and {saved.get(name)!r:.80} there"
-        for name, value in settings.items()
-        if value != saved.get(name)
-    ]:
-        raise ValueError(
-            "DataLoadingPrimer: the saved position belongs to other data or settings: "
-            f"{'; '.join(other)}."
-        )
 
 
 def find_prompt_column(columns: Sequence[str], asked: str | None) -> str:
@@ -649,16 +612,11 @@ def with_plain_prompt(row: Any, column: str) -> dict[str, Any]:
 
 
 def is_text(value: Any) -> bool:
-    """Whether every string in nested lists and dictionaries can be encoded."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return False
-    elif isinstance(value, Mapping):
-        return all(is_text(key) and is_text(item) for key, item in value.items())
-    elif isinstance(value, list | tuple):
-        return all(map(is_text, value))
+    """Whether all strings in a value can be encoded; what JSON can't hold is not looked into."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=lambda _: None, skipkeys=True).encode()
+    except UnicodeEncodeError:
+        return False
     return True
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
 
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers, one_of
 from torchrl_data.messages import Message
@@ -128,7 +128,6 @@ def think_answer_format(completions: Sequence[Sequence[Message]], **_: Any) -> l
 # A penalty for saying the same again: the share of n-grams that are repeated.
 
 Unit = Literal["words", "characters"]
-UNITS: Final[tuple[Unit, ...]] = ("words", "characters")
 
 
 def repeated_fraction(texts: Sequence[str], ngram_size: int, unit: Unit = "words") -> float:
@@ -185,7 +184,7 @@ class RepetitionPenalty:
         check_numbers("RepetitionPenalty", "(-inf, 0)", max_penalty=max_penalty)
         self.ngram_size = ngram_size
         self.max_penalty = max_penalty
-        self.unit: Unit = one_of("unit", unit, UNITS)
+        self.unit: Unit = one_of("unit", unit, get_args(Unit))
 
     def __call__(self, completions: Sequence[Sequence[Message]], **_: Any) -> list[float]:
         """Score rollouts.

@@ -100,28 +100,26 @@ class ChatCompletions:
         async with self._client() as client:
 
             async def ask(messages: Sequence[Message]) -> str | Exception:
+                chat: Any = list(messages)
+                complete = client.chat.completions.create
                 async with free:
                     try:
                         async with asyncio.timeout(self.timeout_s):
-                            return await self._ask(client, messages)
+                            reply = await complete(
+                                model=self.model, messages=chat, **self.generation
+                            )
+                        if not reply.choices:
+                            raise ValueError(f"{self.model} gave no answer at all")
+                        choice = reply.choices[0]
+                        if choice.finish_reason == "length":
+                            raise ValueError(f"{self.model}: the answer was cut; raise max_tokens")
+                        return choice.message.content or ""
                     except TimeoutError:
                         return TimeoutError(f"{self.model}: no answer within {self.timeout_s:g} s")
                     except Exception as error:  # whatever the server does is this rollout's error
                         return error
 
             return list(await asyncio.gather(*map(ask, questions)))
-
-    async def _ask(self, client: "AsyncOpenAI", messages: Sequence[Message]) -> str:
-        chat: Any = list(messages)
-        reply = await client.chat.completions.create(
-            model=self.model, messages=chat, **self.generation
-        )
-        if not reply.choices:
-            raise ValueError(f"{self.model} gave no answer at all")
-        choice = reply.choices[0]
-        if choice.finish_reason == "length":
-            raise ValueError(f"{self.model}: the answer was cut; raise max_tokens")
-        return choice.message.content or ""
 
 
 class PolicyAnswers:

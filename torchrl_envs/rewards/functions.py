@@ -3,6 +3,7 @@
 What they are called with, what they may answer, and what an error costs.
 """
 
+import contextlib
 import functools
 import inspect
 import uuid
@@ -10,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -69,11 +70,11 @@ class RewardLog:
     """What one call of a reward function logs, of the rollouts that it scores.
 
     Args:
-        num_rollouts: how many.
+        episodes: the rollouts.
     """
 
-    def __init__(self, num_rollouts: int) -> None:
-        self.num_rollouts = num_rollouts
+    def __init__(self, episodes: Sequence[Episode]) -> None:
+        self.episodes = episodes
         self._metrics: dict[str, list[float]] = defaultdict(list)
         self._extra: dict[str, list[Any]] = {}
 
@@ -101,10 +102,10 @@ class RewardLog:
             ValueError: there are more or fewer.
         """
         given = list(values)
-        if len(given) != self.num_rollouts:
+        if len(given) != len(self.episodes):
             raise ValueError(
                 f"log_extra({column!r}) takes one value per rollout: expected "
-                f"{self.num_rollouts}, got {len(given)}."
+                f"{len(self.episodes)}, got {len(given)}."
             )
         self._extra[str(column)] = given
 
@@ -112,18 +113,14 @@ class RewardLog:
         """:meth:`log_extra` of a function of one rollout."""
         self.log_extra(column, [value])
 
-    def write_to(self, episodes: Sequence[Episode]) -> None:
-        """Give the rollouts what was logged of them.
-
-        Args:
-            episodes: the rollouts.
-        """
+    def write(self) -> None:
+        """Give the rollouts what was logged of them."""
         # A function that missed its deadline may still be logging.
         means = {name: fmean(values) for name, values in list(self._metrics.items())}
         extra = dict(self._extra)
         if not (means or extra):
             return
-        for i, episode in enumerate(episodes):
+        for i, episode in enumerate(self.episodes):
             own = {column: values[i] for column, values in extra.items()}
             for key, values in ((LOGGED_METRICS, means), (LOGGED_EXTRA, own)):
                 if values:
@@ -194,41 +191,25 @@ def reward_inputs(
 ) -> dict[str, list[Any]]:
     """Everything that a function of many rollouts may get, one item per rollout."""
     # A rollout whose prompt is a string is shown as strings, if `as_text`.
-    shown = [_shown(episode, as_text) for episode in episodes]
-    values = (
-        [prompt for prompt, _ in shown],
-        [completion for _, completion in shown],
-        [episode.prompt_ids for episode in episodes],
-        [episode.completion_ids for episode in episodes],
-        list(environments),
-    )
-    inputs: dict[str, list[Any]] = dict(zip(LISTS, values, strict=True))
+    inputs: dict[str, list[Any]] = {name: [] for name in SINGULAR}
+    for episode in episodes:
+        completion = episode.completion_messages
+        is_text = as_text and isinstance(episode.query, str)
+        inputs["prompts"].append(episode.query if is_text else episode.prompt_messages)
+        inputs["completions"].append("\n".join(map(_text, completion)) if is_text else completion)
+        inputs["prompt_ids"].append(episode.prompt_ids)
+        inputs["completion_ids"].append(episode.completion_ids)
+    inputs["environments"] += environments
     own = [episode.example or {} for episode in episodes]
     for column in dict.fromkeys(name for row in own for name in row):
         inputs.setdefault(column, [row.get(column) for row in own])
     return inputs
 
 
-def _shown(episode: Episode, as_text: bool) -> tuple[Any, Any]:
-    """Prompt and completion of a rollout: strings or messages."""
-    if as_text and isinstance(episode.query, str):
-        said = [_text(message) for message in episode.completion_messages]
-        return episode.query, "\n".join(said)
-    return episode.prompt_messages, episode.completion_messages
-
-
 def _text(message: Message) -> str:
+    """What a message says, with what was thought before it as the model wrote it."""
     thought, said = message.get("reasoning_content"), message_text(message)
     return f"<think>\n{thought}\n</think>\n\n{said}" if thought else said
-
-
-class ScoringCall(NamedTuple):
-    """One call of a reward function."""
-
-    function: Call
-    episodes: Sequence[Episode]
-    """The rollouts that it scores."""
-    log: RewardLog
 
 
 def scoring_calls(
@@ -236,32 +217,20 @@ def scoring_calls(
     inputs: Mapping[str, list[Any]],
     episodes: Sequence[Episode],
     trainer_state: TrainerState,
-) -> list[ScoringCall]:
-    """Calls to be made: one for all rollouts, or one each for a function of one rollout."""
-    if not scores_one_rollout(function):
-        log = RewardLog(len(episodes))
+) -> list[tuple[Call, RewardLog]]:
+    """The calls of a function: one for all rollouts, or one for each; and what each logs."""
+    is_single = scores_one_rollout(function)
+    calls: list[tuple[Call, RewardLog]] = []
+    for i, its in enumerate([[episode] for episode in episodes] if is_single else [episodes]):
+        log = RewardLog(its)
         given: dict[str, Any] = dict(inputs)
-        given |= zip(OF_TRAINING, (trainer_state, log.log_metric, log.log_extra), strict=True)
-        call = functools.partial(function, **accepted_arguments(function, given))
-        return [ScoringCall(call, episodes, log)]
-    calls: list[ScoringCall] = []
-    for i, episode in enumerate(episodes):
-        log = RewardLog(1)
-        own = {name: values[i] for name, values in inputs.items() if name not in SINGULAR}
-        own |= {single: inputs[many][i] for many, single in SINGULAR.items()}
-        own |= zip(OF_TRAINING, (trainer_state, log.log_metric, log.log_value), strict=True)
-        call = functools.partial(function, **accepted_arguments(function, own))
-        calls.append(ScoringCall(call, [episode], log))
+        if is_single:
+            given = {name: values[i] for name, values in inputs.items() if name not in SINGULAR}
+            given |= {single: inputs[many][i] for many, single in SINGULAR.items()}
+        log_extra = log.log_value if is_single else log.log_extra
+        given |= zip(OF_TRAINING, (trainer_state, log.log_metric, log_extra), strict=True)
+        calls.append((functools.partial(function, **accepted_arguments(function, given)), log))
     return calls
-
-
-def _items(value: Any) -> list[Any] | None:
-    if isinstance(value, str | bytes | Mapping):
-        return None
-    try:
-        return list(value)
-    except TypeError:
-        return None
 
 
 # Finished trajectories as episodes that can be scored, and their scores as entries of the rows.
@@ -269,15 +238,10 @@ def _items(value: Any) -> list[Any] | None:
 # Shape legend: T tokens of a row.
 
 
-class FinishedEpisode(NamedTuple):
-    """An episode, and the rows that are its own, in order."""
-
-    episode: Episode
-    rows: list[TensorDictBase]
-
-
-def finished_episodes(rows: Sequence[TensorDictBase], who: str) -> list[FinishedEpisode]:
-    """The episodes that rows are of: one for each, or for all rows of an episode together."""
+def finished_episodes(
+    rows: Sequence[TensorDictBase], who: str
+) -> list[tuple[Episode, list[TensorDictBase]]]:
+    """The episodes that rows are of, one for all rows of each, and these rows in order."""
     by_id: dict[Any, list[TensorDictBase]] = {}
     for number, row in enumerate(rows):
         is_part = int(row.get(keys.NUM_SEGMENTS, 1)) > 1
@@ -291,7 +255,7 @@ def finished_episodes(rows: Sequence[TensorDictBase], who: str) -> list[Finished
                 f"{who}: episode {int(parts[0][keys.EPISODE_ID])} has {wanted} rows, of which "
                 f"{len(parts)} came in. Give all rows of an episode at once."
             )
-        found.append(FinishedEpisode(_episode(parts, who), parts))
+        found.append((_episode(parts, who), parts))
     return found
 
 
@@ -310,9 +274,8 @@ def _episode(rows: Sequence[TensorDictBase], who: str) -> Episode:
     return episode
 
 
-def write_finished(found: FinishedEpisode, names: Sequence[str]) -> None:
+def write_finished(episode: Episode, rows: Sequence[TensorDictBase], names: Sequence[str]) -> None:
     """Write what an episode was given into its rows, in the place of what is there."""
-    episode, rows = found
     score, start = episode.score, 0
     own = {name: torch.tensor([[score.by_source.get(name, torch.nan)]]) for name in names}
     for row, part in zip(rows, episode.rows, strict=True):
@@ -336,9 +299,7 @@ def write_finished(found: FinishedEpisode, names: Sequence[str]) -> None:
 # Shape legend: B rows, T tokens of a row.
 
 Level = Literal["trajectory", "turn"]
-LEVELS: Final[tuple[Level, ...]] = ("trajectory", "turn")
 CompletionFormat = Literal["auto", "text", "messages"]
-COMPLETION_FORMATS: Final[tuple[CompletionFormat, ...]] = ("auto", "text", "messages")
 
 
 class RewardFunctions(EpisodeTransform, RewardSource):
@@ -421,14 +382,15 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             raise ValueError(f"RewardFunctions: {found}.")
         check_numbers("RewardFunctions", **{f"weights[{i}]": w for i, w in enumerate(self.weights)})
         check_numbers("RewardFunctions", POSITIVE, timeout_s=timeout_s)
-        self.completion_format = one_of("completion_format", completion_format, COMPLETION_FORMATS)
+        formats: Sequence[CompletionFormat] = get_args(CompletionFormat)
+        self.completion_format = one_of("completion_format", completion_format, formats)
         self.trainer_state = TrainerState()
         """What functions get under this name; a collector keeps ``global_step`` up to date."""
         self._has_tools = False
         self._own_calls: ConcurrentCalls | None = None
         self._id = uuid.uuid4().hex
         self.functions = dict(zip(unique_names(listed), listed, strict=True))
-        self.level = one_of("level", level, LEVELS, who="RewardFunctions")
+        self.level = one_of("level", level, get_args(Level), who="RewardFunctions")
         self.nan_applies = nan_applies
         self._used: set[str] = set()
         self.timeout_s = timeout_s
@@ -506,13 +468,13 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             for name, function in self.functions.items()
         }
         made = [call for each in calls_of.values() for call in each]
-        results = iter(calls.run([[call.function] for call in made], self.timeout_s))
+        results = iter(calls.run([[call] for call, _ in made], self.timeout_s))
         for name, weight in zip(self.functions, self.weights, strict=True):
             rewards = self._read(name, [next(results)[0] for _ in calls_of[name]], episodes)
             for episode, reward in zip(episodes, rewards, strict=True):
                 episode.score.add(name, reward, weight=weight)
-        for call in made:
-            call.log.write_to(call.episodes)
+        for _, log in made:
+            log.write()
 
     def _read(
         self, name: str, outcomes: Sequence[Outcome], episodes: Sequence[Episode]
@@ -522,14 +484,15 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             (outcome,) = outcomes
             outcomes = [outcome] * len(episodes)
             if outcome.error is None:
-                items = _items(outcome.value)
-                if items is None or len(items) != len(episodes):
-                    wanted = f"one reward per completion: expected a list of {len(episodes)}"
-                    return [self._misshapen(name, wanted, outcome.value)] * len(episodes)
+                what = "one reward per completion"
+                items = self._items(name, outcome.value, len(episodes), what)
+                if isinstance(items, entries.RowReward):
+                    return [items] * len(episodes)
                 # An exception in place of a reward: that rollout alone failed.
-                is_error = [isinstance(item, BaseException) for item in items]
-                pairs = zip(items, is_error, strict=True)
-                outcomes = [Outcome(error=i) if failed else Outcome(i) for i, failed in pairs]
+                outcomes = [
+                    Outcome(error=item) if isinstance(item, BaseException) else Outcome(item)
+                    for item in items
+                ]
         rewards = []
         for episode, outcome in zip(episodes, outcomes, strict=True):
             if outcome.error is not None:
@@ -548,10 +511,9 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             return entries.RowReward()
         mask = episode.assistant_mask
         ends = entries.turn_ends(mask).tolist()
-        items = _items(value)
-        if items is None or len(items) != len(ends):
-            wanted = f"one reward per turn of each completion: expected a list of {len(ends)}"
-            return self._misshapen(name, wanted, value)
+        items = self._items(name, value, len(ends), "one reward per turn of each completion")
+        if isinstance(items, entries.RowReward):
+            return items
         by_token = torch.zeros(len(mask))
         for end, item in zip(ends, items, strict=True):
             reward = self._number(name, item)
@@ -566,8 +528,15 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             raise ValueError(f"The reward function {error}")
         return entries.RowReward(number, error)
 
-    def _misshapen(self, name: str, wanted: str, value: Any) -> entries.RowReward:
-        error = f"{name} must return {wanted}, got {value!r:.80}."
+    def _items(self, name: str, value: Any, count: int, what: str) -> list[Any] | entries.RowReward:
+        """As many rewards as there have to be, or what is wrong with what a function gave."""
+        items = None
+        if not isinstance(value, str | bytes | Mapping):
+            with contextlib.suppress(TypeError):
+                items = list(value)
+        if items is not None and len(items) == count:
+            return items
+        error = f"{name} must return {what}: expected a list of {count}, got {value!r:.80}."
         if name not in self._used:
             raise ValueError(f"The reward function {error}")
         return entries.RowReward(error=error)
@@ -608,8 +577,8 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         scored = [episode for episode, _ in found if episode.is_scorable]
         if scored:
             self.score(scored, self._own_calls)
-        for finished in found:
-            write_finished(finished, self.reward_names)
+        for episode, its in found:
+            write_finished(episode, its, self.reward_names)
         for row in rows:
             row.set_non_tensor(entries.SCORED_BY, self._id)
         return entries.joined_rows(rows, tensordict.batch_size)

@@ -102,8 +102,8 @@ def environment_task(
         _refuse("no factory= is given", {**steps, **of_row, "arguments": arguments})
         is_scored = False
     else:
-        make = _maker(factory, arguments, row_argument, (seed, num_held_out))
-        made = _tried(factory, make, next(iter(rows[0])), seed)
+        sizes, row = {"seed": seed, "num_held_out": num_held_out}, next(iter(rows[0]))
+        make, made = _tried(factory, arguments, row_argument, row, **sizes)
         whose = f"factory={factory!r} makes"
         if isinstance(made, Task):
             taken = {"dataset": dataset, "tools": tools, "rewards": rewards, **steps, **of_row}
@@ -168,10 +168,13 @@ def found(setting: str, path: str) -> Callable[..., Any]:
     return named
 
 
-def _maker(
-    factory: str, arguments: Any, row_argument: str | None, sizes: tuple[int, int]
-) -> Callable[..., Any]:
-    """Makes an environment, or a task of so many rows, with the arguments of the settings."""
+def _tried(
+    factory: str, arguments: Any, row_argument: str | None, row: Mapping[str, Any], **sizes: int
+) -> tuple[Callable[..., Any], Any]:
+    """What makes an environment, or a task of so many rows, and what it makes of the first row.
+
+    That one is to see what it is; an environment is closed again.
+    """
     make = found("factory", factory)
     if arguments is not None and not isinstance(arguments, Mapping):
         raise ValueError(f"arguments must be {{name: value}}, got {arguments!r}.")
@@ -181,20 +184,14 @@ def _maker(
     except ValueError:  # a class that is not written in Python
         makes_task = False
     if makes_task:
-        own: dict[str, Any] = dict(zip(("seed", "num_held_out"), sizes, strict=True))
-        given = {**accepted_arguments(make, own), **given}
+        given = {**accepted_arguments(make, sizes), **given}
 
-    def made(row: Mapping[str, Any] | None = None) -> Any:
+    def make_of(row: Mapping[str, Any] | None = None) -> Any:
         return make(**given, **({} if row_argument is None else {row_argument: dict(row or {})}))
 
-    return made
-
-
-def _tried(factory: str, make: Callable[..., Any], row: Mapping[str, Any], seed: int) -> Any:
-    """What it makes of the first row, to see what that is; an environment is closed again."""
     try:
-        with OwnRandom(seed)():  # not the caller's
-            made = make(row)
+        with OwnRandom(sizes["seed"])():  # not the caller's
+            made = make_of(row)
     except Exception as error:
         raise ValueError(f"factory={factory!r} failed: {type(error).__name__}: {error}") from error
     if hasattr(made, "close"):
@@ -204,7 +201,7 @@ def _tried(factory: str, make: Callable[..., Any], row: Mapping[str, Any], seed:
             f"factory={factory!r} made a {type(made).__name__}, which has neither reset() with "
             "tools, nor reset() and step(), nor init() and step()."
         )
-    return made
+    return make_of, made
 
 
 def _refuse(why: str, settings: Mapping[str, Any]) -> None:

@@ -150,12 +150,6 @@ def _occurrences(text: str, keyword: str) -> int:
     return len(re.findall(re.escape(keyword.strip()), text, flags=re.IGNORECASE))
 
 
-def no_forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    """None of the words occurs as a whole word."""
-    patterns = [rf"(?<!\w){re.escape(word.strip())}(?!\w)" for word in forbidden_words]
-    return not any(re.search(pattern, text, flags=re.IGNORECASE) for pattern in patterns)
-
-
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
     """So many paragraphs, with ``***`` between them; only the first and the last may be empty."""
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
@@ -206,19 +200,19 @@ def two_responses(text: str) -> bool:
     return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
 
 
-def quotation(text: str) -> bool:
-    """The whole text is in double quotation marks."""
-    stripped = text.strip()
-    return len(stripped) > 1 and stripped[0] == '"' and stripped[-1] == '"'
-
-
 INSTRUCTIONS: Final[dict[str, Check]] = {
     # Case does not count in keywords and letters.
     "keywords:existence": lambda text, keywords: all(_occurrences(text, k) for k in keywords),
     "keywords:frequency": lambda text, keyword, frequency, relation: compare(
         _occurrences(text, keyword), frequency, relation
     ),
-    "keywords:forbidden_words": no_forbidden_words,
+    # As whole words.
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(
+            re.search(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, flags=re.IGNORECASE)
+            for word in forbidden_words
+        )
+    ),
     "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: compare(
         text.lower().count(letter.strip().lower()), let_frequency, let_relation
     ),
@@ -258,7 +252,8 @@ INSTRUCTIONS: Final[dict[str, Check]] = {
     "startend:end_checker": lambda text, end_phrase: (
         text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
     ),
-    "startend:quotation": quotation,
+    # The whole text is in double quotation marks.
+    "startend:quotation": lambda text: bool(re.fullmatch(r'\s*".*"\s*', text, flags=re.DOTALL)),
     # So many words are all in capitals.
     "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: compare(
         sum(word.isupper() for word in re.findall(r"\w+(?:[-'’]\w+)*", text)),

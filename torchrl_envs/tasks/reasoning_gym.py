@@ -92,9 +92,7 @@ def _scorer(generator: str) -> Callable[[str, Any], float]:
 
 def score_answer(answer: str, row: Mapping[str, Any]) -> float:
     """Reasoning-gym's own score of an answer, in [0, 1]."""
-    extracted = load_reasoning_gym().utils.extract_answer(answer)
-    score = _scorer(row["generator"])
-    return float(score(answer.strip() if extracted is None else extracted, row["entry"]))
+    return float(_scorer(row["generator"])(_answer(answer) or "", row["entry"]))
 
 
 class Question:

@@ -1,7 +1,7 @@
 """Tasks by name, and several of them in one environment."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -126,6 +126,7 @@ def draw_schedule(
     return [(task, row) for _, task, row in sorted(times)]
 
 
+@dataclass(eq=False, repr=False)
 class MixedRows(Sequence[Row]):
     """Rows of several tasks in an order; each is made when it is read.
 
@@ -136,14 +137,10 @@ class MixedRows(Sequence[Row]):
         order: task and row of each.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Sequence[Row]],
-        makers: Sequence[Callable[[Row], Row]],
-        columns: Row,
-        order: Sequence[tuple[int, int]],
-    ) -> None:
-        self._rows, self._makers, self._columns, self._order = rows, makers, columns, order
+    _rows: Sequence[Sequence[Row]]
+    _makers: Sequence[Callable[[Row], Row]]
+    _columns: Row
+    _order: Sequence[tuple[int, int]]
 
     def __len__(self) -> int:
         return len(self._order)

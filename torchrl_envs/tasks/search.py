@@ -5,6 +5,7 @@ import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, Final, NamedTuple
@@ -199,6 +200,7 @@ _NUM_SEARCHES: Final = (1, 2, 3)
 """How often demonstrations search."""
 
 
+@dataclass(eq=False, repr=False)
 class Search:
     """A question, and a tool to look things up.
 
@@ -209,15 +211,10 @@ class Search:
         score: of an answer.
     """
 
-    def __init__(
-        self,
-        texts: Sequence[str],
-        index: BM25,
-        num_results: int,
-        score: Callable[[str, Any], float],
-    ) -> None:
-        self._texts, self._index, self._num_results = texts, index, num_results
-        self._score = score
+    _texts: Sequence[str]
+    _index: BM25
+    _num_results: int
+    _score: Callable[[str, Any], float]
 
     def reset(self, *, answer: Any, **row: Any) -> None:
         """Take the question of a row.
@@ -323,15 +320,14 @@ def search_task(
         texts = [page.told(relation) for page, relation in facts]
         rng = random.Random(seed)
         questions = _made_questions(world, max_hops, num_held_out, rng)
-        made: Iterator[Any] = (
+        train, held_out = (
             [
-                {"prompt": h.question, "answer": h.path[-1], "num_hops": len(h.path)}
-                | {"start": h.start}
+                {"prompt": h.question, "answer": h.path[-1]}
+                | {"num_hops": len(h.path), "start": h.start}
                 for h in part
             ]
             for part in questions
         )
-        train, held_out = made
         demonstrations = [
             _demonstration(rng.choice(questions[0]), world, rng, right_fraction, system_prompt)
             for _ in range(num_demonstrations)

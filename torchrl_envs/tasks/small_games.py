@@ -339,6 +339,7 @@ def wordle_task(
     common = {"prompt": prompt, "num_guesses": num_guesses}
     train = [{**common, "word": rng.choice(train_words)} for _ in range(num_rows)]
     shown = [rng.choice(train) for _ in range(num_demonstrations)]
+    call = games.around_argument("guess", "word")
     # Of a short list a word is read as a whole, and so is what is marked in it.
     read = [text for word in words if easy for text in (word, " ".join(word.upper()))]
     marks = [" ".join(each) for each in product("GXY", repeat=games.NUM_LETTERS)] if easy else []
@@ -362,17 +363,7 @@ def wordle_task(
         max_turns=num_guesses + 1,
         max_new_tokens=40,
         isolated="[a-z]| ?[A-Z]",
-        phrases=[
-            *(
-                prompt,
-                *games.ROLES,
-                "done",
-                "found",
-                *games.around_argument("guess", "word"),
-                *read,
-                *marks,
-            )
-        ],
+        phrases=[prompt, *games.ROLES, "done", "found", *call, *read, *marks],
     )
 
 

@@ -7,7 +7,7 @@ import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchrl_data.checks import POSITIVE, check_columns, check_numbers, one_of
 from torchrl_data.conversation import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
@@ -17,13 +17,7 @@ from torchrl_envs import concurrency
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource, with_observation
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import (
-    EpisodeStartError,
-    EpisodeTransform,
-    Event,
-    Job,
-    ToolSource,
-)
+from torchrl_envs.episode.transform import EpisodeStartError, EpisodeTransform, Job, ToolSource
 from torchrl_envs.tool_results import MAX_RESULT_BYTES, error_line
 from torchrl_envs.tool_schemas import Tool, environment_tools
 
@@ -206,9 +200,27 @@ class EnvironmentTools(ToolSource, RewardSource):
             ValueError: the routing column or a column that ``reset`` requires is missing, a row
                 names an unknown environment, or there is no reward at all.
         """
-        loaders = list(env.transforms_of(DataLoadingPrimer))
-        if loaders:
-            self._check_columns(loaders[0])
+        known, column = sorted(self.factories), self.route_column
+        for loader in env.transforms_of(DataLoadingPrimer):
+            if self.is_routed:
+                do = " Add what says of each row its environment, or name another one by "
+                check_columns("EnvironmentTools", loader.columns, [column], f"{do}route_column=.")
+                if self.only_for is None:
+                    loader.require(
+                        "environment",
+                        lambda row: (
+                            ""
+                            if row.get(column) in known
+                            else f"it names the environment {row.get(column)!r}; there are {known}"
+                        ),
+                    )
+            for name, cls in self.types.items():
+                if not hasattr(cls, "reset"):
+                    missing = "no reset(self, **row) method; add one (it may return None)"
+                    raise ValueError(f"The environment {cls.__name__} has {missing}.")
+                needed = set(_required_arguments(cls.reset)[1:]) - {"seed"}
+                do = " Add them, or give the parameters a default."
+                check_columns(f"{name}.reset", loader.columns, sorted(needed), do)
         sources = [s for s in env.transforms_of(EpisodeTransform) if isinstance(s, RewardSource)]
         if not any(source.reward_names for source in sources):
             raise ValueError(
@@ -216,28 +228,6 @@ class EnvironmentTools(ToolSource, RewardSource):
                 "there reward functions. Define get_reward(self) -> float on the environment, or "
                 "append RewardFunctions([...])."
             )
-
-    def _check_columns(self, loader: DataLoadingPrimer) -> None:
-        if self.is_routed:
-            do = " Add what says of each row its environment, or name another one by route_column=."
-            check_columns("EnvironmentTools", loader.columns, [self.route_column], do)
-            if self.only_for is None:
-                known, column = sorted(self.factories), self.route_column
-                loader.require(
-                    "environment",
-                    lambda row: (
-                        ""
-                        if row.get(column) in known
-                        else f"it names the environment {row.get(column)!r}; there are {known}"
-                    ),
-                )
-        for name, cls in self.types.items():
-            if not hasattr(cls, "reset"):
-                missing = "no reset(self, **row) method; add one (it may return None)"
-                raise ValueError(f"The environment {cls.__name__} has {missing}.")
-            needed = set(_required_arguments(cls.reset)[1:]) - {"seed"}
-            do = " Add them, or give the parameters a default."
-            check_columns(f"{name}.reset", loader.columns, sorted(needed), do)
 
     # Lifecycle ----------------------------------------------------------------------------------
 
@@ -293,13 +283,11 @@ class EnvironmentTools(ToolSource, RewardSource):
 
     # Reward -------------------------------------------------------------------------------------
 
-    def finish(self, episode: Episode) -> Event:
-        """Ask the environment for its reward."""
+    async def finish(self, episode: Episode) -> None:
+        """Ask the environment for its reward, if it has ``get_reward``."""
         instance: Instance | None = episode.resources.get(self)
-        has_reward = instance is not None and hasattr(self.types[instance.name], "get_reward")
-        return self._score(episode, instance) if instance and has_reward else None
-
-    async def _score(self, episode: Episode, instance: Instance) -> None:
+        if instance is None or not hasattr(self.types[instance.name], "get_reward"):
+            return
         get_reward = instance.environment.get_reward
         arguments = concurrency.accepted_arguments(get_reward, {"messages": episode.messages})
         ask = functools.partial(get_reward, **arguments)
@@ -369,7 +357,6 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
 
 RewardOf = Literal["sum", "last"]
 Kind = Literal["gymnasium", "skyrl_gym"]
-REWARDS_OF: Final[tuple[RewardOf, ...]] = ("sum", "last")
 
 
 class StepEnvironments(EpisodeTransform, RewardSource):
@@ -436,7 +423,7 @@ class StepEnvironments(EpisodeTransform, RewardSource):
         check_numbers("StepEnvironments", POSITIVE, **limits)
         self.factory = factory
         self.name = name
-        self.reward: RewardOf = one_of("reward", reward, REWARDS_OF, who="StepEnvironments")
+        self.reward: RewardOf = one_of("reward", reward, get_args(RewardOf), who="StepEnvironments")
         self.reset_columns = tuple(reset_columns)
         self.global_random = global_random
         self.timeout_s = timeout_s

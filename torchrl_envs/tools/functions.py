@@ -203,43 +203,39 @@ class PythonInterpreter(ToolSource):
 
     def bind(self, episode: Episode, call: ToolCall) -> Job:
         """A call of ``python``."""
-
-        def say(text: str, failed: bool) -> Answer:
-            return Answer(tool_message(call, text), is_error=failed)
-
-        return self._job(episode, call.arguments["code"], say)
+        code = call.arguments["code"]
+        return self._job(episode, code, lambda text, _: tool_message(call, text))
 
     def read_turn(self, episode: Episode, text: str) -> list[Job | Answer]:
         """The blocks of Python code in a turn."""
         items: list[Job | Answer] = []
         blocks = code_blocks(text) if self.read_code_blocks else ()
         for number, block in enumerate((b for b in blocks if b.language in PYTHON), 1):
-
-            def say(
-                text: str, failed: bool, number: int = number, at: int = block.position
-            ) -> Answer:
-                ended = "failed" if failed else "executed successfully"
-                said = f"Code block {number} {ended}:\n{text}"
-                message: Any = {"role": self.tool_role, "content": said}
-                return Answer(message, is_error=failed, position=at)
-
+            say = functools.partial(self._message, number)
             if block.is_closed:
                 items.append(self._job(episode, block.code, say, block.position))
             else:
-                items.append(say("It is not closed with ```, so it was not run.", True))
+                message = say("It is not closed with ```, so it was not run.", True)
+                items.append(Answer(message, is_error=True, position=block.position))
         return items
 
+    def _message(self, number: int, text: str, failed: bool) -> Any:
+        """What a block of code is answered with."""
+        ended = "failed" if failed else "executed successfully"
+        return {"role": self.tool_role, "content": f"Code block {number} {ended}:\n{text}"}
+
     def _job(
-        self, episode: Episode, code: str, say: Callable[[str, bool], Answer], position: int = 0
+        self, episode: Episode, code: str, say: Callable[[str, bool], Any], position: int = 0
     ) -> Job:
-        """Run code; ``say`` answers with what the model reads of it, and whether it failed."""
+        """Run code; what it gave is said in a message, with whether it failed."""
 
         def phrase(outcome: Outcome) -> Answer:
             if outcome.error is not None:
-                return say(result_text(outcome), True)
+                return Answer(say(result_text(outcome), True), is_error=True)
             result: SandboxResult = outcome.value
-            text = output_text(result, timeout_s=self.timeout_s)
-            return say(clean_text(text, self.max_result_bytes), not result.succeeded)
+            text = clean_text(output_text(result, timeout_s=self.timeout_s), self.max_result_bytes)
+            failed = not result.succeeded
+            return Answer(say(text, failed), is_error=failed)
 
         runner = episode.resources.get(self, self.sandbox)
         run = functools.partial(runner.run, code, timeout_s=self.timeout_s)

@@ -449,7 +449,7 @@ def test_the_frontier_loses_no_group_and_repeats_none(data):
                 place += 1
             assert place not in under_way
             frontier.open((0, place), 1)
-            frontier.draw()
+            frontier.begin((0, place))
             under_way.append(place)
             place += 1
             position = (0, place)
@@ -471,7 +471,7 @@ def test_the_frontier_loses_no_group_and_repeats_none(data):
         while frontier.has_ended((0, place)):
             place += 1
         frontier.open((0, place), 1)
-        frontier.draw()
+        frontier.begin((0, place))
         under_way.append(place)
         place += 1
     assert sorted(ended) == list(range(len(ended)))
