@@ -30,12 +30,15 @@ _BOTH: Final = re.compile(
 
 
 class Tagged(NamedTuple):
-    """What stands in the first ``<think>`` and the last ``<answer>`` block of a text."""
+    """What stands in the ``<think>`` and ``<answer>`` blocks of a text."""
 
     think: str
+    """In the first block, stripped; empty where there is none."""
     answer: str
-    num_think: int
-    num_answer: int
+    """In the last block, stripped; empty where there is none."""
+    thinks: list[str]
+    """In all blocks, as it is."""
+    answers: list[str]
 
 
 def message_text(message: Mapping[str, Any] | None) -> str:
@@ -52,19 +55,14 @@ def final_text(completion: Sequence[Message]) -> str:
     return message_text(last) if last is not None and last["role"] == "assistant" else ""
 
 
-def read_blocks(text: str, tag: str) -> list[str]:
-    """What stands in each block of a tag, ``"think"`` or ``"answer"``, as it is."""
-    return {"think": _THINK, "answer": _ANSWER}[tag].findall(text)
-
-
 def read_tags(text: str) -> Tagged:
-    """The reasoning and the answer of a text, stripped; empty where a block is absent."""
+    """The reasoning and the answer of a text."""
     thinks, answers = _THINK.findall(text), _ANSWER.findall(text)
     return Tagged(
         think=thinks[0].strip() if thinks else "",
         answer=answers[-1].strip() if answers else "",
-        num_think=len(thinks),
-        num_answer=len(answers),
+        thinks=thinks,
+        answers=answers,
     )
 
 

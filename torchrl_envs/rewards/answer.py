@@ -106,7 +106,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
         if not self.set_done_if_answer:
             return
         turn = next(m for m in reversed(episode.messages) if m["role"] == "assistant")
-        if read_tags(final_text([turn])).num_answer:
+        if read_tags(final_text([turn])).answers:
             episode.terminate()
 
     def finish(self, episode: Episode) -> None:

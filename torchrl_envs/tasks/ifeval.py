@@ -17,7 +17,7 @@ from torchrl.data import Binary, Composite, Unbounded
 from torchrl_data.keys import REWARD
 from torchrl_envs.concurrency import accepted_arguments
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.graders.answers import read_blocks
+from torchrl_envs.graders.answers import read_tags
 from torchrl_envs.rewards.answer import AnswerReward
 
 from .task import Task, TaskEnv, load_task_rows
@@ -76,16 +76,6 @@ _SCRIPT_SHARE: Final = 0.5
 _WORD: Final = re.compile(r"[^\s\d.,;:!?¿¡()\[\]{}\"“”„«»…।|/*_-]+")
 
 
-def script_counts(text: str) -> Counter[str]:
-    """Letters of a text by script."""
-    counts: Counter[str] = Counter()
-    for letter in text:
-        if letter.isalpha() or unicodedata.category(letter) in ("Mn", "Mc"):
-            name = unicodedata.name(letter, "").split(" ")[0]
-            counts["KANA" if name in ("HIRAGANA", "KATAKANA") else name] += 1
-    return counts
-
-
 def may_be_language(text: str, language: str) -> bool:
     """Whether a text can be of a language."""
     # Gives whether at least half of its letters are of the language's script, and no other language
@@ -93,7 +83,11 @@ def may_be_language(text: str, language: str) -> bool:
     code = language.lower().split("-")[0]
     if code not in SCRIPT_OF:
         raise ValueError(f"Language {language!r} is unknown; known are {sorted(SCRIPT_OF)}.")
-    counts = script_counts(text)
+    counts: Counter[str] = Counter()  # letters by script
+    for letter in text:
+        if letter.isalpha() or unicodedata.category(letter) in ("Mn", "Mc"):
+            name = unicodedata.name(letter, "").split(" ")[0]
+            counts["KANA" if name in ("HIRAGANA", "KATAKANA") else name] += 1
     total = sum(counts.values())
     if not total:
         return False
@@ -415,7 +409,7 @@ class IfEvalScorer(AnswerReward):
     def components(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
         """See :class:`AnswerReward`."""
         del query
-        thinks, answers = read_blocks(text, "think"), read_blocks(text, "answer")
+        _, _, thinks, answers = read_tags(text)
         judged = (answers[0] if answers else "") if self.require_answer else text
         results = score_instructions(
             judged, row[self.instruction_ids_key], row[self.keyword_args_key]

@@ -84,10 +84,8 @@ def question_rows(
     return [{**text, **common, "entry": entry} for text, entry in texts]
 
 
-@cache
-def _scorer(generator: str) -> Callable[[str, Any], float]:
-    # To make one is to make the generator, which may read files.
-    return load_reasoning_gym().get_score_answer_fn(generator)
+# To make one is to make the generator, which may read files.
+_scorer: Final = cache(lambda generator: load_reasoning_gym().get_score_answer_fn(generator))
 
 
 def score_answer(answer: str, row: Mapping[str, Any]) -> float:

@@ -224,8 +224,8 @@ class Search:
             **row: other columns.
         """
         del row
-        self._answer = answer
-        self._shown: list[str] = []
+        self.answer = answer
+        self.shown: list[str] = []
 
     def search(self, query: str) -> str:
         """Search the pages.
@@ -234,19 +234,12 @@ class Search:
             query: What to look for.
         """
         found = [self._texts[index] for index in self._index.search(query, self._num_results)]
-        self._shown += found
+        self.shown += found
         return "\n".join(found) or "nothing found"
 
     def get_reward(self, *, messages: Sequence[Message]) -> float:
         """Score the last message; 0 for an episode that ended without an answer."""
-        return self._score(final_text(messages), self._answer)
-
-    @property
-    def has_shown_answer(self) -> bool:
-        """Whether a page that was found holds the answer."""
-        answers = [self._answer] if isinstance(self._answer, str) else self._answer
-        shown = "\n".join(self._shown).lower()
-        return any(str(answer).lower() in shown for answer in answers)
+        return self._score(final_text(messages), self.answer)
 
 
 @reads_messages
@@ -265,7 +258,13 @@ def f1(completions: Sequence[Sequence[Message]], answer: Sequence[Any], **_: Any
 
 def found_answer(environments: Sequence[Search], **_: Any) -> list[float]:
     """1 where a page that the searches found holds the answer: the retrieval's recall."""
-    return [float(environment.has_shown_answer) for environment in environments]
+    found = []
+    for environment in environments:
+        is_one = isinstance(environment.answer, str)
+        shown = "\n".join(environment.shown).lower()
+        answers = [environment.answer] if is_one else environment.answer
+        found.append(float(any(str(answer).lower() in shown for answer in answers)))
+    return found
 
 
 def search_task(
