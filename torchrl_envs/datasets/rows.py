@@ -480,16 +480,16 @@ class RowStream:
             epoch, start = epoch + 1, 0
 
 
+@dataclass(eq=False)
 class Frontier:
     """Follows the groups that are under way, and counts rollouts."""
 
     # `drawn == ended + abandoned + in flight` holds after every event.
 
-    def __init__(self) -> None:
-        self._open: dict[Place, int] = {}
-        self._ended_after: set[Place] = set()
-        self._last: Place = (-1, -1)
-        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+    _open: dict[Place, int] = field(default_factory=dict)
+    _ended_after: set[Place] = field(default_factory=set)
+    _last: Place = (-1, -1)
+    counts: dict[str, int] = field(default_factory=partial(dict.fromkeys, COUNTS, 0))
 
     @property
     def num_in_flight(self) -> int:

@@ -9,7 +9,7 @@ import inspect
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
@@ -66,17 +66,13 @@ class TrainerState:
     """Of the whole training; 0 where nobody has set it."""
 
 
+@dataclass(eq=False)
 class RewardLog:
-    """What one call of a reward function logs, of the rollouts that it scores.
+    """What one call of a reward function logs, of the rollouts that it scores."""
 
-    Args:
-        episodes: the rollouts.
-    """
-
-    def __init__(self, episodes: Sequence[Episode]) -> None:
-        self.episodes = episodes
-        self._metrics: dict[str, list[float]] = defaultdict(list)
-        self._extra: dict[str, list[Any]] = {}
+    episodes: Sequence[Episode]
+    _metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _extra: dict[str, list[Any]] = field(default_factory=dict)
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a number; a step's metric is the mean over the rollouts of the calls that log it.

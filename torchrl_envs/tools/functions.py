@@ -231,11 +231,11 @@ class PythonInterpreter(ToolSource):
 
         def phrase(outcome: Outcome) -> Answer:
             if outcome.error is not None:
-                return Answer(say(result_text(outcome), True), is_error=True)
+                return Answer(say(result_text(outcome), True), is_error=True, position=position)
             result: SandboxResult = outcome.value
             text = clean_text(output_text(result, timeout_s=self.timeout_s), self.max_result_bytes)
             failed = not result.succeeded
-            return Answer(say(text, failed), is_error=failed)
+            return Answer(say(text, failed), is_error=failed, position=position)
 
         runner = episode.resources.get(self, self.sandbox)
         run = functools.partial(runner.run, code, timeout_s=self.timeout_s)
