@@ -304,7 +304,7 @@ def _ask(
 
 Place = tuple[int, int]
 """Epoch, and place in the order of the epoch."""
-COUNTS: Final = ("drawn", "ended", "abandoned")
+COUNTS: Final[tuple[str, ...]] = ("drawn", "ended", "abandoned")
 
 
 def _rows_of(rows: Any, seed: int, epoch: int) -> Iterator[Any]:
