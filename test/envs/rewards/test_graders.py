@@ -91,6 +91,7 @@ def test_a_program_without_a_main_guard_runs_once_and_its_workers_end_with_it(tm
             r"""
             import sys, threading
             from torchrl_envs import DataLoadingPrimer, MathVerifyReward
+            from torchrl_envs.episode.episode import Episode
 
             def more(row):
                 return {**row, "more": row["number"] + offset}
@@ -100,7 +101,9 @@ def test_a_program_without_a_main_guard_runs_once_and_its_workers_end_with_it(tm
             rows = [{"prompt": "<0>", "number": i} for i in range(4)]
             data = DataLoadingPrimer(rows, map_row=more, num_workers=1)
             reward = MathVerifyReward(num_workers=1, timeout_s=60)
-            assert [data._next().row["more"] for _ in range(4)] == [10, 11, 12, 13]
+            episodes = [Episode() for _ in range(4)]
+            data.draw(episodes)
+            assert [episode.example["more"] for episode in episodes] == [10, 11, 12, 13]
             assert reward([{"role": "assistant", "content": "0.5"}], answer="1/2") == 1.0
             hanging = [{"role": "assistant", "content": "\\boxed{9^{9^{9^9}}}"}]
             call = threading.Thread(target=reward, args=(hanging,), kwargs={"answer": "2"})
