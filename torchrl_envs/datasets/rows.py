@@ -325,15 +325,14 @@ def _rows_of(rows: Any, seed: int, epoch: int) -> Iterator[Any]:
             first = list(islice(batches, 1))
         batches = chain(first, batches)
     for batch in batches:
-        yield from _taken_apart(batch) if is_batched else [batch]
-
-
-def _taken_apart(batch: Any) -> Iterable[Any]:
-    """The rows of a batch: a list of rows, or columns of equal length."""
-    if not isinstance(batch, Mapping):
-        return batch
-    columns = [c.tolist() if isinstance(c, torch.Tensor) else list(c) for c in batch.values()]
-    return (dict(zip(batch, values, strict=True)) for values in zip(*columns, strict=True))
+        if not is_batched:
+            yield batch
+        elif isinstance(batch, Mapping):
+            columns = [c.tolist() if isinstance(c, torch.Tensor) else c for c in batch.values()]
+            for values in zip(*columns, strict=True):
+                yield dict(zip(batch, values, strict=True))
+        else:
+            yield from batch
 
 
 class Item(NamedTuple):

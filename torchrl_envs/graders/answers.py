@@ -128,26 +128,6 @@ def think_answer_format(completions: Sequence[Sequence[Message]], **_: Any) -> l
 Unit = Literal["words", "characters"]
 
 
-def repeated_fraction(texts: Sequence[str], ngram_size: int, unit: Unit = "words") -> float:
-    """The share of the n-grams of texts that have been there before, from 0 to below 1.
-
-    Args:
-        texts: n-grams lie within each.
-        ngram_size: words or characters of an n-gram.
-        unit: what it consists of: words are what white space separates, in lower case.
-
-    Returns:
-        ``1 - different n-grams / n-grams``; 0 where there are none.
-    """
-    seen, total = set(), 0
-    for text in texts:
-        parts = text.lower().split() if unit == "words" else list(text)
-        for start in range(len(parts) - ngram_size + 1):
-            seen.add(tuple(parts[start : start + ngram_size]))
-            total += 1
-    return 1 - len(seen) / total if total else 0.0
-
-
 class RepetitionPenalty:
     """A reward from 0 (every n-gram is new) down to ``max_penalty`` (they are all the same).
 
@@ -158,8 +138,8 @@ class RepetitionPenalty:
     Args:
         ngram_size: words (or characters) of an n-gram.
         max_penalty: below 0.
-        unit: ``"words"``, or ``"characters"`` for scripts without spaces (with n-grams of 10 and
-            more, say).
+        unit: ``"words"``, which white space separates, in lower case; or ``"characters"`` for
+            scripts without spaces (with n-grams of 10 and more, say). An n-gram lies within a text.
 
     Raises:
         ValueError: the size is not positive, the penalty not below 0, or there is no such unit.
@@ -190,12 +170,16 @@ class RepetitionPenalty:
         Args:
             completions: messages, per rollout.
         """
-        penalties = []
+        penalties, size = [], self.ngram_size
         for messages in completions:
             own = [message for message in messages if message["role"] == "assistant"]
             said = [str(message.get("reasoning_content") or "") for message in own]
             said += map(message_text, own)
-            fraction = repeated_fraction(said, self.ngram_size, self.unit)
+            grams: list[tuple[str, ...]] = []
+            for text in said:
+                parts = text.lower().split() if self.unit == "words" else list(text)
+                grams += [tuple(parts[i : i + size]) for i in range(len(parts) - size + 1)]
+            fraction = 1 - len(set(grams)) / len(grams) if grams else 0.0
             penalties.append(self.max_penalty * fraction)
         return penalties
 

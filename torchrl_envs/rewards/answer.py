@@ -249,14 +249,13 @@ def reward_metrics(trajectories: TensorDictBase) -> dict[str, float]:
         if (group_id := row.get(GROUP_ID, None)) is not None:
             groups.setdefault(int(group_id), set()).add(total)
     mean, std = _mean_and_std(totals)
+    alike, _ = _mean_and_std([len(group) == 1 for group in groups.values()])
     metrics = {
         "reward/mean": mean,
         "reward/std": std,
         "reward/unscorable_fraction": 1 - len(scored) / len(rows),
         "reward/error_fraction": sum(failed) / len(rows),
-        "reward/zero_std_fraction": _mean_and_std([len(group) == 1 for group in groups.values()])[
-            0
-        ],
+        "reward/zero_std_fraction": alike,
     }
     by_source: dict[str, list[float]] = {}
     for row in rows:

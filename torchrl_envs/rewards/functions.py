@@ -251,23 +251,19 @@ def finished_episodes(
                 f"{who}: episode {int(parts[0][keys.EPISODE_ID])} has {wanted} rows, of which "
                 f"{len(parts)} came in. Give all rows of an episode at once."
             )
-        found.append((_episode(parts, who), parts))
+        first, episode = parts[0], Episode()
+        conversations = [read_conversations(row, keys.FULL, who=who) for row in parts]
+        *earlier, episode.conversation = conversations
+        episode.segments = tuple(earlier)
+        episode.example = read_objects(first, keys.ROW)[0]
+        episode.stop_reason = read_objects(first, keys.STOP_REASON, "")[0]
+        episode.num_turns = int(first.get("num_turns", 1))
+        if first.get(keys.GROUP_ID, None) is not None:
+            episode.group_id = int(first[keys.GROUP_ID])
+        columns = [name for name in PROMPT_COLUMNS if name in (episode.example or {})]
+        episode.query = (episode.example or {})[columns[0]] if columns else None
+        found.append((episode, parts))
     return found
-
-
-def _episode(rows: Sequence[TensorDictBase], who: str) -> Episode:
-    episode = Episode()
-    conversations = [read_conversations(row, keys.FULL, who=who) for row in rows]
-    *earlier, episode.conversation = conversations
-    episode.segments = tuple(earlier)
-    episode.example = read_objects(rows[0], keys.ROW)[0]
-    episode.stop_reason = read_objects(rows[0], keys.STOP_REASON, "")[0]
-    episode.num_turns = int(rows[0].get("num_turns", 1))
-    if rows[0].get(keys.GROUP_ID, None) is not None:
-        episode.group_id = int(rows[0][keys.GROUP_ID])
-    columns = [name for name in PROMPT_COLUMNS if name in (episode.example or {})]
-    episode.query = (episode.example or {})[columns[0]] if columns else None
-    return episode
 
 
 def write_finished(episode: Episode, rows: Sequence[TensorDictBase], names: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -441,11 +442,11 @@ class BrowserTransform(ToolSource):
                 raise RuntimeError("The browser could not be closed") from outcome.error
 
 
+@dataclass(eq=False)
 class _Visit:
     """The context of one episode, while there is one."""
 
-    def __init__(self) -> None:
-        self.context: BrowserContext | None = None
+    context: "BrowserContext | None" = None
 
     async def close(self) -> None:
         context, self.context = self.context, None

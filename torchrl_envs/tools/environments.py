@@ -69,9 +69,6 @@ class Instance:
             self._abandoned = True
         return getattr(self.environment, "close", None)
 
-    def __repr__(self) -> str:
-        return f"Instance({self.name!r})"
-
 
 async def start_instance(
     owner: Any,  # an EpisodeTransform with timeout_s and start_timeout_s
