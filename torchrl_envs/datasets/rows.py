@@ -304,7 +304,7 @@ def _ask(
 
 Place = tuple[int, int]
 """Epoch, and place in the order of the epoch."""
-COUNTS: Final[tuple[str, ...]] = ("drawn", "ended", "abandoned")
+COUNTS: Final = ("drawn", "ended", "abandoned")
 
 
 def _rows_of(rows: Any, seed: int, epoch: int) -> Iterator[Any]:
@@ -488,7 +488,7 @@ class Frontier:
     _open: dict[Place, int] = field(default_factory=dict)
     _ended_after: set[Place] = field(default_factory=set)
     _last: Place = (-1, -1)
-    counts: dict[str, int] = field(default_factory=partial(dict.fromkeys, COUNTS, 0))
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
 
     @property
     def num_in_flight(self) -> int:

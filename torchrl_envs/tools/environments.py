@@ -431,6 +431,15 @@ class StepEnvironments(EpisodeTransform, RewardSource):
         """The environment's reward."""
         return [self.name]
 
+    def check(self, env: "EpisodeEnvironment") -> None:
+        """The data have the columns that ``reset`` gets.
+
+        Raises:
+            ValueError: they lack some.
+        """
+        for loader in env.transforms_of(DataLoadingPrimer):
+            check_columns("StepEnvironments", loader.columns, self.reset_columns)
+
     async def begin(self, episode: Episode) -> None:
         """Make and reset an environment; what it says is a part of the query.
 

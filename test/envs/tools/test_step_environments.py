@@ -180,6 +180,12 @@ def test_columns_are_options_and_the_last_reward_may_count(run):
     assert not end["terminated"].item()
 
 
+def test_columns_that_the_data_lack_are_refused_before_the_first_episode(run):
+    words = r"StepEnvironments needs the columns \['width'\].* have \['answer', 'prompt', 'size'\]"
+    with pytest.raises(ValueError, match=words):
+        run(["on"], lambda _: Corridor(), reset_columns=["size", "width"])
+
+
 def test_gem(run):
     """Its random numbers follow from the group's seed, whatever is drawn beside it."""
     numbers = []
