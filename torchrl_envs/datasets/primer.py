@@ -496,7 +496,8 @@ class DataLoadingPrimer(EpisodeTransform):
                 continue
             num_drawn += 1
             item = self._members.popleft()
-            place, key = (item.epoch, item.place), (self.seed, item.epoch, item.row_id)
+            place = (item.epoch, item.place)
+            key = (self.seed, item.epoch, item.row_id)
             episode.resources.add(self, place, closing=self._frontier.begin(place))
             assert isinstance(item.row, dict)
             episode.query, episode.example = item.row[self.prompt_column], item.row

@@ -108,30 +108,17 @@ def settings_of_task(name: str) -> dict[str, tuple[str, Any, str]]:
     return found
 
 
-def optional(module: str, message: str) -> Any:
-    """A module of a package that only some tasks need.
-
-    Args:
-        module: its name.
-        message: what to say where the package is not installed.
-
-    Raises:
-        ImportError: it is not.
-    """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError(message) from error
-
-
 def load_reasoning_gym() -> Any:
     """The package.
 
     Raises:
         ImportError: it is not installed.
     """
-    message = "The package reasoning-gym is not installed: pip install reasoning-gym."
-    return optional("reasoning_gym", message)
+    try:
+        return import_module("reasoning_gym")
+    except ImportError as error:
+        message = "The package reasoning-gym is not installed: pip install reasoning-gym."
+        raise ImportError(message) from error
 
 
 def generator_names() -> list[str]:

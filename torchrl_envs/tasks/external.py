@@ -17,7 +17,6 @@ from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.tools.environments import StepEnvironments, protocol_of
 from torchrl_envs.tools.functions import FunctionTools
 
-from . import optional
 from .reasoning_gym import TOOLS, calculator_task, score_answer
 from .task import Task, load_task_rows
 
@@ -348,8 +347,12 @@ def calculator_agent_task(
         ValueError: too few different questions to hold so many out.
         ImportError: the package ``openai`` is not installed.
     """
-    needs = "calculator_agent asks with OpenAI's client: pip install 'torchrl-agents[graders]'."
-    optional("openai", needs)
+    try:
+        import_module("openai")
+    except ImportError as error:
+        raise ImportError(
+            "calculator_agent asks with OpenAI's client: pip install 'torchrl-agents[graders]'."
+        ) from error
     counts = {"num_held_out": num_held_out, "num_demonstrations": num_demonstrations}
     task = calculator_task(num_rows=num_rows, seed=seed, **counts)
     own: Any = {"name": "calculator_agent", "environment": None, "max_turns": MAX_REQUESTS}

@@ -22,8 +22,6 @@ from torchrl_envs.episode.transform import Answer, Job, ToolSource
 from torchrl_envs.tool_results import clean_text, code_blocks, error_line
 from torchrl_envs.tools.environments import Instance, start_instance
 
-from . import optional
-
 # One MLGym environment, spoken to in the words of its own templates.
 #
 # The interface is that of MLGym's first release, which TorchRL 0.14 wraps too. MLGym needs
@@ -302,11 +300,13 @@ def make_mlgym(
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    mlgym = optional(
-        "mlgym",
-        f"make_mlgym needs MLGym, which is not on PyPI: git clone {REPOSITORY}, then pip install "
-        "-e MLGym, with docker or podman for its containers.",
-    )
+    try:
+        mlgym: Any = importlib.import_module("mlgym")
+    except ImportError as error:
+        raise ImportError(
+            f"make_mlgym needs MLGym, which is not on PyPI: git clone {REPOSITORY}, then pip "
+            "install -e MLGym, with docker or podman for its containers."
+        ) from error
     folder = Path(str(mlgym.__file__)).parent.parent.resolve()
     if Path.cwd().resolve() != folder:
         raise RuntimeError(

@@ -12,7 +12,7 @@ from typing import Any, Final
 from torchrl_envs.concurrency import OwnRandom
 from torchrl_envs.openenv.tools import OpenEnvTools, RewardOf
 
-from . import PREFIX, optional
+from . import PREFIX
 from .task import Row, Task, load_task_rows, played
 
 # An OpenEnv server as a task: it brings the tools, the state and the reward.
@@ -85,8 +85,12 @@ MAX_TURNS: Final = 40
 
 @cache
 def _registry() -> Mapping[str, Any]:
-    with contextlib.redirect_stdout(io.StringIO()):
-        optional("textarena", "The package textarena is not installed: pip install textarena.")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            import_module("textarena")
+    except ImportError as error:
+        message = "The package textarena is not installed: pip install textarena."
+        raise ImportError(message) from error
     return import_module("textarena.envs.registration").ENV_REGISTRY
 
 
