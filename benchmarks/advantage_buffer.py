@@ -17,7 +17,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
 from objectives import MCAdvantage
-from objectives.batching.packed_batch import GRPOLossKeys, pack_batch
+from objectives.batching.packed_batch import Entries, GRPOLossKeys, pack_batch
 
 NUM_ROWS, GROUP_SIZE, REPEATS = 128, 8, 15
 
@@ -107,8 +107,7 @@ def packed(rows):
         rows,
         GRPOLossKeys(),
         "assistant",
-        token_entries=("log_probs",),
-        row_entries=("advantage",),
+        Entries({"log_probs": GRPOLossKeys().log_probs}, {"advantage": GRPOLossKeys().advantage}),
         who="benchmark",
     )
 

@@ -1,6 +1,7 @@
 """The ``History`` of TorchRL: messages as a tensorclass, rendered by a template and parsed back."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 from weakref import WeakKeyDictionary
 
@@ -101,18 +102,12 @@ class ContentBase(TensorClass["nocast", "shadow"]):
                 f"to_part converts one part, this is a batch of shape {tuple(self.batch_size)}; "
                 "use to_parts."
             )
-        fields = {name: getattr(self, name) for name in _FIELDS}
+        fields = {name: getattr(self, name) for name in type(self).__annotations__}
         return {name: value for name, value in fields.items() if value is not None}
 
     def to_parts(self) -> list[dict[str, Any]]:
         """The parts of a stack ``[P]``, as dictionaries."""
         return [part.to_part() for part in self.unbind(0)]
-
-
-_FIELDS = (
-    *("type", "text", "url", "data", "mime_type", "name", "size"),
-    *("function_name", "function_args"),
-)
 
 
 # The fields of a ``History``, and how a message in the chat format maps to them.
@@ -253,26 +248,22 @@ def encoder_for(
     return kept[key]
 
 
-_byte_tokenizers: dict[str, Any] = {}
-
-
+@cache
 def byte_tokenizer(template: str) -> "PreTrainedTokenizerBase":
     """A tokenizer of UTF-8 bytes, and of the control tokens that a template spells."""
-    if template not in _byte_tokenizers:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        backend = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
-        backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-        made = PreTrainedTokenizerFast(
-            tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-        )
-        control: list[Any] = control_literals(template)
-        made.add_tokens(control, special_tokens=True)
-        _byte_tokenizers[template] = made
-    return _byte_tokenizers[template]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    control: list[Any] = control_literals(template)
+    made.add_tokens(control, special_tokens=True)
+    return made
 
 
 # Conversations as a TensorClass: what people, rewards and tools look at.

@@ -70,16 +70,19 @@ _BRACKET: Final = re.compile(
 )
 
 
-def value_end(text: str, start: int) -> int:
-    """The position after the last bracket of what opens at ``start``; -1 beyond MAX_CHARS."""
-    depth = 0
-    last = start + MAX_CALL_CHARS
+def _brackets(text: str, start: int) -> Iterator[tuple[int, int]]:
+    """Nesting after each bracket outside strings, and the position after it; as far as is read."""
+    depth, last = 0, start + MAX_CALL_CHARS
     while bracket := _BRACKET.match(text, start, last):
         depth += 1 if bracket[1] in "[{" else -1
         start = bracket.end()
-        if depth <= 0:
-            return start
-    return -1
+        yield depth, start
+
+
+def value_end(text: str, start: int) -> int:
+    """The position after the last bracket of what opens at ``start``; -1 beyond MAX_CHARS."""
+    ends = (end for depth, end in _brackets(text, start) if depth <= 0)
+    return next(ends, -1)
 
 
 def read_json(body: str) -> Any:
@@ -87,22 +90,13 @@ def read_json(body: str) -> Any:
     if len(body) > MAX_CALL_CHARS:
         raise ValueError(f"the call has {len(body)} characters; at most {MAX_CALL_CHARS}")
     # Counting is cheap, and the brackets of most calls are few.
-    if body.count("{") + body.count("[") > MAX_DEPTH and _depth(body) > MAX_DEPTH:
+    many = body.count("{") + body.count("[") > MAX_DEPTH
+    if many and any(depth > MAX_DEPTH for depth, _ in _brackets(body, 0)):
         raise ValueError(f"the call is nested deeper than {MAX_DEPTH} levels")
     try:
         return _DECODER.decode(body)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the call is not valid JSON: {error}") from error
-
-
-def _depth(body: str) -> int:
-    """Deepest nesting of brackets outside strings."""
-    depth = deepest = position = 0
-    while bracket := _BRACKET.match(body, position):
-        depth += 1 if bracket[1] in "[{" else -1
-        deepest = max(deepest, depth)
-        position = bracket.end()
-    return deepest
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -157,16 +151,16 @@ class Format(NamedTuple):
 # Shared pieces -----------------------------------------------------------------------------------
 
 
-def call_of(value: Any, *, argument_keys: tuple[str, ...] = ("arguments",)) -> ToolCall:
+def call_of(value: Any, keys: tuple[str, ...]) -> ToolCall | MalformedCall:
     """A call from the JSON object that stands for it."""
-    first = argument_keys[0]
+    first = keys[0]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError(f'a call is {{"name": <tool>, "{first}": {{...}}}}')
-    if unknown := sorted(value.keys() - {"name", "id", "type", *argument_keys}):
-        raise ValueError(f'a call has "name" and "{first}", not {", ".join(unknown):.200}')
-    arguments: Any = next((value[key] for key in argument_keys if key in value), {})
+        return MalformedCall(f'a call is {{"name": <tool>, "{first}": {{...}}}}')
+    if unknown := sorted(value.keys() - {"name", "id", "type", *keys}):
+        return MalformedCall(f'a call has "name" and "{first}", not {", ".join(unknown):.200}')
+    arguments: Any = next((value[key] for key in keys if key in value), {})
     if not isinstance(arguments, dict):
-        raise ValueError(f'"{first}" must be an object')
+        return MalformedCall(f'"{first}" must be an object')
     call_id = value.get("id")
     return ToolCall(value["name"], arguments, call_id if isinstance(call_id, str) else None)
 
@@ -180,10 +174,10 @@ def _read(
     """The call of a JSON object or, where it has its name already, of that of its arguments."""
     try:
         value = read_json(body)
-        if name is None:
-            return call_of(value, argument_keys=keys)
     except ValueError as error:
         return MalformedCall(str(error))
+    if name is None:
+        return call_of(value, keys)
     if not isinstance(value, dict):
         return MalformedCall("the arguments must be an object")
     return ToolCall(name, value, call_id)
@@ -382,11 +376,7 @@ def _listed(body: str, start: int, end: int, *, is_closed: bool) -> Iterator[Fou
         yield Found(start, end, MalformedCall(str(error)))
         return
     for value in values if isinstance(values, list) else [values]:
-        try:
-            call: ToolCall | MalformedCall = call_of(value)
-        except ValueError as error:
-            call = MalformedCall(str(error))
-        yield Found(start, end, call)
+        yield Found(start, end, call_of(value, ("arguments",)))
 
 
 _LIST = re.compile(r"(?:<\|tool_call\|>|<TOOLCALL>)\s*+")
@@ -415,6 +405,8 @@ class _Section(NamedTuple):
     close: str
     first: str
     last: str
+    ids: re.Pattern[str] | None = None
+    """The name inside of a call's id, where the format has ids in the place of names."""
 
 
 _DEEPSEEK: Final = _Section(
@@ -430,9 +422,9 @@ _KIMI: Final = _Section(
     "<|tool_call_end|>",
     "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>",
+    re.compile(r"(?:functions\.)?(.{1,256}?)(?::\d{1,9})?"),
 )
 _FENCE = re.compile(r"\s*+([^\n`]{1,256})\n```(?:json)?\s*+")
-_KIMI_ID = re.compile(r"(?:functions\.)?(.{1,256}?)(?::\d{1,9})?")
 
 
 def find_deepseek(text: str, position: int = 0, marks: _Section = _DEEPSEEK) -> Iterator[Found]:
@@ -447,7 +439,7 @@ def find_deepseek(text: str, position: int = 0, marks: _Section = _DEEPSEEK) -> 
         if sep < 0:
             yield Found(start, position, MalformedCall(f"the call has no {marks.sep}"))
             continue
-        name = text[head:sep].strip()
+        name, call_id = text[head:sep].strip(), None
         body = _skip_space(text, sep + len(marks.sep))
         fence = None if text.startswith("{", body) else _FENCE.match(text, sep + len(marks.sep))
         if fence is not None:
@@ -459,17 +451,9 @@ def find_deepseek(text: str, position: int = 0, marks: _Section = _DEEPSEEK) -> 
             error = MalformedCall(f"the call is not closed with {marks.close}")
             yield Found(start, position, error)
         else:
-            yield Found(start, position, _read(text[body:last], name=name))
-
-
-def find_kimi(text: str, position: int = 0) -> Iterator[Found]:
-    """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}``: Kimi K2."""
-    for found in find_deepseek(text, position, _KIMI):
-        call = found.call
-        named = _KIMI_ID.fullmatch(call.name) if isinstance(call, ToolCall) else None
-        if named is not None and isinstance(call, ToolCall):
-            found = found._replace(call=call._replace(name=named[1], id=call.name))
-        yield found
+            if marks.ids is not None and (named := marks.ids.fullmatch(name)):
+                name, call_id = named[1], name
+            yield Found(start, position, _read(text[body:last], name=name, call_id=call_id))
 
 
 _HARMONY_END = re.compile(r"<\|(?:call|end|return|start)\|>")
@@ -525,7 +509,8 @@ FORMATS: Final[dict[str, Format]] = {
         "</invoke>\n</minimax:tool_call>",
     ),
     "kimi": Format(
-        find_kimi,
+        # <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}: Kimi K2.
+        functools.partial(find_deepseek, marks=_KIMI),
         f"{_KIMI.first}{_KIMI.open}functions.tool:0{_KIMI.sep}{{...}}{_KIMI.close}{_KIMI.last}",
     ),
     "phi4mini": Format(

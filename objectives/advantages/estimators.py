@@ -556,13 +556,14 @@ class GroupQueue:
         """The latest expired groups: id, and how many rows it had."""
         self._pending: dict[Hashable, list[TensorDictBase]] = {}
         self._first_row: dict[Hashable, int] = {}
+        self._waiting: Waiting = {}
 
     def __len__(self) -> int:
         return len(self._pending)
 
     @property
     def num_rows(self) -> int:
-        """Rows that wait."""
+        """Rows that wait for others of their group."""
         return sum(num_rows(row) for rows in self._pending.values() for row in rows)
 
     def missing(self) -> dict[Hashable, int]:
@@ -574,17 +575,24 @@ class GroupQueue:
 
         Args:
             group: its group's id.
-            row: the row; kept as it is.
+            row: the row; kept as it is. Where an episode has several, the group gets one for all of
+                them, with the others inside, once they are there.
 
         Returns:
             The group's rows in the order of their arrival once it is complete, else None.
+
+        Raises:
+            ValueError: a row of an episode of several came before.
         """
-        self.stats.rows_in += num_rows(row)
+        member = member_of(group, row, self._waiting)
+        if member is None:
+            return None
+        self.stats.rows_in += num_rows(member)
         rows = self._pending.get(group)
         if rows is None:
             rows = self._pending[group] = []
             self._first_row[group] = self.stats.rows_in
-        rows.append(row)
+        rows.append(member)
         if len(rows) < self.group_size:
             return None
         del self._pending[group], self._first_row[group]
@@ -620,11 +628,12 @@ class GroupQueue:
     def unchanged_on_error(self) -> Iterator[None]:
         """Whatever is done within has not happened if it raises; the error goes on."""
         pending = {group: list(rows) for group, rows in self._pending.items()}
+        waiting = {episode: dict(rows) for episode, rows in self._waiting.items()}
         first_row, stats, expired = dict(self._first_row), replace(self.stats), self.expired.copy()
         try:
             yield
         except BaseException:
-            self._pending, self._first_row = pending, first_row
+            self._pending, self._first_row, self._waiting = pending, first_row, waiting
             self.stats, self.expired = stats, expired
             raise
 
@@ -640,7 +649,12 @@ class GroupQueue:
         ]
         expired = [list(item) for item in self.expired]
         about = {"group_size": self.group_size, "stats": asdict(self.stats)}
-        return {**about, "pending": pending, "expired": expired}
+        segments = [
+            {"group": group, "episode": episode, "segment": segment, "row": row_state(row)}
+            for (group, episode), rows in self._waiting.items()
+            for segment, row in rows.items()
+        ]
+        return {**about, "pending": pending, "expired": expired, "segments": segments}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go back to a state.
@@ -656,7 +670,10 @@ class GroupQueue:
                 f"GroupQueue: the saved groups have {state['group_size']} members, these have "
                 f"{self.group_size}. Resume with the group_size of the saved run."
             )
-        self._pending, self._first_row = {}, {}
+        self._pending, self._first_row, self._waiting = {}, {}, {}
+        for item in state["segments"]:
+            rows = self._waiting.setdefault((item["group"], item["episode"]), {})
+            rows[item["segment"]] = row_from_state(item["row"])
         for item in state["pending"]:
             self._pending[item["group"]] = [row_from_state(row) for row in item["rows"]]
             self._first_row[item["group"]] = item["first_row"]
@@ -685,53 +702,24 @@ def rows_of(member: TensorDictBase) -> Iterator[TensorDictBase]:
     yield member
 
 
-class SegmentQueue:
-    """Rows of episodes that wait for the other rows of their episode."""
+Waiting = dict[tuple[Hashable, int], dict[int, TensorDictBase]]
+"""Rows that wait for the others of their episode, by group and episode and by their number."""
 
-    def __init__(self) -> None:
-        self._waiting: dict[tuple[Hashable, int], dict[int, TensorDictBase]] = {}
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that wait."""
-        return sum(map(len, self._waiting.values()))
-
-    def add(self, group: Hashable, row: TensorDictBase) -> TensorDictBase | None:
-        """Add a row."""
-        # Gives one row for the whole episode once all are there, else `None`.
-        segment, count = place_of(row)
-        if count == 1:
-            return row
-        episode = int(row.get(EPISODE_ID))
-        rows = self._waiting.setdefault((group, episode), {})
-        if segment in rows:
-            raise ValueError(f"Row {segment} of episode {episode} in group {group!r} came twice.")
-        rows[segment] = row
-        if len(rows) < count:
-            return None
-        del self._waiting[group, episode]
-        member = rows[count - 1].copy()
-        for number in range(count - 1):
-            member.set((_EARLIER, str(number)), rows[number])
-        return member
-
-    def copy(self) -> SegmentQueue:
-        """The same rows, waiting."""
-        copy = SegmentQueue()
-        copy._waiting = {key: dict(rows) for key, rows in self._waiting.items()}
-        return copy
-
-    def state(self) -> list[dict[str, Any]]:
-        """The rows that wait, with their place: what JSON can hold, and tensors."""
-        return [
-            {"group": group, "episode": episode, "segment": segment, "row": row_state(row)}
-            for (group, episode), rows in self._waiting.items()
-            for segment, row in rows.items()
-        ]
-
-    def load_state(self, state: Sequence[dict[str, Any]]) -> None:
-        """Go back to what :meth:`state` gave."""
-        self._waiting = {}
-        for item in state:
-            rows = self._waiting.setdefault((item["group"], item["episode"]), {})
-            rows[item["segment"]] = row_from_state(item["row"])
+def member_of(group: Hashable, row: TensorDictBase, waiting: Waiting) -> TensorDictBase | None:
+    """One row for the whole episode of a row, once all of its rows are there."""
+    segment, count = place_of(row)
+    if count == 1:
+        return row
+    episode = int(row.get(EPISODE_ID))
+    rows = waiting.setdefault((group, episode), {})
+    if segment in rows:
+        raise ValueError(f"Row {segment} of episode {episode} in group {group!r} came twice.")
+    rows[segment] = row
+    if len(rows) < count:
+        return None
+    del waiting[group, episode]
+    member = rows[count - 1].copy()
+    for number in range(count - 1):
+        member.set((_EARLIER, str(number)), rows[number])
+    return member

@@ -6,8 +6,8 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from itertools import compress
 from statistics import fmean
@@ -31,9 +31,10 @@ from .estimators import (
     MaxRL,
     PassAtK,
     RewardedGroup,
-    SegmentQueue,
     TrajectoryReturn,
     TurnCredit,
+    Waiting,
+    member_of,
     num_rows,
     place_of,
     read_entry,
@@ -97,7 +98,6 @@ class _ByGroups(Transform):
         self.trajectory_return: TrajectoryReturn = one_of(
             "trajectory_return", trajectory_return, TRAJECTORY_RETURNS
         )
-        self._segments = SegmentQueue()
         self._lock = threading.RLock()
 
     @property
@@ -114,7 +114,7 @@ class _ByGroups(Transform):
         if tensordict is None:
             return None
         rows = tensordict.reshape(-1).unbind(0) if tensordict.ndim != 1 else tensordict.unbind(0)
-        with self._lock, self._unchanged_on_error():
+        with self._lock, self.queue.unchanged_on_error():
             released = self._take(rows)
             self.stats.rows_released += len(released)
         return lazy_stack(released) if released else None
@@ -122,21 +122,6 @@ class _ByGroups(Transform):
     def _take(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
         """Queue rows; the rows that are given out."""
         raise NotImplementedError
-
-    def _complete(self, group_id: int, row: TensorDictBase) -> list[TensorDictBase] | None:
-        """The episodes of the group that a row completes, each as one member."""
-        member = self._segments.add(group_id, row)
-        return None if member is None else self.queue.add(group_id, member)
-
-    @contextmanager
-    def _unchanged_on_error(self) -> Iterator[None]:
-        segments = self._segments.copy()
-        try:
-            with self.queue.unchanged_on_error():
-                yield
-        except BaseException:
-            self._segments = segments
-            raise
 
     def get_extra_state(self) -> dict[str, Any]:
         """Incomplete groups and episodes, and counts, for ``state_dict``.
@@ -148,7 +133,7 @@ class _ByGroups(Transform):
             TypeError: a row that waits holds something without a plain form.
         """
         with self._lock:
-            return {"queue": self.queue.state(), "segments": self._segments.state()}
+            return {"queue": self.queue.state()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go back to a state.
@@ -160,8 +145,8 @@ class _ByGroups(Transform):
             ValueError: it belongs to groups of another size.
         """
         with self._lock:
-            self.queue.load_state(state["queue"])
-            self._segments.load_state(state["segments"])
+            # Incomplete episodes were beside the queue once, and are in runs that were saved then.
+            self.queue.load_state({"segments": state.get("segments", []), **state["queue"]})
 
     def _return(self, row: TensorDictBase) -> float:
         reward = read_entry(row, self.reward_key, self._get_name())
@@ -340,21 +325,11 @@ class MCAdvantage(_ByGroups):
         """
         if "refill" not in (self.zero_variance, self.unscorable):
             return False
-        segments = SegmentQueue()
-        group = self._group(None, [m for row in rows if (m := segments.add(None, row)) is not None])
+        waiting: Waiting = {}
+        members = [member_of(None, row, waiting) for row in rows]
+        group = self._group(None, [member for member in members if member is not None])
         lacks = self.unscorable == "refill" and any(map(math.isnan, group.returns))
         return lacks or (self.zero_variance == "refill" and self.estimator.is_flat(group))
-
-    @contextmanager
-    def _unchanged_on_error(self) -> Iterator[None]:
-        refills, estimator = self._refills.copy(), self.estimator.state_dict()
-        try:
-            with super()._unchanged_on_error():
-                yield
-        except BaseException:
-            self._refills = refills
-            self.estimator.load_state_dict(estimator)
-            raise
 
     def get_extra_state(self) -> dict[str, Any]:
         """Incomplete groups, counts, pending refills and baselines, for ``state_dict``.
@@ -400,7 +375,7 @@ class MCAdvantage(_ByGroups):
                 # An episode is asked for once, however many rows it has.
                 self._refills[group_id] += place_of(row)[0] == 0
                 continue
-            if (members := self._complete(group_id, row)) is not None:
+            if (members := self.queue.add(group_id, row)) is not None:
                 complete.append(self._group(group_id, members))
         for group_id, late in self.queue.expire():
             if self.on_expiry == "release":
@@ -414,18 +389,24 @@ class MCAdvantage(_ByGroups):
 
     def _take(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
         """Give the rows of complete groups their advantages; leave out what is to be dropped."""
-        groups = self._collect(rows)
-        if not groups:
-            return []
-        complete = [row for group in groups for row in group.rows]
-        advantages = self.estimator.advantages(groups)
-        keep = [kept for group in groups for kept in self._kept(group)]
-        released = []
-        for row, advantage, kept in zip(complete, advantages, keep, strict=True):
-            for part in rows_of(row) if kept else ():
-                part.set(self.advantage_key, advantage)
-                released.append(part)
-        return released
+        refills, estimator = self._refills.copy(), self.estimator.state_dict()
+        try:
+            groups = self._collect(rows)
+            if not groups:
+                return []
+            complete = [row for group in groups for row in group.rows]
+            advantages = self.estimator.advantages(groups)
+            keep = [kept for group in groups for kept in self._kept(group)]
+            released = []
+            for row, advantage, kept in zip(complete, advantages, keep, strict=True):
+                for part in rows_of(row) if kept else ():
+                    part.set(self.advantage_key, advantage)
+                    released.append(part)
+            return released
+        except BaseException:
+            self._refills = refills
+            self.estimator.load_state_dict(estimator)
+            raise
 
     def _kept(self, group: RewardedGroup) -> list[bool]:
         """Which rows of a complete group go on; counts those that do not."""
@@ -647,7 +628,7 @@ class TopKRewardSelector(_ByGroups):
         released: list[TensorDictBase] = []
         for row in rows:
             group_id = int(read_entry(row, self.group_key, "TopKRewardSelector"))
-            if (members := self._complete(group_id, row)) is None:
+            if (members := self.queue.add(group_id, row)) is None:
                 continue
             scored = [(self._return(member), member) for member in members]
             falling = sorted((p for p in scored if not math.isnan(p[0])), key=lambda p: -p[0])

@@ -7,7 +7,7 @@ batch to look at, and ends the run only when it keeps happening.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -182,7 +182,15 @@ class NonFiniteGate:
             self.optimizer.step()
         self.optimizer.zero_grad()
         self._batches, self._bad_loss = [], ""
-        self._count(outcome, not_finite=bool(reason))
+        self.num_not_finite += bool(reason)
+        self._in_a_row = self._in_a_row + 1 if reason else 0
+        if self._in_a_row > self.max_skipped_in_a_row:
+            where = f" The batch is in {outcome.dump}." if outcome.dump is not None else ""
+            raise NonFiniteStepError(
+                f"{self._in_a_row} optimizer steps in a row were not finite, the last because "
+                f"{outcome.skipped}. The parameters are those of before.{where} Lower the learning "
+                "rate, clip harder, or look at the batch."
+            )
         return outcome
 
     def state_dict(self) -> dict[str, int]:
@@ -203,17 +211,6 @@ class NonFiniteGate:
         self.num_not_finite = state_dict["num_not_finite"]
         self._in_a_row = state_dict["in_a_row"]
 
-    def _count(self, outcome: StepOutcome, *, not_finite: bool) -> None:
-        self.num_not_finite += not_finite
-        self._in_a_row = self._in_a_row + 1 if not_finite else 0
-        if self._in_a_row > self.max_skipped_in_a_row:
-            where = f" The batch is in {outcome.dump}." if outcome.dump is not None else ""
-            raise NonFiniteStepError(
-                f"{self._in_a_row} optimizer steps in a row were not finite, the last because "
-                f"{outcome.skipped}. The parameters are those of before.{where} Lower the learning "
-                "rate, clip harder, or look at the batch."
-            )
-
     def _parameters(self) -> Iterator[Tensor]:
         for group in self.optimizer.param_groups:
             yield from group["params"]
@@ -228,15 +225,11 @@ class NonFiniteGate:
         path = self.dump_dir / f"step_{self.num_steps}{rank}.safetensors"
         tensors: dict[str, Tensor] = {}
         for index, batch in enumerate(self._batches):
-            tensors |= {f"{index}.{name}": value for name, value in _tensors(batch)}
+            for field in fields(batch):
+                value = getattr(batch, field.name)
+                for name, tensor in (value if isinstance(value, Mapping) else {"": value}).items():
+                    if tensor is not None:
+                        key = f"{index}.{field.name}.{name}".rstrip(".")
+                        tensors[key] = tensor.detach().cpu().clone()
         save_file(tensors, path, metadata={"reason": reason, "step": json.dumps(self.num_steps)})
         return path
-
-
-def _tensors(batch: PackedBatch) -> Iterable[tuple[str, Tensor]]:
-    for field in fields(batch):
-        value = getattr(batch, field.name)
-        items = value.items() if isinstance(value, Mapping) else [("", value)]
-        for name, tensor in items:
-            if tensor is not None:
-                yield f"{field.name}.{name}".rstrip("."), tensor.detach().cpu().clone()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple
+from itertools import pairwise, starmap
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack
@@ -143,18 +144,8 @@ class PackedBatch:
             rows = rows.nonzero().squeeze(1)
         tokens = _positions(self.lengths, rows)
         targets = _positions(self.target_lengths, rows)
-        return replace(
-            self,
-            ids=self.ids[tokens],
-            lengths=self.lengths[rows],
-            target_mask=self.target_mask[tokens],
-            target_lengths=self.target_lengths[rows],
-            sampled=self.sampled[targets],
-            entries={name: value[targets] for name, value in self.entries.items()},
-            left_out=self.left_out[rows],
-            weights=None if self.weights is None else self.weights[targets],
-            images=self.images and [self.images[row] for row in rows.tolist()],
-        )
+        images = self.images and [self.images[row] for row in rows.tolist()]
+        return self._part(rows, tokens, targets, images)
 
     def leave_out(self, rows: Tensor) -> PackedBatch:
         """Train nothing of some rows; they still count as rows.
@@ -198,7 +189,7 @@ class PackedBatch:
             max_tokens: most tokens of a part; a longer row is a part of its own.
             num_rows: rows of a part.
 
-        Yields:
+        Returns:
             Parts that hold every row once.
 
         Raises:
@@ -211,16 +202,7 @@ class PackedBatch:
                 f"max_tokens={max_tokens} and num_rows={num_rows}."
             )
         sizes = self.lengths.tolist() if num_rows is None else [1] * self.num_rows
-        tokens = [0, *self.lengths.cumsum(0).tolist()]
-        targets = [0, *self.target_lengths.cumsum(0).tolist()]
-        first, filled = 0, 0
-        for row, size in enumerate(sizes):
-            if filled and filled + size > limit:
-                yield self._run(first, row, tokens, targets)
-                first, filled = row, 0
-            filled += size
-        if first < self.num_rows:
-            yield self._run(first, self.num_rows, tokens, targets)
+        return starmap(self.run, pairwise([0, *run_ends(sizes, limit)]))
 
     def run(self, first: int, last: int) -> PackedBatch:
         """Some rows that lie together, without copying.
@@ -232,24 +214,40 @@ class PackedBatch:
         Returns:
             The batch of these rows.
         """
-        tokens = [0, *self.lengths.cumsum(0).tolist()]
-        targets = [0, *self.target_lengths.cumsum(0).tolist()]
-        return self._run(first, last, tokens, targets)
-
-    def _run(self, first: int, last: int, tokens: list[int], targets: list[int]) -> PackedBatch:
-        some = slice(tokens[first], tokens[last])
-        trained = slice(targets[first], targets[last])
-        return PackedBatch(
-            ids=self.ids[some],
-            lengths=self.lengths[first:last],
-            target_mask=self.target_mask[some],
-            target_lengths=self.target_lengths[first:last],
-            sampled=self.sampled[trained],
-            entries={name: value[trained] for name, value in self.entries.items()},
-            left_out=self.left_out[first:last],
-            weights=None if self.weights is None else self.weights[trained],
-            images=self.images and self.images[first:last],
+        tokens, targets = (
+            slice(int(lengths[:first].sum()), int(lengths[:last].sum()))
+            for lengths in (self.lengths, self.target_lengths)
         )
+        images = self.images and self.images[first:last]
+        return self._part(slice(first, last), tokens, targets, images)
+
+    def _part(self, rows: Any, tokens: Any, targets: Any, images: Any) -> PackedBatch:
+        """The batch of some rows: what to index rows, their tokens and their trained tokens by."""
+        return PackedBatch(
+            ids=self.ids[tokens],
+            lengths=self.lengths[rows],
+            target_mask=self.target_mask[tokens],
+            target_lengths=self.target_lengths[rows],
+            sampled=self.sampled[targets],
+            entries={name: value[targets] for name, value in self.entries.items()},
+            left_out=self.left_out[rows],
+            weights=None if self.weights is None else self.weights[targets],
+            images=images,
+        )
+
+
+def run_ends(sizes: Sequence[int], bound: int) -> list[int]:
+    """Where runs of rows end that are filled up to a bound, one after the other.
+
+    A larger row is a run of its own.
+    """
+    ends, filled = [], 0
+    for row, size in enumerate(sizes):
+        if filled and filled + size > bound:
+            ends.append(row)
+            filled = 0
+        filled += size
+    return [*ends, len(sizes)] if sizes else []
 
 
 def _positions(lengths: Tensor, rows: Tensor) -> Tensor:
@@ -344,24 +342,31 @@ def _count(mask: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:
     return torch.zeros_like(lengths).index_add(0, sequence, mask.long())
 
 
+class Entries(NamedTuple):
+    """What a loss reads beside tokens and masks, by the field that names it."""
+
+    tokens: Mapping[str, NestedKey]
+    """Entries of one value per token."""
+    rows: Mapping[str, NestedKey]
+    """Entries of one value per row or token."""
+
+
 def pack_batch(
     batch: TensorDictBase,
     read: TokenKeys,
     strategy: MaskingStrategy,
+    wanted: Entries,
     *,
-    token_entries: tuple[str, ...] = (),
-    row_entries: tuple[str, ...] = (),
     who: str,
     device: torch.device | None = None,
 ) -> PackedBatch:
     """Pack the rows of a batch ``[B]``, ragged or padded, and what a loss reads of them."""
-    fields = (*token_entries, *row_entries)
     if batch.ndim == 1 and not len(batch):
         none = torch.zeros(0, dtype=torch.int64, device=device)
-        entries = dict.fromkeys(fields, torch.zeros(0, device=device))
+        entries = dict.fromkeys([*wanted.tokens, *wanted.rows], torch.zeros(0, device=device))
         return PackedBatch(none, none, none > 0, none, none > 0, entries, none > 0)
     columns = _Columns(batch, read, who)
-    needed = [read.tokens, *(getattr(read, name) for name in fields)]
+    needed = [read.tokens, *wanted.tokens.values(), *wanted.rows.values()]
     if strategy != "all":
         needed.append(read.assistant_mask)
     columns.require(needed)
@@ -377,9 +382,8 @@ def pack_batch(
     known = columns.has(read.assistant_mask)
     assistant = columns.tokens(read.assistant_mask).bool() if known else torch.zeros_like(ids) > 0
     target_mask = _targets(assistant, lengths, sequence, strategy)
-    entries = {name: columns.tokens(getattr(read, name)) for name in token_entries}
-    for name in row_entries:
-        entries[name] = columns.tokens_or_rows(getattr(read, name))
+    entries = {name: columns.tokens(key) for name, key in wanted.tokens.items()}
+    entries |= {name: columns.tokens_or_rows(key) for name, key in wanted.rows.items()}
     target_lengths = _count(target_mask, sequence, lengths)
     return PackedBatch(
         ids=ids.to(device),
@@ -459,41 +463,28 @@ def _tokens(mask: Tensor, which: StreamTokens) -> Tensor:
     return torch.ones_like(mask) if which == "all" else ~mask & (mask.cumsum(-1) > 0)
 
 
-class StreamEntries(NamedTuple):
-    """What a stream reads of each row that takes part."""
-
-    tokens: Mapping[str, NestedKey]
-    """By field, entries of one value per token."""
-    rows: Mapping[str, NestedKey]
-    """By field, entries of one value per row or token."""
-
-
 def pack_streams(
     batch: TensorDictBase,
     read: TokenKeys,
-    streams: Mapping[str, StreamEntries],
+    streams: Mapping[str, Entries],
     *,
     who: str,
     device: torch.device | None,
 ) -> PackedBatch:
     """Pack the tokens of all streams; the entries are ``"stream.field"``, ``"stream.weight"``."""
     # A row need not have the entries of a stream in which it takes no part: 0 stands for them.
-    names: dict[str, NestedKey] = {}
-    by_token: list[str] = []
-    by_row: list[str] = []
+    by_token: dict[str, NestedKey] = {f"{name}.weight": (STREAMS, name) for name in streams}
+    by_row: dict[str, NestedKey] = {}
     for name, entries in streams.items():
-        of_tokens = {"weight": (STREAMS, name), **entries.tokens}
-        by_token += [f"{name}.{field}" for field in of_tokens]
-        by_row += [f"{name}.{field}" for field in entries.rows]
-        names |= {f"{name}.{field}": key for field, key in {**of_tokens, **entries.rows}.items()}
+        by_token |= {f"{name}.{field}": key for field, key in entries.tokens.items()}
+        by_row |= {f"{name}.{field}": key for field, key in entries.rows.items()}
     rows = batch.unbind(0) if batch.ndim == 1 else []
     whole = [_completed(row, i, read, streams, who) for i, row in enumerate(rows)]
     packed = pack_batch(
         lazy_stack(whole) if whole else batch,
-        _StreamKeys(read, names),
+        read,
         "all",
-        token_entries=tuple(by_token),
-        row_entries=tuple(by_row),
+        Entries(by_token, by_row),
         who=who,
         device=device,
     )
@@ -506,23 +497,11 @@ def pack_streams(
     return packed.keep_targets(takes_part)
 
 
-class _StreamKeys(TokenKeys):
-    """The entries of all streams, as attributes ``"stream.field"``."""
-
-    def __init__(self, read: TokenKeys, entries: Mapping[str, NestedKey]) -> None:
-        super().__init__(
-            tokens=read.tokens,
-            attention_mask=read.attention_mask,
-            assistant_mask=read.assistant_mask,
-        )
-        vars(self).update(entries)
-
-
 def _completed(
     row: TensorDictBase,
     number: int,
     read: TokenKeys,
-    streams: Mapping[str, StreamEntries],
+    streams: Mapping[str, Entries],
     who: str,
 ) -> TensorDictBase:
     """A row with every entry of every stream."""

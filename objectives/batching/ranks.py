@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
-from itertools import chain, pairwise
+from itertools import chain, pairwise, starmap
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrl_data.checks import POSITIVE, check_numbers
 
-from .packed_batch import PackedBatch
+from .packed_batch import PackedBatch, run_ends
 
 # How the rows of a batch are dealt out to ranks that compute in step.
 #
@@ -40,9 +40,9 @@ def equal_shares(batch: PackedBatch, size: int, *, max_tokens: int) -> list[list
     each = 1
     while (most := smallest_bound(lengths, size * each)) > max_tokens:
         each += 1
-    ends = _ends(lengths, most)
+    ends = run_ends(lengths, most)
     ends += [len(lengths)] * (size * each - len(ends))
-    parts = [batch.run(a, b) for a, b in pairwise([0, *ends])]
+    parts = list(starmap(batch.run, pairwise([0, *ends])))
     parts.sort(key=lambda part: -len(part.ids))
     return [parts[rank::size] for rank in range(size)]
 
@@ -55,22 +55,11 @@ def smallest_bound(lengths: Sequence[int], num_parts: int) -> int:
     low, high = 1, max(1, sum(lengths))
     while low < high:
         middle = (low + high) // 2
-        if len(_ends(lengths, middle)) <= num_parts:
+        if len(run_ends(lengths, middle)) <= num_parts:
             high = middle
         else:
             low = middle + 1
     return low
-
-
-def _ends(lengths: Sequence[int], bound: int) -> list[int]:
-    """Where runs end that are filled up to a bound, one after the other."""
-    ends, filled = [], 0
-    for row, length in enumerate(lengths):
-        if filled + length > bound and filled:
-            ends.append(row)
-            filled = 0
-        filled += length
-    return [*ends, len(lengths)] if lengths else []
 
 
 def _moved(part: PackedBatch, device: torch.device | str) -> PackedBatch:
@@ -184,9 +173,18 @@ class Ranks:
             RuntimeError: the ranks do not find each other in time.
         """
         check_numbers("Ranks.join", POSITIVE, timeout_s=timeout_s, wait_s=wait_s)
-        started, local_rank = (int(os.environ.get(n, d)) for n, d in _TORCHRUN.items())
+        started = int(os.environ.get("WORLD_SIZE", "1"))
         size = dist.get_world_size() if dist.is_initialized() else started
-        where = _own_device(device, local_rank if size > 1 else 0)
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if where.type == "cuda" and where.index is None:
+            local_rank = int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else 0
+            if local_rank >= torch.cuda.device_count():
+                raise ValueError(
+                    f"Ranks.join: rank {local_rank} of this machine finds "
+                    f"{torch.cuda.device_count()} GPUs. Start one rank for each, or say "
+                    "device='cpu'."
+                )
+            where = torch.device("cuda", local_rank)
         if size == 1:
             return cls.alone(where)
         store = None
@@ -366,7 +364,12 @@ class Ranks:
         if self._store is None:
             return None
         own = f"rank {self.rank} failed of {type(error).__name__}: {error}"
-        is_loss = _is_loss_of_a_rank(error)
+        # Whether the error is a collective's, of which another rank may be the cause.
+        text = str(error).lower()
+        known = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out")
+        is_loss = isinstance(error, RuntimeError) and (
+            isinstance(error, dist.DistError) or any(word in text for word in known)
+        )
         try:
             if is_loss:
                 own = f"rank {self.rank} lost another one, which said nothing ({error})"
@@ -377,30 +380,6 @@ class Ranks:
         except RuntimeError:  # the store has gone with the rank or the agent that had it
             return own if is_loss else None
         return None if found == own and not is_loss else found
-
-
-_TORCHRUN: Final = {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-
-
-def _own_device(device: torch.device | str | None, local_rank: int) -> torch.device:
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type != "cuda" or device.index is not None:
-        return device
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"Ranks.join: rank {local_rank} of this machine finds {torch.cuda.device_count()} "
-            "GPUs. Start one rank for each, or say device='cpu'."
-        )
-    return torch.device("cuda", local_rank)
-
-
-def _is_loss_of_a_rank(error: BaseException) -> bool:
-    """Whether an error is a collective's, of which another rank may be the cause."""
-    text = str(error).lower()
-    known = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out")
-    return isinstance(error, RuntimeError) and (
-        isinstance(error, dist.DistError) or any(word in text for word in known)
-    )
 
 
 def gathered_rows(ranks: Ranks | None, values: Tensor) -> Tensor:

@@ -384,16 +384,11 @@ def effective_sample_fraction(
     """
     weights = masked(log_ratio.detach(), mask, -torch.inf).flatten()
     count = masked(torch.ones_like(weights), None if mask is None else mask.flatten()).sum()
-    scaled = (weights - _finite_max(weights)).exp()
+    # A low number beside them, any number of times, so that there is a finite largest one.
+    floor = weights.new_full((1,), -1e30)  # mutate: equivalent (any large number)
+    scaled = (weights - torch.cat([weights, floor]).max()).exp()
     fraction = scaled.sum().square() / (count * scaled.square().sum())
     return fraction.masked_fill(count == 0, 1.0)
-
-
-def _finite_max(values: Float[Tensor, " N"]) -> Float[Tensor, ""]:
-    """The largest value, finite also for no values at all."""
-    # Any low number will do, any number of times.
-    floor = values.new_full((1,), -1e30)  # mutate: equivalent (any large number)
-    return torch.cat([values, floor]).max()
 
 
 def flag_fraction(

@@ -127,14 +127,6 @@ class Surrogate(NamedTuple):
     """bool: the upper bound is what counts."""
 
 
-def check_clip(clip_low: float, clip_high: float) -> None:
-    """Check the two clip bounds."""
-    if not 0 <= clip_low <= 1:
-        raise ValueError(f"clip_low must lie in [0, 1], got {clip_low}.")
-    if not clip_high >= 0:
-        raise ValueError(f"clip_high must not be negative, got {clip_high}.")
-
-
 def clipped_surrogate(
     log_ratio: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
@@ -168,7 +160,10 @@ def clipped_surrogate(
         Schulman et al., 2017, arXiv:1707.06347, eq. 7; Yu et al., 2025 (DAPO), arXiv:2503.14476,
         eq. 10; Ye et al., 2020 (dual clip), arXiv:1912.09729, eq. 4.
     """
-    check_clip(clip_low, clip_high)
+    if not 0 <= clip_low <= 1:
+        raise ValueError(f"clip_low must lie in [0, 1], got {clip_low}.")
+    if not clip_high >= 0:
+        raise ValueError(f"clip_high must not be negative, got {clip_high}.")
     if ratio_cap is not None and not ratio_cap > 1 + clip_high:
         raise ValueError(f"ratio_cap must be above 1 + clip_high = {1 + clip_high}: {ratio_cap}.")
     ratio = masked(log_ratio, mask).exp()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from objectives import functional as F
 from objectives.batching.packed_batch import (
+    Entries,
     MaskingStrategy,
     PackedBatch,
     TokenKeys,
@@ -333,7 +335,7 @@ def scorer_device(actor: object) -> torch.device | None:
     return None if first is None else first.device
 
 
-class TokenLoss(TensorDictModuleBase, Generic[Keys]):
+class TokenLoss(TensorDictModuleBase, Generic[Keys, Output]):
     """Base of the losses that train tokens of packed sequences.
 
     A batch can be read once and trained in parts, as often as wanted::
@@ -377,15 +379,14 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
         self.on_scores: Callable[[PackedBatch, TokenScores], None] | None = None
         """Told of the scores of trained tokens, detached, whenever they were computed."""
 
-    def _entries(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Fields of ``read`` that are needed: one value per token, one per row or token."""
+    def _entries(self) -> Entries:
+        """What is read beside tokens and masks, by the fields of ``read``."""
         raise NotImplementedError
 
     def _declare_keys(self, output: type[TensorClass]) -> None:
         """Set ``in_keys`` and ``out_keys``; called once the options are known."""
-        token_entries, row_entries = self._entries()
-        fields = ("tokens", "assistant_mask", *token_entries, *row_entries)
-        self.in_keys: list[NestedKey] = [getattr(self.read, name) for name in fields]  # pyright: ignore[reportIncompatibleVariableOverride]
+        entries = chain.from_iterable(named.values() for named in self._entries())
+        self.in_keys: list[NestedKey] = [self.read.tokens, self.read.assistant_mask, *entries]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.out_keys = sorted(output.__annotations__)
 
     def pack(self, batch: TensorDictBase | PackedBatch) -> PackedBatch:
@@ -404,13 +405,11 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
         """
         if isinstance(batch, PackedBatch):
             return batch
-        token_entries, row_entries = self._entries()
         return pack_batch(
             batch,
             self.read,
             self.masking_strategy,
-            token_entries=token_entries,
-            row_entries=row_entries,
+            self._entries(),
             who=self._get_name(),
             device=scorer_device(self.actor_network),
         )
@@ -463,7 +462,7 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
         """
         return packed
 
-    def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> Any:
+    def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> Output:
         """The loss of tokens that are scored already.
 
         Args:
@@ -475,6 +474,26 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
             What the loss gives back.
         """
         raise NotImplementedError
+
+    def forward(
+        self, tensordict: TensorDictBase | PackedBatch, *, window: Window | None = None
+    ) -> Output:
+        """Compute the terms of the loss.
+
+        Args:
+            tensordict: ``[B]``, ragged or padded, with the entries of ``read``; or packed.
+            window: counts of the whole accumulation window; None: this batch is all of it.
+
+        Returns:
+            Terms and metrics; ``.total()`` is what to call ``backward`` on.
+
+        Raises:
+            MissingEntryError: an entry is missing.
+            ValueError: entries are not aligned with the tokens, the batch is not ``[B]``, or it
+                has no token to train.
+        """
+        batch, window = self._pack_window(tensordict, window)
+        return self.of_scores(batch, self._score(batch, entropy=self.wants_entropy), window)
 
     def _pack_window(
         self, batch: TensorDictBase | PackedBatch, window: Window | None
@@ -498,7 +517,8 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
         actor: Any = self.actor_network
         # Other ranks wait for the actor's passes, those without a token included.
         if batch.num_targets == 0 and not getattr(actor, "is_distributed", False):
-            return TokenScores(torch.zeros(0, device=batch.ids.device, requires_grad=True))
+            nothing = torch.zeros(0, device=batch.ids.device, requires_grad=True)
+            return TokenScores(nothing, nothing if entropy else None)
         trained = batch.target_lengths > 0  # a scorer takes no empty rows
         if not bool(trained.all()):
             batch = batch.take_rows(trained)

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from objectives import functional as F
-from objectives.batching.packed_batch import GRPOLossKeys, PackedBatch, rows_with
+from objectives.batching.packed_batch import Entries, GRPOLossKeys, PackedBatch, rows_with
 from objectives.batching.ranks import Ranks, gathered_rows
 from torchrl_data.checks import TokenScorer, TokenScores
 
@@ -34,10 +34,6 @@ from .options import (
 #
 # Shape legend: B rows, K trained tokens of all of them.
 
-_METRICS: Final = (
-    *("clip_fraction", "clip_fraction_low", "clip_fraction_high", "kl_approx", "ratio_mean"),
-    *("kept_fraction", "signal_fraction", "num_active_tokens"),
-)
 _MOST_LOG_PROB: Final = 1e-3
 """Log-probs are at most 0, but for the rounding of an engine, in nats."""
 
@@ -126,15 +122,15 @@ def penalty_terms(
         if options.kl_bias_correction:
             log_ratio = F.log_ratio(scores.current, scores.old)
         kl = F.kl_estimate(scores.current, reference, estimator=estimator, log_ratio=log_ratio)
-        terms["kl_to_ref"] = kl.detach().mean()
+        terms["kl_to_ref"] = F.token_mean(kl.detach())
         terms["loss_kl_to_ref"] = options.kl_to_ref_coeff * reduce(kl, batch, window)
     if options.kl_to_inference_coeff:
         kl = F.kl_estimate(scores.current, scores.sampler, batch.sampled, estimator=estimator)
-        terms["kl_to_inference"] = kl.detach().mean()
+        terms["kl_to_inference"] = F.token_mean(kl.detach())
         reduced = reduce(kl, batch, window)
         terms["loss_kl_to_inference"] = options.kl_to_inference_coeff * reduced
     if scores.entropy is not None:
-        terms["entropy"] = scores.entropy.detach().mean()
+        terms["entropy"] = F.token_mean(scores.entropy.detach())
     if scores.entropy is not None and options.entropy_bonus:
         coefficient = 0.01 if options.entropy_coeff is None else options.entropy_coeff
         entropy = scores.entropy
@@ -151,7 +147,7 @@ def penalty_terms(
 _LOG = logging.getLogger(__name__)
 
 
-class GRPOLoss(TokenLoss[GRPOLossKeys]):
+class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
     """Group-relative policy optimisation, and its family by the choice of parts.
 
     The batch, ``[B]`` rows, is read once, packed, and only its K trained tokens are scored; nothing
@@ -330,14 +326,11 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> GRPOLossOutput:
         """See the base class."""
-        rows = _row_counts(batch)
-        if batch.num_targets == 0:
-            return self._without_tokens(batch, scores, rows)
         policy = policy_scores(batch, scores, self.options)
         terms = self._policy_term(batch, policy, window)
         terms |= penalty_terms(self.options, batch, policy, window, self._reduce)
         terms["num_active_tokens"] = policy.old.new_tensor(batch.num_targets)
-        return make_output(GRPOLossOutput, terms | rows)
+        return make_output(GRPOLossOutput, terms | _row_counts(batch))
 
     @property
     def _reads_sampler(self) -> bool:
@@ -351,19 +344,19 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             or self.filters.off_policy_threshold is not None
         )
 
-    def _entries(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Fields of ``read`` that are needed: one value per token, one per row or token."""
-        tokens = ["log_probs"]
-        if self.options.old_policy == "recomputed":
-            tokens.append("old_log_probs")
-        if self.options.kl_to_ref_coeff:
-            tokens.append("ref_log_probs")
-        if self.options.teacher_coeff is not None:
-            tokens.append("teacher_log_probs")
-        rows = ["advantage"] if self.options.advantage_coeff else []
-        if self.filters.drop_truncated:
-            rows.append("truncated")
-        return tuple(tokens), tuple(rows)
+    def _entries(self) -> Entries:
+        tokens = {
+            "log_probs": True,
+            "old_log_probs": self.options.old_policy == "recomputed",
+            "ref_log_probs": self.options.kl_to_ref_coeff,
+            "teacher_log_probs": self.options.teacher_coeff is not None,
+        }
+        rows = {
+            "advantage": self.options.advantage_coeff,
+            "truncated": self.filters.drop_truncated,
+        }
+        wanted = ({n: getattr(self.read, n) for n, on in c.items() if on} for c in (tokens, rows))
+        return Entries(*wanted)
 
     def _pack_window(
         self, batch: TensorDictBase | PackedBatch, window: Window | None
@@ -460,27 +453,11 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         if weights is not None:
             metrics["correction_fraction"] = weights.changed
             metrics["sampler_gap"] = (scores.old - scores.sampler).abs()
-        terms = {name: value.detach().to(log_ratio.dtype).mean() for name, value in metrics.items()}
+        fixed = {name: value.detach().to(log_ratio.dtype) for name, value in metrics.items()}
+        terms = {name: F.token_mean(values) for name, values in fixed.items()}
         terms["loss_objective"] = self._reduce(loss.masked_fill(~keep, 0.0), batch, window)
         terms["ESS"] = F.effective_sample_fraction(log_ratio)
         return terms
-
-    def _without_tokens(
-        self, batch: PackedBatch, scores: TokenScores, rows: dict[str, Tensor]
-    ) -> GRPOLossOutput:
-        """The output of a batch in which nothing is trained: loss 0, neutral metrics."""
-        optional = {
-            "kl_to_ref": self.options.kl_to_ref_coeff,
-            "kl_to_inference": self.options.kl_to_inference_coeff,
-            "entropy": self.options.entropy_bonus,
-        }
-        zero = torch.zeros((), device=batch.ids.device)
-        terms = dict.fromkeys(_METRICS, zero) | {"ESS": zero + 1}
-        for name in (name for name, on in optional.items() if on):
-            terms |= {name: zero, f"loss_{name}": zero}
-        nothing = scores.log_prob
-        terms["loss_objective"] = nothing if self.aggregation == "none" else nothing.sum()
-        return make_output(GRPOLossOutput, terms | rows)
 
 
 def _row_counts(batch: PackedBatch) -> dict[str, Tensor]:

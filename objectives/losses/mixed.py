@@ -18,7 +18,6 @@ from torch import Tensor
 from objectives.batching.packed_batch import (
     STREAMS,
     PackedBatch,
-    StreamEntries,
     leave_out_of_stream,
     pack_streams,
     stream_part,
@@ -105,7 +104,7 @@ class MixedLoss(TensorDictModuleBase):
         Shrivastava et al., 2026 (ECHO), arXiv:2605.24517.
     """
 
-    def __init__(self, streams: Mapping[str, TokenLoss[Any]]) -> None:
+    def __init__(self, streams: Mapping[str, TokenLoss[Any, Any]]) -> None:
         super().__init__()
         if not streams:
             raise ValueError("MixedLoss needs at least one stream, {'rl': GRPOLoss(policy)}.")
@@ -127,7 +126,7 @@ class MixedLoss(TensorDictModuleBase):
         self.out_keys = [f"{name}.{key}" for name, loss in streams.items() for key in loss.out_keys]
 
     @property
-    def _first(self) -> TokenLoss[Any]:
+    def _first(self) -> TokenLoss[Any, Any]:
         return next(iter(self.streams.values()))  # type: ignore[return-value]
 
     @property
@@ -139,7 +138,7 @@ class MixedLoss(TensorDictModuleBase):
     def on_scores(self, function: Callable[[PackedBatch, TokenScores], None] | None) -> None:
         self._first.on_scores = function
 
-    def _losses(self) -> Iterable[tuple[str, TokenLoss[Any]]]:
+    def _losses(self) -> Iterable[tuple[str, TokenLoss[Any, Any]]]:
         return self.streams.items()  # type: ignore[return-value]
 
     def pack(self, batch: TensorDictBase | PackedBatch) -> PackedBatch:
@@ -157,15 +156,10 @@ class MixedLoss(TensorDictModuleBase):
         """
         if isinstance(batch, PackedBatch):
             return batch
-        entries = {}
-        for name, loss in self._losses():
-            by_token, by_row = loss._entries()
-            keys = [{field: getattr(loss.read, field) for field in f} for f in (by_token, by_row)]
-            entries[name] = StreamEntries(*keys)
         packed = pack_streams(
             batch,
             self._first.read,
-            entries,
+            {name: loss._entries() for name, loss in self._losses()},
             who="MixedLoss",
             device=scorer_device(self._first.actor_network),
         )
@@ -253,7 +247,7 @@ class MixedLoss(TensorDictModuleBase):
         return MixedLossOutput(outputs)
 
 
-def _check_weighable(name: str, loss: TokenLoss[Any]) -> None:
+def _check_weighable(name: str, loss: TokenLoss[Any, Any]) -> None:
     """Whether every term of a loss can be weighed by token."""
     options = getattr(loss, "options", None)
     for bad, what in (

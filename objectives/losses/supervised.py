@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from tensordict import TensorDictBase
-
 from objectives import functional as F
-from objectives.batching.packed_batch import DistillationLossKeys, PackedBatch, SFTLossKeys
+from objectives.batching.packed_batch import DistillationLossKeys, Entries, PackedBatch, SFTLossKeys
 from torchrl_data.checks import (
     NOT_NEGATIVE,
     POSITIVE,
@@ -29,7 +27,7 @@ SFT_FUNCTIONS: Final[tuple[SFTFunction, ...]] = ("sft", "minor_sft")
 _MINOR_AGGREGATIONS: Final[tuple[F.Aggregation, ...]] = ("sequence_mean", "sequence_sum")
 
 
-class SFTLoss(TokenLoss[SFTLossKeys]):
+class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
     """Negative log-likelihood of the trained tokens, or minor SFT, with a KL to a reference.
 
     The batch is ``[B]``, ragged rows or padded ones, as for :class:`~objectives.GRPOLoss`.
@@ -114,29 +112,9 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
         self.beta = 0.1 if beta is None else beta
         self._declare_keys(SFTLossOutput)
 
-    def _entries(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _entries(self) -> Entries:
         reference = self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft"
-        return (("ref_log_probs",) if reference else ()), ()
-
-    def forward(
-        self, tensordict: TensorDictBase | PackedBatch, *, window: Window | None = None
-    ) -> SFTLossOutput:
-        """Compute the terms of the loss.
-
-        Args:
-            tensordict: ``[B]``, ragged or padded, with the entries of ``read``; or packed.
-            window: counts of the whole accumulation window; None: this batch is all of it.
-
-        Returns:
-            Terms and metrics; ``.total()`` is what to call ``backward`` on.
-
-        Raises:
-            MissingEntryError: an entry is missing.
-            ValueError: entries are not aligned with the tokens, the batch is not ``[B]``, or it
-                has no token to train.
-        """
-        batch, window = self._pack_window(tensordict, window)
-        return self.of_scores(batch, self._score(batch), window)
+        return Entries({"ref_log_probs": self.read.ref_log_probs} if reference else {}, {})
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> SFTLossOutput:
         """See the base class."""
@@ -168,7 +146,7 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
 # Shape legend: B rows, K trained tokens of all of them.
 
 
-class DistillationLoss(TokenLoss[DistillationLossKeys]):
+class DistillationLoss(TokenLoss[DistillationLossKeys, DistillationLossOutput]):
     """KL to a teacher, estimated (k3) on tokens that the student or the teacher sampled.
 
     For a divergence over the whole vocabulary see
@@ -232,28 +210,9 @@ class DistillationLoss(TokenLoss[DistillationLossKeys]):
         self.kl_direction: F.KLDirection = one_of("kl_direction", kl_direction, F.KL_DIRECTIONS)
         self._declare_keys(DistillationLossOutput)
 
-    def _entries(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return ("teacher_log_probs",), ()
-
-    def forward(
-        self, tensordict: TensorDictBase | PackedBatch, *, window: Window | None = None
-    ) -> DistillationLossOutput:
-        """Compute the loss.
-
-        Args:
-            tensordict: ``[B]``, ragged or padded, with the entries of ``read``; or packed.
-            window: counts of the whole accumulation window; None: this batch is all of it.
-
-        Returns:
-            Terms and metrics; ``.total()`` is what to call ``backward`` on.
-
-        Raises:
-            MissingEntryError: an entry is missing.
-            ValueError: entries are not aligned with the tokens, the batch is not ``[B]``, or it
-                has no token to train.
-        """
-        batch, window = self._pack_window(tensordict, window)
-        return self.of_scores(batch, self._score(batch), window)
+    def _entries(self) -> Entries:
+        teacher = self.read.teacher_log_probs
+        return Entries({"teacher_log_probs": teacher}, {})
 
     def of_scores(
         self, batch: PackedBatch, scores: TokenScores, window: Window

@@ -17,7 +17,7 @@ from objectives import (
     SFTLoss,
     TokenFilters,
 )
-from objectives.batching.packed_batch import GRPOLossKeys, pack_batch
+from objectives.batching.packed_batch import Entries, GRPOLossKeys, pack_batch
 
 
 def make_packed(lengths, target_lengths):
@@ -258,7 +258,7 @@ def test_each_strategy_trains_its_tokens_of_every_row(given_rows, strategy):
         rows.append(TensorDict({"tokens": {"full": torch.arange(len(padded))}, "masks": masks}))
         trained.append([is_trained(strategy, mask, at) for at in range(len(mask))])
         sampled += [mask[at] for at, is_target in enumerate(trained[-1]) if is_target]
-    packed = pack_batch(lazy_stack(rows), GRPOLossKeys(), strategy, who="test")
+    packed = pack_batch(lazy_stack(rows), GRPOLossKeys(), strategy, Entries({}, {}), who="test")
     lengths = packed.lengths.tolist()
     assert lengths == [len(row) for row in trained]
     assert [row.tolist() for row in packed.target_mask.split(lengths)] == trained
@@ -271,7 +271,7 @@ def test_a_response_begins_with_its_first_sampled_token(make_row):
     shapes = [(0, ((2, 2),)), (2, ((1, 3),)), (3, ()), (0, ((1, 0),)), (0, ((1, 2),))]
     shapes += [(1, ((1, 1), (2, 1)))]
     rows = [make_row(i, prompt=prompt, turns=turns) for i, (prompt, turns) in enumerate(shapes)]
-    packed = pack_batch(lazy_stack(rows), GRPOLossKeys(), "response", who="test")
+    packed = pack_batch(lazy_stack(rows), GRPOLossKeys(), "response", Entries({}, {}), who="test")
     found = [mask.int().tolist() for mask in packed.target_mask.split(packed.lengths.tolist())]
     # The first token of a row has nothing before it that could predict it.
     assert found[:4] == [[0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0], [0]]

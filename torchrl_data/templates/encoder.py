@@ -516,19 +516,24 @@ class ConversationEncoder(TemplateRenderer):
         ['<|im_start|>user', 'hello<|im_end|>']
     """
 
-    def _delta_runs(self, messages: Sequence[Message], closed: bool, first: int) -> list[Run]:
-        runs = self._deltas.runs(messages)
-        if runs is None:
-            escaped = self.guard.escape(messages)
-            self._check_shown(escaped, self._after_answer, "later", first=first)
-            runs = label_pieces(self._pieces_after_answer(escaped), [])
-        if not closed:
+    def _waiting_runs(self, waiting: Waiting, row: int) -> list[Run]:
+        check_messages(waiting.messages, first=waiting.num_encoded, row=row)
+        images, shown = self._images_apart(waiting.messages)
+        if waiting.num_encoded == 0:
+            runs = self._opening_runs(shown, waiting.tools)
+        else:
+            runs = self._deltas.runs(shown)
+            if runs is None:
+                escaped = self.guard.escape(shown)
+                self._check_shown(escaped, self._after_answer, "later", first=waiting.num_encoded)
+                runs = label_pieces(self._pieces_after_answer(escaped), [])
+            end = self.end_of_turn_id
+            if waiting.last_id == end:  # the turn before is closed: what is new comes after that
+                closes = (i for i, run in enumerate(runs) if run.ids == (end,) and run.text is None)
+                runs = runs[next(closes, -1) + 1 :]
+        if not images and self.images is None:
             return runs
-        end = self.end_of_turn_id
-        for i, run in enumerate(runs):
-            if run.ids == (end,) and run.text is None:
-                return runs[i + 1 :]
-        return runs
+        return with_image_runs(runs, images, self.images)
 
     def _opening_runs(self, messages: Sequence[Message], tools: Tools | None) -> list[Run]:
         if tools:
@@ -677,18 +682,6 @@ class ConversationEncoder(TemplateRenderer):
                 errors[i] = result
             new.append(result if isinstance(result, EncodedMessages) else None)
         return EncodedRows(conversations.append_encoded(new), errors)
-
-    def _waiting_runs(self, waiting: Waiting, row: int) -> list[Run]:
-        check_messages(waiting.messages, first=waiting.num_encoded, row=row)
-        images, shown = self._images_apart(waiting.messages)
-        if waiting.num_encoded == 0:
-            runs = self._opening_runs(shown, waiting.tools)
-        else:
-            closed = waiting.last_id == self.end_of_turn_id
-            runs = self._delta_runs(shown, closed, waiting.num_encoded)
-        if not images and self.images is None:
-            return runs
-        return with_image_runs(runs, images, self.images)
 
     def _images_apart(self, messages: Sequence[Message]) -> tuple[list[str], Sequence[Message]]:
         """The images of messages, and the messages with only their places."""

@@ -683,21 +683,18 @@ def find_spans(
         spans.append((start, position))
     if len(spans) == len(turns):
         return spans
-    return [_measure(rendered, messages, i, render, shape) for i in turns]
-
-
-def _measure(
-    rendered: str, messages: Sequence[Message], turn: int, render: Render, shape: TurnShape
-) -> tuple[int, int]:
-    before = render(messages[:turn], True).removesuffix(shape.tail)
-    until = render(messages[: turn + 1], False).removesuffix(shape.after)
-    if not until.startswith(before) or not rendered.startswith(until):
-        raise ValueError(
-            f"Message {turn} (assistant) can't be told from the text that the chat template renders"
-            ", as the template changes earlier text when messages are added. Mark the assistant's "
-            "part with {% generation %} ... {% endgeneration %}."
-        )
-    end = len(until)
-    if shape.end_of_turn:
-        end = rendered.index(shape.end_of_turn, end) + len(shape.end_of_turn)
-    return len(before), end
+    spans = []
+    for turn in turns:
+        before = render(messages[:turn], True).removesuffix(shape.tail)
+        until = render(messages[: turn + 1], False).removesuffix(shape.after)
+        if not until.startswith(before) or not rendered.startswith(until):
+            raise ValueError(
+                f"Message {turn} (assistant) can't be told from the text that the chat template "
+                "renders, as the template changes earlier text when messages are added. Mark the "
+                "assistant's part with {% generation %} ... {% endgeneration %}."
+            )
+        end = len(until)
+        if shape.end_of_turn:
+            end = rendered.index(shape.end_of_turn, end) + len(shape.end_of_turn)
+        spans.append((len(before), end))
+    return spans
