@@ -41,7 +41,6 @@ from .layout import (
     TOKEN_GROUPS,
     ChatHistory,
     ConversationView,
-    HistoryView,
     LogProbs,
     Masks,
     Text,
@@ -129,11 +128,9 @@ def write_parts(
     rows = torch.arange(batch.numel()).view(size)
     leaves = {}
     for which, conversations in parts.items():
-        view: Any = HistoryView(which)
-        if mode != HISTORY:
-            if encoder is None:
-                raise ValueError(f"Conversations are spelled out as {mode} by an encoder: give it.")
-            view = ConversationView(mode, which, encoder)
+        if mode != HISTORY and encoder is None:
+            raise ValueError(f"Conversations are spelled out as {mode} by an encoder: give it.")
+        view = ConversationView(which, mode, None if mode == HISTORY else encoder)
         leaves[which] = BatchedObject.of(conversations, size, rows, rows, view)
     group = _group(batch, mode)
     if group is None:
@@ -311,8 +308,8 @@ def row_from_state(state: Mapping[str, Any]) -> TensorDict:
         elif kind == "messages":
             row.set(key, History.from_chats(content))
         elif kind == "conversations":
-            conversations = conversations_from_states(content)
-            row.set(key, BatchedObject.of(conversations, row.batch_size, view=HistoryView(key)))
+            conversations, view = conversations_from_states(content), ConversationView(key)
+            row.set(key, BatchedObject.of(conversations, row.batch_size, view=view))
         else:
             entries = row_from_state(content)
             row.set(key, entries if kind == _ROWS else _GROUPS[kind]._from_tensordict(entries, {}))
@@ -332,7 +329,8 @@ def _entry(value: Any, path: tuple[str, ...]) -> Any:
         return _plain(value, path)
     if isinstance(value, BatchedObject):
         conversations, view = snapshot_of(value, Conversations), view_of(value)
-        if conversations is not None and isinstance(view, HistoryView):
+        as_messages = isinstance(view, ConversationView) and view.mode == HISTORY
+        if conversations is not None and as_messages:
             return {"conversations": _plain(conversation_states(conversations), path)}
         if conversations is None and view is None:
             return {"value": _plain(value.shown(), path)}

@@ -136,15 +136,6 @@ def _plain_parts(part: Any) -> list[Any]:
     return part.to_parts() if part.batch_dims else [part.to_part()]
 
 
-def _plain_message(message: Any) -> Any:
-    """A message whose parts are dictionaries of plain values, where it holds others."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    parts = content if isinstance(content, list | tuple) else [content]
-    if any(isinstance(part, ContentBase) for part in parts):
-        message = {**message, "content": [new for part in parts for new in _plain_parts(part)]}
-    return with_plain_images(message)
-
-
 def _message(fields: dict[str, Any]) -> Message:
     """The message in the chat format, without the fields that say nothing."""
     if isinstance(fields["content"], ContentBase):
@@ -619,7 +610,13 @@ def _nested(chats: Sequence[Any], place: tuple[int, ...]) -> Any:
         raise ValueError(f"from_chats needs at least one message a row, {none}.")
     if isinstance(chats[0], Sequence) and not isinstance(chats[0], str):
         return lazy_stack([_nested(chat, (*place, i)) for i, chat in enumerate(chats)])
-    messages = [_plain_message(message) for message in chats]
+    messages = []
+    for message in chats:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list | tuple) else [content]
+        if any(isinstance(part, ContentBase) for part in parts):
+            message = {**message, "content": [new for part in parts for new in _plain_parts(part)]}
+        messages.append(with_plain_images(message))
     check_messages(messages, row=row)
     return history_of(messages)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .conversation import Conversations, Source
 from .history import History, encoder_for, history_of
-from .keys import FULL, LOG_PROBS, MASKS, PROMPT, RESPONSE, TEXT, TOKENS
+from .keys import FULL, HISTORY, LOG_PROBS, MASKS, PROMPT, RESPONSE, TEXT, TOKENS
 from .messages import PLACEHOLDER_ROLE, Message
 from .ragged import (
     TokenRows,
@@ -31,8 +31,6 @@ from .templates.template import resolve_template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from .templates.encoder import ConversationEncoder
-
 
 # What conversations look like to whoever reads them as text or as tokens.
 #
@@ -43,21 +41,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConversationView:
-    """A part of conversations as text or as token ids."""
+    """A part of conversations as messages or, with an encoder, as text or as token ids."""
 
     # part: `"prompt"`, `"response"` or `"full"`. A prompt ends with the open header of the next
     # turn: what waits in the conversations is encoded when somebody looks.
 
-    mode: str
     part: str
-    encoder: "ConversationEncoder"
+    mode: str = HISTORY
+    encoder: Any = None
 
     def show(self, conversations: Conversations, shape: Sequence[int]) -> Any:
-        """The rows as nested lists of a batch's shape."""
+        """A ``History`` ``[*B, M]``, or the rows as nested lists of a batch's shape."""
+        if self.mode == HISTORY:
+            return history_view(conversations, shape, response_only=self.part == RESPONSE)
         return in_shape(self.rows(conversations), shape)
 
     def rows(self, conversations: Conversations) -> list[Any]:
-        """The part of each row: B strings, or B tensors of ids, int64 ``[T]``."""
+        """The part of each row: B histories ``[M]``, strings, or tensors of ids, int64 ``[T]``."""
+        if self.mode == HISTORY:
+            return list(self.show(conversations, [len(conversations)]).unbind(0))
         if self.part == PROMPT:
             # A row that can't be encoded shows what it has; whoever runs it says what is wrong.
             conversations = self.encoder.encode_rows(conversations).conversations
@@ -88,26 +90,6 @@ def split_columns(full: Sequence[Tensor], starts: Sequence[int]) -> dict[str, li
         RESPONSE: [row[start:] for row, start in pairs],
         FULL: list(full),
     }
-
-
-# What conversations look like from outside: messages as a ``History``.
-#
-# Shape legend: M messages of a row.
-
-
-@dataclass(frozen=True)
-class HistoryView:
-    """Conversations shown as a ``History``; of the part ``"response"`` the last message only."""
-
-    part: str
-
-    def rows(self, conversations: Conversations) -> list[History]:
-        """The messages of each row, ``[M]``."""
-        return list(self.show(conversations, [len(conversations)]).unbind(0))
-
-    def show(self, conversations: Conversations, shape: Sequence[int]) -> History:
-        """The messages, ``[*B, M]``."""
-        return history_view(conversations, shape, response_only=self.part == RESPONSE)
 
 
 def history_view(
@@ -412,7 +394,7 @@ class ChatHistory(TensorClass["nocast"]):
         conversations = snapshot_of(leaf, Conversations)
         if conversations is None:
             return read(self, name)
-        return HistoryView(name).show(conversations, self.batch_size)
+        return ConversationView(name).show(conversations, self.batch_size)
 
     @classmethod
     def of(cls, parts: Mapping[str, Any], batch_size: Sequence[int]) -> "ChatHistory":

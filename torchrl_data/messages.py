@@ -119,7 +119,12 @@ def with_plain_images(message: Any) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list | tuple):
         return message
-    parts = [_plain_part(part) for part in content]
+    parts = []
+    for part in content:
+        try:
+            parts.append(_read(part) if is_image(part) else part)
+        except (ValueError, TypeError, ImportError):
+            parts.append(part)
     if all(new is old for new, old in zip(parts, content, strict=True)):
         return message
     return {**message, "content": parts}
@@ -185,13 +190,6 @@ def described(value: Any) -> Any:
 def is_image(part: Any) -> bool:
     """Whether a part of a content is an image."""
     return isinstance(part, Mapping) and part.get("type") == "image"
-
-
-def _plain_part(part: Any) -> Any:
-    try:
-        return _read(part) if is_image(part) else part
-    except (ValueError, TypeError, ImportError):
-        return part
 
 
 def _read(part: Mapping[str, Any]) -> Mapping[str, Any]:

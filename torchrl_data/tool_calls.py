@@ -70,19 +70,22 @@ _BRACKET: Final = re.compile(
 )
 
 
-def _brackets(text: str, start: int) -> Iterator[tuple[int, int]]:
-    """Nesting after each bracket outside strings, and the position after it; as far as is read."""
-    depth, last = 0, start + MAX_CALL_CHARS
+def _end_and_depth(text: str, start: int) -> tuple[int, int]:
+    """The end of what opens at ``start``, -1 beyond MAX_CHARS, and its deepest nesting."""
+    depth = deepest = 0
+    last = start + MAX_CALL_CHARS
     while bracket := _BRACKET.match(text, start, last):
         depth += 1 if bracket[1] in "[{" else -1
+        deepest = max(deepest, depth)
         start = bracket.end()
-        yield depth, start
+        if depth <= 0:
+            return start, deepest
+    return -1, deepest
 
 
 def value_end(text: str, start: int) -> int:
     """The position after the last bracket of what opens at ``start``; -1 beyond MAX_CHARS."""
-    ends = (end for depth, end in _brackets(text, start) if depth <= 0)
-    return next(ends, -1)
+    return _end_and_depth(text, start)[0]
 
 
 def read_json(body: str) -> Any:
@@ -91,7 +94,7 @@ def read_json(body: str) -> Any:
         raise ValueError(f"the call has {len(body)} characters; at most {MAX_CALL_CHARS}")
     # Counting is cheap, and the brackets of most calls are few.
     many = body.count("{") + body.count("[") > MAX_DEPTH
-    if many and any(depth > MAX_DEPTH for depth, _ in _brackets(body, 0)):
+    if many and _end_and_depth(body, 0)[1] > MAX_DEPTH:
         raise ValueError(f"the call is nested deeper than {MAX_DEPTH} levels")
     try:
         return _DECODER.decode(body)
@@ -563,7 +566,11 @@ def parse_tool_calls(text: str, format: str = DEFAULT_FORMAT) -> ParsedTurn:
     # A turn may begin with a thought, which may never end.
     thinks = text.lstrip().startswith(_THOUGHT)
     found = _collect(written, text, _after(text, _THOUGHT_END, 0) if thinks else 0)
-    end = _thought_end(text, found)
+    # Where the first thought ends, but for one that an argument of a call spells.
+    read = [(start, stop) for start, stop, call in found if isinstance(call, ToolCall)]
+    marks = (mark.span() for mark in re.finditer(_THOUGHT_END, text))
+    ends = (end for at, end in marks if not any(start < at < stop for start, stop in read))
+    end = next(ends, 0)
     if end > 0:
         after = _collect(written, text, end)
         # A call that is broken may have spelled the end of a thought itself.
@@ -636,15 +643,3 @@ def _collect(format: Format, text: str, start: int) -> list[Found]:
         else:
             found.append(item)
     return found
-
-
-def _thought_end(text: str, found: list[Found]) -> int:
-    """The end of a thought that began before the turn; an argument may spell it too."""
-    end = text.find(_THOUGHT_END)
-    while end >= 0:
-        if not any(
-            start < end < stop and isinstance(call, ToolCall) for start, stop, call in found
-        ):
-            return end + len(_THOUGHT_END)
-        end = text.find(_THOUGHT_END, end + 1)
-    return 0

@@ -25,7 +25,8 @@ from tensordict import (
 )
 
 from torchrl_data.conversation import Conversations, conversation_states, conversations_from_states
-from torchrl_data.layout import HistoryView
+from torchrl_data.keys import HISTORY
+from torchrl_data.layout import ConversationView
 from torchrl_data.ragged import BatchedObject, RowObjects, view_of
 
 from .files import DTYPES, CheckpointError, Entry, as_bytes
@@ -262,7 +263,8 @@ class Encoder:
 
     def _batched_object(self, value: BatchedObject) -> Any:
         snapshot, view = value.snapshot(), view_of(value)
-        if isinstance(snapshot, Conversations) and (view is None or type(view) is HistoryView):
+        as_messages = isinstance(view, ConversationView) and view.mode == HISTORY
+        if isinstance(snapshot, Conversations) and (view is None or as_messages):
             rows: Any = conversation_states(snapshot)
         elif type(snapshot) is RowObjects and view is None:
             rows = list(snapshot)
@@ -423,7 +425,7 @@ class Decoder:
         snapshot: Any = RowObjects(rows)
         if tree["type"] == "Conversations":
             snapshot = conversations_from_states(rows)
-        return BatchedObject.of(snapshot, size, view=None if view is None else HistoryView(view))
+        return BatchedObject.of(snapshot, size, view=view and ConversationView(view))
 
     def _tensorclass(self, tree: dict[str, Any]) -> Any:
         name = tree["name"]

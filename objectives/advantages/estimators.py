@@ -614,15 +614,13 @@ class GroupQueue:
             gone = set(late)
             rest = (group for group in self._pending if group not in gone)
             late += [group for group, _ in zip(rest, range(surplus), strict=False)]
-        return [(group, self._take(group)) for group in late]
-
-    def _take(self, group: Hashable) -> list[TensorDictBase]:
-        rows = self._pending.pop(group)
-        del self._first_row[group]
-        self.stats.groups_expired += 1
-        self.expired.append((group, len(rows)))
-        _LOG.warning("Group %r expired with %d of %d rows.", group, len(rows), self.group_size)
-        return rows
+        taken = [(group, self._pending.pop(group)) for group in late]
+        for group, rows in taken:
+            del self._first_row[group]
+            self.expired.append((group, len(rows)))
+            _LOG.warning("Group %r expired with %d of %d rows.", group, len(rows), self.group_size)
+        self.stats.groups_expired += len(taken)
+        return taken
 
     @contextmanager
     def unchanged_on_error(self) -> Iterator[None]:

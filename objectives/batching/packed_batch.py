@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, starmap
+from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -202,7 +202,7 @@ class PackedBatch:
                 f"max_tokens={max_tokens} and num_rows={num_rows}."
             )
         sizes = self.lengths.tolist() if num_rows is None else [1] * self.num_rows
-        return starmap(self.run, pairwise([0, *run_ends(sizes, limit)]))
+        return self._runs([0, *run_ends(sizes, limit)])
 
     def run(self, first: int, last: int) -> PackedBatch:
         """Some rows that lie together, without copying.
@@ -214,12 +214,15 @@ class PackedBatch:
         Returns:
             The batch of these rows.
         """
-        tokens, targets = (
-            slice(int(lengths[:first].sum()), int(lengths[:last].sum()))
-            for lengths in (self.lengths, self.target_lengths)
-        )
-        images = self.images and self.images[first:last]
-        return self._part(slice(first, last), tokens, targets, images)
+        return next(self._runs([first, last]))
+
+    def _runs(self, edges: Sequence[int]) -> Iterator[PackedBatch]:
+        tokens = [0, *self.lengths.cumsum(0).tolist()]
+        targets = [0, *self.target_lengths.cumsum(0).tolist()]
+        for first, last in pairwise(edges):
+            some, trained = (slice(edge[first], edge[last]) for edge in (tokens, targets))
+            images = self.images and self.images[first:last]
+            yield self._part(slice(first, last), some, trained, images)
 
     def _part(self, rows: Any, tokens: Any, targets: Any, images: Any) -> PackedBatch:
         """The batch of some rows: what to index rows, their tokens and their trained tokens by."""
@@ -453,14 +456,10 @@ def write_streams(
                 f"{sorted(map(str, row.keys()))}."
             )
         mask = mask.bool()
+        observed = ~mask & (mask.cumsum(-1) > 0)
+        kinds = {"assistant": mask, "observation": observed, "all": torch.ones_like(mask)}
         for name, (tokens, weight) in chosen.items():
-            row.set((STREAMS, name), weight * _tokens(mask, tokens).to(torch.float32))
-
-
-def _tokens(mask: Tensor, which: StreamTokens) -> Tensor:
-    if which == "assistant":
-        return mask
-    return torch.ones_like(mask) if which == "all" else ~mask & (mask.cumsum(-1) > 0)
+            row.set((STREAMS, name), weight * kinds[tokens].to(torch.float32))
 
 
 def pack_streams(
@@ -566,5 +565,4 @@ def leave_out_of_stream(packed: PackedBatch, name: str, unfit: Tensor) -> Packed
 
 def rows_with(flag: Tensor, batch: PackedBatch) -> Tensor:
     """Rows of which a trained token carries a flag ``[K]``, bool ``[B]``."""
-    index = sequence_index(batch.target_lengths)
-    return torch.zeros_like(batch.lengths).index_add(0, index, flag.long()) > 0
+    return _count(flag, sequence_index(batch.target_lengths), batch.lengths) > 0

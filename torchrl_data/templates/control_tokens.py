@@ -429,11 +429,16 @@ class CompiledShapes:
         if any(not allowed.issuperset(m) or m["role"] == "assistant" for m in messages):
             return None
         every = [(i, key) for i, m in enumerate(messages) for key in _FIELDS if key in m]
-        marked = _filled(messages, every, self._slots(every))
+        slots = self._slots(every)
+        marked = _filled(messages, every, slots)
         try:
-            fields = self._shown(messages, every, self._render(marked))
-            if fields is None:
-                return None
+            shown = self._render(marked)
+            text = "".join(piece.text for piece in shown)
+            fields = [field for field, slot in zip(every, slots, strict=True) if slot in text]
+            for value in ("", "other words"):  # nothing goes by a field that is not shown
+                values = [slot if slot in text else value for slot in slots]
+                if self._render(_filled(messages, every, values)) != shown:
+                    return None
             pieces = self._render(_filled(messages, fields, self._slots(fields)))
         except ValueError:
             return None
@@ -450,22 +455,6 @@ class CompiledShapes:
             if not all(self._agrees(compiled, messages, form.format(word)) for form in _FORMS)
         ]
         return compiled._replace(keeps_edges=edges, sensitive=sensitive)
-
-    def _shown(
-        self,
-        messages: Sequence[Message],
-        fields: Sequence[tuple[int, str]],
-        pieces: list[TextPiece],
-    ) -> list[tuple[int, str]] | None:
-        """The entries that the template shows, or ``None`` if it changes one of them."""
-        text = "".join(piece.text for piece in pieces)
-        slots = self._slots(fields)
-        shown = [field for field, slot in zip(fields, slots, strict=True) if slot in text]
-        for value in ("", "other words"):
-            values = [slot if slot in text else value for slot in slots]
-            if self._render(_filled(messages, fields, values)) != pieces:
-                return None
-        return shown
 
     def _slots(self, fields: Sequence[Any]) -> list[str]:
         return [f"Slot{self._secret}n{n}x" for n in range(len(fields))]
