@@ -108,16 +108,6 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def remove_tree(path: Path) -> None:
-    """Remove a folder and all that is in it; links are not followed."""
-    for entry in list(os.scandir(path)):
-        if entry.is_dir(follow_symlinks=False):
-            remove_tree(Path(entry.path))
-        else:
-            os.unlink(entry.path)
-    os.rmdir(path)
-
-
 def open_file(path: Path) -> BufferedReader:
     """A regular file to be read; a link, pipe or device is refused."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -2,7 +2,8 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
@@ -44,27 +45,25 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def agree(self, action: Callable[[], _T]) -> _T:
-        """What an action gives, if it fails on no rank.
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Goes on behind what is inside if that fails on no rank; all ranks enter it together.
 
         Raises:
             CheckpointError: it failed on another rank.
             Exception: it failed on this one, as it did.
         """
-        result, error = None, None
+        error = None
         try:
-            result = action()
+            yield
         except Exception as caught:
             error = caught
-            if self.group is None:
-                raise
         failures = self.gather(None if error is None else str(error))
         if error is not None:
             raise error
         told = [f"rank {rank}: {what}" for rank, what in enumerate(failures) if what is not None]
         if told:
             raise CheckpointError(" ".join(told))
-        return result  # type: ignore[return-value]
 
 
 # State dicts of which every rank holds a part: planned by DCP, stored as safetensors, no pickle.
@@ -128,17 +127,15 @@ def plan_shards(
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def local_plan() -> Any:
+    with ranks.agreed():
         planner.set_up_planner(tensors, is_coordinator=ranks.rank == 0)
-        return planner.create_local_plan()
-
-    plans = ranks.gather(ranks.agree(local_plan))
-
-    def own_part() -> Shards:
+        local_plan = planner.create_local_plan()
+    plans = ranks.gather(local_plan)
+    entries: dict[str, Entry] = {}
+    offsets = {}
+    with ranks.agreed():
         # Every rank works the global plan out for itself; it is the same everywhere.
         plan = planner.finish_plan(planner.create_global_plan(plans)[0][ranks.rank])
-        entries, offsets = {}, {}
         for item in plan.items:
             key, value = item.index.fqn, planner.resolve_data(item)
             assert isinstance(value, torch.Tensor)
@@ -154,10 +151,8 @@ def plan_shards(
                 data = buffers.copied(f"{name}:{key}", data)
             entries[key] = Entry(dtype, tuple(value.shape), data.cpu())
             offsets[key] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
-        metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-        return Shards(f"shard-{ranks.rank + 1:05d}-of-{ranks.size:05d}", entries, metadata)
-
-    return ranks.agree(own_part)
+    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    return Shards(f"shard-{ranks.rank + 1:05d}-of-{ranks.size:05d}", entries, metadata)
 
 
 def load_shards(folder: Path, name: str, tensors: dict[str, torch.Tensor], ranks: Ranks) -> None:
@@ -169,8 +164,10 @@ def load_shards(folder: Path, name: str, tensors: dict[str, torch.Tensor], ranks
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    def checked() -> HuggingFaceStorageReader:
-        reader = HuggingFaceStorageReader(str(folder))
+    if not tensors and not folder.is_dir():
+        return
+    reader = HuggingFaceStorageReader(str(folder))
+    with ranks.agreed():
         try:
             found: Any = reader.read_metadata().state_dict_metadata
         except Exception as error:
@@ -187,15 +184,11 @@ def load_shards(folder: Path, name: str, tensors: dict[str, torch.Tensor], ranks
         if problems:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise CheckpointError(f"sharded {name!r}: {'; '.join(problems[:5])}{more}.")
-        return reader
-
-    if tensors or folder.is_dir():
-        reader = ranks.agree(checked)
-        alone = ranks.group is None
-        with warnings.catch_warnings():
-            if alone:
-                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
-            load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=alone)
+    alone = ranks.group is None
+    with warnings.catch_warnings():
+        if alone:
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
+        load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=alone)
 
 
 # A checkpoint that was loaded, and how it is.
@@ -256,8 +249,7 @@ def read_checkpoint(path: Path, tensorclasses: Mapping[str, Any], ranks: Ranks) 
     Raises:
         CheckpointError: it is not whole.
     """
-
-    def read() -> Checkpoint:
+    with ranks.agreed():
         manifest = read_manifest(path)
         try:
             problems = problems_of(path, manifest, (ranks.rank, ranks.size))
@@ -286,10 +278,10 @@ def read_checkpoint(path: Path, tensorclasses: Mapping[str, Any], ranks: Ranks) 
                 ) from error
         match decoded:
             case {"state": dict(state), "sharded": dict(plain)}:
-                return Checkpoint(manifest["step"], state, path, manifest, plain, ranks)
-        raise CheckpointError(f"{path / STATE}: holds no state.")
-
-    return ranks.agree(read)
+                pass
+            case _:
+                raise CheckpointError(f"{path / STATE}: holds no state.")
+    return Checkpoint(manifest["step"], state, path, manifest, plain, ranks)
 
 
 def _refuse(constant: str) -> NoReturn:

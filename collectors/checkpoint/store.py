@@ -6,9 +6,11 @@ import secrets
 import threading
 import warnings
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -27,7 +29,6 @@ from .files import (
     make_folders,
     problems_of,
     read_manifest,
-    remove_tree,
     sync_folder,
     synced,
     tree,
@@ -110,7 +111,7 @@ def prune(
             one.path.rename(removed)
             # Before the first file goes, or a crash could bring half a checkpoint back.
             sync_folder(folder)
-            remove_tree(removed)
+            rmtree(removed)
 
 
 # One save, from a state in memory to a folder on the disk, on one rank or on many.
@@ -134,13 +135,6 @@ class Staged(NamedTuple):
     path: Path
     """Where it will be."""
     save: int
-
-    def discard(self) -> None:
-        """Remove what was staged, as far as that is possible; the next save removes the rest."""
-        try:
-            remove_tree(self.folder)
-        except OSError:
-            return
 
 
 def publish(staged: Staged, about: dict[str, Any], written: dict[str, dict[str, Any]]) -> None:
@@ -206,21 +200,17 @@ class Saver:
         """
         self.buffers.begin()
         buffers = self.buffers if copy else None
-        flat = self._ranks.agree(lambda: {name: flatten(name, sharded[name]) for name in sharded})
-        encoder = Encoder(self._tensorclasses, buffers)
-
-        def encoded() -> Any:
-            if self._ranks.rank:
-                return None
-            plain = {name: values for name, (_, values) in flat.items()}
-            try:
-                tree = {"state": encoder.encode(dict(state))}
-                encoder.root = "sharded"
-                return tree | {"sharded": encoder.encode(plain)}
-            except (ValueError, RecursionError) as error:
-                raise CheckpointError(f"state: {error}.") from error
-
-        tree = self._ranks.agree(encoded)
+        encoder, tree = Encoder(self._tensorclasses, buffers), {}
+        with self._ranks.agreed():
+            flat = {name: flatten(name, sharded[name]) for name in sharded}
+            if self._ranks.rank == 0:
+                try:
+                    tree["state"] = encoder.encode(dict(state))
+                    encoder.root = "sharded"
+                    plain = {name: values for name, (_, values) in flat.items()}
+                    tree["sharded"] = encoder.encode(plain)
+                except (ValueError, RecursionError) as error:
+                    raise CheckpointError(f"state: {error}.") from error
         shards = {
             name: plan_shards(name, tensors, self._ranks, buffers)
             for name, (tensors, _) in flat.items()
@@ -231,66 +221,73 @@ class Saver:
     def begin(
         self, step: int, files: Mapping[str, FileWriter], sharded: Collection[str]
     ) -> Staged | None:
-        """A staged folder with the files of others in it; ``None`` if the disk did not let us."""
+        """A staged folder with the files of others in it; ``None`` if the disk did not let us.
 
-        def staged() -> Staged | CheckpointError | None:
-            if self._ranks.rank:
-                return None
-            new = None
+        Raises:
+            CheckpointError: others made something that is neither a file nor a folder.
+        """
+        new: Staged | None = None
+        failure: CheckpointError | None = None
+        with self._ranks.agreed():
             try:
-                make_folders(self._folder)
-                self.lock.acquire()
-                # What writers that died left: none of them is alive, now that we have the lock.
-                for path in sorted(self._folder.iterdir()):
-                    if path.name.startswith((STAGING, _REMOVING)):
-                        remove_tree(path)
-                save = max((one.save for one in stored(self._folder)), default=0) + 1
-                name = f"step-{step:08d}.save-{save:05d}"
-                folder = self._folder / f"{STAGING}{name}-{secrets.token_hex(4)}"
-                folder.mkdir()
-                new = Staged(folder, self._folder / name, save)
-                _write_files(folder, files)
-                for below in (SHARDED, *(f"{SHARDED}/{name}" for name in sharded)):
-                    if sharded:
-                        (folder / below).mkdir()
+                if self._ranks.rank == 0:
+                    new = self._make_room(step)
+                    for name, write in files.items():
+                        write(new.folder / name)
+                    odd = [name for name, count in tree(new.folder).items() if count is None]
+                    if odd:
+                        raise CheckpointError(
+                            f"CheckpointStore.save: files made {odd}, which are links or devices. "
+                            "A checkpoint holds files and folders only: copy what they point to."
+                        )
+                    for name in sharded:
+                        (new.folder / SHARDED / name).mkdir(parents=True)
             except BaseException as error:
                 if new is not None:
-                    new.discard()
-                if isinstance(error, OSError):
-                    return self._failure(step, error)
-                raise
-            return new
-
-        found, *_ = self._ranks.gather(self._ranks.agree(staged))
-        self.error = found if isinstance(found, CheckpointError) else None
+                    rmtree(new.folder, ignore_errors=True)  # The next save removes the rest.
+                if not isinstance(error, OSError):
+                    raise
+                failure, new = self._failure(step, error), None
+        (new, self.error), *_ = self._ranks.gather((new, failure))
         self.is_told = self.error is None
-        return found if isinstance(found, Staged) else None
+        return new
+
+    def _make_room(self, step: int) -> Staged:
+        """An empty folder for the next save."""
+        make_folders(self._folder)
+        self.lock.acquire()
+        # What writers that died left: none of them is alive, now that we have the lock.
+        for path in sorted(self._folder.iterdir()):
+            if path.name.startswith((STAGING, _REMOVING)):
+                rmtree(path)
+        save = max((one.save for one in stored(self._folder)), default=0) + 1
+        name = f"step-{step:08d}.save-{save:05d}"
+        folder = self._folder / f"{STAGING}{name}-{secrets.token_hex(4)}"
+        folder.mkdir()
+        return Staged(folder, self._folder / name, save)
 
     def write(self, staged: Staged, encoded: Encoded, about: dict[str, Any]) -> None:
         """Write and publish, and remove what need not be kept; what fails is noted."""
-        is_first = self._ranks.rank == 0
-
-        def part() -> dict[str, dict[str, Any]]:
-            written = {}
-            for name, shard in encoded.shards.items():
-                if shard.entries:
-                    path = f"{SHARDED}/{name}/{shard.file}.safetensors"
-                    write_tensors(staged.folder / path, shard.entries, shard.metadata)
-                    written[path] = synced(staged.folder / path)
-            if is_first:
-                write_tensors(staged.folder / TENSORS, encoded.entries)
-                strict: Any = {"allow_nan": False, "check_circular": False}
-                text = json.dumps(encoded.tree, separators=(",", ":"), **strict)
-                (staged.folder / STATE).write_bytes(text.encode())
-            return written
-
+        is_first, written = self._ranks.rank == 0, dict[str, dict[str, Any]]()
         try:
-            parts = self._ranks.gather(self._ranks.agree(part))
-            written = {path: file for each in parts for path, file in each.items()}
-            self._ranks.agree(lambda: publish(staged, about, written) if is_first else None)
+            with self._ranks.agreed():
+                for name, shard in encoded.shards.items():
+                    if shard.entries:
+                        path = f"{SHARDED}/{name}/{shard.file}.safetensors"
+                        write_tensors(staged.folder / path, shard.entries, shard.metadata)
+                        written[path] = synced(staged.folder / path)
+                if is_first:
+                    write_tensors(staged.folder / TENSORS, encoded.entries)
+                    strict: Any = {"allow_nan": False, "check_circular": False}
+                    text = json.dumps(encoded.tree, separators=(",", ":"), **strict)
+                    (staged.folder / STATE).write_bytes(text.encode())
+            parts = self._ranks.gather(written)
+            with self._ranks.agreed():
+                if is_first:
+                    publish(staged, about, dict(ChainMap(*parts)))
         except BaseException as error:
             if is_first:
-                staged.discard()
+                rmtree(staged.folder, ignore_errors=True)  # The next save removes the rest.
             if not isinstance(error, Exception):
                 raise
             self.error, self.is_told = self._failure(about["step"], error), False
@@ -315,22 +312,6 @@ class Saver:
         self.lock.release()
         if not self.is_told:
             warnings.warn(CheckpointWarning(str(self.error)), stacklevel=2)
-
-
-def _write_files(folder: Path, files: Mapping[str, FileWriter]) -> None:
-    """Let others write files and folders of their own.
-
-    Raises:
-        CheckpointError: they made something that is neither a file nor a folder.
-    """
-    for name, write in files.items():
-        write(folder / name)
-    odd = [name for name, count in tree(folder).items() if count is None]
-    if odd:
-        raise CheckpointError(
-            f"CheckpointStore.save: files made {odd}, which are links or devices. A checkpoint "
-            "holds files and folders only: copy what they point to."
-        )
 
 
 # Checkpoints of a folder: saved whole or not at all, and the newest that verifies.
@@ -459,7 +440,8 @@ class CheckpointStore(AbstractContextManager["CheckpointStore", None]):
         """
         self.wait()
         files, sharded = dict(files or {}), dict(sharded or {})
-        self._ranks.agree(lambda: self._check(step, state, metric, files, sharded))
+        with self._ranks.agreed():
+            self._check(step, state, metric, files, sharded)
         about = {
             "step": int(step),
             "metric": None if metric is None else float(metric),

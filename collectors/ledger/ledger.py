@@ -18,7 +18,6 @@ from .groups import (
     Group,
     GroupEvent,
     GroupState,
-    GroupTable,
     IllegalTransition,
     LedgerError,
     LedgerView,
@@ -67,11 +66,11 @@ class GenerationLedger(LedgerView):
         check_counts(who, 0, seed=seed, version=version, buffer_capacity=buffer_capacity)
         if max_inflight_groups != -1:
             check_counts(who, max_inflight_groups=max_inflight_groups)
-        self.groups_per_step = groups_per_step
         self.group_size = group_size
         self.policy = Wait() if policy is None else policy
         self.weight_sync_steps = weight_sync_steps
-        self.num_slots = self.policy.slots(groups_per_step, weight_sync_steps)
+        slots = self.policy.slots(groups_per_step, weight_sync_steps)
+        super().__init__(groups_per_step=groups_per_step, num_slots=slots, version=version)
         limit = self.num_slots if max_inflight_groups == -1 else max_inflight_groups
         self.max_inflight_groups = limit
         self.required_capacity = self.policy.required_capacity(groups_per_step, weight_sync_steps)
@@ -87,11 +86,8 @@ class GenerationLedger(LedgerView):
         self.refill = one_of("refill", refill, REFILLS, who=who)
         self.max_attempts = max_attempts
         self.seed = seed
-        self.version = version
-        self.pulled_version = version
         self._clock = clock
         self._accounts = Accounts()
-        self._table = GroupTable()
         self._evicted: list[Eviction] = []
         self._schedule: list[tuple[int, ...]] = []
 
@@ -100,40 +96,10 @@ class GenerationLedger(LedgerView):
     def can_admit(self) -> bool:
         """Whether :meth:`offer` may be called: a slot is free, and no cap is reached."""
         return (
-            self._table.num_unfinished < self.max_inflight_groups
+            self.num_unfinished < self.max_inflight_groups
             and (self.buffer_capacity is None or self.num_queued < self.buffer_capacity)
             and self.policy.admit(self)
         )
-
-    def needs(self, ordinal: int) -> bool:
-        """Whether a prompt is to be offered: it is new or owed, neither in flight nor done.
-
-        A resumed run draws its data from the ``frontier`` on, and offers those that are needed.
-        """
-        table = self._table
-        is_done = ordinal < table.frontier or ordinal in table.done_above
-        return not is_done and ordinal not in table.groups
-
-    @property
-    def owed(self) -> tuple[Refill, ...]:
-        """Prompts that were drawn and have to be offered again, lowest ordinal first."""
-        owed = sorted(self._table.owed.items())
-        return tuple(Refill(ordinal, each.group_id, each.attempt) for ordinal, each in owed)
-
-    @property
-    def frontier(self) -> int:
-        """The first ordinal that is not done: a resumed run draws its data from here on."""
-        return self._table.frontier
-
-    @property
-    def done_above(self) -> tuple[int, ...]:
-        """The ordinals above the frontier that are done."""
-        return tuple(sorted(self._table.done_above))
-
-    @property
-    def next_ordinal(self) -> int:
-        """The first ordinal above all that were offered."""
-        return self._table.next_ordinal
 
     def offer(self, group_id: int | str, ordinal: int, *, seed: int | None = None) -> Ticket:
         """Admit a group: it holds a slot from now on.
@@ -152,30 +118,23 @@ class GenerationLedger(LedgerView):
             ValueError: it is owed under another ``group_id``.
         """
         if not self.needs(ordinal):
-            group = self._table.groups.get(ordinal)
+            group = self._groups.get(ordinal)
             state = "done" if group is None else f"{group.state.value} as {group.ticket}"
             raise IllegalTransition(f"GroupLedger: offer of ordinal {ordinal}: it is {state}.")
         if not self.can_admit():
             raise LedgerError(
                 f"GroupLedger: offer of ordinal {ordinal}: no slot is free. Ask can_admit() first. "
-                f"({self._table.num_unfinished} of at most {self.max_inflight_groups} groups are "
-                f"unfinished, {self._table.num_finished} wait, {self.num_slots} slots, a buffer of "
+                f"({self.num_unfinished} of at most {self.max_inflight_groups} groups are "
+                f"unfinished, {self.num_finished} wait, {self.num_slots} slots, a buffer of "
                 f"{self.buffer_capacity}, next step {self.next_step}, generators at version "
                 f"{self.pulled_version}.)"
             )
-        ticket = self._table.admit(
-            ordinal, group_id, seed, run_seed=self.seed, version=self.pulled_version
-        )
+        ticket = self._admit(ordinal, group_id, seed, run_seed=self.seed)
         self._accounts.enter(1, 0)
         self._happened("offered", ticket)
         return ticket
 
     # What runs ----------------------------------------------------------------------------------
-
-    def state_of(self, ticket: Ticket) -> GroupState | None:
-        """Where a group is; ``None``: it is not in flight under this ticket."""
-        group = self._table.of(ticket)
-        return None if group is None else group.state
 
     def start(self, ticket: Ticket) -> None:
         """The first of its episodes is about to run.
@@ -183,8 +142,8 @@ class GenerationLedger(LedgerView):
         Raises:
             IllegalTransition: it is not dispatched.
         """
-        group = self._table.find(ticket, "start", (GroupState.DISPATCHED,))
-        self._table.move(group, GroupState.RUNNING)
+        group = self._find(ticket, "start", (GroupState.DISPATCHED,))
+        self._move(group, GroupState.RUNNING)
         group.begun_version = self.pulled_version
         self._happened("started", ticket)
 
@@ -212,9 +171,23 @@ class GenerationLedger(LedgerView):
             IllegalTransition: the group is not running, or the episode is over already.
             ValueError: a value has no meaning, or a token is older than the group's admission.
         """
-        group = self._table.find(ticket, "finish_episode", (GroupState.RUNNING,))
-        versions = (oldest_version, newest_version)
-        group.add_episode(index, tokens, versions, self.group_size, self.version)
+        group = self._find(ticket, "finish_episode", (GroupState.RUNNING,))
+        check_counts("GroupLedger", 0, index=index, tokens=tokens)
+        if index >= self.group_size:
+            raise ValueError(
+                f"GroupLedger: index must be below group_size={self.group_size}, got {index} for "
+                f"{ticket}."
+            )
+        if index in group.lengths:
+            raise IllegalTransition(
+                f"GroupLedger: finish_episode of {ticket}: episode {index} is over already."
+            )
+        if tokens:
+            oldest, newest = group.check_versions(oldest_version, newest_version, self.version)
+            if group.oldest_version is None or oldest < group.oldest_version:
+                group.oldest_version = oldest
+            group.version_span = max(group.version_span, newest - oldest)
+        group.lengths[index] = tokens
         self._accounts.end_episode(tokens, kind_of(stop_reason))
         self._happened()
 
@@ -238,7 +211,7 @@ class GenerationLedger(LedgerView):
             IllegalTransition: it is not running, or episodes are missing.
             ValueError: a value has no meaning, or is not what the episodes had.
         """
-        group = self._table.find(ticket, "finish", (GroupState.RUNNING,))
+        group = self._find(ticket, "finish", (GroupState.RUNNING,))
         if num_tokens is not None:
             each = shares(num_tokens, self.group_size)
             num_tokens = sum(each)
@@ -246,8 +219,24 @@ class GenerationLedger(LedgerView):
                 group.check_versions(oldest_version, None, self.version)
             for index, tokens in enumerate(() if group.lengths else each):
                 self.finish_episode(ticket, index, tokens=tokens, oldest_version=oldest_version)
-        group.check_complete(self.group_size, oldest_version, num_tokens)
-        self._table.finish(group, self._clock())
+        missing = self.group_size - len(group.lengths)
+        if missing:
+            raise IllegalTransition(
+                f"GroupLedger: finish of {ticket}: {missing} of its {self.group_size} episodes are "
+                "not over. Tell how they ended by finish_episode(), or drop the group."
+            )
+        for name, told, found in (
+            ("oldest_version", oldest_version, group.oldest_version),
+            ("num_tokens", num_tokens, group.num_tokens),
+        ):
+            if None not in (told, found) and told != found:
+                raise ValueError(
+                    f"GroupLedger: finish of {ticket}: {name} is {found} by its episodes, got "
+                    f"{told}."
+                )
+        self._move(group, GroupState.FINISHED)
+        group.finished_at, group.arrival = self._clock(), self._next_arrival
+        self._next_arrival += 1
         self._happened("finished", ticket)
 
     # What is given up ---------------------------------------------------------------------------
@@ -276,7 +265,7 @@ class GenerationLedger(LedgerView):
         Raises:
             IllegalTransition: it is not in flight.
         """
-        group = self._table.find(ticket, f"drop ({reason})", tuple(GroupState))
+        group = self._find(ticket, f"drop ({reason})", tuple(GroupState))
         if not kind_of(reason):
             raise ValueError(f"GroupLedger: drop of {ticket} takes a reason, got {reason!r}.")
         way = one_of("refill", refill or self.refill, REFILLS, who="GroupLedger.drop")
@@ -306,7 +295,7 @@ class GenerationLedger(LedgerView):
         Raises:
             IllegalTransition: it is not in flight.
         """
-        group = self._table.find(ticket, "cancel", tuple(GroupState))
+        group = self._find(ticket, "cancel", tuple(GroupState))
         self._give_up(group, "returned", ticket.attempt, cut_lengths)
         return Refill(ticket.ordinal, ticket.group_id, ticket.attempt)
 
@@ -316,10 +305,10 @@ class GenerationLedger(LedgerView):
         Returns:
             The tickets, in the order of admission; nothing may be told of them any more.
         """
-        tickets = [group.ticket for group in self._table.groups.values()]
+        tickets = self.tickets()
         for ticket in tickets:
             self.cancel(ticket)
-        self._table.batches.clear()
+        self._batches.clear()
         return tickets
 
     def _give_up(
@@ -337,14 +326,14 @@ class GenerationLedger(LedgerView):
         for tokens in cut:
             self._accounts.end_episode(tokens, "cut")
         self._accounts.leave(group, end, reason)
-        self._table.leave(group, f"{end} ({reason})" if reason else end, attempt)
+        self._leave(group, f"{end} ({reason})" if reason else end, attempt)
         self._happened(end, group.ticket, reason=reason)
 
     def _happened(
         self, event: str = "", *tickets: Ticket, step: int | None = None, reason: str = ""
     ) -> None:
         """Check that the books agree with the groups there are, and tell of an event of each."""
-        self._accounts.check(len(self._table.groups))
+        self._accounts.check(len(self._groups))
         if self.on_event is not None:
             for ticket in tickets:
                 at = self.version if step is None else step
@@ -424,7 +413,7 @@ class GroupLedger(GenerationLedger):
                 f"fewer only when no more are in flight; got num_groups={count} while "
                 f"{self.num_queued} are."
             )
-        if self._table.num_finished < count:
+        if self.num_finished < count:
             return None
         chosen = self.policy.select(self, count)
         if chosen is None:
@@ -440,9 +429,9 @@ class GroupLedger(GenerationLedger):
                 f"token has version {worst.oldest_version}: more than max_staleness old."
             )
         for group in chosen:
-            self._table.move(group, GroupState.TAKEN)
+            self._move(group, GroupState.TAKEN)
         tickets = [group.ticket for group in chosen]
-        self._table.batches.append(list(tickets))
+        self._batches.append(list(tickets))
         self._accounts.ages.update(ages)
         self._accounts.step = {
             "staleness": ages,
@@ -465,7 +454,10 @@ class GroupLedger(GenerationLedger):
 
     def put_back(self) -> None:
         """What steps have taken and not trained is finished again, and may be taken again."""
-        self._table.put_back()
+        for batch in self._batches:
+            for ticket in batch:
+                self._move(self._groups[ticket.ordinal], GroupState.FINISHED)
+        self._batches.clear()
         self._happened()
 
     def _evict(self) -> None:
@@ -495,17 +487,17 @@ class GroupLedger(GenerationLedger):
         Raises:
             IllegalTransition: it is not the next step, or these are not its groups.
         """
-        batch = self._table.batches[0] if self._table.batches else []
-        if step != self.version or not self._table.batches or set(tickets) != set(batch):
+        batch = self._batches[0] if self._batches else []
+        if step != self.version or not self._batches or set(tickets) != set(batch):
             raise IllegalTransition(
                 f"GroupLedger: trained at step {step} {list(tickets)}: the next step is "
                 f"{self.version}, and it has taken {batch}."
             )
         for ticket in list(batch):
-            group = self._table.find(ticket, "trained", (GroupState.TAKEN,))
+            group = self._find(ticket, "trained", (GroupState.TAKEN,))
             self._accounts.leave(group, "trained")
-            self._table.leave(group, f"trained at step {step}", None)
-        self._table.batches.popleft()
+            self._leave(group, f"trained at step {step}", None)
+        self._batches.popleft()
         self.version = step + 1
         self._happened("trained", *tickets, step=step)
 
@@ -543,11 +535,6 @@ class GroupLedger(GenerationLedger):
         """Tokens of the episodes that were offered, and of those that were trained."""
         return self._accounts.offered, self._accounts.trained
 
-    def tickets(self, state: GroupState | None = None) -> list[Ticket]:
-        """Those of the groups in flight, in the order of admission; of a state, or all."""
-        groups = self._table.groups.values()
-        return [group.ticket for group in groups if state in (None, group.state)]
-
     @property
     def schedule(self) -> list[tuple[int, ...]]:
         """The ordinals that each step has taken, in the order of the steps since it was made.
@@ -555,11 +542,6 @@ class GroupLedger(GenerationLedger):
         :class:`~collectors.Replay` trains them in this order again.
         """
         return list(self._schedule)
-
-    @property
-    def batches(self) -> list[list[Ticket]]:
-        """What each step that is not over has taken, in the order of the steps."""
-        return [list(batch) for batch in self._table.batches]
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger.
@@ -577,16 +559,16 @@ class GroupLedger(GenerationLedger):
             ``in_flight/waiting`` and ``in_flight/taken`` groups, ``prompts_owed``, and
             ``versions_ahead`` of the trainer before the generators.
         """
-        metrics, num_in_flight = self._accounts.metrics(), len(self._table.groups)
-        metrics["in_flight/unfinished"] = float(self._table.num_unfinished)
-        metrics["in_flight/waiting"] = float(self._table.num_finished)
-        metrics["in_flight/taken"] = float(num_in_flight - self.num_queued)
-        metrics["prompts_owed"] = float(len(self._table.owed))
+        metrics = self._accounts.metrics()
+        metrics["in_flight/unfinished"] = float(self.num_unfinished)
+        metrics["in_flight/waiting"] = float(self.num_finished)
+        metrics["in_flight/taken"] = float(len(self._groups) - self.num_queued)
+        metrics["prompts_owed"] = float(len(self._owed))
         metrics["versions_ahead"] = float(self.version - self.pulled_version)
         return metrics
 
     def __str__(self) -> str:
-        taken = sum(map(len, self._table.batches))
+        taken = sum(map(len, self._batches))
         lines = [
             f"GroupLedger at step {self.version}, generators at version {self.pulled_version}",
             str(self.balance),
@@ -598,7 +580,7 @@ class GroupLedger(GenerationLedger):
             oldest = f" (oldest: ordinal {unfinished[0]})" if unfinished else ""
             lines.append(
                 f"in flight: {len(unfinished)} unfinished{oldest}, "
-                f"{self._table.num_finished} waiting, {taken} in training"
+                f"{self.num_finished} waiting, {taken} in training"
             )
         return "\n".join(lines)
 
@@ -618,10 +600,8 @@ class GroupLedger(GenerationLedger):
         """Everything that a resumed run needs, as plain values that JSON can hold."""
         return {
             "settings": self._settings(),
-            "version": self.version,
-            "pulled_version": self.pulled_version,
             **self._accounts.state(),
-            **self._table.state(self._clock()),
+            **self._state(self._clock()),
             "unwritten": [] if self.unwritten is None else list(self.unwritten()),
         }
 
@@ -652,19 +632,17 @@ class GroupLedger(GenerationLedger):
                     f"GroupLedger: the saved run had {name}={state_dict['settings'][name]!r}, "
                     f"this one has {value!r}."
                 )
-        self.version = state_dict["version"]
-        self.pulled_version = state_dict["pulled_version"]
         self._accounts.load_state(state_dict)
-        self._table.load_state(state_dict, self._clock())
+        self._load_state(state_dict, self._clock())
         self.unwritten_before = state_dict["unwritten"]
         lost = [
             group
-            for group in self._table.groups.values()
+            for group in self._groups.values()
             if group.state in UNFINISHED
             or (restored is not None and group.ticket.ordinal not in restored)
         ]
         if any(group.state is GroupState.TAKEN for group in lost):
-            self._table.put_back()
+            self.put_back()
         for group in lost:
             self.cancel(group.ticket)
         self._happened()

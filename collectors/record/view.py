@@ -10,10 +10,9 @@ A run is the folder that a script leaves, or any other with a record in it.
 
 import argparse
 import json
-import math
 import secrets
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
@@ -198,19 +197,13 @@ def _sample(sample: RolloutSample) -> dict[str, Any]:
             "ids": tokens.ids,
             "texts": [visible(text) for text in tokens.texts],
             "spans": tokens.spans,
-            "log_probs": _short(tokens.log_probs),
-            "trainer": _short(tokens.trainer_log_probs),
-            "entropy": _short(tokens.entropy),
-            "advantages": _short(tokens.advantages),
+            "log_probs": tokens.log_probs,
+            "trainer": tokens.trainer_log_probs,
+            "entropy": tokens.entropy,
+            "advantages": tokens.advantages,
             "versions": tokens.versions,
         },
     }
-
-
-def _short(column: Iterable[float | None] | None) -> list[float | None] | None:
-    if column is None:
-        return None
-    return [None if value is None or not math.isfinite(value) else value for value in column]
 
 
 def _literal(value: Any) -> str:

@@ -149,11 +149,14 @@ def recorded(monkeypatch, root):
     def wrap(name, change):
         real = getattr(os, name)
 
-        def call(first, *rest):
+        def call(first, *rest, dir_fd=None):
             at = Path(os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else first)
+            if dir_fd is not None:
+                at = Path(os.readlink(f"/proc/self/fd/{dir_fd}")) / at
             if at.is_relative_to(root):
                 recorder.note(change, at, *(Path(new) for new in rest if change == "rename"))
-            return real(first, *rest)
+            options = {} if dir_fd is None else {"dir_fd": dir_fd}
+            return real(first, *rest, **options)
 
         monkeypatch.setattr(os, name, call)
 
