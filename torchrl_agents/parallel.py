@@ -30,8 +30,8 @@ from collectors import (
     ShardedOptimizer,
     contribute_weights,
 )
-from collectors.llm_collector import BackgroundCollector
 from collectors.resume import Sharded
+from collectors.streaming.collector import BackgroundCollector
 from collectors.weight_update.weights import is_spread, pushed_weights, unwrapped
 from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepOutcome
 from torchrl_data.checks import TokenScorer

@@ -13,8 +13,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from collectors import LLMCollector, PhaseTimer, RunState, StepMetrics, identity_of
-from collectors.llm_collector import BackgroundCollector
 from collectors.resume import Stateful
+from collectors.streaming.collector import BackgroundCollector
 from collectors.weight_update.weights import merged_weights
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine

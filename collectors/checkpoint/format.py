@@ -358,8 +358,14 @@ class Decoder:
         data = base64.b64decode(tree["base64"], validate=True)
         return data if tree[TAG] == "bytes" else bytearray(data)
 
-    def _list(self, tree: Any) -> list[Any]:
-        return self.decode(_checked(tree, list, "a list belongs"))
+    def _parts(self, tree: Any, kind: type) -> Any:
+        """The values of a list, or of a dictionary whatever its keys are."""
+        if not isinstance(tree, kind):
+            where = "a list belongs" if kind is list else "entries by name belong"
+            raise ValueError(f"it holds a {type(tree).__name__} where {where}")
+        if kind is list:
+            return self.decode(tree)
+        return {key: self.decode(item) for key, item in tree.items()}
 
     def _mapping(self, tree: dict[str, Any]) -> dict[Any, Any]:
         value: Any = {"OrderedDict": OrderedDict, "Counter": Counter}.get(tree[TAG], dict)()
@@ -396,7 +402,7 @@ class Decoder:
             return NonTensorData(self.decode(tree["of"]), batch_size=tree["size"])
         if tree[TAG] == "TensorDict":
             size = torch.Size(tree["size"])
-            entries = self._entries(tree["of"])
+            entries = self._parts(tree["of"], dict)
             for key, item in entries.items():
                 shape = getattr(item, "shape", None)
                 if shape is None or shape[: len(size)] != size:
@@ -408,17 +414,13 @@ class Decoder:
             value: Any = TensorDict._new_unsafe(entries, batch_size=size, device=device)
         else:
             cls: Any = NonTensorStack if tree[TAG] == "NonTensorStack" else LazyStackedTensorDict
-            value = cls(*self._list(tree["of"]), stack_dim=tree["dim"])
+            value = cls(*self._parts(tree["of"], list), stack_dim=tree["dim"])
         if "names" in tree:
             value.names = tree["names"]
         return value
 
-    def _entries(self, tree: Any) -> dict[str, Any]:
-        entries = _checked(tree, dict, "entries by name belong")
-        return {key: self.decode(item) for key, item in entries.items()}
-
     def _batched_object(self, tree: dict[str, Any]) -> BatchedObject:
-        rows, view = self._list(tree["of"]), tree["view"]
+        rows, view = self._parts(tree["of"], list), tree["view"]
         size = torch.Size(tree["size"])
         if len(rows) != size.numel():
             raise ValueError(f"a batch {list(size)} has {len(rows)} values")
@@ -436,18 +438,12 @@ class Decoder:
                 "CheckpointStore(tensorclasses=)"
             )
         cls = getattr(import_module(cls), name) if isinstance(cls, str) else cls
-        return cls._from_tensordict(self.decode(tree["of"]), self._entries(tree["fields"]))
-
-
-def _checked(tree: Any, kind: type, where: str) -> Any:
-    if not isinstance(tree, kind):
-        raise ValueError(f"it holds a {type(tree).__name__} where {where}")
-    return tree
+        return cls._from_tensordict(self.decode(tree["of"]), self._parts(tree["fields"], dict))
 
 
 _DECODERS: Final[dict[str, Callable[[Decoder, dict[str, Any]], Any]]] = {
     **dict.fromkeys(("int", "float", "bytes", "bytearray"), Decoder._plain),
-    "tuple": lambda decoder, tree: tuple(decoder._list(tree["of"])),
+    "tuple": lambda decoder, tree: tuple(decoder._parts(tree["of"], list)),
     **dict.fromkeys(("dict", "OrderedDict", "Counter"), Decoder._mapping),
     "tensor": Decoder._tensor,
     **dict.fromkeys(("ndarray", "numpy"), Decoder._array),

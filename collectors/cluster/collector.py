@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -14,8 +13,8 @@ from torchrl.data import ReplayBuffer
 
 from collectors.composition_checks import advantages_of, check_groups, check_storage
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
-from collectors.llm_collector import BackgroundCollector, PostProcessing
-from collectors.streaming.collector import SnapshotUpdater, shares_memory
+from collectors.llm_collector import PostProcessing
+from collectors.streaming.collector import BackgroundCollector, SnapshotUpdater, shares_memory
 from collectors.streaming.load import LoadCap, together
 from collectors.streaming.producer import LoopThread
 from collectors.weight_update.weights import gathered_state_dict
@@ -38,7 +37,6 @@ _MAX_RESTARTS: Final = 3
 """Collectors in a row that may die in one place without finishing a group."""
 _STATE_S: Final = 10.0
 """Until a collector has to have said what it remembers."""
-_LOOK_S: Final = 0.5
 _CLOSE_S: Final = 30.0
 _KILL_S: Final = 10.0
 _log = logging.getLogger(__name__)
@@ -91,7 +89,7 @@ class Supervisor(LoopThread):
         self._is_to_restore = [False] * num_collectors
         self._changed = asyncio.Event()
         self._updating = asyncio.Lock()
-        self.start()
+        self.start(self._watch_ledger(), *map(self._tend, range(num_collectors)))
 
     # For the trainer's thread -------------------------------------------------------------------
 
@@ -110,16 +108,6 @@ class Supervisor(LoopThread):
         """What a coroutine gives, run in the event loop."""
         return self.result_of(self.submit(question))
 
-    def result_of(self, future: "Future[T]") -> T:
-        """Wait for something that was submitted, as long as the collection goes on."""
-        while not wait([future], _LOOK_S).done:
-            self.check_open()
-        try:
-            return future.result()
-        except CancelledError:
-            self.check_open()
-            raise
-
     def stop(self, timeout_s: float) -> None:
         """End the actors.
 
@@ -130,11 +118,6 @@ class Supervisor(LoopThread):
         super().stop(2 * timeout_s + _KILL_S)
 
     # In the event loop --------------------------------------------------------------------------
-
-    def _begin_in_loop(self) -> None:
-        self._spawn(self._watch_ledger())
-        for index in range(len(self.workers)):
-            self._spawn(self._tend(index))
 
     def _notify(self) -> None:
         self._changed.set()
@@ -425,13 +408,11 @@ class RayLLMCollector(BackgroundCollector):
             max_inflight_tasks,
             num_slots,
         )
-        self._supervisor = Supervisor(
+        self._loop = self._supervisor = Supervisor(
             self._actor, settings, num_collectors=num_collectors, remote_config=remote_config
         )
         self._source = self._ledger_client
         self._ledger_client.supervisor = self._supervisor
-        self._version = 0
-        self._push_under_way: Future[None] | None = None
         self._wait_s, self._since_s = 0.0, time.monotonic()
         self._ledger: GroupLedger | None = None
         self._is_closed = False
@@ -449,17 +430,12 @@ class RayLLMCollector(BackgroundCollector):
 
     # Collecting ---------------------------------------------------------------------------------
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it collects."""
-        return not self._is_closed and self._supervisor.error is None
-
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         self._supervisor.check_open()
         client = self._ledger_client
         if client.taken:
             self._wait_for_push()
-            client.ask("unchanged", client.used(), self._version)
+            client.ask("unchanged", client.used(), self._pushed_version)
         begin_s = time.monotonic()
         rows, num_groups = client.take_batch()
         self._wait_s += time.monotonic() - begin_s
@@ -472,18 +448,23 @@ class RayLLMCollector(BackgroundCollector):
     @property
     def policy_version(self) -> int:
         """The version that collectors have acknowledged, or are being given."""
-        return self._version
+        return self._pushed_version
+
+    @property
+    def _served_version(self) -> int:
+        weights = self._supervisor.weights
+        return 0 if weights is None else weights.version
 
     def _push(
         self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
     ) -> int:
         self._supervisor.check_open()
         self._wait_for_push()
-        number = self._version + 1 if version is None else version
-        if number <= self._version:
+        number = self._pushed_version + 1 if version is None else version
+        if number <= self._pushed_version:
             raise ValueError(
                 f"{WHO}.update_policy_weights_: version {number} is not above the present one, "
-                f"{self._version}."
+                f"{self._pushed_version}."
             )
         snapshot = self._updater.snapshot(source)
         if self.policy is not None and not shares_memory(source, self.policy.engine):
@@ -493,23 +474,8 @@ class RayLLMCollector(BackgroundCollector):
         step = self._ledger_client.ask("push", used, number)
         push = self._supervisor.push(Weights(weights, number, step))
         self._push_under_way = self._supervisor.submit(push)
-        self._version = number
+        self._pushed_version = number
         return number
-
-    def _wait_for_push(self) -> None:
-        """Wait until all collectors have the weights that were pushed last."""
-        if (push := self._push_under_way) is None:
-            return
-        try:
-            self._supervisor.result_of(push)
-        except Exception:
-            if push.done():
-                self._push_under_way = None
-                self._supervisor.check_open()
-                kept = self._supervisor.weights
-                self._version = 0 if kept is None else kept.version
-            raise
-        self._push_under_way = None
 
     # What it was like ---------------------------------------------------------------------------
 

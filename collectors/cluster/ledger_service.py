@@ -430,7 +430,9 @@ class LedgerClient:
             self.ask("begin")
             self._has_begun = True
         while True:
-            shares = self._take()
+            # Whatever is raised until its rows are here leaves what is taken to be asked again.
+            self._taking = self._taking or self._actor.take.remote()
+            shares: list[Share] = self._answer(self._taking)
             rows = [self._rows_of(share) for share in shares]
             lost = [share.ticket for share, own in zip(shares, rows, strict=True) if own is None]
             if not lost:
@@ -443,12 +445,6 @@ class LedgerClient:
             _log.warning("%s: the rows of %d groups are gone, which run again", WHO, len(lost))
             self._taking = None
             self.ask("put_back", lost)
-
-    def _take(self) -> list[Share]:
-        """What is taken; whatever is raised until its rows are here leaves it to be asked again."""
-        if self._taking is None:
-            self._taking = self._actor.take.remote()
-        return self._answer(self._taking)
 
     def _rows_of(self, share: Share) -> list[TensorDictBase] | None:
         """The rows of a group; ``None``: they are gone with their collector, and it runs again."""

@@ -1,7 +1,6 @@
 """A worker of a cluster: it runs groups with an engine of its own."""
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,62 +21,6 @@ from torchrl_modules.engines.engine import push_weights
 from torchrl_modules.policies.base import AsyncPolicy
 
 from .ledger_service import WHO, Scored, built, load_ray
-
-# What the collectors of a collection remember, each for itself: transforms and random numbers.
-
-WorkerState = Mapping[str, Any]
-
-
-def state_of(env: EpisodeEnv) -> dict[str, Any]:
-    """What transforms of an environment and this process's random numbers are at."""
-    # The data are drawn elsewhere.
-    return {"transforms": states_of(remembering(env, data=False)), "random": random_state()}
-
-
-def load_state(
-    env: EpisodeEnv, saved: Sequence[WorkerState | None], *, index: int, num_collectors: int
-) -> None:
-    """Go on where a collector of its number was.
-
-    Where there were more or fewer of them, a transform with ``deal_extra_states(states, count)``
-    says what becomes of what they remember; random numbers go on in those that were there.
-
-    Args:
-        env: of this collector.
-        saved: what :func:`state_of` gave, by collector; ``None`` of one that did not serve then.
-        index: the number of this collector.
-        num_collectors: how many there are.
-
-    Raises:
-        ValueError: the environment has other transforms; or there were more or fewer collectors,
-            and a transform does not say what becomes of its states.
-    """
-    known = [state for state in saved if state is not None]
-    parts: list[Any] = remembering(env, data=False)
-    here = [type(part).__name__ for part in parts]
-    for state in known:
-        there = [each["type"] for each in state["transforms"]]
-        if there != here:
-            raise ValueError(
-                f"{WHO}: the saved collectors' environments had the transforms {there}, these have "
-                f"{here}."
-            )
-    own = saved[index] if index < len(saved) else None
-    for number, part in enumerate(parts):
-        states = [state["transforms"][number]["state"] for state in known]
-        if len(saved) != num_collectors and states:
-            if not hasattr(part, "deal_extra_states"):
-                raise ValueError(
-                    f"{WHO}: the saved run had num_collectors={len(saved)}, this one has "
-                    f"{num_collectors}, and what {type(part).__name__} remembers belongs to one of "
-                    "them. Take as many as there were, or give it deal_extra_states(states, count)."
-                )
-            part.set_extra_state(part.deal_extra_states(states, num_collectors)[index])
-        elif own is not None:
-            part.set_extra_state(own["transforms"][number]["state"])
-    if own is not None:
-        set_random_state(own["random"])
-
 
 # What lives in a collector's actor: an environment, a policy, and the episodes of its groups.
 
@@ -115,10 +58,6 @@ class CollectorWorker:
         self._cap: GroupCap | None
         self._recompute: bool
 
-    async def pid(self) -> int:
-        """Of the actor's process."""
-        return os.getpid()
-
     async def open(self) -> int:
         """Make environment and policy; gives the version of the weights that serve.
 
@@ -146,23 +85,55 @@ class CollectorWorker:
         return {} if self._cap is None else self._cap.metrics()
 
     async def state(self) -> dict[str, Any]:
-        """What it remembers, see :func:`state_of`."""
-        return state_of(self._env)
+        """What it remembers: what its transforms are at, and the process's random numbers."""
+        # The data are drawn elsewhere.
+        parts = remembering(self._env, data=False)
+        return {"transforms": states_of(parts), "random": random_state()}
 
     async def load_state(
-        self, saved: Sequence[WorkerState | None], index: int, num_collectors: int
+        self, saved: Sequence[Mapping[str, Any] | None], index: int, num_collectors: int
     ) -> None:
-        """Go on where a collector was, see :func:`load_state`.
+        """Go on where a collector of its number was.
+
+        Where there were more or fewer of them, a transform with ``deal_extra_states(states,
+        count)`` says what becomes of what they remember; random numbers go on in those that were
+        there.
 
         Args:
-            saved: states by collector.
-            index: of this one.
+            saved: what :meth:`state` gave, by collector; ``None`` of one that did not serve then.
+            index: the number of this collector.
             num_collectors: how many there are.
 
         Raises:
-            ValueError: it can't.
+            ValueError: the environment has other transforms; or there were more or fewer
+                collectors, and a transform does not say what becomes of its states.
         """
-        load_state(self._env, saved, index=index, num_collectors=num_collectors)
+        known = [state for state in saved if state is not None]
+        parts: list[Any] = remembering(self._env, data=False)
+        here = [type(part).__name__ for part in parts]
+        for state in known:
+            there = [each["type"] for each in state["transforms"]]
+            if there != here:
+                raise ValueError(
+                    f"{WHO}: the saved collectors' environments had the transforms {there}, these "
+                    f"have {here}."
+                )
+        own = saved[index] if index < len(saved) else None
+        for number, part in enumerate(parts):
+            states = [state["transforms"][number]["state"] for state in known]
+            if len(saved) != num_collectors and states:
+                if not hasattr(part, "deal_extra_states"):
+                    raise ValueError(
+                        f"{WHO}: the saved run had num_collectors={len(saved)}, this one has "
+                        f"{num_collectors}, and what {type(part).__name__} remembers belongs to "
+                        "one of them. Take as many as there were, or give it "
+                        "deal_extra_states(states, count)."
+                    )
+                part.set_extra_state(part.deal_extra_states(states, num_collectors)[index])
+            elif own is not None:
+                part.set_extra_state(own["transforms"][number]["state"])
+        if own is not None:
+            set_random_state(own["random"])
 
     async def update_weights(
         self, state_dict: Mapping[str, Tensor], version: int, step: int

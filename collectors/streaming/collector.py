@@ -2,8 +2,9 @@
 
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from pathlib import Path
@@ -16,15 +17,14 @@ from torchrl.data import ReplayBuffer
 
 from collectors.composition_checks import advantages_of, check_storage
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
-from collectors.ledger.groups import STALE
-from collectors.llm_collector import BackgroundCollector, PostProcessing
+from collectors.llm_collector import Collector, PostProcessing
 from collectors.weight_update.updaters import InProcessUpdater
 from torchrl_data.checks import check_counts
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.bridges import BatchingEngine, open_async
-from torchrl_modules.engines.engine import AsyncEngine, push_weights
+from torchrl_modules.engines.engine import AsyncEngine
 from torchrl_modules.policies.base import AsyncPolicy
 from torchrl_modules.weights import AdapterWeights, LazyWeights, copied
 
@@ -40,7 +40,7 @@ from .load import (
     recomputes,
     turn_timeout_s,
 )
-from .producer import EvaluationPoint, Evaluations, Producer
+from .producer import EvaluationPoint, LoopThread, Producer
 
 # Weight updates of an engine that goes on drawing while they are made.
 
@@ -65,8 +65,9 @@ class SnapshotUpdater(InProcessUpdater):
             device = "cpu" if isinstance(weights, LazyWeights) else None
             return copied(weights, dtype=dtype, device=device)
 
-    def _send(self, weights: Mapping[str, Tensor], version: int | None) -> int:
-        del weights, version
+    def push(self, source: nn.Module | Mapping[str, Tensor], *, version: int | None = None) -> int:
+        """Refused: it would change the weights under what is being drawn."""
+        del source, version
         raise RuntimeError(
             "A streaming collector's weights are pushed by its update_policy_weights_()."
         )
@@ -93,106 +94,151 @@ def shares_memory(source: nn.Module | Mapping[str, Tensor], engine: Any) -> bool
     return any(address(value) in own for value in values)
 
 
-# Weights on their way from the trainer to an engine that goes on drawing.
+# What collectors share that collect while training goes on.
 
 
-class WeightPushes:
-    """Pushes copies of the trainer's weights, one at a time, and tells the ledger.
+class BackgroundCollector(Collector):
+    """Collects beside training: what is pushed to the policy is on its way for a while."""
 
-    Args:
-        producer: in whose event loop the engine is updated.
-        updater: makes the copies.
-    """
+    _source: Any
+    """Gives batches. It has ``is_with_caller``, whether the rows of the last one are with who asked
+    for them, and ``state()`` and ``load(state)``: of the ledger, the place in the data, and the
+    rows of the groups that wait."""
 
-    def __init__(self, producer: Producer, updater: SnapshotUpdater) -> None:
-        self._producer = producer
-        self._updater = updater
-        self._recompute = recomputes(producer.policy.engine, producer.ledger.policy, who=WHO)
-        self._push: Future[None] | None = None
-        self.version = producer.policy.version
-        """Of the weights that were pushed last."""
+    _loop: LoopThread
+    """In which it collects, and weights are pushed."""
 
-    def push(
-        self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
+    _is_lockstep: bool
+    """Generation and training take turns."""
+
+    _push_under_way: "Future[None] | None" = None
+    _pushed_version = 0
+    """Of the weights that were pushed last."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it collects in the background."""
+        return self._loop.is_alive
+
+    @property
+    def _served_version(self) -> int:
+        """The version that the policy has acknowledged."""
+        return self.policy_version
+
+    def _wait_for_push(self) -> None:
+        """Wait until the policy has the weights that were pushed last; interrupted, the next time.
+
+        Raises:
+            UpdateRefused: it refused them, and goes on with those before.
+        """
+        if (push := self._push_under_way) is None:
+            return
+        try:
+            self._loop.result_of(push)
+        except Exception:
+            if push.done():
+                self._push_under_way = None
+                self._loop.check_open()
+                self._pushed_version = self._served_version
+            raise
+        self._push_under_way = None
+
+    def collect(self) -> TensorDictBase:
+        """The next batch: complete groups, as soon as there are enough.
+
+        Returns:
+            Rows ``[B]`` as :meth:`LLMCollector.collect` gives them, the groups in the order in
+            which they are trained. The same rows are in the replay buffer.
+
+        Raises:
+            DataExhaustedError: there are no more data, and nothing is under way.
+            CollectorDied: on a cluster the ledger, or a place of collectors, is gone.
+            RuntimeError: the collection has failed; the cause is attached.
+        """
+        batch = super().collect()
+        self._source.is_with_caller = True
+        return batch
+
+    def give_up_batch(self) -> None:
+        """The batch that came last will not be trained: a resumed run collects its prompts again.
+
+        For who is cut short between :meth:`collect` and the training.
+        """
+        self._source.is_with_caller = False
+
+    def update_policy_weights_(
+        self,
+        source: nn.Module | Mapping[str, Tensor] | None = None,
+        *,
+        state_dict: Mapping[str, Tensor] | None = None,
+        version: int | None = None,
+        wait: bool = False,
     ) -> int:
-        """Wait for the last push, copy the weights and send them off; gives their version.
+        """Push the trainer's weights, while generation and training go on.
+
+        A copy is made at once; who draws takes it up between two tokens, and the next push (or
+        ``wait``) waits until that has happened. What is refused is raised there, and by
+        :meth:`shutdown`.
 
         Args:
             source: the trained model, or its state dict.
-            version: what the weights are called; one more than the present when not given.
-            is_restored: they are those of before, and no step has been made.
+            state_dict: the same under TorchRL's name; give one of the two.
+            version: the number of these weights, above the present one; ``None`` counts on.
+            wait: until they are acknowledged.
+
+        Returns:
+            The version that these weights will have.
+
+        Raises:
+            TypeError: neither or both of ``source`` and ``state_dict`` are given.
+            ValueError: the weights can't be taken, or the version does not go up; or the policy
+                draws from the very tensors that are trained, though training goes on meanwhile.
+            UpdateRefused: the last push was refused; all is drawn with the weights before.
         """
-        self.wait()
-        producer = self._producer
-        with producer.timeline.span("copy weights", "trainer", 0):
-            dtype = getattr(producer.policy.engine, "update_dtype", None)
-            weights = self._updater.snapshot(source, dtype)
-        number = producer.policy.version + 1 if version is None else version
-        with producer.changed:
-            producer.check_alive()
-            step = producer.queue.trained([] if is_restored else producer.used(), number)
-        self._push = producer.submit(self._send(weights, number, step))
-        self.version = number
+        number = super().update_policy_weights_(source, state_dict=state_dict, version=version)
+        if wait or self._is_lockstep:
+            self._wait_for_push()
         return number
 
-    async def _send(self, weights: Mapping[str, Tensor], version: int, step: int) -> None:
-        producer = self._producer
-        with producer.timeline.span("push weights", "trainer", 1):
-            async with producer.weights:
-                engine = producer.policy.engine
-                await push_weights(engine, weights, version=version, recompute=self._recompute)
-        with producer.changed:
-            producer.ledger.weights_pulled(step)
-            stale = [producer.runner.groups[t] for t in producer.ledger.stale_tickets()]
-            producer.changed.notify_all()
-        for group in stale:
-            group.cancel(STALE)
-        producer.wake()
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: the ledger, the place in the data, and the rows of the groups that wait.
 
-    def unchanged(self) -> None:
-        """Steps were made without a push."""
-        producer = self._producer
-        ledger = producer.ledger
-        if ledger.weight_sync_steps == 1:
-            self.wait()  # what is on its way is older than what the generators will count as
-        with producer.changed:
-            producer.check_alive()
-            if ledger.weight_sync_steps == 1:
-                # Who pushes after every step, and has not, has not changed the weights.
-                step = producer.queue.trained(producer.used(), producer.policy.version)
-                ledger.weights_pulled(step)
-            else:
-                ledger.trained(producer.used(), ledger.version)
-        producer.wake()
+        May be asked while it collects, and while a push is under way. Unfinished groups are not in
+        here: a resumed run begins them again, with the same seeds.
 
-    def close(self) -> None:
-        """Raise what became of the last push, if it has failed; one that was cut short has not.
+        Returns:
+            See :meth:`Collector.state_dict`; the rows as the batches have them.
+        """
+        return {
+            **super().state_dict(),
+            **self._source.state(),
+            "policy_version": self._pushed_version,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`Collector.load_state_dict`; no prompt is skipped, and none trained twice.
+
+        Args:
+            state_dict: what :meth:`state_dict` gave.
 
         Raises:
-            UpdateRefused: the engine refused it.
+            ValueError: data, environment or settings of the ledger are others.
+            LedgerError: it has collected already.
         """
-        push, self._push = self._push, None
-        if push is not None:
-            with suppress(CancelledError):
-                push.result()
+        super().load_state_dict(state_dict)
+        self._source.load(state_dict)
 
-    def wait(self) -> None:
-        """Wait until the engine has the weights that were pushed last.
+    @abstractmethod
+    def async_shutdown(self, timeout: float | None = None) -> None:
+        """Cancel what runs, and give back everything.
 
-        Raises:
-            UpdateRefused: it refused them.
+        Args:
+            timeout: seconds until it has to be over.
         """
-        push = self._push
-        if push is None:
-            return
-        with self._producer.timeline.span("wait for push", "trainer", 0):
-            wait([push])  # Interrupted, it is waited for the next time.
-        self._push = None
-        try:
-            push.result()
-        except CancelledError:
-            self._producer.check_alive()
-            raise
+
+    def shutdown(self) -> None:
+        """See :meth:`async_shutdown`."""
+        self.async_shutdown()
 
 
 def verdict(metrics: Mapping[str, float]) -> str:
@@ -321,14 +367,14 @@ class StreamingCollector(BackgroundCollector):
         most = most_episodes(self.ledger, max_inflight_tasks)
         timeout_s = turn_timeout_s(self.ledger, request_timeout)
         check_storage(replay_buffer, groups_per_step * group_size, postproc, who=WHO)
-        updater = SnapshotUpdater(policy)
+        self._updater = SnapshotUpdater(policy)
         super().__init__(
             policy,
             [],  # the data run ahead of the batches
             replay_buffer=replay_buffer,
             total_episodes=total_trajectories,
             postproc=postproc,
-            weight_updater=updater,
+            weight_updater=self._updater,
             reward_functions=list(env.transforms_of(RewardFunctions)),
         )
         serves = engine
@@ -340,20 +386,19 @@ class StreamingCollector(BackgroundCollector):
             check_adapters(serves, ages)
             cap = cap_of(serves, self.ledger.num_slots, max_inflight_tasks, who=WHO)
             self._async_policy = AsyncPolicy(policy, serves, request_timeout_s=timeout_s)
-            self._producer = Producer(
+            self._recompute = recomputes(serves, ages, who=WHO)
+            self._loop = self._source = self._producer = Producer(
                 *(env, self._async_policy, self.ledger, next(iter(loaders), None)),
                 max_episodes=most,
                 advantages=advantages_of(replay_buffer),
                 timeline=self.timeline,
                 cap=cap,
             )
-            self._source, self._is_lockstep = self._producer, self.ledger.is_on_policy
-            self._weights = WeightPushes(self._producer, updater)
+            self._is_lockstep, self._pushed_version = self.ledger.is_on_policy, self.policy_version
         except BaseException:
             if serves is not engine:
                 serves.close()
             raise
-        self._evaluations = Evaluations(self._producer)
         self._since_s = time.monotonic()
         self._is_closed = False
 
@@ -364,24 +409,16 @@ class StreamingCollector(BackgroundCollector):
 
         On policy a batch begins when it is asked for: nothing is sampled between the steps.
         """
-        self._open()
+        self._producer.open()
         if not self.ledger.is_on_policy:
             self._producer.begin()
-
-    def _open(self) -> None:
-        if not self._producer.is_alive:
-            self._producer.check_open()
-            self._producer.start()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it collects in the background."""
-        return self._producer.is_alive and self._producer.error is None
 
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         self.start()
         if self._producer.taken:
-            self._weights.unchanged()
+            if self.ledger.weight_sync_steps == 1:
+                self._wait_for_push()  # it is older than what the generators will count as
+            self._producer.unchanged()
         with self._producer.holding(-1) if self.ledger.is_on_policy else nullcontext():
             groups = self._producer.take()
         rows = [row for group in groups for row in group.rows]
@@ -390,7 +427,7 @@ class StreamingCollector(BackgroundCollector):
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Draw no token and begin no group meanwhile; what runs goes on afterwards."""
-        self._open()
+        self._producer.open()
         engine = self._async_policy.engine
         with self._producer.holding():
             self._producer.submit(engine.pause()).result()
@@ -406,13 +443,6 @@ class StreamingCollector(BackgroundCollector):
         """The version that new tokens are stamped with."""
         return self._async_policy.version
 
-    @property
-    def _pushed_version(self) -> int:
-        return self._weights.version
-
-    def _wait_for_push(self) -> None:
-        self._weights.wait()
-
     def _push(
         self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
     ) -> int:
@@ -422,13 +452,23 @@ class StreamingCollector(BackgroundCollector):
                 "would be of no version. Give the policy a copy of the model, "
                 "TransformersWrapper(copy.deepcopy(model), ...), or take staleness=OnPolicy()."
             )
-        self._open()
-        producer, weights = self._producer, self._weights
-        due = producer.queue.steps[weights.version] + self.ledger.weight_sync_steps
-        if not is_restored and producer.taken and self.ledger.version + 1 < due:
-            weights.unchanged()
-            return weights.version
-        return weights.push(source, version, is_restored=is_restored)
+        producer, ledger = self._producer, self.ledger
+        producer.open()
+        due = producer.queue.steps[self._pushed_version] + ledger.weight_sync_steps
+        if not is_restored and producer.taken and ledger.version + 1 < due:
+            producer.unchanged()
+            return self._pushed_version
+        self._wait_for_push()
+        with producer.timeline.span("copy weights", "trainer", 0):
+            dtype = getattr(self._async_policy.engine, "update_dtype", None)
+            weights = self._updater.snapshot(source, dtype)
+        number = self.policy_version + 1 if version is None else version
+        with producer.changed:
+            producer.check_open()
+            step = producer.queue.trained([] if is_restored else producer.used(), number)
+        push = producer.push(weights, number, step, recompute=self._recompute)
+        self._push_under_way, self._pushed_version = producer.submit(push), number
+        return number
 
     # Evaluation ---------------------------------------------------------------------------------
 
@@ -450,8 +490,8 @@ class StreamingCollector(BackgroundCollector):
         Raises:
             ValueError: environment and policy don't fit together.
         """
-        self._open()
-        return self._evaluations.ask(env, wait=wait)
+        self._producer.open()
+        return self._producer.evaluate(env, wait=wait)
 
     def take_evaluations(self) -> list[EvaluationPoint]:
         """The points that are over, as they ended, skipped ones too; given once, then forgotten.
@@ -459,7 +499,7 @@ class StreamingCollector(BackgroundCollector):
         Raises whatever broke one that nobody waited for, such as
         :class:`~torchrl_modules.EngineDied`.
         """
-        return self._evaluations.take()
+        return self._producer.take_evaluations()
 
     # What it was like ---------------------------------------------------------------------------
 
@@ -518,5 +558,7 @@ class StreamingCollector(BackgroundCollector):
         self._async_policy.engine.close()
         self.env.close(raise_if_closed=False)
         _log.info("%s", self.ledger)
-        if self._producer.error is None:
-            self._weights.close()
+        push = self._push_under_way
+        if push is not None and self._producer.error is None:
+            with suppress(CancelledError):  # it was cut short
+                push.result()

@@ -12,15 +12,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple, TypeVar
 
 from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
 
 from collectors.composition_checks import check_fit
 from collectors.ledger import GroupLedger, GroupState, Refill, Ticket
-from collectors.ledger.groups import NO_SIGNAL
+from collectors.ledger.groups import NO_SIGNAL, STALE
 from objectives import MCAdvantage
 from torchrl_data.conversation import NO_DATA
 from torchrl_data.keys import TOKEN_POLICY_VERSION
@@ -29,7 +30,7 @@ from torchrl_envs.datasets.rows import Place
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv, Prompt, prompt_of
 from torchrl_modules.engines.bridges import BatchingEngine
-from torchrl_modules.engines.engine import EngineDied
+from torchrl_modules.engines.engine import EngineDied, push_weights
 from torchrl_modules.policies.base import AsyncPolicy
 
 from .group_runner import (
@@ -46,6 +47,7 @@ from .load import WHO, GroupCap
 # An event loop on a thread of its own, which the trainer's thread starts, asks and stops.
 
 T = TypeVar("T")
+_LOOK_S: Final = 0.5
 
 
 class LoopThread(ABC):
@@ -69,11 +71,11 @@ class LoopThread(ABC):
 
     # For the trainer's thread -------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the event loop."""
+    def start(self, *tasks: Coroutine[Any, Any, None]) -> None:
+        """Start the event loop, and tasks in it; when one fails everything ends."""
         started = threading.Event()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._main(started)), name="collector", daemon=True
+            target=lambda: asyncio.run(self._main(started, tasks)), name="collector", daemon=True
         )
         self._thread.start()
         started.wait()
@@ -86,14 +88,24 @@ class LoopThread(ABC):
         """
         if self._loop is None or self.is_over:
             coroutine.close()
-            self.check_alive()
+            self.check_open()
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def result_of(self, future: "Future[T]") -> T:
+        """Wait for something that was submitted, as long as the collection goes on."""
+        while not futures.wait([future], _LOOK_S).done:
+            self.check_open()
+        try:
+            return future.result()
+        except CancelledError:
+            self.check_open()
+            raise
+
     @property
     def is_alive(self) -> bool:
-        """Whether the event loop runs."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether the event loop runs, and goes on."""
+        return self._thread is not None and not self.is_over
 
     def check_open(self) -> None:
         """Check that it has neither failed nor was stopped.
@@ -108,16 +120,6 @@ class LoopThread(ABC):
             ) from self.error
         if self.is_over:
             raise RuntimeError(f"{self._who}: it was shut down.")
-
-    def check_alive(self) -> None:
-        """Check that it is under way.
-
-        Raises:
-            RuntimeError: it is not; what it failed of is the cause.
-        """
-        self.check_open()
-        if not self.is_alive:
-            raise RuntimeError(f"{self._who}: the collection has ended.")
 
     def stop(self, timeout_s: float) -> None:
         """Cancel what runs, let it end, and end the thread.
@@ -143,9 +145,12 @@ class LoopThread(ABC):
 
     # In the event loop --------------------------------------------------------------------------
 
-    async def _main(self, started: threading.Event) -> None:
+    async def _main(
+        self, started: threading.Event, tasks: Sequence[Coroutine[Any, Any, None]]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._begin_in_loop()
+        for task in tasks:
+            self._spawn(task)
         started.set()
         try:
             await self._stopping.wait()
@@ -175,10 +180,6 @@ class LoopThread(ABC):
             self.error, self.is_over = self.error or error, True
             self.changed.notify_all()
         self._stopping.set()
-
-    @abstractmethod
-    def _begin_in_loop(self) -> None:
-        """Begin what runs in the event loop."""
 
     @abstractmethod
     async def _end(self) -> None:
@@ -457,217 +458,9 @@ class GroupQueue:
         return prompts
 
 
-# The side of a streaming collection that runs in an event loop: episodes, groups, admission.
-
-_LOOK_S: Final = 0.5
-_log = logging.getLogger(__name__)
-
-
-class Producer(LoopThread):
-    """Runs groups of episodes without a barrier, as many as the ledger admits.
-
-    Its methods are called by the trainer's thread; everything else happens in an event loop on a
-    thread of its own. What the two share is guarded by ``changed``.
-
-    Args:
-        env: of the episodes.
-        policy: takes turns.
-        ledger: says which groups begin and which are taken.
-        loader: of the environment, if its place in the data is known.
-        max_episodes: that run at once.
-        advantages: say whether the rows of a finished group are worth training.
-        timeline: notes what takes how long.
-        cap: limits the groups that run by the engine's load.
-    """
-
-    def __init__(
-        self,
-        env: EpisodeEnv,
-        policy: AsyncPolicy,
-        ledger: GroupLedger,
-        loader: DataLoadingPrimer | None,
-        *,
-        max_episodes: int,
-        advantages: Sequence[MCAdvantage],
-        timeline: Timeline,
-        cap: GroupCap | None,
-    ) -> None:
-        super().__init__(WHO)
-        self.policy, self.ledger, self.timeline = policy, ledger, timeline
-        self.runner = GroupRunner(
-            env,
-            policy,
-            group_size=ledger.group_size,
-            max_episodes=max_episodes,
-            timeline=timeline,
-            on_end=self._note_end,
-        )
-        runner = self.runner.episodes
-        self.queue = GroupQueue(runner, ledger, loader, version=policy.version, who=WHO)
-        self._advantages = advantages
-        self.cap = cap
-        self.taken: list[Ticket] = []
-        """The batch that the trainer has, and has not told to be trained."""
-        self.is_with_caller = True
-        """Whether the rows of those taken have reached who asked for them."""
-        self.num_queued = 0
-        """Finished groups that were left when the trainer took its own."""
-        self._has_begun = False
-        self._num_holds = 1  # until it is to begin
-        self.weights = asyncio.Lock()
-        """Held, in the event loop, by who replaces the weights or needs them to stay."""
-
-    # For the trainer's thread -------------------------------------------------------------------
-
-    def wake(self) -> None:
-        """Look again whether there is anything to do."""
-        self._call_soon(self.runner.wake.set)
-
-    def begin(self) -> None:
-        """Begin to collect, if that has not begun."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._hold(-1)
-
-    @contextmanager
-    def holding(self, change: int = 1) -> Iterator[None]:
-        """Begin no further group in here; with -1, begin them in here only."""
-        self._hold(change)
-        try:
-            yield
-        finally:
-            self._hold(-change)
-
-    def _hold(self, change: int) -> None:
-        with self.changed:
-            self._num_holds += change
-        self.wake()
-
-    def take(self) -> list[Group]:
-        """Wait for the groups of the next batch.
-
-        Raises:
-            DataExhaustedError: there are no more data, and nothing is under way.
-            RuntimeError: the collection has failed; the cause is attached.
-        """
-        begin_s = time.monotonic()
-        with self.changed:
-            while True:
-                self.check_alive()
-                tickets = self.queue.take(is_idle=not self.runner.groups)
-                if tickets is not None:
-                    break
-                self.wake()
-                self.changed.wait(_LOOK_S)
-            if not tickets:
-                raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
-            self.taken, self.is_with_caller = tickets, False
-            groups = [self.queue.finished.pop(ticket) for ticket in tickets]
-            self.num_queued = len(self.queue.finished)
-        self.timeline.add("wait for rollouts", "trainer", 0, begin_s, time.monotonic())
-        self.wake()
-        return groups
-
-    def used(self) -> list[Ticket]:
-        """What the trainer has used since it last said so."""
-        taken, self.taken = self.taken, []
-        return taken
-
-    def state(self) -> dict[str, Any]:
-        """The ledger, the place in the data, and the rows of the groups that wait."""
-        with self.changed:
-            waiting = [
-                {"ordinal": ticket.ordinal, "rows": list(group.rows)}
-                for ticket, group in self.queue.finished.items()
-            ]
-            taken = [ticket.ordinal for ticket in self.taken] if self.is_with_caller else []
-            return {**self.queue.state(), "waiting": waiting, "taken": taken}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; the loader is at the first prompt that is not done.
-
-        Raises:
-            ValueError: the data are drawn in another order, or the ledger's settings differ.
-        """
-        rows = {each["ordinal"]: list(each["rows"]) for each in state["waiting"]}
-        with self.changed:
-            prompts = self.queue.load(state, {*rows, *state["taken"]}, self.policy.version)
-            for ticket, prompt in prompts.items():
-                self.queue.finished[ticket] = Group(ticket, prompt, [], rows[ticket.ordinal])
-        batches = self.ledger.batches
-        self.taken = batches[0] if batches else []
-        assert self.queue.finished.keys() >= set(self.ledger.tickets(GroupState.FINISHED))
-
-    # In the event loop --------------------------------------------------------------------------
-
-    def _begin_in_loop(self) -> None:
-        self._spawn(self._admit_all())
-        if self.cap is not None:
-            self._spawn(self.cap.follow(self.runner))
-
-    async def _end(self) -> None:
-        await self.runner.end()
-        self.queue.close()
-        with self.changed:
-            self.runner.groups.clear()
-            self.ledger.return_all()
-            self.changed.notify_all()
-
-    async def _admit_all(self) -> None:
-        """Begin a group whenever the ledger lets one in."""
-        while True:
-            while self._may_admit():
-                drawn = await self.queue.draw()
-                with self.changed:
-                    if drawn is None:
-                        self.changed.notify_all()
-                        break
-                    ticket = self.queue.offer(drawn)
-                    episodes = drawn.episodes or self.runner.episodes.draw_again(
-                        drawn.prompt, ticket.seed, self.ledger.group_size
-                    )
-                    group = self.runner.add(ticket, drawn.prompt, episodes)
-                self._spawn(self._run_group(group))
-            self._look_for_batch()
-            await self.runner.wake.wait()
-            self.runner.wake.clear()
-
-    def _may_admit(self) -> bool:
-        with self.changed:
-            return not self._num_holds and self.queue.may_draw() and self.runner.has_room
-
-    def num_expected(self) -> float:
-        """How many episodes will ask for a turn, given time: all that are open or may yet be."""
-        return math.inf if self._may_admit() else self.runner.num_open
-
-    def _look_for_batch(self) -> None:
-        if isinstance(self.policy.engine, BatchingEngine):
-            self.policy.engine.check()
-
-    async def _run_group(self, group: Group) -> None:
-        given_up_for = await self.runner.run(group)
-        is_wanted = not (given_up_for or any(a.asks_again(group.rows) for a in self._advantages))
-        has_pools = self.queue.pools is not None and not given_up_for
-        rewards = rollout_rewards(group.rows) if has_pools else ()
-        with self.changed:
-            del self.runner.groups[group.ticket]
-            if given_up_for:
-                self.queue.drop(group.ticket, group.prompt, given_up_for)
-            else:
-                self.queue.finish(group.ticket, group, rewards, is_wanted=is_wanted)
-            self.changed.notify_all()
-        self.runner.wake.set()
-        if self.queue.error:
-            raise RuntimeError(self.queue.error)
-
-    def _note_end(self, group: Group, number: int, end: EpisodeEnd | None) -> None:
-        if end is not None:
-            with self.changed:
-                self.queue.end_episode(group.ticket, number, end)
-        self._look_for_batch()
-
-
 # Evaluation beside training: every token of a point is drawn by one version of the weights.
+
+_log = logging.getLogger(__name__)
 
 
 class EvaluationPoint(NamedTuple):
@@ -746,61 +539,300 @@ async def _draw_rows(
             return rows
 
 
-class Evaluations:
-    """Evaluates beside training, one point at a time.
+# The side of a streaming collection that runs in an event loop: episodes, groups, admission.
+
+
+class Producer(LoopThread):
+    """Runs groups of episodes without a barrier, as many as the ledger admits.
+
+    Its methods are called by the trainer's thread; everything else happens in an event loop on a
+    thread of its own. What the two share is guarded by ``changed``.
 
     Args:
-        producer: in whose event loop; it begins no group meanwhile.
+        env: of the episodes.
+        policy: takes turns.
+        ledger: says which groups begin and which are taken.
+        loader: of the environment, if its place in the data is known.
+        max_episodes: that run at once.
+        advantages: say whether the rows of a finished group are worth training.
+        timeline: notes what takes how long.
+        cap: limits the groups that run by the engine's load.
     """
 
-    def __init__(self, producer: Producer) -> None:
-        self._producer = producer
-        self._running: futures.Future[EvaluationPoint] | None = None
+    def __init__(
+        self,
+        env: EpisodeEnv,
+        policy: AsyncPolicy,
+        ledger: GroupLedger,
+        loader: DataLoadingPrimer | None,
+        *,
+        max_episodes: int,
+        advantages: Sequence[MCAdvantage],
+        timeline: Timeline,
+        cap: GroupCap | None,
+    ) -> None:
+        super().__init__(WHO)
+        self.policy, self.ledger, self.timeline = policy, ledger, timeline
+        self.runner = GroupRunner(
+            env,
+            policy,
+            group_size=ledger.group_size,
+            max_episodes=max_episodes,
+            timeline=timeline,
+            on_end=self._note_end,
+        )
+        runner = self.runner.episodes
+        self.queue = GroupQueue(runner, ledger, loader, version=policy.version, who=WHO)
+        self._advantages = advantages
+        self.cap = cap
+        self.taken: list[Ticket] = []
+        """The batch that the trainer has, and has not told to be trained."""
+        self.is_with_caller = True
+        """Whether the rows of those taken have reached who asked for them."""
+        self.num_queued = 0
+        """Finished groups that were left when the trainer took its own."""
+        self._has_begun = False
+        self._num_holds = 1  # until it is to begin
+        self.weights = asyncio.Lock()
+        """Held, in the event loop, by who replaces the weights or needs them to stay."""
+        self._evaluation: Future[EvaluationPoint] | None = None
         self._points: deque[EvaluationPoint] = deque()
 
-    def ask(self, env: EpisodeEnv, *, wait: bool) -> EvaluationPoint | None:
-        """Evaluate the weights that serve now.
+    # For the trainer's thread -------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Start the event loop, unless it runs.
+
+        Raises:
+            RuntimeError: the collection has failed or was stopped.
+        """
+        self.check_open()
+        if not self.is_alive:
+            self.start(
+                self._admit_all(), *([] if self.cap is None else [self.cap.follow(self.runner)])
+            )
+
+    def wake(self) -> None:
+        """Look again whether there is anything to do."""
+        self._call_soon(self.runner.wake.set)
+
+    def begin(self) -> None:
+        """Begin to collect, if that has not begun."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._hold(-1)
+
+    @contextmanager
+    def holding(self, change: int = 1) -> Iterator[None]:
+        """Begin no further group in here; with -1, begin them in here only."""
+        self._hold(change)
+        try:
+            yield
+        finally:
+            self._hold(-change)
+
+    def _hold(self, change: int) -> None:
+        with self.changed:
+            self._num_holds += change
+        self.wake()
+
+    def take(self) -> list[Group]:
+        """Wait for the groups of the next batch.
+
+        Raises:
+            DataExhaustedError: there are no more data, and nothing is under way.
+            RuntimeError: the collection has failed; the cause is attached.
+        """
+        begin_s = time.monotonic()
+        with self.changed:
+            while True:
+                self.check_open()
+                tickets = self.queue.take(is_idle=not self.runner.groups)
+                if tickets is not None:
+                    break
+                self.wake()
+                self.changed.wait(_LOOK_S)
+            if not tickets:
+                raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
+            self.taken, self.is_with_caller = tickets, False
+            groups = [self.queue.finished.pop(ticket) for ticket in tickets]
+            self.num_queued = len(self.queue.finished)
+        self.timeline.add("wait for rollouts", "trainer", 0, begin_s, time.monotonic())
+        self.wake()
+        return groups
+
+    def used(self) -> list[Ticket]:
+        """What the trainer has used since it last said so."""
+        taken, self.taken = self.taken, []
+        return taken
+
+    def unchanged(self) -> None:
+        """Steps were made without a push."""
+        ledger = self.ledger
+        with self.changed:
+            self.check_open()
+            if ledger.weight_sync_steps == 1:
+                # Who pushes after every step, and has not, has not changed the weights.
+                step = self.queue.trained(self.used(), self.policy.version)
+                ledger.weights_pulled(step)
+            else:
+                ledger.trained(self.used(), ledger.version)
+        self.wake()
+
+    def result_of(self, future: "Future[T]") -> T:
+        """Wait for a push, which the timeline notes."""
+        with self.timeline.span("wait for push", "trainer", 0):
+            return super().result_of(future)
+
+    def state(self) -> dict[str, Any]:
+        """The ledger, the place in the data, and the rows of the groups that wait."""
+        with self.changed:
+            waiting = [
+                {"ordinal": ticket.ordinal, "rows": list(group.rows)}
+                for ticket, group in self.queue.finished.items()
+            ]
+            taken = [ticket.ordinal for ticket in self.taken] if self.is_with_caller else []
+            return {**self.queue.state(), "waiting": waiting, "taken": taken}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; the loader is at the first prompt that is not done.
+
+        Raises:
+            ValueError: the data are drawn in another order, or the ledger's settings differ.
+        """
+        rows = {each["ordinal"]: list(each["rows"]) for each in state["waiting"]}
+        with self.changed:
+            prompts = self.queue.load(state, {*rows, *state["taken"]}, self.policy.version)
+            for ticket, prompt in prompts.items():
+                self.queue.finished[ticket] = Group(ticket, prompt, [], rows[ticket.ordinal])
+        batches = self.ledger.batches
+        self.taken = batches[0] if batches else []
+        assert self.queue.finished.keys() >= set(self.ledger.tickets(GroupState.FINISHED))
+
+    # In the event loop --------------------------------------------------------------------------
+
+    async def push(
+        self, weights: Mapping[str, Tensor], version: int, step: int, *, recompute: bool
+    ) -> None:
+        """Give the engine weights with a step of training in them; what is too old then ends."""
+        with self.timeline.span("push weights", "trainer", 1):
+            async with self.weights:
+                await push_weights(
+                    self.policy.engine, weights, version=version, recompute=recompute
+                )
+        with self.changed:
+            self.ledger.weights_pulled(step)
+            stale = [self.runner.groups[ticket] for ticket in self.ledger.stale_tickets()]
+            self.changed.notify_all()
+        for group in stale:
+            group.cancel(STALE)
+        self.wake()
+
+    async def _end(self) -> None:
+        await self.runner.end()
+        self.queue.close()
+        with self.changed:
+            self.runner.groups.clear()
+            self.ledger.return_all()
+            self.changed.notify_all()
+
+    async def _admit_all(self) -> None:
+        """Begin a group whenever the ledger lets one in."""
+        while True:
+            while self._may_admit():
+                drawn = await self.queue.draw()
+                with self.changed:
+                    if drawn is None:
+                        self.changed.notify_all()
+                        break
+                    ticket = self.queue.offer(drawn)
+                    episodes = drawn.episodes or self.runner.episodes.draw_again(
+                        drawn.prompt, ticket.seed, self.ledger.group_size
+                    )
+                    group = self.runner.add(ticket, drawn.prompt, episodes)
+                self._spawn(self._run_group(group))
+            self._look_for_batch()
+            await self.runner.wake.wait()
+            self.runner.wake.clear()
+
+    def _may_admit(self) -> bool:
+        with self.changed:
+            return not self._num_holds and self.queue.may_draw() and self.runner.has_room
+
+    def num_expected(self) -> float:
+        """How many episodes will ask for a turn, given time: all that are open or may yet be."""
+        return math.inf if self._may_admit() else self.runner.num_open
+
+    def _look_for_batch(self) -> None:
+        if isinstance(self.policy.engine, BatchingEngine):
+            self.policy.engine.check()
+
+    async def _run_group(self, group: Group) -> None:
+        given_up_for = await self.runner.run(group)
+        is_wanted = not (given_up_for or any(a.asks_again(group.rows) for a in self._advantages))
+        has_pools = self.queue.pools is not None and not given_up_for
+        rewards = rollout_rewards(group.rows) if has_pools else ()
+        with self.changed:
+            del self.runner.groups[group.ticket]
+            if given_up_for:
+                self.queue.drop(group.ticket, group.prompt, given_up_for)
+            else:
+                self.queue.finish(group.ticket, group, rewards, is_wanted=is_wanted)
+            self.changed.notify_all()
+        self.runner.wake.set()
+        if self.queue.error:
+            raise RuntimeError(self.queue.error)
+
+    def _note_end(self, group: Group, number: int, end: EpisodeEnd | None) -> None:
+        if end is not None:
+            with self.changed:
+                self.queue.end_episode(group.ticket, number, end)
+        self._look_for_batch()
+
+    # Evaluation ---------------------------------------------------------------------------------
+
+    def evaluate(self, env: EpisodeEnv, *, wait: bool) -> EvaluationPoint | None:
+        """Evaluate the weights that serve now, one point at a time; no group begins meanwhile.
 
         Args:
             env: with held-out data.
             wait: until it is over, and before for one that runs; else this one is skipped then.
         """
-        step = self._producer.ledger.version
-        if wait or self._is_idle:
-            self._settle()
-            check_fit(env, self._producer.policy.policy, who="evaluate")
-            runner = AsyncEpisodeRunner(env)
-            runner.allow(env.batch_size.numel())
-            self._running = self._producer.submit(self._run(env, runner, step))
-            return self._settle() if wait else None
-        skipped = EvaluationPoint(step, self._producer.policy.version, None, "one was running")
-        self._points.append(skipped)
-        return skipped
+        step = self.ledger.version
+        if not wait and self._is_evaluating:
+            self._points.append(EvaluationPoint(step, self.policy.version, None, "one was running"))
+            return self._points[-1]
+        self._settle()
+        check_fit(env, self.policy.policy, who="evaluate")
+        runner = AsyncEpisodeRunner(env)
+        runner.allow(env.batch_size.numel())
+        self._evaluation = self.submit(self._evaluate(env, runner, step))
+        return self._settle() if wait else None
 
-    def take(self) -> list[EvaluationPoint]:
+    def take_evaluations(self) -> list[EvaluationPoint]:
         """The points that are over, as they ended; given once."""
-        if self._is_idle:
+        if not self._is_evaluating:
             self._settle()
         return [self._points.popleft() for _ in range(len(self._points))]
 
     @property
-    def _is_idle(self) -> bool:
-        return self._running is None or self._running.done()
+    def _is_evaluating(self) -> bool:
+        return self._evaluation is not None and not self._evaluation.done()
 
     def _settle(self) -> EvaluationPoint | None:
         """Wait for the point that runs; what broke it is raised, once."""
-        running = self._running
-        if running is None:
+        if (running := self._evaluation) is None:
             return None
         futures.wait([running])
-        self._running = None
+        self._evaluation = None
         return None if running.cancelled() else running.result()
 
-    async def _run(self, env: EpisodeEnv, runner: AsyncEpisodeRunner, step: int) -> EvaluationPoint:
-        producer = self._producer
-        with producer.holding():
-            async with producer.weights:
-                with producer.timeline.span("evaluate", "trainer", 2):
-                    point = await draw_point(env, runner, producer.policy, step)
+    async def _evaluate(
+        self, env: EpisodeEnv, runner: AsyncEpisodeRunner, step: int
+    ) -> EvaluationPoint:
+        with self.holding():
+            async with self.weights:
+                with self.timeline.span("evaluate", "trainer", 2):
+                    point = await draw_point(env, runner, self.policy, step)
         self._points.append(point)
         return point

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from collectors import CheckpointStore, RayLLMCollector, RunState, Wait
 from collectors.cluster.ledger_service import EpisodeEnd, LedgerService, Scored
-from collectors.cluster.worker import load_state, state_of
+from collectors.cluster.worker import CollectorWorker, WorkerSettings
 from objectives import MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -225,6 +225,21 @@ def collector_env(num_seen=0, errors=(), more=()):
     env = make_env().append_transform(Compose(limit, *more))
     next(env.transforms_of(Remembers)).num_seen = num_seen
     return env
+
+
+def worker_of(env):
+    """A collector in this process that has its environment, and needs no policy."""
+    worker = CollectorWorker(WorkerSettings(env, None, 1, 1, (), None, Wait(), -1, 1))
+    worker._env = env
+    return worker
+
+
+def state_of(env):
+    return asyncio.run(worker_of(env).state())
+
+
+def load_state(env, saved, *, index, num_collectors):
+    asyncio.run(worker_of(env).load_state(saved, index, num_collectors))
 
 
 def test_what_a_collector_remembers_goes_to_the_one_of_its_number(tmp_path):
