@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from collectors.ledger import StalenessPolicy, Ticket
+from collectors.ledger import StalenessPolicy
 from collectors.ledger.groups import ENGINE_DIED
 from collectors.llm_collector import remembering, states_of
 from collectors.resume import random_state, set_random_state
-from collectors.streaming.group_runner import EpisodeEnd, Group, GroupRunner, Timeline
+from collectors.streaming.group_runner import Group, GroupRunner, Timeline
 from collectors.streaming.load import GroupCap, LoadCap, cap_of, check_streaming, recomputes
 from objectives import MCAdvantage
 from torchrl_envs.datasets.primer import rollout_rewards
@@ -53,7 +53,6 @@ class CollectorWorker:
         self._settings = settings
         self._env: EpisodeEnv
         self._policy: AsyncPolicy
-        self._ends: dict[Ticket, dict[int, EpisodeEnd]] = {}
         self._groups: GroupRunner | None = None
         self._cap: GroupCap | None
         self._recompute: bool
@@ -172,7 +171,6 @@ class CollectorWorker:
             group_size=settings.group_size,
             max_episodes=settings.max_episodes,
             timeline=Timeline(max_spans=0),  # nobody asks for it
-            on_end=self._note_end,
         )
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -200,23 +198,18 @@ class CollectorWorker:
         self, ledger: Any, worker: int, incarnation: int, groups: GroupRunner, group: Group
     ) -> None:
         ticket = group.ticket
-        self._ends[ticket] = {}
         why = await groups.run(group)
         if why:
             why = "" if why == ENGINE_DIED else why
             await ledger.give_back.remote(worker, incarnation, ticket, why)
         else:
-            ends = [self._ends[ticket][index] for index in range(len(group.episodes))]
+            ends = [group.ends[index] for index in range(len(group.episodes))]
             wanted = not any(part.asks_again(group.rows) for part in self._settings.advantages)
             rows = [load_ray().put(group.rows)] if wanted else []
             scored = Scored(rows, len(group.rows), rollout_rewards(group.rows))
             await ledger.finish.remote(worker, incarnation, ticket, ends, scored)
-        del self._ends[ticket], groups.groups[ticket]
+        del groups.groups[ticket]
         groups.wake.set()
-
-    def _note_end(self, group: Group, number: int, end: EpisodeEnd | None) -> None:
-        if end is not None:
-            self._ends[group.ticket][number] = end
 
     async def close(self) -> None:
         """Give back everything that it holds."""

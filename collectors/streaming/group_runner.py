@@ -147,6 +147,8 @@ class Group:
     task: asyncio.Task[None] | None = None
     num_open: int = field(init=False)
     """Episodes that are not over."""
+    ends: dict[int, EpisodeEnd] = field(default_factory=dict)
+    """Of those that are, by their number, but for cancelled ones."""
     cancelled_for: str = ""
     """Why it was cancelled, if it was."""
 
@@ -177,8 +179,7 @@ class GroupRunner:
         group_size: episodes of a group.
         max_episodes: that run at once.
         timeline: notes what takes how long.
-        on_end: told of each episode that is over: its group, its number in it, and how it ended;
-            ``None``: it was cancelled.
+        on_end: told of each episode that is over, or was cancelled: its group, its number in it.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class GroupRunner:
         group_size: int,
         max_episodes: int,
         timeline: Timeline,
-        on_end: Callable[[Group, int, EpisodeEnd | None], None],
+        on_end: Callable[[Group, int], None] = lambda *_: None,
     ) -> None:
         self.episodes = AsyncEpisodeRunner(env)
         """Draws them."""
@@ -296,12 +297,11 @@ class GroupRunner:
             self._policy.engine.end_session(episode.id)
             self.num_open -= 1
             group.num_open -= 1
-            end = None
             if episode.is_done:  # and not cancelled
                 drawn = episode.sampled_versions
                 versions = (int(drawn.min()), int(drawn.max())) if len(drawn) else None
-                end = EpisodeEnd(len(drawn), versions, episode.stop_reason)
-            self._on_end(group, number, end)
+                group.ends[number] = EpisodeEnd(len(drawn), versions, episode.stop_reason)
+            self._on_end(group, number)
             if not group.num_open:
                 self.num_ended += not group.cancelled_for
                 self.wake.set()

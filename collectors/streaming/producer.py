@@ -783,10 +783,10 @@ class Producer(LoopThread):
         if self.queue.error:
             raise RuntimeError(self.queue.error)
 
-    def _note_end(self, group: Group, number: int, end: EpisodeEnd | None) -> None:
-        if end is not None:
+    def _note_end(self, group: Group, number: int) -> None:
+        if number in group.ends:
             with self.changed:
-                self.queue.end_episode(group.ticket, number, end)
+                self.queue.end_episode(group.ticket, number, group.ends[number])
         self._look_for_batch()
 
     # Evaluation ---------------------------------------------------------------------------------

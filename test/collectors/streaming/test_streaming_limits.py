@@ -73,6 +73,14 @@ def test_a_staleness_that_is_no_policy_is_refused(scripted):
         StreamingCollector(make_env(), policy, staleness="wait")
 
 
+def test_the_updater_of_a_collector_refuses_to_push_under_what_is_drawn(scripted):
+    policy = scripted(["hello"], write_tokens=False)
+    with StreamingCollector(make_env(), policy, engine=BatchingEngine(policy.engine)) as collector:
+        with pytest.raises(RuntimeError, match=r"pushed by its update_policy_weights_\(\)"):
+            collector.weight_updater.push({}, version=1)
+        assert policy.policy_version == collector.policy_version == 0
+
+
 @pytest.mark.parametrize("staleness", [Wait(2), Drop(2)])
 def test_E11_before_a_slow_trainer_no_more_groups_wait_than_there_are_slots(staleness, scripted):
     policy = scripted(["hello"], write_tokens=False)
