@@ -198,19 +198,22 @@ _OF_GROUP: Final = ("base_seed", "place", "oldest_version", "version_span", "arr
 class LedgerView:
     """Where each group is, and which prompts are done: what a staleness policy sees of a ledger."""
 
+    groups_per_step: int
+    """P, of a step of training."""
+    num_slots: int
+    """B, what the policy's ``slots`` gave: the most groups that may be in flight."""
+    version: int
+    """The trainer's: steps that were made."""
+    pulled_version: int
+    """The version that every generator has."""
+    frontier: int = 0
+    """The first ordinal that is not done: a resumed run draws its data from here on."""
+    next_ordinal: int = 0
+    """The first ordinal above all that were offered."""
+
     def __init__(self, *, groups_per_step: int, num_slots: int, version: int) -> None:
-        self.groups_per_step = groups_per_step
-        """P, of a step of training."""
-        self.num_slots = num_slots
-        """B, what the policy's ``slots`` gave: the most groups that may be in flight."""
-        self.version = version
-        """The trainer's: steps that were made."""
-        self.pulled_version = version
-        """The version that every generator has."""
-        self.frontier = 0
-        """The first ordinal that is not done: a resumed run draws its data from here on."""
-        self.next_ordinal = 0
-        """The first ordinal above all that were offered."""
+        self.groups_per_step, self.num_slots = groups_per_step, num_slots
+        self.version = self.pulled_version = version
         self._groups: dict[int, Group] = {}  # by ordinal, in the order of admission
         self._batches: deque[list[Ticket]] = deque()
         self._num_in = Counter[GroupState]()
@@ -227,19 +230,19 @@ class LedgerView:
         return self.version + len(self._batches)
 
     @property
-    def num_unfinished(self) -> int:
+    def _num_unfinished(self) -> int:
         """Groups that are dispatched or running."""
         return sum(self._num_in[state] for state in UNFINISHED)
 
     @property
-    def num_finished(self) -> int:
+    def _num_finished(self) -> int:
         """Groups that wait to be used."""
         return self._num_in[GroupState.FINISHED]
 
     @property
     def num_queued(self) -> int:
         """Groups in flight that no step has taken."""
-        return self.num_unfinished + self.num_finished
+        return self._num_unfinished + self._num_finished
 
     def queue(self) -> list[Group]:
         """Groups in flight that no step has taken, in the order of admission."""

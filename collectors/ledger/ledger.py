@@ -96,7 +96,7 @@ class GenerationLedger(LedgerView):
     def can_admit(self) -> bool:
         """Whether :meth:`offer` may be called: a slot is free, and no cap is reached."""
         return (
-            self.num_unfinished < self.max_inflight_groups
+            self._num_unfinished < self.max_inflight_groups
             and (self.buffer_capacity is None or self.num_queued < self.buffer_capacity)
             and self.policy.admit(self)
         )
@@ -124,8 +124,8 @@ class GenerationLedger(LedgerView):
         if not self.can_admit():
             raise LedgerError(
                 f"GroupLedger: offer of ordinal {ordinal}: no slot is free. Ask can_admit() first. "
-                f"({self.num_unfinished} of at most {self.max_inflight_groups} groups are "
-                f"unfinished, {self.num_finished} wait, {self.num_slots} slots, a buffer of "
+                f"({self._num_unfinished} of at most {self.max_inflight_groups} groups are "
+                f"unfinished, {self._num_finished} wait, {self.num_slots} slots, a buffer of "
                 f"{self.buffer_capacity}, next step {self.next_step}, generators at version "
                 f"{self.pulled_version}.)"
             )
@@ -413,7 +413,7 @@ class GroupLedger(GenerationLedger):
                 f"fewer only when no more are in flight; got num_groups={count} while "
                 f"{self.num_queued} are."
             )
-        if self.num_finished < count:
+        if self._num_finished < count:
             return None
         chosen = self.policy.select(self, count)
         if chosen is None:
@@ -560,8 +560,8 @@ class GroupLedger(GenerationLedger):
             ``versions_ahead`` of the trainer before the generators.
         """
         metrics = self._accounts.metrics()
-        metrics["in_flight/unfinished"] = float(self.num_unfinished)
-        metrics["in_flight/waiting"] = float(self.num_finished)
+        metrics["in_flight/unfinished"] = float(self._num_unfinished)
+        metrics["in_flight/waiting"] = float(self._num_finished)
         metrics["in_flight/taken"] = float(len(self._groups) - self.num_queued)
         metrics["prompts_owed"] = float(len(self._owed))
         metrics["versions_ahead"] = float(self.version - self.pulled_version)
@@ -580,7 +580,7 @@ class GroupLedger(GenerationLedger):
             oldest = f" (oldest: ordinal {unfinished[0]})" if unfinished else ""
             lines.append(
                 f"in flight: {len(unfinished)} unfinished{oldest}, "
-                f"{self.num_finished} waiting, {taken} in training"
+                f"{self._num_finished} waiting, {taken} in training"
             )
         return "\n".join(lines)
 
