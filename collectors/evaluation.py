@@ -225,15 +225,13 @@ def evaluation_estimates(
     found |= {f"pass^{k}": pass_hat_k(correct, valid, k=k) for k in ks}
     if answer_of is not None:
         found[f"maj@{most}"] = majority_at_n(correct, answer, valid)
-    return {name: _estimate(each, level, seed) for name, each in found.items()}
-
-
-def _estimate(values: Tensor, level: float, seed: int) -> Estimate:
-    kept = values[~values.isnan()]
-    if not len(kept):
-        return Estimate(math.nan, math.nan, math.nan, 0)
-    low, high = bootstrap_interval(kept, level=level, seed=seed)
-    return Estimate(float(kept.mean()), low, high, len(kept))
+    estimates = dict.fromkeys(found, Estimate(math.nan, math.nan, math.nan, 0))
+    for name, values in found.items():
+        kept = values[~values.isnan()]
+        if len(kept):
+            low, high = bootstrap_interval(kept, level=level, seed=seed)
+            estimates[name] = Estimate(float(kept.mean()), low, high, len(kept))
+    return estimates
 
 
 def _valid(values: Tensor, valid: Tensor | None) -> Tensor:

@@ -226,7 +226,7 @@ class LedgerService:
     # For the trainer ----------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Hand groups out, from now on."""
+        """Hand groups out, from now on; the first :meth:`take` does so too."""
         if self._dispatcher is None:
             self._dispatcher = asyncio.create_task(self._dispatch())
 
@@ -236,6 +236,7 @@ class LedgerService:
         Raises:
             RuntimeError: the collection has failed.
         """
+        await self.begin()
         while True:
             if self._queue.error:
                 raise RuntimeError(self._queue.error)
@@ -396,7 +397,6 @@ class LedgerClient:
         """What the trainer has taken since it last said what became of it."""
         self.is_with_caller = True
         """Whether the rows of those taken have reached who asked for them."""
-        self._has_begun = False
         self._taking: Any = None
         self.num_bytes = self.num_rows = 0
         """That came and went about rows, beside the rows themselves; and of how many."""
@@ -426,9 +426,6 @@ class LedgerClient:
 
     def take_batch(self) -> tuple[list[TensorDictBase], int]:
         """The rows of the next batch, and of how many groups; none: the data have ended."""
-        if not self._has_begun:
-            self.ask("begin")
-            self._has_begun = True
         while True:
             # Whatever is raised until its rows are here leaves what is taken to be asked again.
             self._taking = self._taking or self._actor.take.remote()
