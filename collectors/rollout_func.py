@@ -26,6 +26,7 @@ from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.runner import EpisodeRunner, batch_of_ended
 from torchrl_envs.rewards.functions import RewardFunction, RewardFunctions
 from torchrl_modules import LLMWrapperBase
+from torchrl_modules.engines.engine import checked
 
 from .llm_collector import Collector, PostProcessing, trajectory_rows
 from .weight_update.updaters import WeightUpdater
@@ -371,18 +372,19 @@ def generate_rollout_completions(
                 "gives back has none. Use an environment (ChatEnv, EnvironmentTools) instead."
             )
         ids |= {i: encoded.ids(k) for k, i in enumerate(by_messages)}
-    order = range(len(prompts))
-    generations = policy.engine.generate([ids[i] for i in order], policy.sampling)
+    asked = [ids[i] for i in range(len(prompts))]
+    given = policy.engine.generate(asked, policy.sampling)
+    generations = checked(policy.engine, given, policy.sampling, len(prompts))
     texts = policy.encoder.decode_responses([g.ids for g in generations])
     return [
         {
-            "prompt_ids": ids[i],
+            "prompt_ids": row,
             "completion_ids": list(drawn.ids),
             "logprobs": list(drawn.log_probs),
             "text": text,
             "finish_reason": f"error: {drawn.error}" if drawn.error else drawn.finish_reason,
         }
-        for i, drawn, text in zip(order, generations, texts, strict=True)
+        for row, drawn, text in zip(asked, generations, texts, strict=True)
     ]
 
 

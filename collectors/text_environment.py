@@ -34,7 +34,7 @@ from torchrl_envs.episode.transform import Answer, EpisodeTransform, Job, ToolSo
 from torchrl_envs.rewards.functions import scores_one_rollout
 from torchrl_envs.tool_results import result_text
 from torchrl_modules import Generation, LLMWrapperBase, SamplingParameters
-from torchrl_modules.engines.engine import Engine
+from torchrl_modules.engines.engine import Engine, checked
 
 from .rollout_func import COMPLETION_IDS, ENV_MASK, LOG_PROBS, PROMPT_IDS, TRUNCATED_ROWS
 
@@ -233,6 +233,7 @@ class TextModel:
                 max_new_tokens=[budgets[i] - len(ids[i]) for i in waiting],
             )
             going_on = []
+            drawn = checked(self._engine, drawn, self._sampling, len(waiting))
             for i, generation in zip(waiting, drawn, strict=True):
                 ids[i] += generation.ids
                 log_probs[i] += generation.log_probs

@@ -82,9 +82,8 @@ class Turn(NamedTuple):
         Raises:
             ValueError: there are not as many log-probs, versions or further values, as ids.
         """
-        aligned = {"log-probs": self.log_probs, **self.extra}
-        if not isinstance(self.versions, int):
-            aligned["policy versions"] = self.versions
+        versions = None if isinstance(self.versions, int) else self.versions
+        aligned = {"log-probs": self.log_probs, **self.extra, "policy versions": versions}
         for name, values in aligned.items():
             if values is not None and len(values) != len(self.ids):
                 raise ValueError(

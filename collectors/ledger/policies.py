@@ -248,7 +248,7 @@ def _check_sync(policy: object, name: str, value: int, weight_sync_steps: int) -
 
 
 @dataclass(frozen=True)
-class Replay:
+class Replay(Wait):
     """Trains in each step the groups that it trained in a run before.
 
     Groups are admitted in the order of the data as ever, and a step waits for its own, however long
@@ -270,6 +270,10 @@ class Replay:
         ValueError: a prompt is in the schedule twice.
     """
 
+    max_staleness: int = field(init=False, repr=False)
+    pipeline_depth: int | None = field(init=False, repr=False)
+    window: float = field(init=False, repr=False)
+    recompute: bool = field(init=False, repr=False)
     schedule: Sequence[Sequence[int]]
     policy: Wait = field(default_factory=Wait)
 
@@ -284,27 +288,10 @@ class Replay:
         if twice:
             raise ValueError(f"Replay: the schedule trains the prompts {twice[:8]} twice.")
 
-    @property
-    def max_staleness(self) -> int:
-        """See :class:`StalenessPolicy`."""
-        return self.policy.max_staleness
-
-    @property
-    def recompute(self) -> bool:
-        """See :class:`Wait`."""
-        return self.policy.recompute
-
-    def slots(self, groups_per_step: int, weight_sync_steps: int) -> int:
-        """See :class:`StalenessPolicy`."""
-        return self.policy.slots(groups_per_step, weight_sync_steps)
-
-    def required_capacity(self, groups_per_step: int, weight_sync_steps: int) -> int:
-        """See :class:`StalenessPolicy`."""
-        return self.policy.required_capacity(groups_per_step, weight_sync_steps)
-
-    def admit(self, view: LedgerView) -> bool:
-        """See :class:`StalenessPolicy`."""
-        return self.policy.admit(view)
+        # What a subclass of Wait does in its own way, too.
+        settings = ("max_staleness", "pipeline_depth", "window", "recompute")
+        for name in (*settings, "slots", "required_capacity", "admit", "evict"):
+            object.__setattr__(self, name, getattr(self.policy, name))
 
     def select(self, view: LedgerView, num_groups: int) -> list[Group] | None:
         """The groups of the recorded step, once all of them are finished.
@@ -328,7 +315,3 @@ class Replay:
         if any(ordinal not in finished for ordinal in wanted):
             return None
         return [finished[ordinal] for ordinal in wanted]
-
-    def evict(self, view: LedgerView) -> list[Group]:
-        """See :class:`StalenessPolicy`."""
-        return self.policy.evict(view)

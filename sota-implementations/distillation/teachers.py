@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from torchrl_agents.models import load_model, model_folder
 from torchrl_agents.settings.schema import PolicyConfig, SettingsError, refusing
-from torchrl_data.checks import TokenScorer, TokenScores
+from torchrl_data.checks import POSITIVE, TokenScorer, TokenScores, check_numbers
 from torchrl_data.keys import ROW
 from torchrl_envs import DataLoadingPrimer
 from torchrl_envs.rewards.kl import RetrieveLogProb
@@ -268,9 +268,7 @@ def _check_each(teachers: Mapping[str, Any], column: str | None) -> None:
             raise ValueError(f"teachers.{name} {must}; got {own!r}.")
         if column is not None and "weight" in own:
             raise ValueError(f"a weight has no effect where {column=} names each row's teacher.")
-        weight = own.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-            raise ValueError(f"teachers.{name}.weight must be positive, got {weight!r}.")
+        check_numbers(f"teachers.{name}", POSITIVE, weight=own.get("weight", 1.0))
 
 
 class Mixture(TokenScorer):

@@ -25,6 +25,8 @@ SYNTAX = RequestSyntax()
 class TextEngine:
     """Says a script's turns token by token, and stops at stop tokens as an engine does."""
 
+    version = 0
+
     def __init__(self, tokenizer, turns):
         self.tokenizer = tokenizer
         self.turns = {key: list(value) for key, value in turns.items()}

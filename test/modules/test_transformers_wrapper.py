@@ -166,7 +166,7 @@ def test_none_leaves_a_default_by_name_only(make_policy):
 
 @pytest.mark.parametrize("name", ["max_model_len", "micro_batch_tokens"])
 def test_limits_are_positive(make_policy, name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number, at least 1, got 0"):
         make_policy(**{name: 0})
 
 

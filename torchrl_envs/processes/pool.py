@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from torchrl_data.checks import check_counts
 from torchrl_envs.concurrency import CallTimeoutError, EpisodeLostError, run_call
 from torchrl_envs.tool_results import error_line, value_text
 
@@ -339,9 +340,7 @@ class ToolProcesses:
         preload: Sequence[str] = (),
         start: bool = True,
     ) -> None:
-        if num_processes < 1 or (max_memory_mb is not None and max_memory_mb < 1):
-            given = f"{num_processes} and {max_memory_mb}"
-            raise ValueError(f"num_processes and max_memory_mb must be at least 1, got {given}.")
+        check_counts(num_processes=num_processes, max_memory_mb=max_memory_mb)
         self.functions = dict(functions)
         self.timeout_s = timeout_s
         self._settings: Any = {"num_processes": num_processes, "timeout_s": timeout_s}

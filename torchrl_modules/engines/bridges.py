@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_modules.sampling import SamplingParameters
 
 from .engine import (
@@ -25,6 +26,7 @@ from .engine import (
     EngineOver,
     Generation,
     VersionSpan,
+    checked,
 )
 
 # Rows that are drawn together.
@@ -159,10 +161,8 @@ class EngineThread:
     def __init__(
         self, stepped: Stepped, *, who: str, stall_timeout_s: float, command_timeout_s: float
     ) -> None:
-        if min(stall_timeout_s, command_timeout_s) <= 0:
-            raise ValueError(
-                f"{who}: timeouts are positive, got {stall_timeout_s} and {command_timeout_s} s."
-            )
+        check_numbers(who, POSITIVE, stall_timeout_s=stall_timeout_s)
+        check_numbers(who, POSITIVE, update_timeout_s=command_timeout_s)
         self._stepped = stepped
         self._who = who
         self.stall_timeout_s = stall_timeout_s
@@ -464,7 +464,7 @@ class BatchingEngine(EngineOver):
             each
             if each.versions or not each.ids
             else each._replace(versions=[VersionSpan(version, 0, len(each.ids))])
-            for each in generations
+            for each in checked(self._inside, generations, batch[0].params, len(batch))
         ]
 
     async def update_weights(

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from torchrl_data.checks import check_counts
 from torchrl_modules.sampling import SamplingParameters, TokenHistory
 from torchrl_modules.scoring.models import evaluation_mode
 from torchrl_modules.weights import UpdateRefused
@@ -371,11 +372,8 @@ class AsyncTransformersEngine(SteppedEngine):
         update_timeout_s: float = 600.0,
     ) -> None:
         who = type(self).__name__
-        if max_running < 1 or (max_cached_tokens is not None and max_cached_tokens < 0):
-            raise ValueError(
-                f"{who}: max_running must be at least 1 and max_cached_tokens at least 0 or None, "
-                f"got {max_running} and {max_cached_tokens}."
-            )
+        check_counts(who, max_running=max_running)
+        check_counts(who, 0, max_cached_tokens=max_cached_tokens)
         self._inside = self._engine = engine.copied() if copy_model else engine
         self._decoding = ContinuousDecoding(
             self._engine,

@@ -1,11 +1,13 @@
 """What an engine is, blocking or asynchronous, and how loaded it is."""
 
 import asyncio
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
+from torchrl_data.keys import ENTROPY, UNTEMPERED_LOG_PROBS
 from torchrl_modules.sampling import SamplingParameters
 
 # What an inference engine does for a policy: token ids in, token ids out, weights replaced.
@@ -65,7 +67,17 @@ class Generation(NamedTuple):
         """
         if not self.versions:
             return [otherwise] * len(self.ids)
-        return [span.version for span in self.versions for _ in range(span.start, span.end)]
+        return [version for version, start, end in self.versions for _ in range(start, end)]
+
+    def reported(self, params: SamplingParameters) -> dict[str, Sequence[float]]:
+        """What was asked for of each token beside its log-prob, by the name of its entry."""
+        columns: dict[str, Sequence[float]] = {}
+        if params.untempered_log_probs:
+            own = params.is_own_softmax
+            columns[UNTEMPERED_LOG_PROBS] = self.log_probs if own else self.untempered_log_probs
+        if params.entropy:
+            columns[ENTROPY] = self.entropies
+        return columns
 
 
 class Engine(Protocol):
@@ -260,6 +272,66 @@ class ClosedOnLeaving:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.to_thread(self.close)
+
+
+# What an engine gave, where a policy or a collector reads it: an engine may be anybody's.
+
+_ROUNDING: Final = 1e-3
+"""A log-prob above 0 by less is one of 0, in the precision of the engine."""
+
+
+def checked(
+    engine: Engine | AsyncEngine, given: Any, params: SamplingParameters, num_prompts: int
+) -> list[Generation]:
+    """What an engine gave, if it is what an engine promises.
+
+    Args:
+        engine: whose; no token is of a later version than its own.
+        given: by ``generate``, or in a list by ``respond``.
+        params: what it was asked for.
+        num_prompts: as many responses are due.
+
+    Raises:
+        ValueError: it is something else; the message says what, and what is due.
+    """
+    found = len(given) if isinstance(given, list | tuple) else type(given).__name__
+    faults: Iterable[str] = [f"it gave {found}"]
+    if found == num_prompts:
+        faults = (_fault_of(row, each, params, engine.version) for row, each in enumerate(given))
+    if fault := next(filter(None, faults), ""):
+        raise ValueError(
+            f"{type(engine).__name__} does not do what an engine promises, for {num_prompts} "
+            f"prompts: {fault}. Give one Generation per prompt, in order, of plain lists: see "
+            "torchrl_modules.Engine and AsyncEngine."
+        )
+    return list(given)
+
+
+def _fault_of(row: int, given: Any, params: SamplingParameters, latest: int) -> str:
+    """What is wrong with a response, or nothing."""
+    if not isinstance(given, Generation):
+        return f"response {row} is a {type(given).__name__}, not a Generation"
+    columns = {"ids": given.ids, "log_probs": given.log_probs, **given.reported(params)}
+    sizes = [len(each) if isinstance(each, Sequence) else -1 for each in columns.values()]
+    if given.finish_reason not in (("error",) if given.error else ("stop", "length", "abort")):
+        return f"response {row} has finish_reason {given.finish_reason!r}, error={given.error!r}"
+    if set(sizes) != {max(sizes[0], 0)}:
+        return f"response {row} has no lists of one length, {columns!r:.200}"
+    if not all(isinstance(token, int) and token >= 0 for token in given.ids):
+        return f"response {row} has ids that are none of tokens, {given.ids!r:.80}"
+    known = all(isinstance(s, VersionSpan) and 0 <= s.version <= latest for s in given.versions)
+    if not known or len(given.token_versions(latest)) != len(given.ids):
+        return f"response {row} has {given.versions!r:.200}, and the engine has version {latest}"
+    fault = log_prob_fault(given) if given.error is None else ""
+    return fault and f"response {row} {fault}"
+
+
+def log_prob_fault(given: Generation) -> str:
+    """What is wrong with the log-probs of a response, or nothing."""
+    if len(given.log_probs) != len(given.ids):
+        return f"has {len(given.log_probs)} log-probs for {len(given.ids)} tokens"
+    wrong = [x for x in given.log_probs if not (math.isfinite(x) and x < _ROUNDING)]
+    return f"has a log-prob that is no finite number of at most 0: {wrong[0]}" if wrong else ""
 
 
 def can_keep_caches(engine: Any) -> bool:

@@ -426,8 +426,8 @@ class EngineFleet(ClosedOnLeaving):
 
     @property
     def version(self) -> int:
-        """Of the weights that serve: what all engines have that do."""
-        return self._version
+        """Of the weights that serve: what all engines have that do, or take in an update."""
+        return max(self._version, *(member.known.served or 0 for member in self._members))
 
     @property
     def vocab_size(self) -> int | None:
@@ -508,7 +508,14 @@ class EngineFleet(ClosedOnLeaving):
             EngineDied: the engine that drew it died; or none serves, and none will.
         """
         budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
-        return await self._loop.call(self._respond(prompt, params, budget, session))
+
+        async def respond() -> Generation:
+            serving = await self._serving()
+            tokens = {i: one.outstanding for i, one in serving.items()}
+            chosen = serving[self._router.choose(session, tokens)]
+            return await chosen.respond(prompt, params, budget, session)
+
+        return await self._loop.call(respond())
 
     async def update_weights(
         self,
@@ -600,13 +607,6 @@ class EngineFleet(ClosedOnLeaving):
                     + "; ".join(f"{each.name}: {each.reason}" for each in self._members)
                 )
             await self._changed.wait()
-
-    async def _respond(
-        self, prompt: Sequence[int], params: SamplingParameters, budget: int, session: Hashable
-    ) -> Generation:
-        serving = await self._serving()
-        index = self._router.choose(session, {i: one.outstanding for i, one in serving.items()})
-        return await serving[index].respond(prompt, params, budget, session)
 
     async def _measure_load(self) -> EngineLoad:
         serving = (await self._serving()).values()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from torchrl_data.checks import check_counts
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.scoring.models import (
@@ -94,16 +95,12 @@ class TransformersEngine:
         who = "TransformersEngine"
         self._inside = inside = unwrapped(model, who=who)
         own = num_positions(inside)
-        if max_model_len is not None and max_model_len < 1:
-            raise ValueError(f"{who}: max_model_len must be at least 1, got {max_model_len}.")
+        check_counts(who, max_model_len=max_model_len)
+        check_counts(who, 0, max_cached_tokens=max_cached_tokens)
         if max_model_len is not None and own is not None and max_model_len > own:
             raise ValueError(
                 f"{who}: max_model_len={max_model_len}, but {type(inside).__name__} has "
                 f"positions for {own} tokens."
-            )
-        if max_cached_tokens is not None and max_cached_tokens < 0:
-            raise ValueError(
-                f"{who}: max_cached_tokens must be at least 0 or None, got {max_cached_tokens}."
             )
         settle_rope_factors(inside, max_model_len, who=who)
         self.model = model

@@ -33,7 +33,6 @@ from torchrl_data.conversation import Conversations, Source, Turn, ids_and_image
 from torchrl_data.keys import (
     ASSISTANT_MASK,
     ATTENTION_MASK,
-    ENTROPY,
     FINISH_REASON,
     FULL,
     HISTORY,
@@ -45,7 +44,6 @@ from torchrl_data.keys import (
     TOKENS,
     TOKENS_FULL,
     TOKENS_PROMPT,
-    UNTEMPERED_LOG_PROBS,
 )
 from torchrl_data.layout import TOKEN_GROUPS, ConversationView
 from torchrl_data.messages import images_of
@@ -63,7 +61,7 @@ from torchrl_data.ragged import (
 )
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import check_same_rendering
-from torchrl_modules.engines.engine import AsyncEngine, Engine, Generation
+from torchrl_modules.engines.engine import AsyncEngine, Engine, Generation, checked
 from torchrl_modules.sampling import SamplingParameters, repeat_rows, requested_sampling
 from torchrl_modules.weights import AdapterWeights, LazyWeights, copied
 
@@ -366,10 +364,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         if budgets is not None:
             active = active & (budgets.view(-1) > 0)
             budgets = budgets.view(-1).clamp(max=self.sampling.max_new_tokens).tolist()
-        if bool(active.all()):
-            prompt, full, reasons = self.respond(prompt, max_new_tokens=budgets)
-        else:
-            prompt, full, reasons = self._respond_some(prompt, active, budgets)
+        rows = active.nonzero().squeeze(-1).tolist()
+        prompt, full, reasons = self.respond(prompt, max_new_tokens=budgets, rows=rows)
         self._write_turns(tensordict, prompt, full)
         write_objects(tensordict, FINISH_REASON, reasons)
         return tensordict
@@ -404,21 +400,12 @@ class LLMWrapperBase(TensorDictModuleBase):
             groups = padded_rows(rows, pad_token_id=pad_id) if self.pad_output else lazy_stack(rows)
             set_groups(batch, groups.reshape(batch.batch_size), padded=self.pad_output)
 
-    def _respond_some(
-        self, prompt: Conversations, active: Tensor, budgets: Sequence[int] | None
-    ) -> tuple[Conversations, Conversations, list[str]]:
-        rows = active.nonzero().squeeze(-1).tolist()
-        budgets = None if budgets is None else [budgets[i] for i in rows]
-        new_prompt, new_full, new_reasons = self.respond(prompt[rows], max_new_tokens=budgets)
-        index, reasons = list(range(len(prompt))), [""] * len(prompt)
-        for new, row in enumerate(rows):
-            index[row] = len(prompt) + new
-            reasons[row] = new_reasons[new]
-        prompt, full = (Conversations.cat([prompt, new])[index] for new in (new_prompt, new_full))
-        return prompt, full, reasons
-
     def respond(
-        self, prompt: Conversations, *, max_new_tokens: Sequence[int] | None = None
+        self,
+        prompt: Conversations,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
     ) -> tuple[Conversations, Conversations, list[str]]:
         """Encode what waits in the conversations and sample a turn for each.
 
@@ -426,34 +413,38 @@ class LLMWrapperBase(TensorDictModuleBase):
             prompt: B conversations.
             max_new_tokens: a budget per row that overrides the sampling parameters'. No turn is
                 longer than the engine's ``max_model_len`` leaves room for.
+            rows: of these alone; the others are left as they are. All when not given.
 
         Returns:
             The encoded prompts, the conversations with the policy's turn (a row that could not be
-            generated is left as it was), and why each turn ended.
+            generated is left as it was), and why each turn ended, ``""`` where none was asked for.
         """
-        prompt, refused = self.encoder.encode_rows(prompt)
-        if refused:
-            accepted = torch.tensor([i not in refused for i in range(len(prompt))])
-            budgets = max_new_tokens or [self.sampling.max_new_tokens] * len(prompt)
-            prompt, full, reasons = self._respond_some(prompt, accepted, budgets)
-            for row, error in refused.items():
-                reasons[row] = f"error: {error}"
-            return prompt, full, reasons
+        rows = range(len(prompt)) if rows is None else rows
+        encoded, refused = self.encoder.encode_rows(prompt[rows])
         version = self.policy_version
-        ids, images = ids_and_images(prompt)
-        if not ids:
-            return prompt, prompt, []
-        budgets = max_new_tokens or [self.sampling.max_new_tokens] * len(ids)
-        further: dict[str, Any] = {"images": images} if any(images) else {}
-        bounded = [self.bounded_turn(n, len(row)) for n, row in zip(budgets, ids, strict=True)]
-        generations = self.engine.generate(ids, self.sampling, max_new_tokens=bounded, **further)
-        never = None if self.encoder.images is None else set(self.encoder.images.never_drawn)
-        for i, generation in enumerate(generations if never else ()):
-            if never and (drawn := never.intersection(generation.ids)):
-                error = f"the model drew {sorted(drawn)}, which stand for images"
-                generations[i] = Generation([], [], "error", error)
-        full = self.append_generations(prompt, generations, version)
-        return prompt, full, [finish_reason_of(g) for g in generations]
+        ids, images = ids_and_images(encoded)
+        budgets = max_new_tokens or [self.sampling.max_new_tokens] * len(prompt)
+        good = [i for i in range(len(rows)) if i not in refused]
+        media = [images[i] for i in good]
+        further: dict[str, Any] = {"images": media} if any(media) else {}
+        further["max_new_tokens"] = [self.bounded_turn(budgets[rows[i]], len(ids[i])) for i in good]
+        asked = [ids[i] for i in good]
+        drawn = self.engine.generate(asked, self.sampling, **further) if asked else []
+        drawn = checked(self.engine, drawn, self.sampling, len(asked))
+        never = set(() if self.encoder.images is None else self.encoder.images.never_drawn)
+        answers = {i: Generation([], [], "error", str(why)) for i, why in refused.items()}
+        for i, generation in zip(good, drawn, strict=True):
+            answers[i] = generation
+            if wrong := never.intersection(generation.ids):
+                error = f"the model drew {sorted(wrong)}, which stand for images"
+                answers[i] = Generation([], [], "error", error)
+        full = self.append_generations(encoded, [answers[i] for i in range(len(rows))], version)
+        index, reasons = list(range(len(prompt))), [""] * len(prompt)
+        for new, row in enumerate(rows):
+            index[row] = len(prompt) + new
+            reasons[row] = finish_reason_of(answers[new])
+        prompt, full = (Conversations.cat([prompt, new])[index] for new in (encoded, full))
+        return prompt, full, reasons
 
     def append_generations(
         self, prompt: Conversations, generations: Sequence[Generation], version: int
@@ -466,16 +457,9 @@ class LLMWrapperBase(TensorDictModuleBase):
             version: of the weights, where the engine did not say.
         """
         texts = self.encoder.decode_responses([g.ids for g in generations])
-        params = self.sampling
         turns: list[Turn | None] = []
         for generation, text in zip(generations, texts, strict=True):
-            extra: dict[str, Sequence[float]] = {}
-            if params.untempered_log_probs:
-                own = params.is_own_softmax
-                found = generation.log_probs if own else generation.untempered_log_probs
-                extra[UNTEMPERED_LOG_PROBS] = found
-            if params.entropy:
-                extra[ENTROPY] = generation.entropies
+            extra = generation.reported(self.sampling)
             message = {"role": "assistant", "content": text}
             versions = generation.token_versions(version)
             turn = Turn(generation.ids, generation.log_probs, message, versions, extra)
@@ -601,7 +585,8 @@ class AsyncPolicy:
                 "(LLMCollector over a TransformersWrapper does)"
             )
         ids = encoded.ids(0)
-        limit = self.policy.sampling.max_new_tokens
+        params = self.policy.sampling
+        limit = params.max_new_tokens
         budget = limit if max_new_tokens is None else min(limit, max_new_tokens)
         version = self.engine.version
         deadline = asyncio.timeout(self._request_timeout_s)
@@ -609,7 +594,7 @@ class AsyncPolicy:
             async with deadline:
                 generation: Generation = await self.engine.respond(
                     ids,
-                    self.policy.sampling,
+                    params,
                     max_new_tokens=self.policy.bounded_turn(budget, len(ids)),
                     session=session,
                 )
@@ -617,7 +602,8 @@ class AsyncPolicy:
             if not deadline.expired():
                 raise
             return encoded, f"error: no response within {self._request_timeout_s:g} s"
-        full = self.policy.append_generations(encoded, [generation], version)
+        given = checked(self.engine, [generation], params, 1)
+        full = self.policy.append_generations(encoded, given, version)
         return full, finish_reason_of(generation)
 
     def _encode(self) -> None:

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.distributions import Distribution
 from torch.nn.functional import linear
 
-from torchrl_data.checks import TokenScores
+from torchrl_data.checks import POSITIVE, TokenScores, check_counts, check_numbers
 from torchrl_data.ragged import cumulative_lengths, pack
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.sampling import (
@@ -91,8 +91,7 @@ def chunked_log_prob(
     Raises:
         ValueError: the temperature is not positive.
     """
-    if not temperature > 0:
-        raise ValueError(f"chunked_log_prob: temperature must be positive, got {temperature!r}.")
+    check_numbers("chunked_log_prob", POSITIVE, temperature=temperature)
     kind = hidden.device.type
     if compute_dtype is None and torch.is_autocast_enabled(kind):
         compute_dtype = torch.get_autocast_dtype(kind)
@@ -389,10 +388,7 @@ class PackedScorer:
         max_model_len: int | None = None,
         images: ImageProcessor | None = None,
     ) -> None:
-        if micro_batch_tokens is not None and micro_batch_tokens < 1:
-            raise ValueError(
-                f"PackedScorer: micro_batch_tokens must be at least 1, got {micro_batch_tokens}."
-            )
+        check_counts("PackedScorer", micro_batch_tokens=micro_batch_tokens)
         self.model = unwrapped(model, who="PackedScorer")
         check_wrapped_whole(model, who="PackedScorer")
         self.micro_batch_tokens = micro_batch_tokens

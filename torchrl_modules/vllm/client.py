@@ -18,6 +18,7 @@ import torch
 from httpcore2._backends.sync import SyncStream
 from torch import Tensor
 
+from torchrl_data.checks import one_of
 from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation, read_load
 from torchrl_modules.engines.supervision import ProgressWatch, is_near, is_stopped
 from torchrl_modules.sampling import SamplingParameters
@@ -440,10 +441,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         weight_transfer: Literal["auto", "file", "c10d"] = "auto",
         weights_directory: str | None = None,
     ) -> None:
-        if weight_transfer not in (known := ("auto", "file", "c10d")):
-            raise ValueError(
-                f"VLLMServerEngine: weight_transfer={weight_transfer!r} is none of {known}."
-            )
+        one_of("weight_transfer", weight_transfer, ("auto", "file", "c10d"), who="VLLMServerEngine")
         self._rows = JSONClient(url, timeout_s, token=token, num_connections=num_connections)
         # Rows that wait while weights are replaced hold their connections, all that there are.
         self._client = JSONClient(url, timeout_s, token=token)

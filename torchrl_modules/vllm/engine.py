@@ -22,7 +22,6 @@ from .requests import (
     GenerationStream,
     RespondingEngine,
     Row,
-    VersionedGeneration,
     WholeBatchEngine,
     check_prompt,
     own_ends,
@@ -422,10 +421,11 @@ class AsyncVLLMEngine(SteppedEngine, RespondingEngine):
         )
         return stream
 
-    async def draw(self, row: Row, params: SamplingParameters) -> VersionedGeneration:
+    async def draw(self, row: Row, params: SamplingParameters) -> Generation:
         """Draw one response as `generate` does, with a seed of its own."""
         async with self._submit(row, params) as stream:
-            return await stream.result()
+            drawn = await stream.result()
+        return drawn.generation._replace(versions=drawn.versions)
 
     async def update_weights(
         self,

@@ -13,13 +13,11 @@ from torchrl_modules.engines.engine import (
     EngineOver,
     Generation,
     VersionSpan,
+    log_prob_fault,
 )
 from torchrl_modules.sampling import SamplingParameters, StopStrings
 
 # One request to vLLM, here or by HTTP: checked token ids in, tokens and log-probs out.
-
-_ROUNDING = 1e-3
-"""A log-prob above 0 by less is one of 0, in the precision of the engine."""
 
 
 class StaleWeights(RuntimeError):
@@ -94,14 +92,8 @@ def check_reported(params: SamplingParameters) -> None:
 def finished(generation: Generation, params: SamplingParameters) -> Generation:
     """A response as it is handed on: cut at a stop string, refused with a log-prob that is none."""
     ids, log_probs = generation.ids, generation.log_probs
-    if generation.error is None:
-        fault = ""
-        if len(log_probs) != len(ids):
-            fault = f"the engine gave {len(log_probs)} log-probs for {len(ids)} tokens"
-        elif wrong := [x for x in log_probs if not (math.isfinite(x) and x < _ROUNDING)]:
-            fault = f"the engine gave a log-prob that is no finite number of at most 0: {wrong[0]}"
-        if fault:
-            return Generation([], [], "error", fault)
+    if generation.error is None and (fault := log_prob_fault(generation)):
+        return Generation([], [], "error", fault)
     matcher = params.stop_matcher
     kept = matcher and matcher.num_kept(ids)
     if kept:
@@ -239,9 +231,7 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
             ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt.
         """
         self.check_sampling(params)
-        budgets = max_new_tokens
-        if budgets is None:
-            budgets = [params.max_new_tokens] * len(prompts)
+        budgets = max_new_tokens or [params.max_new_tokens] * len(prompts)
         seeds = params.row_seeds(len(prompts)) if seeds is None else seeds
         if not len(budgets) == len(seeds) == len(prompts):
             raise ValueError(
@@ -311,8 +301,8 @@ class RespondingEngine(VLLMEngineOver, ABC):
         Returns:
             The response, with the versions that drew it.
         """
-        drawn = await self.draw(self._row(prompt, params, max_new_tokens), params)
-        return drawn._replace(generation=finished(drawn.generation, params))
+        generation = await self.respond(prompt, params, max_new_tokens=max_new_tokens)
+        return VersionedGeneration(generation, list(generation.versions))
 
     async def respond(
         self,
@@ -327,14 +317,13 @@ class RespondingEngine(VLLMEngineOver, ABC):
         vLLM finds what it has read by the tokens alone, so ``session`` changes nothing.
         """
         del session
-        drawn = await self.draw(self._row(prompt, params, max_new_tokens), params)
-        return finished(drawn.generation._replace(versions=drawn.versions), params)
+        return finished(await self.draw(self._row(prompt, params, max_new_tokens), params), params)
 
     def end_session(self, session: Hashable) -> None:
         """Nothing: vLLM forgets what was not used for the longest time."""
 
     @abstractmethod
-    async def draw(self, row: Row, params: SamplingParameters) -> VersionedGeneration:
+    async def draw(self, row: Row, params: SamplingParameters) -> Generation:
         """Draw one response as `generate` does, with a seed of its own."""
 
     def _row(

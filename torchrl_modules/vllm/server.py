@@ -29,7 +29,7 @@ from torchrl_modules.sampling import SamplingParameters
 
 from .client import TOKEN_VARIABLE, Interrupt, JSONClient, VLLMServerEngine
 from .engine import AsyncVLLMEngine, VLLMEngine
-from .requests import RespondingEngine, Row, VersionedGeneration, VLLMEngineOver, WholeBatchEngine
+from .requests import RespondingEngine, Row, VLLMEngineOver, WholeBatchEngine
 from .runtime import CPU_DEFAULTS, FIXED, PARENT_VARIABLE, WORKER, as_options, import_vllm, serve
 
 # A vLLM server of token ids that ends with its parent: ``python -m torchrl_modules.vllm.server``.
@@ -338,12 +338,8 @@ class BlockingVLLMEngine(VLLMEngineOver, WholeBatchEngine):
         self._loop = LoopThread("BlockingVLLMEngine")
 
     def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
-        async def draw(row: Row) -> Generation:
-            drawn = await self.engine.draw(row, params)
-            return drawn.generation._replace(versions=drawn.versions)
-
         # The calls have deadlines of their own: `stall_timeout_s` of the engine.
-        return self._loop.run(gather_rows(map(draw, rows)))
+        return self._loop.run(gather_rows(self.engine.draw(row, params) for row in rows))
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
@@ -379,7 +375,7 @@ class AsyncServerEngine(RespondingEngine, ClosedOnLeaving):
         self._running: set[Interrupt] = set()
         self._is_closed = False
 
-    async def draw(self, row: Row, params: SamplingParameters) -> VersionedGeneration:
+    async def draw(self, row: Row, params: SamplingParameters) -> Generation:
         """See `RespondingEngine.draw`."""
         version, interrupt = self.version, Interrupt()
         call = self._submit(self._pool, lambda: self._inside.draw_one(row, params, interrupt))
@@ -392,7 +388,7 @@ class AsyncServerEngine(RespondingEngine, ClosedOnLeaving):
                 interrupt()
         # A server that has no labels has one version.
         spans = generation.versions or [VersionSpan(version, 0, len(generation.ids))]
-        return VersionedGeneration(generation, list(spans) if generation.ids else [])
+        return generation._replace(versions=spans if generation.ids else [])
 
     can_keep_caches = True
     """`update_weights` takes ``recompute=False``."""

@@ -347,7 +347,8 @@ def test_closing_lets_everybody_go_and_ends_the_thread(exact_model):
     [
         ({"max_running": 0}, "max_running"),
         ({"max_cached_tokens": -1}, "max_cached_tokens"),
-        ({"stall_timeout_s": 0.0}, "timeouts are positive"),
+        ({"stall_timeout_s": 0.0}, "stall_timeout_s must be a finite"),
+        ({"update_timeout_s": -1.0}, "update_timeout_s must be a finite"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(exact_model, options, message):

@@ -83,7 +83,7 @@ def test_each_row_has_its_own_teacher(panel):
         (
             {"teachers": {"a": {"model": "A", "weight": 0}}},
             None,
-            "a.weight must be positive, got 0",
+            "a: weight must be a finite number in .*, got 0",
         ),
         ({"teachers": {"a": {"model": "A", "weight": 2}}}, "topic", "column='topic' names"),
     ],
