@@ -1,10 +1,11 @@
 """The ledger: each group from its draw to its training, across restarts."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from torchrl_data.checks import check_counts, one_of
+from torchrl_data.checks import check_counts, check_type, one_of
 from torchrl_data.conversation import kind_of
 
 from .groups import (
@@ -33,6 +34,7 @@ from .policies import StalenessPolicy, Wait
 # The letters: P groups per step of training, N episodes of a group, B slots.
 
 REFILLS: Final = ("same", "next")
+_MAX_SCHEDULE: Final = 1 << 16
 
 
 class GenerationLedger(LedgerView):
@@ -68,6 +70,7 @@ class GenerationLedger(LedgerView):
             check_counts(who, max_inflight_groups=max_inflight_groups)
         self.group_size = group_size
         self.policy = Wait() if policy is None else policy
+        check_type("policy", self.policy, StalenessPolicy, who=who)
         self.weight_sync_steps = weight_sync_steps
         slots = self.policy.slots(groups_per_step, weight_sync_steps)
         super().__init__(groups_per_step=groups_per_step, num_slots=slots, version=version)
@@ -89,7 +92,7 @@ class GenerationLedger(LedgerView):
         self._clock = clock
         self._accounts = Accounts()
         self._evicted: list[Eviction] = []
-        self._schedule: list[tuple[int, ...]] = []
+        self._schedule: deque[tuple[int, ...]] = deque(maxlen=_MAX_SCHEDULE)
 
     # What may begin -----------------------------------------------------------------------------
 
@@ -538,6 +541,8 @@ class GroupLedger(GenerationLedger):
     @property
     def schedule(self) -> list[tuple[int, ...]]:
         """The ordinals that each step has taken, in the order of the steps since it was made.
+
+        Of more than 65,536 steps the first ones are forgotten.
 
         :class:`~collectors.Replay` trains them in this order again.
         """

@@ -297,7 +297,8 @@ class Replay(Wait):
         """The groups of the recorded step, once all of them are finished.
 
         Raises:
-            ValueError: the step trained another number of groups.
+            ValueError: the step trained another number of groups, or some that can't come any more:
+                the schedule is that of a run that was resumed, say, and lacks the first steps.
         """
         if view.next_step >= len(self.schedule):
             return self.policy.select(view, num_groups)
@@ -312,6 +313,11 @@ class Replay(Wait):
             for group in view.queue()
             if group.state is GroupState.FINISHED
         }
-        if any(ordinal not in finished for ordinal in wanted):
-            return None
-        return [finished[ordinal] for ordinal in wanted]
+        missing = [ordinal for ordinal in wanted if ordinal not in finished]
+        is_full = len(finished) == len(view.queue()) and not self.admit(view)
+        if missing and is_full and view.pulled_version == view.next_step:
+            raise ValueError(
+                f"Replay: step {view.next_step} trained the prompts {missing}, and waits for them "
+                f"in vain: {sorted(finished)} take all room. Give the schedule from the first step."
+            )
+        return None if missing else [finished[ordinal] for ordinal in wanted]

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from torchrl_data.checks import POSITIVE, check_counts, check_numbers
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers, check_type
 
 from .packed_batch import PackedBatch
 from .ranks import Ranks, clip_over, first_reason, norm_over, num_shards
@@ -129,7 +129,11 @@ class NonFiniteGate:
 
         Returns:
             The loss, detached.
+
+        Raises:
+            TypeError: it is something else, such as a tensor.
         """
+        check_type("backward", output, LossOutput, who="NonFiniteGate")
         total = output.total()
         if batch is not None and self.dump_dir is not None:
             self._batches.append(batch)

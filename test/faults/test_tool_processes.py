@@ -218,7 +218,7 @@ def test_functions_that_no_other_process_can_find_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("settings", [{"num_processes": 0}, {"max_memory_mb": 0}], ids=str)
 def test_settings_that_can_not_work_are_refused(dangerous, settings):
-    with pytest.raises(ValueError, match="num_processes must be a whole number, at least 1"):
+    with pytest.raises(ValueError, match="|".join(settings) + " must be a whole"):
         FunctionTools([dangerous.double], **{"num_processes": 1, **settings})
     with pytest.raises(ValueError, match="give num_processes too"):
         FunctionTools([dangerous.double], max_memory_mb=100)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from inspect import unwrap
 
 import pytest
 import torch
@@ -48,6 +49,12 @@ def assert_same_state(parameter, optimizer, before):
     now = optimizer.state_dict()
     for key, value in before[1]["state"][0].items():
         assert torch.equal(now["state"][0][key], value), key
+
+
+def test_a_bare_tensor_is_refused_by_name():
+    gate, parameter, _ = make_gate()
+    with pytest.raises(TypeError, match=r"NonFiniteGate: backward takes LossOutput.*got tensor"):
+        unwrap(NonFiniteGate.backward)(gate, parameter.sum())  # as without the types' own checks
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

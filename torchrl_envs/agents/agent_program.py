@@ -350,7 +350,9 @@ class AgentProgram(ToolSource, RewardSource):
         self._max_tokens = min(self._max_tokens, self._bound)
         for loader in env.transforms_of(DataLoadingPrimer):
             needed = programs.required_columns(self.program)
-            check_columns("AgentProgram: the program", loader.columns, needed)
+            first = programs.first_argument(self.program) or "the first"
+            do = f" The endpoint is its first parameter, here {first!r}; the others are columns."
+            check_columns("AgentProgram: the program", loader.columns, needed, do)
         host = str(urlsplit(self.server.url).hostname)
         in_process = not isinstance(self.program, programs.AgentCommand)
         if in_process and "http" in getproxies() and not proxy_bypass(host):

@@ -297,7 +297,7 @@ def checked(
     found = len(given) if isinstance(given, list | tuple) else type(given).__name__
     faults: Iterable[str] = [f"it gave {found}"]
     if found == num_prompts:
-        faults = (_fault_of(row, each, params, engine.version) for row, each in enumerate(given))
+        faults = (_fault_of(row, each, params, engine) for row, each in enumerate(given))
     if fault := next(filter(None, faults), ""):
         raise ValueError(
             f"{type(engine).__name__} does not do what an engine promises, for {num_prompts} "
@@ -307,7 +307,7 @@ def checked(
     return list(given)
 
 
-def _fault_of(row: int, given: Any, params: SamplingParameters, latest: int) -> str:
+def _fault_of(row: int, given: Any, params: SamplingParameters, engine: Any) -> str:
     """What is wrong with a response, or nothing."""
     if not isinstance(given, Generation):
         return f"response {row} is a {type(given).__name__}, not a Generation"
@@ -319,9 +319,10 @@ def _fault_of(row: int, given: Any, params: SamplingParameters, latest: int) -> 
         return f"response {row} has no lists of one length, {columns!r:.200}"
     if not all(isinstance(token, int) and token >= 0 for token in given.ids):
         return f"response {row} has ids that are none of tokens, {given.ids!r:.80}"
-    known = all(isinstance(s, VersionSpan) and 0 <= s.version <= latest for s in given.versions)
-    if not known or len(given.token_versions(latest)) != len(given.ids):
-        return f"response {row} has {given.versions!r:.200}, and the engine has version {latest}"
+    known = all(isinstance(s, VersionSpan) and 0 <= s[0] <= engine.version for s in given.versions)
+    if not known or len(given.token_versions(0)) != len(given.ids):
+        own = engine.version
+        return f"response {row} has {given.versions!r:.200}, and the engine has version {own}"
     fault = log_prob_fault(given) if given.error is None else ""
     return fault and f"response {row} {fault}"
 

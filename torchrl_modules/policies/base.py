@@ -364,7 +364,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         if budgets is not None:
             active = active & (budgets.view(-1) > 0)
             budgets = budgets.view(-1).clamp(max=self.sampling.max_new_tokens).tolist()
-        rows = active.nonzero().squeeze(-1).tolist()
+        rows = None if bool(active.all()) else active.nonzero().squeeze(-1).tolist()
         prompt, full, reasons = self.respond(prompt, max_new_tokens=budgets, rows=rows)
         self._write_turns(tensordict, prompt, full)
         write_objects(tensordict, FINISH_REASON, reasons)
@@ -419,15 +419,17 @@ class LLMWrapperBase(TensorDictModuleBase):
             The encoded prompts, the conversations with the policy's turn (a row that could not be
             generated is left as it was), and why each turn ended, ``""`` where none was asked for.
         """
-        rows = range(len(prompt)) if rows is None else rows
-        encoded, refused = self.encoder.encode_rows(prompt[rows])
+        some = prompt if rows is None else prompt[rows]
+        encoded, refused = self.encoder.encode_rows(some)
         version = self.policy_version
         ids, images = ids_and_images(encoded)
-        budgets = max_new_tokens or [self.sampling.max_new_tokens] * len(prompt)
+        rows = range(len(ids)) if rows is None else rows
+        limit = self.sampling.max_new_tokens
+        budgets = [max_new_tokens[row] if max_new_tokens else limit for row in rows]
         good = [i for i in range(len(rows)) if i not in refused]
         media = [images[i] for i in good]
         further: dict[str, Any] = {"images": media} if any(media) else {}
-        further["max_new_tokens"] = [self.bounded_turn(budgets[rows[i]], len(ids[i])) for i in good]
+        further["max_new_tokens"] = [self.bounded_turn(budgets[i], len(ids[i])) for i in good]
         asked = [ids[i] for i in good]
         drawn = self.engine.generate(asked, self.sampling, **further) if asked else []
         drawn = checked(self.engine, drawn, self.sampling, len(asked))
@@ -439,6 +441,8 @@ class LLMWrapperBase(TensorDictModuleBase):
                 error = f"the model drew {sorted(wrong)}, which stand for images"
                 answers[i] = Generation([], [], "error", error)
         full = self.append_generations(encoded, [answers[i] for i in range(len(rows))], version)
+        if some is prompt:
+            return encoded, full, [finish_reason_of(answers[i]) for i in range(len(rows))]
         index, reasons = list(range(len(prompt))), [""] * len(prompt)
         for new, row in enumerate(rows):
             index[row] = len(prompt) + new
@@ -459,9 +463,11 @@ class LLMWrapperBase(TensorDictModuleBase):
         texts = self.encoder.decode_responses([g.ids for g in generations])
         turns: list[Turn | None] = []
         for generation, text in zip(generations, texts, strict=True):
-            extra = generation.reported(self.sampling)
+            params = self.sampling
+            is_more = params.untempered_log_probs or params.entropy
+            extra = generation.reported(params) if is_more else {}
             message = {"role": "assistant", "content": text}
-            versions = generation.token_versions(version)
+            versions = generation.token_versions(version) if generation.versions else version
             turn = Turn(generation.ids, generation.log_probs, message, versions, extra)
             turns.append(None if generation.finish_reason == "error" else turn)
         return prompt.append_turns(turns)

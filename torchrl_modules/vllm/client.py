@@ -393,6 +393,8 @@ class ServerRoutes:
 
 _DRAWN = "vllm:generation_tokens_total"
 _READ = "vllm:prompt_tokens_total"
+_MAX_LABELS: Final = 1 << 12
+"""So many of the last updates are known by name: more come while no row is drawn."""
 
 
 class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
@@ -581,12 +583,13 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             }
         except ValueError as error:
             return Generation([], [], "error", str(error))
-        first = len(self._labels) - 1
-        body["cache_salt"] = self._labels[first]  # Cached prefixes of other weights are never met.
+        first = self._labels[-1]
+        body["cache_salt"] = first  # Cached prefixes of other weights are never met.
         path = "/inference/v1/generate"
         status, answer = self._rows.request("POST", path, body, interrupt=interrupt)
         if status == 200:
-            return read_answer(answer, self._labels[first:])
+            labels = self._labels
+            return read_answer(answer, labels[labels.index(first) if first in labels else 0 :])
         if status >= 500:
             self._check_health()
         message = f"the server answers {status}: {answer}"
@@ -709,7 +712,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 if recompute:
                     self._post("/reset_prefix_cache", reset_running_requests="true")
                 self._post("/update_weight_version", {"new_version": label})
-                self._labels.append(label)
+                self._labels = [*self._labels[1 - _MAX_LABELS :], label]
                 self._mixed = False
             finally:
                 if not (self._mixed or self._paused):

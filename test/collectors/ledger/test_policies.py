@@ -3,6 +3,7 @@
 import pytest
 
 from collectors.ledger import Drop, GroupLedger, OnPolicy, Replay, Wait
+from collectors.ledger import ledger as ledger_module
 
 
 def make(groups_per_step, policy, **settings):
@@ -150,6 +151,11 @@ def test_pulled_every_two_steps_the_slots_last_that_long():
     assert not ledger.can_admit()
 
 
+def test_what_is_no_policy_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"GroupLedger: policy takes StalenessPolicy.*got 'wait'"):
+        make(2, "wait")
+
+
 def test_a_cap_on_what_runs_at_once():
     ledger = make(2, Wait(4), max_inflight_groups=1)
     first = ledger.offer(0, 0)
@@ -176,6 +182,15 @@ class TestReplay:
             ledger.finish(ticket, ticket.version, 10)
         return ledger.schedule
 
+    def test_a_schedule_has_the_latest_steps(self, monkeypatch):
+        monkeypatch.setattr(ledger_module, "_MAX_SCHEDULE", 3)
+        ledger = make(1, OnPolicy())
+        for number in range(5):
+            finish(ledger, ledger.offer(number, number))
+            ledger.trained(ledger.take(), number)
+            ledger.weights_pulled(number + 1)
+        assert ledger.schedule == [(2,), (3,), (4,)]
+
     def test_a_schedule_is_trained_again_whatever_finishes_first(self):
         # The oldest takes long: within the window of 4 of 8 slots, three overtake it.
         policy = Wait(6, pipeline_depth=3, window=0.5)
@@ -187,10 +202,22 @@ class TestReplay:
         longer = self.run(Replay(recorded, policy), range(40), num_steps=5)
         assert longer == [*recorded, (8, 9)]
 
+    def test_a_policy_of_ones_own_is_kept(self):
+        class Late(Wait):
+            def slots(self, groups_per_step, weight_sync_steps):
+                return super().slots(groups_per_step, weight_sync_steps) + 1
+
+        replay = Replay([(0, 1)], Late(2, window=0.5))
+        assert (replay.slots(2, 1), replay.max_staleness, replay.window) == (5, 2, 0.5)
+        assert replay != Replay([(1, 0)], Late(2, window=0.5))
+
     def test_what_can_not_be_replayed_is_refused(self):
         with pytest.raises(TypeError, match=r"Replay: policy takes Wait.*got Drop"):
             Replay([(0, 1)], Drop(4))
         with pytest.raises(ValueError, match=r"trains the prompts \[1\] twice"):
             Replay([(0, 1), (1, 2)])
+        # Two steps of two fill the slots, and the prompts of a later step never come.
+        with pytest.raises(ValueError, match=r"prompts \[40, 41\], and waits .* \[0, 1, 2, 3\]"):
+            self.run(Replay([(40, 41)], Wait(2)), range(40))
         with pytest.raises(ValueError, match="step 0 trained 3 groups, and 2 are asked for"):
             self.run(Replay([(0, 1, 2)], Wait(2)), range(40))

@@ -334,6 +334,9 @@ def test_the_model_that_is_trained_is_not_the_one_that_draws(make_policy):
             collector.update_policy_weights_(policy.engine.model)
         with pytest.raises(ValueError, match="draws from the tensors that are trained"):
             collector.update_policy_weights_(state_dict=policy.engine.model.state_dict())
+        with pytest.raises(RuntimeError, match="are pushed by its update_policy_weights_"):
+            collector.weight_updater.push(copy.deepcopy(policy.engine.model))
+        assert (policy.policy_version, collector.policy_version) == (0, 0)
 
 
 @pytest.mark.parametrize("every", [1, 3])

@@ -250,6 +250,13 @@ def test_what_does_not_go_together_is_refused(chatml_tokenizer):
         compose(AgentProgram(asks_once), FoldContext(str, max_turns=1)).check()
     with pytest.raises(ValueError, match="has \\['AddThinkingPrompt'\\]"):
         compose(AgentProgram(asks_once), AddThinkingPrompt(bool)).check()
+
+    async def turned(prompt, endpoint):
+        del prompt, endpoint
+
+    needs = r"needs the columns \['endpoint'\].* endpoint is its first parameter, here 'prompt'"
+    with pytest.raises(ValueError, match=needs):
+        compose(AgentProgram(turned)).check()
     with pytest.raises(TypeError, match=r"AgentProgram: .* has to take the endpoint first"):
         AgentProgram(lambda: 1.0)
     with pytest.raises(TypeError, match="takes a function"):

@@ -18,6 +18,7 @@ import torch
 from torchrl_modules.engines.engine import EngineDied
 from torchrl_modules.engines.supervision import EngineState, StallClock, is_stopped, this_process
 from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.vllm import client
 from torchrl_modules.vllm.client import VLLMServerEngine
 from torchrl_modules.vllm.requests import StaleWeights
 from torchrl_modules.vllm.server import SupervisedEngine
@@ -303,6 +304,23 @@ def test_an_update_in_flight_is_stamped_token_by_token(start):
         assert len(versions) == 10
         assert sorted(set(versions)) == [0, 1]
         assert versions == sorted(versions)
+
+
+def test_a_client_knows_a_bounded_number_of_updates(start, monkeypatch):
+    monkeypatch.setattr(client, "_MAX_LABELS", 3)
+    with connected(start({"token_s": 0.05})) as engine:
+        for _ in range(5):
+            engine.update_weights(FIRST)
+        timer = threading.Timer(0.2, engine.update_weights, (SECOND,))
+        timer.start()
+        rows = engine.generate(PROMPTS, PARAMS)
+        timer.join()
+        assert engine._labels == ["4", "5", "6"]
+        assert {v for row in rows for v in row.token_versions(otherwise=-1)} == {5, 6}
+        engine._labels = ["1", "6"]  # as if the server were back at what it had long ago
+        engine._post("/update_weight_version", {"new_version": "1"})
+        with pytest.raises(StaleWeights, match="'1'"):
+            engine.generate(PROMPTS, PARAMS)
 
 
 def test_E03_an_engine_that_was_restarted_behind_ones_back_is_stale(start):
