@@ -364,8 +364,10 @@ class LLMWrapperBase(TensorDictModuleBase):
         if budgets is not None:
             active = active & (budgets.view(-1) > 0)
             budgets = budgets.view(-1).clamp(max=self.sampling.max_new_tokens).tolist()
-        rows = None if bool(active.all()) else active.nonzero().squeeze(-1).tolist()
-        prompt, full, reasons = self.respond(prompt, max_new_tokens=budgets, rows=rows)
+        if bool(active.all()):
+            prompt, full, reasons = self.respond(prompt, max_new_tokens=budgets)
+        else:
+            prompt, full, reasons = self._respond_some(prompt, active, budgets)
         self._write_turns(tensordict, prompt, full)
         write_objects(tensordict, FINISH_REASON, reasons)
         return tensordict
@@ -400,12 +402,21 @@ class LLMWrapperBase(TensorDictModuleBase):
             groups = padded_rows(rows, pad_token_id=pad_id) if self.pad_output else lazy_stack(rows)
             set_groups(batch, groups.reshape(batch.batch_size), padded=self.pad_output)
 
+    def _respond_some(
+        self, prompt: Conversations, active: Tensor, budgets: Sequence[int] | None
+    ) -> tuple[Conversations, Conversations, list[str]]:
+        rows = active.nonzero().squeeze(-1).tolist()
+        budgets = None if budgets is None else [budgets[i] for i in rows]
+        new_prompt, new_full, new_reasons = self.respond(prompt[rows], max_new_tokens=budgets)
+        index, reasons = list(range(len(prompt))), [""] * len(prompt)
+        for new, row in enumerate(rows):
+            index[row] = len(prompt) + new
+            reasons[row] = new_reasons[new]
+        prompt, full = (Conversations.cat([prompt, new])[index] for new in (new_prompt, new_full))
+        return prompt, full, reasons
+
     def respond(
-        self,
-        prompt: Conversations,
-        *,
-        max_new_tokens: Sequence[int] | None = None,
-        rows: Sequence[int] | None = None,
+        self, prompt: Conversations, *, max_new_tokens: Sequence[int] | None = None
     ) -> tuple[Conversations, Conversations, list[str]]:
         """Encode what waits in the conversations and sample a turn for each.
 
@@ -413,20 +424,16 @@ class LLMWrapperBase(TensorDictModuleBase):
             prompt: B conversations.
             max_new_tokens: a budget per row that overrides the sampling parameters'. No turn is
                 longer than the engine's ``max_model_len`` leaves room for.
-            rows: of these alone; the others are left as they are. All when not given.
 
         Returns:
             The encoded prompts, the conversations with the policy's turn (a row that could not be
-            generated is left as it was), and why each turn ended, ``""`` where none was asked for.
+            generated is left as it was), and why each turn ended.
         """
-        some = prompt if rows is None else prompt[rows]
-        encoded, refused = self.encoder.encode_rows(some)
+        encoded, refused = self.encoder.encode_rows(prompt)
         version = self.policy_version
         ids, images = ids_and_images(encoded)
-        rows = range(len(ids)) if rows is None else rows
-        limit = self.sampling.max_new_tokens
-        budgets = [max_new_tokens[row] if max_new_tokens else limit for row in rows]
-        good = [i for i in range(len(rows)) if i not in refused]
+        budgets = max_new_tokens or [self.sampling.max_new_tokens] * len(ids)
+        good = [i for i in range(len(ids)) if i not in refused]
         media = [images[i] for i in good]
         further: dict[str, Any] = {"images": media} if any(media) else {}
         further["max_new_tokens"] = [self.bounded_turn(budgets[i], len(ids[i])) for i in good]
@@ -440,15 +447,9 @@ class LLMWrapperBase(TensorDictModuleBase):
             if wrong := never.intersection(generation.ids):
                 error = f"the model drew {sorted(wrong)}, which stand for images"
                 answers[i] = Generation([], [], "error", error)
-        full = self.append_generations(encoded, [answers[i] for i in range(len(rows))], version)
-        if some is prompt:
-            return encoded, full, [finish_reason_of(answers[i]) for i in range(len(rows))]
-        index, reasons = list(range(len(prompt))), [""] * len(prompt)
-        for new, row in enumerate(rows):
-            index[row] = len(prompt) + new
-            reasons[row] = finish_reason_of(answers[new])
-        prompt, full = (Conversations.cat([prompt, new])[index] for new in (encoded, full))
-        return prompt, full, reasons
+        given = [answers[i] for i in range(len(ids))]
+        full = self.append_generations(encoded, given, version)
+        return encoded, full, [finish_reason_of(each) for each in given]
 
     def append_generations(
         self, prompt: Conversations, generations: Sequence[Generation], version: int
