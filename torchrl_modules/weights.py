@@ -33,11 +33,6 @@ class LazyWeights(Mapping[str, Tensor]):
     facts: Mapping[str, WeightFacts]
     """Of every weight, by its name, in order."""
 
-    def same_values(self, first: str, second: str) -> bool:
-        """Whether two names stand for the same values."""
-        is_one = self.facts[first].place == self.facts[second].place
-        return is_one or torch.equal(self[first], self[second])
-
     def __iter__(self) -> Iterator[str]:
         return iter(self.facts)
 
@@ -87,9 +82,7 @@ def first_names(weights: Mapping[str, Any]) -> dict[str, str]:
     """For each name the first one of the same tensor."""
     first: dict[Hashable, str] = {}
     facts = facts_of(weights).items()
-    return {
-        name: first.setdefault(getattr(x, "place", None) or _place(x), name) for name, x in facts
-    }
+    return {name: first.setdefault(_place(x), name) for name, x in facts}
 
 
 def copied(
@@ -149,7 +142,6 @@ class ExpectedWeights:
         """Check an update as a whole, and give the values to load, aliases left out."""
         known = {name: self.aliases.get(name, name) for name in new}
         faults = [f"it has no use for {name}" for name, at in known.items() if at not in self.own]
-        lazy = new if isinstance(new, LazyWeights) else None
         looked_at = facts_of(new)
         chosen: dict[str, str] = {}
         for name, at in known.items():
@@ -160,15 +152,13 @@ class ExpectedWeights:
             first = chosen.get(at)
             if first is None and not fault:
                 chosen[at] = name
-            elif first is not None and not (
-                _same(new[first], new[name]) if lazy is None else lazy.same_values(first, name)
-            ):
+            elif first is not None and not _same(new, first, name):
                 faults.append(f"{name} and {at} are tied, but are given different values")
         named = set(known.values())
         faults += [f"it lacks {name}" for name in self.own if name not in named]
         refuse(faults, who=who)
-        if lazy is not None:
-            return RenamedWeights(lazy, chosen)
+        if isinstance(new, LazyWeights):
+            return RenamedWeights(new, chosen)
         return {at: new[name].detach() for at, name in chosen.items()}
 
     def _fault(self, name: str, value: Any, own: Tensor) -> str | None:
@@ -216,16 +206,23 @@ def value_fault(name: str, value: Any) -> str | None:
     return f"{name} is no whole torch.Tensor with data, but {found}"
 
 
-def _place(value: Tensor) -> Any:
-    """The same for weights that share their memory."""
+def _place(value: Tensor | WeightFacts) -> Hashable:
+    """The same for weights that share their memory, or of which the facts say so."""
+    if isinstance(value, WeightFacts):
+        return value.place
     at = 0 if value.is_meta else value.data_ptr()
     return (at, value.shape, value.stride()) if at else id(value)
 
 
-def _same(left: Tensor, right: Any) -> bool:
-    if value_fault("", right):
+def _same(weights: Mapping[str, Tensor], first: str, second: str) -> bool:
+    """Whether two names stand for the same values, where the first one's can be taken."""
+    facts = facts_of(weights)
+    if not isinstance(weights, LazyWeights) and value_fault(second, facts[second]):
         return False
-    return _place(left) == _place(right) or torch.equal(left, right.to(left))
+    if _place(facts[first]) == _place(facts[second]):
+        return True
+    left = weights[first]
+    return torch.equal(left, weights[second].to(left))
 
 
 def all_finite(value: Tensor) -> bool:

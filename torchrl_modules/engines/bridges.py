@@ -25,7 +25,6 @@ from .engine import (
     EngineDied,
     EngineOver,
     Generation,
-    VersionSpan,
     checked,
 )
 
@@ -439,10 +438,19 @@ class BatchingEngine(EngineOver):
                 self.check()
 
     async def _answer(self, batch: list[_Request]) -> None:
-        loop = asyncio.get_running_loop()
+        def generate() -> list[Generation]:
+            version = self._inside.version
+            generations = self._inside.generate(
+                [request.prompt for request in batch],
+                batch[0].params,
+                max_new_tokens=[request.budget for request in batch],
+            )
+            given = checked(self._inside, generations, batch[0].params, len(batch))
+            return [each.drawn_by(version) for each in given]
+
         outcomes: Sequence[Generation | Exception]
         try:
-            outcomes = await loop.run_in_executor(self._thread, self._generate, batch)
+            outcomes = await asyncio.get_running_loop().run_in_executor(self._thread, generate)
         except Exception as error:
             outcomes = [error] * len(batch)
         for request, outcome in zip(batch, outcomes, strict=True):
@@ -452,20 +460,6 @@ class BatchingEngine(EngineOver):
                 request.future.set_exception(outcome)
             else:
                 request.future.set_result(outcome)
-
-    def _generate(self, batch: list[_Request]) -> list[Generation]:
-        version = self._inside.version
-        generations = self._inside.generate(
-            [request.prompt for request in batch],
-            batch[0].params,
-            max_new_tokens=[request.budget for request in batch],
-        )
-        return [
-            each
-            if each.versions or not each.ids
-            else each._replace(versions=[VersionSpan(version, 0, len(each.ids))])
-            for each in checked(self._inside, generations, batch[0].params, len(batch))
-        ]
 
     async def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
@@ -513,15 +507,6 @@ class BlockingEngine(EngineOver, ClosedOnLeaving):
     def __init__(self, engine: AsyncEngine) -> None:
         self._inside = self.inside = engine
         self._loop = LoopThread("BlockingEngine")
-
-    def check_sampling(self, params: SamplingParameters) -> None:
-        """Check that the engine can draw from a distribution.
-
-        Raises:
-            ValueError: it can't.
-        """
-        if (check := getattr(self.inside, "check_sampling", None)) is not None:
-            check(params)
 
     def generate(
         self,

@@ -290,20 +290,17 @@ class ContinuousDecoding:
             for request in self._running.values():
                 request.session = None
         elif self._running:
+            # All that was read of each row that runs is read again: all but its last token.
             with torch.no_grad(), self._evaluating(), self._engine.precision():
-                self._reread()
-
-    def _reread(self) -> None:
-        """Read again all that was read of each row that runs: all but its last token."""
-        for at, (_, members) in enumerate(self._groups):
-            left = [row for row in members if id(row) in self._running]
-            read = [row.tokens[:-1] for row in left]
-            if self.slots is not None:
-                self.slots.fill(read, range(len(left)))
-            else:
-                reader = self._engine.reader(self._model)
-                reader.read(read)
-                self._groups[at] = reader, left
+                for at, (_, members) in enumerate(self._groups):
+                    left = [row for row in members if id(row) in self._running]
+                    read = [row.tokens[:-1] for row in left]
+                    if self.slots is not None:
+                        self.slots.fill(read, range(len(left)))
+                    else:
+                        reader = self._engine.reader(self._model)
+                        reader.read(read)
+                        self._groups[at] = reader, left
 
     def abort(self, request: Request) -> None:
         """Let a request go that nobody waits for."""

@@ -59,15 +59,20 @@ class Generation(NamedTuple):
         """This beginning of a response and what came next, with its end."""
         return more._replace(ids=self.ids + more.ids, log_probs=self.log_probs + more.log_probs)
 
+    def drawn_by(self, version: int) -> "Generation":
+        """The same, all of it drawn by one version where the engine did not say."""
+        if self.versions or not self.ids:
+            return self
+        return self._replace(versions=[VersionSpan(version, 0, len(self.ids))])
+
     def token_versions(self, otherwise: int) -> list[int]:
         """The version that drew each token.
 
         Args:
             otherwise: the version of all of them, when the engine did not say.
         """
-        if not self.versions:
-            return [otherwise] * len(self.ids)
-        return [version for version, start, end in self.versions for _ in range(start, end)]
+        spans = self.drawn_by(otherwise).versions
+        return [version for version, start, end in spans for _ in range(start, end)]
 
     def reported(self, params: SamplingParameters) -> dict[str, Sequence[float]]:
         """What was asked for of each token beside its log-prob, by the name of its entry."""
@@ -242,6 +247,20 @@ class EngineOver:
     def update_dtype(self) -> Any:
         """In which type it takes weights that are sent; ``None`` where it does not say."""
         return getattr(self._inside, "update_dtype", None)
+
+    @property
+    def max_adapters(self) -> int:
+        """See `VLLMEngine.max_adapters`; 0 over an engine that takes none or is a process."""
+        return getattr(self._inside, "max_adapters", 0)
+
+    def check_sampling(self, params: SamplingParameters) -> None:
+        """Check that the engine can draw from a distribution.
+
+        Raises:
+            ValueError: it can't.
+        """
+        if (check := getattr(self._inside, "check_sampling", None)) is not None:
+            check(params)
 
     def sleep(self) -> None:
         """Lend the memory of a vLLM engine to training, until the next update wakes it.

@@ -20,6 +20,7 @@ from torchrl_modules.scoring.models import (
     find_first,
     forward_parameters,
     model_inputs,
+    own_positions,
     run_image_trial,
     run_trial,
 )
@@ -358,10 +359,6 @@ class ImageRows(PromptReader):
         self._images = [tuple(its) for its in images]
         self._positions = RowPositions(model)
 
-    def close(self) -> None:
-        """Rows that come later are not placed like these."""
-        self._positions.forget()
-
 
 class ImageReader(ImageRows):
     """A cache of keys and values; equal prompts with equal images are read once."""
@@ -424,17 +421,17 @@ def _continued_with_images(
     rows, results = trial.rows, [[] for _ in trial.rows]
     for group in alike(processor, [len(row) for row in rows], trial.images):
         here = group + group[:1]  # one row twice
-        reader = cls(model, processor, [trial.images[i] for i in here])
-        logits = reader.read([rows[i][:-2].tolist() for i in here])
-        for step in (-2, -1):
-            drawn = torch.stack([rows[i][step] for i in here])
-            log_p = logits.double().log_softmax(-1).gather(1, drawn[:, None]).squeeze(1)
-            for i, value in dict(zip(here, log_p, strict=True)).items():
-                results[i].append(value)
-            if step == -2:
-                left = torch.arange(1, len(here), device=drawn.device)
-                reader.keep(left)
-                here = here[1:]
-                logits = reader.advance(drawn[left])
-        reader.close()
+        with own_positions(model):
+            reader = cls(model, processor, [trial.images[i] for i in here])
+            logits = reader.read([rows[i][:-2].tolist() for i in here])
+            for step in (-2, -1):
+                drawn = torch.stack([rows[i][step] for i in here])
+                log_p = logits.double().log_softmax(-1).gather(1, drawn[:, None]).squeeze(1)
+                for i, value in dict(zip(here, log_p, strict=True)).items():
+                    results[i].append(value)
+                if step == -2:
+                    left = torch.arange(1, len(here), device=drawn.device)
+                    reader.keep(left)
+                    here = here[1:]
+                    logits = reader.advance(drawn[left])
     return [torch.stack(values) for values in results]

@@ -2,9 +2,9 @@
 
 import ctypes
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,7 @@ from torchrl_modules.scoring.models import (
     alike,
     evaluation_mode,
     is_sharded,
+    own_positions,
     precision,
     settle_rope_factors,
     unwrapped,
@@ -242,31 +243,26 @@ class TransformersEngine:
         self, prompts: Sequence[Sequence[int]], good: list[int], images: list[list[str]]
     ) -> Iterator[tuple[list[int], PromptReader]]:
         """Rows that are drawn together, and what reads them."""
-        if self._kept is not None and issubclass(self.reader, SlotReader):
-            now = (weights_fingerprint(self._inside), acting_adapters(self._inside))
-            if now != self._kept_for:  # What other weights have read is not what these would have.
-                self._kept.clear()
-                self._kept_for = now
         text = [i for i in good if not images[i]]
         if text:
+            new_reader: Callable[[PreTrainedModel], PromptReader] = self.reader
+            if self._kept is not None and issubclass(self.reader, SlotReader):
+                now = (weights_fingerprint(self._inside), acting_adapters(self._inside))
+                if now != self._kept_for:  # What other weights have read is not what these would.
+                    self._kept.clear()
+                    self._kept_for = now
+                new_reader = partial(self.reader, kept=self._kept)
             for group in group_rows(prompts, text, by_length=self.reader.needs_one_length):
-                yield group, self._new_reader()
+                yield group, new_reader(self._inside)
         rows = [i for i in good if images[i]]
         if not rows or self.images is None:
             return
         cls = find_image_reader(self._inside, self.images)
         lengths, media = [len(prompts[i]) for i in rows], [images[i] for i in rows]
         for places in alike(self.images, lengths, media):
-            reader = cls(self._inside, self.images, [media[k] for k in places])
-            try:
+            with own_positions(self._inside):
+                reader = cls(self._inside, self.images, [media[k] for k in places])
                 yield [rows[k] for k in places], reader
-            finally:
-                reader.close()
-
-    def _new_reader(self) -> PromptReader:
-        if self._kept is not None and issubclass(self.reader, SlotReader):
-            return self.reader(self._inside, self._kept)
-        return self.reader(self._inside)
 
     def forget(self) -> None:
         """Let go of what is kept of earlier rows: no row goes on from it."""

@@ -202,7 +202,12 @@ def _convert(path: Path, folder: Path) -> None:
             del model.config.quantization_config
             model.hf_quantizer, model.is_quantized = None, False
             model.save_pretrained(made)
-            _begin_with_bos(tokenizer, adds_bos)
+            template, bos = own_template(tokenizer), tokenizer.bos_token
+            if adds_bos and template and bos:  # the family begins every text with it
+                variables = {"bos_token": bos, "eos_token": tokenizer.eos_token}
+                chat: Any = [{"role": "user", "content": "Hello"}]
+                if not render_template(template, chat, variables=variables).text.startswith(bos):
+                    tokenizer.chat_template = "{{- bos_token -}}" + template
             tokenizer.save_pretrained(made)
             made.chmod(0o755)
             made.rename(folder)
@@ -250,14 +255,3 @@ def _header(path: Path) -> tuple[int, torch.dtype, bool]:
     if add is None:
         add = kind == "llama" or split == "llama-bpe"
     return num_weights, dtype, bool(add)
-
-
-def _begin_with_bos(tokenizer: Any, adds_bos: bool) -> None:
-    """Let the template begin with the token that the family begins every text with."""
-    template, bos = own_template(tokenizer), tokenizer.bos_token
-    if not (adds_bos and template and bos):
-        return
-    variables = {"bos_token": bos, "eos_token": tokenizer.eos_token}
-    chat: Any = [{"role": "user", "content": "Hello"}]
-    if not render_template(template, chat, variables=variables).text.startswith(bos):
-        tokenizer.chat_template = "{{- bos_token -}}" + template

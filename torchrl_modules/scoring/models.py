@@ -152,14 +152,6 @@ def acting_adapters(model: nn.Module) -> tuple[tuple[bool, tuple[Any, ...]], ...
     )
 
 
-def is_linear(module: Any) -> bool:
-    """Whether a module computes ``x @ weight.T + bias`` with its own ``weight`` and ``bias``."""
-    peft: Any = sys.modules.get("peft")
-    if peft is not None and type(module) is peft.utils.ModulesToSaveWrapper:
-        module = module.original_module
-    return type(module) is nn.Linear
-
-
 def precision(model: PreTrainedModel, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """What a model computes in: ``torch.autocast`` of a type, or its own type without one."""
     return nullcontext() if dtype is None else torch.autocast(model.device.type, dtype=dtype)
@@ -554,10 +546,13 @@ class ModelReader:
 
 def plain_head(model: PreTrainedModel) -> nn.Linear | None:
     """The head, if the logits may be this product with the decoder's output and nothing else."""
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     # A head inside another module comes after something else; a model may be its own base.
     is_last = any(child is head for child in model.children()) and model.base_model is not model
-    return head if is_linear(head) and is_last else None
+    peft: Any = sys.modules.get("peft")
+    is_wrapped = peft is not None and type(head) is peft.utils.ModulesToSaveWrapper
+    inside = head.original_module if is_wrapped else head
+    return head if is_last and type(inside) is nn.Linear else None
 
 
 # Rows with images, read by a model's own forward: those of one length and shape together.

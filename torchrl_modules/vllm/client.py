@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Final, Literal
@@ -534,7 +534,17 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         with self._watch.waiting():
             calls = [self._pool.submit(self._draw_row, row, params) for row in rows]
             wait(calls)  # each has a deadline: `timeout_s`, and the watch
-        return self._collected(calls)
+        lost = [error for call in calls if (error := call.exception()) is not None]
+        for error in lost:
+            if not isinstance(error, ConnectionError):
+                raise error
+        if lost:
+            raise EngineDied(
+                f"VLLMServerEngine: {len(lost)} of {len(calls)} rows were lost: "
+                f"{self._failure or lost[0]}",
+                results=[None if call.exception() else call.result() for call in calls],
+            )
+        return [call.result() for call in calls]
 
     def draw_one(self, row: Row, params: SamplingParameters, interrupt: Interrupt) -> Generation:
         """Draw one row, for a caller that may let it go.
@@ -548,26 +558,12 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             EngineDied: the server is gone or stuck, or it was interrupted.
         """
         self._check_not_mixed()
-        call: Future[Generation] = Future()
-        with self._watch.waiting():
-            try:
-                call.set_result(self._draw_row(row, params, interrupt))
-            except Exception as error:
-                call.set_exception(error)
-        return self._collected([call])[0]
-
-    def _collected(self, calls: "list[Future[Generation]]") -> list[Generation]:
-        lost = [error for call in calls if (error := call.exception()) is not None]
-        for error in lost:
-            if not isinstance(error, ConnectionError):
-                raise error
-        if lost:
-            raise EngineDied(
-                f"VLLMServerEngine: {len(lost)} of {len(calls)} rows were lost: "
-                f"{self._failure or lost[0]}",
-                results=[None if call.exception() else call.result() for call in calls],
-            )
-        return [call.result() for call in calls]
+        try:
+            with self._watch.waiting():
+                return self._draw_row(row, params, interrupt)
+        except ConnectionError as error:
+            reason = self._failure or error
+            raise EngineDied(f"VLLMServerEngine: the row was lost: {reason}") from error
 
     def _draw_row(
         self, row: Row, params: SamplingParameters, interrupt: Interrupt | None = None

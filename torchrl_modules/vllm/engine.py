@@ -422,7 +422,7 @@ class AsyncVLLMEngine(SteppedEngine, RespondingEngine):
         return stream
 
     async def draw(self, row: Row, params: SamplingParameters) -> Generation:
-        """Draw one response as `generate` does, with a seed of its own."""
+        """See `RespondingEngine.draw`."""
         async with self._submit(row, params) as stream:
             drawn = await stream.result()
         return drawn.generation._replace(versions=drawn.versions)

@@ -156,19 +156,6 @@ class Row(NamedTuple):
     seed: int | None
 
 
-class VLLMEngineOver(EngineOver):
-    """Can do, too, what the vLLM engine inside can."""
-
-    @property
-    def max_adapters(self) -> int:
-        """See `VLLMEngine.max_adapters`; 0 over an engine in another process."""
-        return getattr(self._inside, "max_adapters", 0)
-
-    def check_sampling(self, params: SamplingParameters) -> None:
-        """See `WholeBatchEngine.check_sampling`."""
-        self._inside.check_sampling(params)
-
-
 class WholeBatchEngine(ClosedOnLeaving, ABC):
     """An :class:`~torchrl_modules.engines.engine.Engine`: whole batches in, whole batches out."""
 
@@ -284,7 +271,7 @@ class VersionedGeneration(NamedTuple):
     """In order, without gaps, from 0 to the number of tokens."""
 
 
-class RespondingEngine(VLLMEngineOver, ABC):
+class RespondingEngine(EngineOver, ABC):
     """Gives whole responses, by whatever draws one."""
 
     async def generate(
@@ -301,8 +288,8 @@ class RespondingEngine(VLLMEngineOver, ABC):
         Returns:
             The response, with the versions that drew it.
         """
-        generation = await self.respond(prompt, params, max_new_tokens=max_new_tokens)
-        return VersionedGeneration(generation, list(generation.versions))
+        drawn = await self.respond(prompt, params, max_new_tokens=max_new_tokens)
+        return VersionedGeneration(drawn._replace(versions=()), list(drawn.versions))
 
     async def respond(
         self,
@@ -317,14 +304,15 @@ class RespondingEngine(VLLMEngineOver, ABC):
         vLLM finds what it has read by the tokens alone, so ``session`` changes nothing.
         """
         del session
-        return finished(await self.draw(self._row(prompt, params, max_new_tokens), params), params)
+        drawn = await self.draw(self._row(prompt, params, max_new_tokens), params)
+        return finished(drawn, params)
 
     def end_session(self, session: Hashable) -> None:
         """Nothing: vLLM forgets what was not used for the longest time."""
 
     @abstractmethod
     async def draw(self, row: Row, params: SamplingParameters) -> Generation:
-        """Draw one response as `generate` does, with a seed of its own."""
+        """Draw one response and say which versions drew it; with a seed of its own."""
 
     def _row(
         self, prompt: Sequence[int], params: SamplingParameters, max_new_tokens: int | None

@@ -187,21 +187,21 @@ def engine_settings(requested: Mapping[str, Any], *, is_cpu: bool, who: str) -> 
     return {"use_tqdm_on_load": False, **WORKER, **defaults, **requested, **FIXED}
 
 
-def as_options(settings: Mapping[str, Any]) -> dict[str, str | None]:
-    """Settings as options of ``vllm serve``; a flag has no value.
+def as_options(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as a command line of ``vllm serve`` holds them; a flag has no value.
 
     Example:
         >>> as_options({"eager": True, "chunked": False, "max_model_len": 8, "config": {"a": 1}})
-        {'--eager': None, '--no-chunked': None, '--max-model-len': '8', '--config': '{"a": 1}'}
+        ['--eager', '--no-chunked', '--max-model-len', '8', '--config', '{"a": 1}']
     """
-    options: dict[str, str | None] = {}
+    words: list[str] = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            options[f"--{flag}" if value else f"--no-{flag}"] = None
+            words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            options[f"--{flag}"] = json.dumps(value) if isinstance(value, dict) else str(value)
-    return options
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
 
 
 def check_built(llm: Any, *, who: str) -> None:

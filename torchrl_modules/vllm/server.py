@@ -23,13 +23,18 @@ from typing import Any, Final, TypeVar
 from torch import Tensor
 
 from torchrl_modules.engines.bridges import BlockingEngine, LoopThread, gather_rows
-from torchrl_modules.engines.engine import ClosedOnLeaving, EngineLoad, Generation, VersionSpan
+from torchrl_modules.engines.engine import (
+    ClosedOnLeaving,
+    EngineLoad,
+    EngineOver,
+    Generation,
+)
 from torchrl_modules.engines.fleet import EngineFleet
 from torchrl_modules.sampling import SamplingParameters
 
 from .client import TOKEN_VARIABLE, Interrupt, JSONClient, VLLMServerEngine
 from .engine import AsyncVLLMEngine, VLLMEngine
-from .requests import RespondingEngine, Row, VLLMEngineOver, WholeBatchEngine
+from .requests import RespondingEngine, Row, WholeBatchEngine
 from .runtime import CPU_DEFAULTS, FIXED, PARENT_VARIABLE, WORKER, as_options, import_vllm, serve
 
 # A vLLM server of token ids that ends with its parent: ``python -m torchrl_modules.vllm.server``.
@@ -102,10 +107,9 @@ def main() -> None:
             environment |= _EAGER_ENVIRONMENT
         for name, value in environment.items():
             os.environ.setdefault(name, value)
-        options = as_options(_OPTIONS | (CPU_DEFAULTS if is_cpu else {}))
-        sys.argv += _words(
-            {n: v for n, v in options.items() if _plain(n) not in _command_line_options()}
-        )
+        given = _command_line_options()
+        settings = (_OPTIONS | (CPU_DEFAULTS if is_cpu else {})).items()
+        sys.argv += as_options({n: v for n, v in settings if _plain(f"--{n}") not in given})
         serve()
 
 
@@ -133,14 +137,6 @@ def _access(options: set[str], folder: str) -> list[str]:
             "here and where VLLMServerEngine runs, or listen on a socket file: --uds PATH, or "
             "neither --host nor --port."
         )
-    return words
-
-
-def _words(options: Mapping[str, str | None]) -> list[str]:
-    """As a command line holds them."""
-    words: list[str] = []
-    for name, value in options.items():
-        words += [name] if value is None else [name, value]
     return words
 
 
@@ -193,7 +189,7 @@ def start_server(
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
             options = {"tensor_parallel_size": max(1, len(devices))} | options
-        arguments = _words(as_options({"model": model, "uds": socket_path} | options))
+        arguments = as_options({"model": model, "uds": socket_path} | options)
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "torchrl_modules.vllm.server", *arguments],
@@ -327,7 +323,7 @@ def make_vllm_worker(
 T = TypeVar("T")
 
 
-class BlockingVLLMEngine(VLLMEngineOver, WholeBatchEngine):
+class BlockingVLLMEngine(EngineOver, WholeBatchEngine):
     """An :class:`~torchrl_modules.engines.engine.Engine` over an `AsyncVLLMEngine`."""
 
     # Calls of several threads share the engine's steps, and weights can be updated while they wait:
@@ -387,8 +383,7 @@ class AsyncServerEngine(RespondingEngine, ClosedOnLeaving):
             if call.cancelled():
                 interrupt()
         # A server that has no labels has one version.
-        spans = generation.versions or [VersionSpan(version, 0, len(generation.ids))]
-        return generation._replace(versions=spans if generation.ids else [])
+        return generation.drawn_by(version)
 
     can_keep_caches = True
     """`update_weights` takes ``recompute=False``."""

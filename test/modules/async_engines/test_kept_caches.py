@@ -171,12 +171,12 @@ def test_a_drawing_leaves_its_buffers_to_nobody(build_model, monkeypatch):
     """They are as large as all its rows, and the garbage collector comes by when it likes."""
     engine, readers = TransformersEngine(build_model()), []
 
-    def new_reader():
-        reader = engine.reader(engine.inside)
-        readers.append(weakref.ref(reader))
-        return reader
+    class Watched(engine.reader):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            readers.append(weakref.ref(self))
 
-    monkeypatch.setattr(engine, "_new_reader", new_reader)
+    monkeypatch.setattr(engine, "reader", Watched)
     gc.disable()
     try:
         engine.generate([[1, 2, 3], [4]], SamplingParameters(max_new_tokens=4))
