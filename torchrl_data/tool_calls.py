@@ -566,11 +566,13 @@ def parse_tool_calls(text: str, format: str = DEFAULT_FORMAT) -> ParsedTurn:
     # A turn may begin with a thought, which may never end.
     thinks = text.lstrip().startswith(_THOUGHT)
     found = _collect(written, text, _after(text, _THOUGHT_END, 0) if thinks else 0)
-    # Where the first thought ends, but for one that an argument of a call spells.
-    read = [(start, stop) for start, stop, call in found if isinstance(call, ToolCall)]
-    marks = (mark.span() for mark in re.finditer(_THOUGHT_END, text))
-    ends = (end for at, end in marks if not any(start < at < stop for start, stop in read))
-    end = next(ends, 0)
+    end = 0
+    if _THOUGHT_END in text:
+        # Where the first thought ends, but for one that an argument of a call spells.
+        read = [(start, stop) for start, stop, call in found if isinstance(call, ToolCall)]
+        marks = (mark.span() for mark in re.finditer(_THOUGHT_END, text))
+        ends = (end for at, end in marks if not any(start < at < stop for start, stop in read))
+        end = next(ends, 0)
     if end > 0:
         after = _collect(written, text, end)
         # A call that is broken may have spelled the end of a thought itself.

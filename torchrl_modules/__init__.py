@@ -5,59 +5,38 @@ from typing import TYPE_CHECKING
 from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
-    from torchrl_data import ChatHistory, LogProbs, Masks, Text, Tokens
+    from torchrl_data import ChatHistory as ChatHistory
+    from torchrl_data import LogProbs as LogProbs
+    from torchrl_data import Masks as Masks
+    from torchrl_data import Text as Text
+    from torchrl_data import Tokens as Tokens
 
-    from .engines.bridges import open_async
-    from .engines.continuous import AsyncTransformersEngine
-    from .engines.engine import AsyncEngine, Engine, EngineDied, EngineLoad, Generation, VersionSpan
-    from .engines.fleet import EngineFleet
-    from .engines.supervision import EngineHealth
-    from .engines.transformers import TransformersEngine
-    from .policies.base import LLMWrapperBase
-    from .policies.model_files import local_model
-    from .policies.transformers_wrapper import TransformersWrapper
-    from .policies.vllm_wrapper import vLLMWrapper
-    from .sampling import SamplingParameters
-    from .scoring.scorer import TokenDistribution, chunked_log_prob
-    from .vllm.client import VLLMServerEngine
-    from .vllm.engine import AsyncVLLMEngine, VLLMEngine
-    from .vllm.server import LLMOnDevice, SupervisedEngine, make_vllm_worker, start_server
-    from .vllm.worker import vLLMWorker
-    from .weight_transfer import stateless_init_process_group
-
-__all__ = [
-    "AsyncEngine",
-    "AsyncTransformersEngine",
-    "AsyncVLLMEngine",
-    "ChatHistory",
-    "Engine",
-    "EngineDied",
-    "EngineFleet",
-    "EngineHealth",
-    "EngineLoad",
-    "Generation",
-    "LLMOnDevice",
-    "LLMWrapperBase",
-    "LogProbs",
-    "Masks",
-    "SamplingParameters",
-    "SupervisedEngine",
-    "Text",
-    "TokenDistribution",
-    "Tokens",
-    "TransformersEngine",
-    "TransformersWrapper",
-    "VLLMEngine",
-    "VLLMServerEngine",
-    "VersionSpan",
-    "chunked_log_prob",
-    "local_model",
-    "make_vllm_worker",
-    "open_async",
-    "start_server",
-    "stateless_init_process_group",
-    "vLLMWorker",
-    "vLLMWrapper",
-]
+    from .engines.bridges import open_async as open_async
+    from .engines.continuous import AsyncTransformersEngine as AsyncTransformersEngine
+    from .engines.engine import AsyncEngine as AsyncEngine
+    from .engines.engine import Engine as Engine
+    from .engines.engine import EngineDied as EngineDied
+    from .engines.engine import EngineLoad as EngineLoad
+    from .engines.engine import Generation as Generation
+    from .engines.engine import VersionSpan as VersionSpan
+    from .engines.fleet import EngineFleet as EngineFleet
+    from .engines.supervision import EngineHealth as EngineHealth
+    from .engines.transformers import TransformersEngine as TransformersEngine
+    from .policies.base import LLMWrapperBase as LLMWrapperBase
+    from .policies.model_files import local_model as local_model
+    from .policies.transformers_wrapper import TransformersWrapper as TransformersWrapper
+    from .policies.vllm_wrapper import vLLMWrapper as vLLMWrapper
+    from .sampling import SamplingParameters as SamplingParameters
+    from .scoring.scorer import TokenDistribution as TokenDistribution
+    from .scoring.scorer import chunked_log_prob as chunked_log_prob
+    from .vllm.client import VLLMServerEngine as VLLMServerEngine
+    from .vllm.engine import AsyncVLLMEngine as AsyncVLLMEngine
+    from .vllm.engine import VLLMEngine as VLLMEngine
+    from .vllm.server import LLMOnDevice as LLMOnDevice
+    from .vllm.server import SupervisedEngine as SupervisedEngine
+    from .vllm.server import make_vllm_worker as make_vllm_worker
+    from .vllm.server import start_server as start_server
+    from .vllm.worker import vLLMWorker as vLLMWorker
+    from .weight_transfer import stateless_init_process_group as stateless_init_process_group
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -146,9 +146,8 @@ def test_multi_environment(run):
     """Each of its tasks is learnt, one with a tool and one by a program that owns its loop."""
     task = (*WITH_AGENT, "optim.learning_rate=1.4e-3", "evaluate.num_prompts=32")
     task += ("collector.num_prompts=14", "collector.group_size=8")
-    task += ("train.num_steps=16",)
-    learnt = run("grpo", *task, "name=learnt")
-    control = run("grpo", *task, "experiment=control")
+    learnt = run("grpo", *task, "train.num_steps=16", "name=learnt")
+    control = run("grpo", *task, "train.num_steps=8", "experiment=control")
     for part in ("where", "say"):
         assert learnt[f"before/{part}/reward"] < 0.35
         assert late(learnt, f"{part}/reward") > 0.34
@@ -161,10 +160,9 @@ def test_self_play(run):
     """Against others; a game of the policy against itself is always won and lost."""
     task = ("task.largest=8", "optim.learning_rate=1e-3", "train.baseline_decay=0.9")
     task += ("collector.num_prompts=48", "evaluate.num_prompts=128")
-    task += ("train.num_steps=48",)
-    learnt = run("self-play", *task, "name=learnt")
+    learnt = run("self-play", *task, "train.num_steps=48", "name=learnt")
     assert learnt["held_out_after"] > max(0.39, learnt["held_out_before"] + 0.1)
-    control = run("self-play", *task, "experiment=control")
+    control = run("self-play", *task, "train.num_steps=24", "experiment=control")
     assert control["held_out_after"] < 0.35
 
 

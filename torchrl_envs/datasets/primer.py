@@ -348,7 +348,7 @@ class DataLoadingPrimer(EpisodeTransform):
 
     def _start(self) -> None:
         self._frontier = data.Frontier()
-        self._members: deque[data.Item] = deque()
+        self._members: deque[tuple[data.Item, int]] = deque()  # of the group, each with its seed
         """One for each rollout of a group that is still to come."""
         self._last_good_epoch = 0
 
@@ -488,21 +488,21 @@ class DataLoadingPrimer(EpisodeTransform):
         num_drawn = 0
         for episode in episodes:
             if not self._members and (found := self._next_good_item()) is not None:
-                self._members.extend([found] * self.group_size)
+                key = (self.seed, found.epoch, found.row_id)
+                seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+                self._members.extend([(found, seed)] * self.group_size)
                 self._frontier.open((found.epoch, found.place), self.group_size)
             if not self._members:
                 episode.query, episode.example, episode.stop_reason = "", {}, NO_DATA
                 episode.group_id, episode.seed = -1, 0
                 continue
             num_drawn += 1
-            item = self._members.popleft()
+            item, episode.seed = self._members.popleft()
             place = (item.epoch, item.place)
-            key = (self.seed, item.epoch, item.row_id)
             episode.resources.add(self, place, closing=self._frontier.begin(place))
             assert isinstance(item.row, dict)
             episode.query, episode.example = item.row[self.prompt_column], item.row
             episode.group_id = item.epoch * IDS_PER_EPOCH + item.row_id
-            episode.seed = int(np.random.SeedSequence(key).generate_state(1)[0])
         everything = len(episodes) >= self._num_rows
         if everything and not num_drawn and not self._frontier.num_in_flight:
             raise DataExhaustedError(

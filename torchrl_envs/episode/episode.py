@@ -220,14 +220,16 @@ def drive(coroutines: Sequence[EventCoroutine], calls: ConcurrentCalls) -> None:
     try:
         while running:
             asked: dict[int, PendingCalls] = {}
-            for number, coroutine in list(running.items()):
+            for number, coroutine in running.items():
                 try:
                     asked[number] = _advance(coroutine, answers[number])
                 except StopIteration:
-                    del running[number]
+                    pass
                 except Exception as error:
                     errors[number] = error
-                    del running[number]
+            running = {number: running[number] for number in asked}
+            if not running:
+                break
             pending = [each for waiting in asked.values() for each in waiting.calls]
             lanes = list(_by_lane(pending).values())
             found = calls.run(

@@ -252,7 +252,7 @@ class EpisodeEnv(TransformedEnv):
             shown = read_conversations(reset, PROMPT, who="EpisodeEnv.reset")
             for row, episode in enumerate(episodes):
                 episode.share(shown, row)
-            self.runner.run(self.runner.before_turn, new)
+            self.runner.before_turns(new)
             for episode in new:
                 if episode.stop_reason:
                     episode.max_new_tokens = 0
@@ -547,12 +547,6 @@ def _is_ids(query: Any) -> bool:
 _EXAMPLE = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]
 
 
-def _is_unanswered(full: Conversations, row: int) -> bool:
-    at = full.position(row)
-    role = full.last_message(row)["role"] if at.num_messages else ""
-    return at.awaits_response or role != "assistant"
-
-
 class _PartSpec(NonTensor):
     """A part of conversations, in whatever form; the ids of a single row are a tensor."""
 
@@ -734,7 +728,12 @@ class ChatEnv(EnvBase):
             own = torch.arange(len(full))
             full = Conversations.cat([full, prompt])[torch.where(active, own, own + len(full))]
         # A row that nobody answered could not be generated, or its messages not be encoded.
-        failed = torch.tensor([_is_unanswered(full, row) for row in range(len(full))])
+        unanswered: list[bool] = []
+        for row in range(len(full)):
+            at = full.position(row)
+            role = full.last_message(row)["role"] if at.num_messages else ""
+            unanswered.append(at.awaits_response or role != "assistant")
+        failed = torch.tensor(unanswered)
         failed = (failed & active).view(*self.batch_size, 1)
         flags = {
             keys.DONE: failed,

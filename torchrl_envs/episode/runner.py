@@ -328,6 +328,15 @@ class EpisodeRunner:
         ]
         episode.tools = schemas or episode.tools
 
+    def before_turns(self, episodes: Sequence[Episode]) -> None:
+        """Bound the next turns of episodes; where no transform does, there is nothing to run."""
+        if self._parts["before_turn"]:
+            self.run(self.before_turn, episodes)
+            return
+        for episode in episodes:
+            if not (episode.stop_reason or episode.is_done):
+                episode.max_new_tokens = None
+
     async def before_turn(self, episode: Episode) -> None:
         """Bound the next turn of an episode, if it goes on; or it gets a ``stop_reason``."""
         if not (episode.stop_reason or episode.is_done):
@@ -491,7 +500,7 @@ class EpisodeStep:
         self._read_changes(batch)
         for episode in self._turns:
             episode.end_unanswered()
-        self._runner.run(self._runner.before_turn, self._turns)
+        self._runner.before_turns(self._turns)
         self.ended += [episode for episode in self._active if episode.settle()]
         self._runner.finish(self.ended)
         self._write(batch)

@@ -436,7 +436,8 @@ def test_a_row_that_can_not_be_generated_ends_alone(recorder, scripted, call_tex
 
     def refuse_row_0(prompts, params, **kwargs):
         good = generate(prompts, params, **kwargs)
-        return [good[0]._replace(ids=[], finish_reason="error", error="too long"), *good[1:]]
+        failed = good[0]._replace(ids=[], log_probs=[], finish_reason="error", error="too long")
+        return [failed, *good[1:]]
 
     policy.engine.generate = refuse_row_0
     batch = env.step(policy(env.reset()))["next"]
