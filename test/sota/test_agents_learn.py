@@ -161,9 +161,10 @@ def test_self_play(run):
     task = ("task.largest=8", "optim.learning_rate=1e-3", "train.baseline_decay=0.9")
     task += ("collector.num_prompts=48", "evaluate.num_prompts=128")
     learnt = run("self-play", *task, "train.num_steps=48", "name=learnt")
-    assert learnt["held_out_after"] > max(0.39, learnt["held_out_before"] + 0.1)
+    assert learnt["held_out_after"] > learnt["held_out_before"] + 0.15
     control = run("self-play", *task, "train.num_steps=24", "experiment=control")
-    assert control["held_out_after"] < 0.35
+    assert control["held_out_before"] == learnt["held_out_before"]
+    assert control["held_out_after"] < control["held_out_before"] + 0.1
 
 
 @pytest.fixture
