@@ -106,7 +106,7 @@ POINTS = {
         "torchrl_modules.engines.continuous.AsyncTransformersEngine.respond", DRAW, 2
     ),
     "streaming, in a push that is held back": Point(
-        "collectors.streaming.collector.WeightPushes.wait", DRAW, 2
+        "collectors.streaming.collector.BackgroundCollector._wait_for_push", DRAW, 2
     ),
     "streaming, in take": Point("collectors.streaming.producer.Producer.take"),
     "streaming, in a tool": Point(
@@ -122,7 +122,7 @@ POINTS = {
         "torchrl_envs.tasks.reasoning_gym.Calculator.add", f"{HELD_OUT}.now", 2, hangs=True
     ),
     "streaming, at the end": Point("collectors.streaming.producer.Producer.stop"),
-    "on Ray, in take": Point("collectors.cluster.ledger_service.LedgerClient._take", DRAW, 2),
+    "on Ray, in take": Point("collectors.cluster.ledger_service.LedgerClient.take_batch", DRAW, 2),
 }
 
 
@@ -209,7 +209,7 @@ def _calling(original: Any, *, is_async: bool) -> Any:
     def called(generation: Generation) -> Generation:
         ids = TOOL_CALL + generation.ids[:0]
         return generation._replace(
-            ids=ids, log_probs=[-1.0] * len(ids), finish_reason="stop", versions=None
+            ids=ids, log_probs=[-1.0] * len(ids), finish_reason="stop", versions=()
         )
 
     async def respond(*args: Any, **kwargs: Any) -> Generation:

@@ -338,10 +338,10 @@ def _fault_of(row: int, given: Any, params: SamplingParameters, engine: Any) -> 
         return f"response {row} has no lists of one length, {columns!r:.200}"
     if not all(isinstance(token, int) and token >= 0 for token in given.ids):
         return f"response {row} has ids that are none of tokens, {given.ids!r:.80}"
-    known = all(isinstance(s, VersionSpan) and 0 <= s[0] <= engine.version for s in given.versions)
+    spans = given.versions or ()  # an engine need not know
+    known = all(isinstance(s, VersionSpan) and 0 <= s[0] <= engine.version for s in spans)
     if not known or len(given.token_versions(0)) != len(given.ids):
-        own = engine.version
-        return f"response {row} has {given.versions!r:.200}, and the engine has version {own}"
+        return f"response {row} has {spans!r:.200}, and the engine has version {engine.version}"
     fault = log_prob_fault(given) if given.error is None else ""
     return fault and f"response {row} {fault}"
 

@@ -83,7 +83,7 @@ def test_what_is_wrong_is_said(folder, tmp_path, capsys):
     path = folder / "rollouts/step-000001.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-20])
     assert "not read: step-000001.jsonl.gz: cut off" in shown(capsys, folder, "--step", 1)
-    module, _, function = COMMANDS["view"].function.partition(":")
+    module, _, function = COMMANDS["view"][0].partition(":")
     assert (module, function) == (main.__module__, main.__name__)
 
 

@@ -19,6 +19,7 @@ from torchrl.envs.transforms import Compose
 from collectors import LLMCollector
 from torchrl_data import Conversations
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, TokenBudget
+from torchrl_envs.agents.agent_program import as_prompt
 from torchrl_envs.testing import ScriptedTurns
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.engines.engine import Generation
@@ -269,6 +270,11 @@ def test_a_prompt_that_is_too_long_can_be_shortened(make_tiny_model, chatml_toke
     assert trajectories["stop_reason"] == ["environment_done"]
 
 
+def encoded_by(agent, conversation):
+    """What the policy would be asked, that the environment saw last."""
+    return as_prompt(conversation, agent._encoder, agent._max_tokens)
+
+
 def test_of_a_prompt_that_is_far_too_long_only_the_beginning_is_encoded(
     make_tiny_model, chatml_tokenizer
 ):
@@ -286,9 +292,9 @@ def test_of_a_prompt_that_is_far_too_long_only_the_beginning_is_encoded(
     chats = [[{**USER, "content": long}], [USER, {**called}, USER], [{**USER, "name": long}]]
     for chat in chats:
         with pytest.raises(ValueError, match="maximum context length is 59 tokens"):
-            agent._prompts.encode(Conversations.from_messages([chat]))
+            encoded_by(agent, Conversations.from_messages([chat]))
     with pytest.raises(ValueError, match="maximum context length is 59 tokens"):
-        agent._prompts.encode(Conversations.from_messages([[USER]], [[{"description": long}]]))
+        encoded_by(agent, Conversations.from_messages([[USER]], [[{"description": long}]]))
     assert sum(encoded) <= 4 * 4096
 
 
@@ -373,12 +379,12 @@ def test_what_is_seen_of_a_policy_is_that_of_the_last_one(small_policy, chatml_t
     long = Conversations.from_messages([[{**USER, "content": "a long story " * 30}]])
     agent.check_policy(small)
     with pytest.raises(ValueError, match="maximum context length is 19 tokens"):
-        agent._prompts.encode(long)
+        encoded_by(agent, long)
     agent.check_policy(small_policy)
-    assert agent._prompts.encode(long).num_tokens(0) > 20
+    assert encoded_by(agent, long).num_tokens(0) > 20
     assert agent._accepted["top_p"] == 1.0
     agent.check_policy(lambda batch: batch)
-    assert agent._prompts.encode(long) is long
+    assert encoded_by(agent, long) is long
     assert agent._accepted == {}
 
 
