@@ -60,18 +60,21 @@ def assert_accepted(program, arguments, script, monkeypatch):
 
 
 def test_on_two_nodes_the_trainer_is_given_the_servers(programs, script, monkeypatch, tmp_path):
-    write = "import shlex, sys; print(shlex.join(sys.argv[1:]), file=open({!r}, 'a'))"
-    programs("srun", write.format(str(tmp_path / "calls")))
+    calls_of = tmp_path / "calls"
+    calls_of.touch()
+    # The servers end with the trainer, so it waits until all have been started.
+    programs(
+        "srun",
+        f"import pathlib, shlex, sys, time; told = pathlib.Path({str(calls_of)!r})\n"
+        "while 'torchrun' in sys.argv and told.read_text().count('\\n') < 4: time.sleep(0.05)\n"
+        "print(shlex.join(sys.argv[1:]), file=told.open('a'))",
+    )
     programs("scontrol", "print('node-a\\nnode-b')")
     environment = {**os.environ, "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node-[a-b]"}
     environment["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", LAUNCH / "two_nodes.sbatch", "seed=3"]
     subprocess.run(command, env=environment, check=True)
-    deadline = time.monotonic() + 120
-    while len(lines := (tmp_path / "calls").read_text().splitlines()) < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    calls = [shlex.split(line) for line in lines]
+    calls = [shlex.split(line) for line in calls_of.read_text().splitlines()]
     (trainer,) = [call for call in calls if "torchrun" in call]
     at = trainer.index("torchrun")
     assert "--nodelist=node-a" in trainer[:at]
