@@ -355,7 +355,7 @@ class EpisodeRunner:
         if episode.stop_reason and kind_of(episode.stop_reason) == ENVIRONMENT_ERROR:
             return
         try:
-            if part.concerned([episode]):
+            if part is self.dispatcher or part.concerned([episode]):
                 waiting = getattr(part, event)(episode)
                 if isinstance(waiting, CoroutineType):
                     await waiting

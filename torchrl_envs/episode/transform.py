@@ -652,11 +652,11 @@ class ToolDispatcher(EpisodeTransform):
             episode: that has just taken one; nothing happens where the policy did not speak last.
         """
         message = episode.last_message
-        items = self._read(episode, message["content"]) if message["role"] == "assistant" else ()
+        if message["role"] != "assistant" or not (items := self._read(episode, message["content"])):
+            return
         pending = [PendingCall(i.call, i.timeout_s, i.lane) for i in items if isinstance(i, Job)]
         outcomes = iter(await PendingCalls(pending) if pending else ())
-        messages: list[Message] = []
-        end: Answer | None = None  # the first that ends the episode says why
+        end, messages = None, list[Message]()  # the first that ends the episode says why
         for item in items:
             outcome = next(outcomes) if isinstance(item, Job) else Outcome()
             answer = item.phrase(outcome) if isinstance(item, Job) else item
