@@ -656,7 +656,8 @@ class ToolDispatcher(EpisodeTransform):
             return
         pending = [PendingCall(i.call, i.timeout_s, i.lane) for i in items if isinstance(i, Job)]
         outcomes = iter(await PendingCalls(pending) if pending else ())
-        end, messages = None, list[Message]()  # the first that ends the episode says why
+        messages: list[Message] = []
+        end: Answer | None = None  # the first that ends the episode says why
         for item in items:
             outcome = next(outcomes) if isinstance(item, Job) else Outcome()
             answer = item.phrase(outcome) if isinstance(item, Job) else item

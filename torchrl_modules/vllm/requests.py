@@ -93,7 +93,7 @@ def finished(generation: Generation, params: SamplingParameters) -> Generation:
     """A response as it is handed on: cut at a stop string, refused with a log-prob that is none."""
     ids, log_probs = generation.ids, generation.log_probs
     if generation.error is None and (fault := log_prob_fault(generation)):
-        return Generation([], [], "error", fault)
+        return Generation([], [], "error", f"the response {fault}")
     matcher = params.stop_matcher
     kept = matcher and matcher.num_kept(ids)
     if kept:
@@ -218,7 +218,8 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
             ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt.
         """
         self.check_sampling(params)
-        budgets = max_new_tokens or [params.max_new_tokens] * len(prompts)
+        if (budgets := max_new_tokens) is None:
+            budgets = [params.max_new_tokens] * len(prompts)
         seeds = params.row_seeds(len(prompts)) if seeds is None else seeds
         if not len(budgets) == len(seeds) == len(prompts):
             raise ValueError(

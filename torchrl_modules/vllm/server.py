@@ -23,12 +23,7 @@ from typing import Any, Final, TypeVar
 from torch import Tensor
 
 from torchrl_modules.engines.bridges import BlockingEngine, LoopThread, gather_rows
-from torchrl_modules.engines.engine import (
-    ClosedOnLeaving,
-    EngineLoad,
-    EngineOver,
-    Generation,
-)
+from torchrl_modules.engines.engine import ClosedOnLeaving, EngineLoad, EngineOver, Generation
 from torchrl_modules.engines.fleet import EngineFleet
 from torchrl_modules.sampling import SamplingParameters
 
