@@ -22,7 +22,6 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
-from pandas import DataFrame, Series, option_context
 from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
@@ -47,7 +46,7 @@ from torchrl_envs.graders.answers import final_text
 from torchrl_envs.tasks.task import Task
 
 from .run import Run
-from .settings.schema import RolloutsConfig, SamplesConfig, SettingsError, TrainingConfig
+from .settings.schema import RolloutsConfig, SamplesConfig, TrainingConfig, refusing
 
 # What a run leaves: metrics, rollouts, the result.
 
@@ -168,9 +167,7 @@ class Recorder:
                 reward = estimates["reward"]
                 if reward.num_prompts:
                     self.held_out[step] = reward
-                _LOG.info(
-                    *("held-out reward after step %d: %.3f (%.3f to %.3f)", step), *reward[:3]
-                )
+                _LOG.info("held-out reward after step %d: %.3f (%.3f to %.3f)", step, *reward[:3])
                 names = {k: k.replace("@", "_at_").replace("^", "_hat_") for k in scores}
                 for logger in self._loggers:  # some take no other names
                     logger.log_metrics({f"held_out/{names[k]}": scores[k] for k in scores}, step)
@@ -236,6 +233,8 @@ def log_samples(loggers: Sequence[Logger], rows: TensorDictBase, step: int) -> N
         rows: ``[B]``, of a test.
         step: after which it was made.
     """
+    from pandas import DataFrame, option_context
+
     name, samples = "held_out/samples", []
     for row in rows.unbind(0):
         messages = read_conversations(row, FULL, who="The recipe").messages(0)
@@ -366,6 +365,8 @@ def _draw_reward(
     held_out: Mapping[int, Estimate],
     further: Mapping[str, str],
 ) -> None:
+    from pandas import Series
+
     colors = ["tab:blue", "tab:orange", "tab:purple", "tab:brown", "tab:pink"]
     curves = {"training rollouts": "reward", **further}
     for (label, name), color in zip(curves.items(), colors, strict=False):
@@ -450,7 +451,7 @@ def reach_hub(repository: str, *, create: bool) -> None:
     Raises:
         SettingsError: no token, no right to write there, or no hub.
     """
-    with _told_of(f"push_to_hub={repository}"):
+    with refusing(f"push_to_hub={repository}", foreign=True):
         HfApi().whoami()
         if create:
             HfApi().create_repo(repository, exist_ok=True)
@@ -541,7 +542,7 @@ def open_loggers(cfg: TrainingConfig, run: Run, recipe: str) -> Iterator[list[Lo
     with ExitStack() as stack:
         loggers = []
         for name in cfg.logger.backends:
-            with _told_of(f"logger.backends: {name} can't be opened"):
+            with refusing(f"logger.backends: {name} can't be opened", foreign=True):
                 logger, end = LOGGERS[name][0](run, project, settings)
             stack.push(
                 lambda kind, *_, end=end: end(kind is not None and not issubclass(kind, SystemExit))
@@ -561,16 +562,8 @@ def check_loggers(cfg: TrainingConfig, recipe: str) -> None:
         SettingsError: a tracker can't be opened.
     """
     for name in cfg.logger.backends:
-        with _told_of(f"logger.backends: {name} can't be opened"):
+        with refusing(f"logger.backends: {name} can't be opened", foreign=True):
             LOGGERS[name][1](cfg.logger.project or recipe)
-
-
-@contextmanager
-def _told_of(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # the tracker's or the hub's own: no key, no server
-        raise SettingsError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 _Opened = tuple[Logger, Callable[[bool], None]]

@@ -1,6 +1,7 @@
 """How a recipe starts: its settings are checked, tried in a dry run, and run."""
 
 import errno
+import gc
 import json
 import logging
 import os
@@ -195,6 +196,8 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
         train: its loop.
         build: makes the task and its environments.
     """
+    gc.enable()  # after the imports, see read_command_line
+    gc.freeze()
     summary = MultirunSummary()
 
     def with_settings(typed: DictConfig) -> None:

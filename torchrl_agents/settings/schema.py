@@ -19,21 +19,24 @@ class SettingsError(ValueError):
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
+def refusing(what: str, *, foreign: bool = False) -> Iterator[None]:
     """Tell what a part refuses as a fault of the settings.
 
     Args:
         what: the setting, with which the message begins.
+        foreign: what may fail is a tracker or the hub: errors of its own count, and are named.
 
     Raises:
         SettingsError: in place of the part's own error.
     """
+    kinds = (Exception,) if foreign else (ValueError, TypeError, OSError, ImportError, RuntimeError)
     try:
         yield
     except SettingsError:
         raise
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        raise SettingsError(f"{what}: {error}") from error
+    except kinds as error:
+        name = f"{type(error).__name__}: " if foreign else ""
+        raise SettingsError(f"{what}: {name}{error}") from error
 
 
 # Settings that recipes share, typed, with what they mean; ``--help`` shows them.

@@ -1,5 +1,6 @@
 """A dry run refuses what the run would, and loads no weights."""
 
+import gc
 import json
 import os
 import socket
@@ -55,6 +56,17 @@ def models(tmp_path):
     os.truncate(weights, weights.stat().st_size // 2)
     next(save("no_shard", max_shard_size="100KB").glob("model-00002-*")).unlink()
     (save("no_tokenizer") / "tokenizer.json").unlink()
+
+
+def test_no_garbage_is_looked_for_while_a_recipe_is_imported(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *TINY, "dry_run=true"])
+    grpo = script("grpo")
+    read_command_line(grpo.RECIPE)
+    assert not gc.isenabled()
+    run_recipe(grpo.RECIPE, grpo.main)
+    assert gc.isenabled(), "a run makes garbage"
+    assert gc.get_freeze_count() > 10_000, "what was imported stays"
 
 
 def unlistened():
