@@ -60,7 +60,7 @@ def models(tmp_path):
 
 def test_no_garbage_is_looked_for_while_a_recipe_is_imported(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["grpo.py", *TINY, "dry_run=true"])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "debug=tiny", "logger=none", "dry_run=true"])
     grpo = script("grpo")
     read_command_line(grpo.RECIPE)
     assert not gc.isenabled()
