@@ -473,43 +473,40 @@ class LLMCollector(Collector):
 
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         try:
-            episodes = self._run_episodes()
+            shape = self.env.batch_size
+            size = shape.numel()
+            by_episode: list[list[Any]] = [[]] * size
+            active = torch.ones(size, dtype=torch.bool)
+            batch = self.env.reset()
+            for _ in range(self.max_turns):
+                batch.set(STEP_MASK, active.view(shape))
+                batch = self.env.step(self.policy(batch)).get("next")
+                finished = active & batch.get(DONE).view(-1)
+                indices = finished.nonzero().squeeze(-1).tolist()
+                flat = one_dimension(batch)
+                ended = trajectory_rows(flat, indices, further=self.env.reward_entries)
+                for index, own in zip(indices, ended, strict=True):
+                    by_episode[index] = own
+                active = active & ~finished
+                if not bool(active.any()):
+                    break
+                batch = batch.exclude(*REWARD_KEYS, *self.env.reward_entries)
+            else:
+                raise RuntimeError(
+                    f"LLMCollector: {int(active.sum())} episodes did not end within "
+                    f"{self.max_turns} turns. Append a StepCounter(max_steps=...)."
+                )
+            episodes = [own for own in by_episode if own and own[-1][STOP_REASON] != NO_DATA]
         except BaseException:
             self.env.close_episodes()  # nothing stays open
             raise
-        rows = [row for rows in episodes for row in rows]
+        rows = [row for own in episodes for row in own]
         tracker = self.policy_version_tracker
         if tracker is not None and tracker.named:
             for row in rows:
                 label = tracker.label(int(row.get(POLICY_VERSION)))
                 row.set_non_tensor(POLICY_VERSION, label)
         return lazy_stack(rows), len(episodes)
-
-    def _run_episodes(self) -> list[list[Any]]:
-        """The rows of each episode, in the environment's order."""
-        shape = self.env.batch_size
-        size = shape.numel()
-        rows: list[list[Any]] = [[]] * size
-        active = torch.ones(size, dtype=torch.bool)
-        batch = self.env.reset()
-        for _ in range(self.max_turns):
-            batch.set(STEP_MASK, active.view(shape))
-            batch = self.env.step(self.policy(batch)).get("next")
-            finished = active & batch.get(DONE).view(-1)
-            indices = finished.nonzero().squeeze(-1).tolist()
-            ended = trajectory_rows(one_dimension(batch), indices, further=self.env.reward_entries)
-            for index, own in zip(indices, ended, strict=True):
-                rows[index] = own
-            active = active & ~finished
-            if not bool(active.any()):
-                break
-            batch = batch.exclude(*REWARD_KEYS, *self.env.reward_entries)
-        else:
-            raise RuntimeError(
-                f"LLMCollector: {int(active.sum())} episodes did not end within {self.max_turns} "
-                "turns. Append a StepCounter(max_steps=...)."
-            )
-        return [own for own in rows if own and own[-1][STOP_REASON] != NO_DATA]
 
     def shutdown(self) -> None:
         """Close the environment and everything that its episodes hold."""

@@ -281,18 +281,14 @@ class RolloutFunctionCollector(Collector):
         try:
             # Finite data may end inside a batch.
             episodes = [episode for episode in drawn if episode.stop_reason != NO_DATA]
-            prompts = [episode.query for episode in episodes]
             version = self.policy_version  # before the function may push another one
             size = getattr(self.policy, "vocab_size", None)
-            outputs = self.rollout_func(list(prompts), self)
+            outputs = self.rollout_func([episode.query for episode in episodes], self)
             rollouts = check_rollouts(outputs, len(episodes), vocab_size=size)
-            conversations = rollout_conversations(
-                rollouts, prompts, self.processing_class, policy_version=version
-            )
-            for episode, rollout, own in zip(
-                episodes, rollouts, conversations.split(), strict=True
-            ):
-                episode.conversation = own
+            for episode, rollout in zip(episodes, rollouts, strict=True):
+                episode.conversation = rollout_conversation(
+                    rollout, episode.query, self.processing_class, version
+                )
                 if rollout.truncated:
                     episode.truncate(ROLLOUT_TRUNCATED)
                 else:
@@ -416,40 +412,32 @@ def prompt_messages(prompt: Any) -> list[Message]:
     )
 
 
-def rollout_conversations(
-    rollouts: Sequence[RolloutRow],
-    prompts: Sequence[Any],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    policy_version: int,
+def rollout_conversation(
+    rollout: RolloutRow, prompt: Any, tokenizer: PreTrainedTokenizerBase, policy_version: int
 ) -> Conversations:
-    """Rollouts as finished conversations: their tokens as they are, their text decoded from them.
+    """A rollout as a finished conversation: its tokens as they are, its text decoded from them.
 
     Args:
-        rollouts: checked.
-        prompts: a string or a list of messages each.
-        tokenizer: decodes the completions.
+        rollout: checked.
+        prompt: a string or a list of messages.
+        tokenizer: decodes the completion.
         policy_version: stamped on the sampled tokens.
     """
-    records, positions = [], []
-    for rollout, prompt in zip(rollouts, prompts, strict=True):
-        record = ConversationRecord()
-        record.messages.extend(prompt_messages(prompt))
-        record.first_response = len(record.messages)
-        record.extend_tokens(rollout.prompt_ids, [Source.CONTENT] * len(rollout.prompt_ids))
-        start = 0
-        for sampled, run in groupby(rollout.sampled):
-            end = start + len(list(run))
-            ids = rollout.completion_ids[start:end]
-            more: Any = (rollout.log_probs[start:end], policy_version) if sampled else ()
-            source = Source.MODEL if sampled else Source.CONTENT
-            record.extend_tokens(ids, [source] * len(ids), *more)
-            text = str(tokenizer.decode(ids, skip_special_tokens=True))
-            role = "assistant" if sampled else "tool"
-            record.messages.append({"role": role, "content": text})
-            start = end
-        records.append(record)
-        size = len(record.messages)
-        position = Position(len(record.ids), size, size, response_start=len(rollout.prompt_ids))
-        positions.append(position)
-    return Conversations(records, positions)
+    record = ConversationRecord()
+    record.messages.extend(prompt_messages(prompt))
+    record.first_response = len(record.messages)
+    record.extend_tokens(rollout.prompt_ids, [Source.CONTENT] * len(rollout.prompt_ids))
+    start = 0
+    for sampled, run in groupby(rollout.sampled):
+        end = start + len(list(run))
+        ids = rollout.completion_ids[start:end]
+        more: Any = (rollout.log_probs[start:end], policy_version) if sampled else ()
+        source = Source.MODEL if sampled else Source.CONTENT
+        record.extend_tokens(ids, [source] * len(ids), *more)
+        text = str(tokenizer.decode(ids, skip_special_tokens=True))
+        role = "assistant" if sampled else "tool"
+        record.messages.append({"role": role, "content": text})
+        start = end
+    size = len(record.messages)
+    position = Position(len(record.ids), size, size, response_start=len(rollout.prompt_ids))
+    return Conversations([record], [position])

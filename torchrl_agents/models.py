@@ -260,14 +260,7 @@ class ChatServerPolicy(LLMWrapperBase):
         ValueError: a sampling parameter is not in the protocol.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        timeout_s: float = 600.0,
-        **arguments: Any,
-    ) -> None:
+    def __init__(self, url: str, model: str, *, timeout_s: float = 600.0, **arguments: Any) -> None:
         try:
             import openai
         except ImportError as error:

@@ -435,21 +435,24 @@ class Checkpoints:
     def after(self, step: int, metrics: Mapping[str, float], further: Mapping[str, Any]) -> None:
         """A step is over: save it if it is time; see :meth:`save`."""
         if self._cfg.every is not None and step % self._cfg.every == 0:
-            self._save(step, metrics, further, wait=False)
+            self.save(step, metrics, further, wait=False)
 
-    def save(self, step: int, metrics: Mapping[str, float], further: Mapping[str, Any]) -> None:
-        """Save now, and wait until it is on the disk.
+    def save(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        further: Mapping[str, Any],
+        *,
+        wait: bool = True,
+    ) -> None:
+        """Save now.
 
         Args:
             step: steps that are over.
             metrics: of the last one; the best are kept by its reward, or else its loss.
             further: what to keep beside the parts.
+            wait: until it is on the disk.
         """
-        self._save(step, metrics, further, wait=True)
-
-    def _save(
-        self, step: int, metrics: Mapping[str, float], further: Mapping[str, Any], *, wait: bool
-    ) -> None:
         metric = metrics.get("reward", -metrics.get("loss", 0.0))
         metric = metric if math.isfinite(metric) else -sys.float_info.max
         about: Any = {"metric": metric, "wait": wait}

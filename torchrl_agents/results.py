@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from itertools import compress
@@ -69,14 +70,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        cfg: TrainingConfig,
-        run: Run,
-        task: Task,
-        collector: Any,
-        loss: Any,
-        *,
-        after: int,
+        self, cfg: TrainingConfig, run: Run, task: Task, collector: Any, loss: Any, *, after: int
     ) -> None:
         self.score = partial(scores_of, test=cfg.evaluate, answer=task.final_answer)
         """What a test says."""
@@ -472,14 +466,14 @@ def push_to_hub(repository: str, folder: Path) -> str | None:
 SUMMARY: Final = "multirun.json"
 
 
+@dataclass
 class MultirunSummary:
     """The results of the runs of one command, written after each of them."""
 
-    def __init__(self) -> None:
-        self.runs: list[dict[str, Any]] = []
-        """Of each its overrides and its result."""
-        self.path: Path | None = None
-        """Of the file, in Hydra's folder of the sweep."""
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """Of each its overrides and its result."""
+    path: Path | None = None
+    """Of the file, in Hydra's folder of the sweep."""
 
     def add(self, result: Mapping[str, Any]) -> None:
         """Take in the result of a run that Hydra runs now; nothing is kept of a single one.

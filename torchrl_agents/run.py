@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -176,6 +177,7 @@ def claim_folder(recipe: str, *, _root_: DictConfig) -> str:
 OmegaConf.register_new_resolver("run_folder", claim_folder, replace=True)
 
 
+@dataclass
 class RankJobs:
     """What all ranks of a run do at the same time, when rank 0 says so: jobs, by name.
 
@@ -185,10 +187,9 @@ class RankJobs:
         ranks: of the run.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.known: dict[str, Callable[..., Any]] = {}
-        """What this rank does of each job, with the arguments that rank 0 gives along."""
+    ranks: Ranks
+    known: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """What this rank does of each job, with the arguments that rank 0 gives along."""
 
     def tell(self, name: str | None, *args: Any, **further: Any) -> None:
         """Let the other ranks do a job that this one, rank 0, is about to do.

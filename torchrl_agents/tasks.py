@@ -1,6 +1,7 @@
 """The task of a run: its environments, its collector, and its models with their token budgets."""
 
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -102,6 +103,7 @@ def build_collector(
     )
 
 
+@dataclass
 class HeldOut:
     """Evaluates before, after and every so many steps, then beside training where that goes on.
 
@@ -112,60 +114,54 @@ class HeldOut:
         policy: what is evaluated, sampled as in training.
     """
 
-    def __init__(
-        self,
-        cfg: schema.TrainingConfig,
-        collector: AnyCollector,
-        env: TaskEnv,
-        policy: LLMWrapperBase,
-    ) -> None:
-        self._cfg = cfg
-        self._collector = collector
-        self._env = env
-        self._policy = policy
-        self._points: list[EvaluationPoint] = []
-        self._latest: EvaluationPoint | None = None
+    cfg: schema.TrainingConfig
+    collector: AnyCollector
+    env: TaskEnv
+    policy: LLMWrapperBase
+    points: list[EvaluationPoint] = field(default_factory=list)
+    """Those that are over, and were not given yet."""
+    latest: EvaluationPoint | None = None
 
     def now(self, step: int) -> TensorDictBase:
         """Evaluate, and wait for it; what was evaluated at this very step is given again.
 
         The random numbers of the training stay where they are.
         """
-        if self._latest is not None and self._latest.step == step:
-            assert self._latest.trajectories is not None
-            return self._latest.trajectories
-        if isinstance(self._collector, StreamingCollector):  # which has the point itself
-            point = self._collector.evaluate(self._env, wait=True)
+        if self.latest is not None and self.latest.step == step:
+            assert self.latest.trajectories is not None
+            return self.latest.trajectories
+        if isinstance(self.collector, StreamingCollector):  # which has the point itself
+            point = self.collector.evaluate(self.env, wait=True)
             assert point is not None
             assert point.trajectories is not None
             return point.trajectories
-        for data in self._env.transforms_of(DataLoadingPrimer):
+        for data in self.env.transforms_of(DataLoadingPrimer):
             data.rewind()
         before = random_state()
         try:
-            batches = [*LLMCollector(self._env, self._policy)]
+            batches = [*LLMCollector(self.env, self.policy)]
         finally:
             set_random_state(before)
         rows = lazy_stack([row for batch in batches for row in batch.unbind(0)])
-        self._latest = EvaluationPoint(step, self._collector.policy_version, rows)
-        self._points.append(self._latest)
+        self.latest = EvaluationPoint(step, self.collector.policy_version, rows)
+        self.points.append(self.latest)
         return rows
 
     def after(self, step: int) -> None:
         """A step is over: begin a point if it is time."""
-        every = self._cfg.evaluate.every
-        if every is None or step % every or step == self._cfg.train.num_steps:
+        every = self.cfg.evaluate.every
+        if every is None or step % every or step == self.cfg.train.num_steps:
             return
-        if isinstance(self._collector, StreamingCollector):
-            self._collector.evaluate(self._env)
+        if isinstance(self.collector, StreamingCollector):
+            self.collector.evaluate(self.env)
         else:
             self.now(step)
 
     def take(self) -> list[EvaluationPoint]:
         """The points that are over, as they ended; given once."""
-        points, self._points = self._points, []
-        if isinstance(self._collector, StreamingCollector):
-            points = self._collector.take_evaluations()
+        points, self.points = self.points, []
+        if isinstance(self.collector, StreamingCollector):
+            points = self.collector.take_evaluations()
         return points
 
 

@@ -30,12 +30,7 @@ from .results import (
     show_rollouts,
 )
 from .run import Run, StopRequested, remove, tell_of_no_signal
-from .settings.schema import (
-    EpochsTrainConfig,
-    PolicyConfig,
-    SettingsError,
-    TrainingConfig,
-)
+from .settings.schema import EpochsTrainConfig, PolicyConfig, SettingsError, TrainingConfig
 from .tasks import AnyCollector, HeldOut, Setup, end_collection
 
 # What a recipe trains, and how one of its steps is made: in parts, so that it can be stopped.

@@ -37,15 +37,7 @@ from .keys import (
     STEP_MASK,
     TEXT,
 )
-from .layout import (
-    TOKEN_GROUPS,
-    ChatHistory,
-    ConversationView,
-    LogProbs,
-    Masks,
-    Text,
-    Tokens,
-)
+from .layout import TOKEN_GROUPS, ChatHistory, ConversationView, LogProbs, Masks, Text, Tokens
 from .messages import PLACEHOLDER_ROLE, Message, check_messages, images_of
 from .ragged import (
     BatchedObject,

@@ -655,28 +655,23 @@ class TokenEntries:
         if rows.values.is_floating_point() or rows.values.dtype == torch.bool:
             raise TypeError(f"{who}: token ids are integers, {self._key} has {rows.values.dtype}.")
         self._rows = rows
-        self._mask = self._attention()
-
-    def _attention(self) -> Tensor | None:
-        """Which of the values are tokens, bool ``[N]``; ``None`` where all are."""
-        mask, is_token = read_rows(self._batch, ATTENTION_MASK), None
-        if mask is not None and torch.equal(mask.lengths, self._rows.lengths):
+        # Which of the values are tokens, bool ``[N]``; ``None`` where all are.
+        mask, is_token = read_rows(batch, ATTENTION_MASK), None
+        if mask is not None and torch.equal(mask.lengths, rows.lengths):
             is_token = mask.values.bool()
-        elif mask is not None and self._key[1] == PROMPT and is_padded(self._batch.get(TOKENS)):
-            full = read_rows(self._batch, (TOKENS, FULL))
+        elif mask is not None and self._key[1] == PROMPT and is_padded(batch.get(TOKENS)):
+            full = read_rows(batch, (TOKENS, FULL))
             if full is not None and torch.equal(mask.lengths, full.lengths):
                 # A padded row begins with the padded prompt, and the mask is of the whole row.
-                rows = zip(mask.split(), self._rows.lengths.tolist(), strict=True)
-                is_token = torch.cat([row[:length] for row, length in rows]).bool()
-        if is_token is not None:
-            return None if bool(is_token.all()) else is_token
-        if is_padded(self._batch.get(TOKENS)):
+                parts = zip(mask.split(), rows.lengths.tolist(), strict=True)
+                is_token = torch.cat([row[:length] for row, length in parts]).bool()
+
+        if is_token is None and is_padded(batch.get(TOKENS)):
             raise ValueError(
-                f"{self._who}: {self._key} is padded, and a pad id may be a real token "
-                f"too. Put a bool mask of its shape at {ATTENTION_MASK}, or use ragged rows: "
-                "Tokens.from_rows(...)."
+                f"{who}: {self._key} is padded, and a pad id may be a real token too. Put a bool "
+                f"mask of its shape at {ATTENTION_MASK}, or use ragged rows: Tokens.from_rows(...)."
             )
-        return None
+        self._mask = None if is_token is None or bool(is_token.all()) else is_token
 
     @property
     def keep(self) -> list[Tensor] | None:

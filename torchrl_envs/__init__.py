@@ -5,61 +5,78 @@ from typing import TYPE_CHECKING
 from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
-    from torchrl.envs import LLMHashingEnv
-    from torchrl.envs.transforms import StepCounter
+    from torchrl.envs import LLMHashingEnv as LLMHashingEnv
+    from torchrl.envs.transforms import StepCounter as StepCounter
 
-    from .agents.agent_program import AgentProgram
-    from .agents.programs import AgentCommand, AgentEndpoint
-    from .compat import DatasetChatEnv, LLMEnv
-    from .concurrency import EpisodeLostError
-    from .datasets.primer import DataExhaustedError, DataLoadingPrimer, DifficultyPools
-    from .datasets.rows import DataOptions, PromptLimit, load_rows
-    from .entries import as_nested_tensor, as_padded_tensor
-    from .episode.episode import Episode
-    from .episode.episode_env import ChatEnv, EpisodeEnv, RewardErrorLimit, TooManyRewardErrors
-    from .episode.transform import Answer, EpisodeStartError, EpisodeTransform, Job, ToolSource
-    from .graders.answers import MathVerifyReward, RepetitionPenalty
-    from .graders.judges import ChatCompletions, LLMJudge, PolicyAnswers, RewardModel
-    from .rewards.answer import AnswerReward, reward_metrics
-    from .rewards.functions import RewardFunctions, row_reward
-    from .rewards.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
-    from .sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxSession
-    from .tasks.ifeval import IFEvalEnv, IFEvalScoreData, IfEvalScorer
-    from .tasks.mlgym import MLGymWrapper, make_mlgym
-    from .tasks.questions import (
-        CountdownEnv,
-        CountdownRewardParser,
-        GSM8KEnv,
-        GSM8KPrepareQuestion,
-        GSM8KRewardParser,
-        MATHEnv,
-        make_gsm8k_env,
-    )
-    from .testing import EnvironmentRuleError, check_env
-    from .tools.browser import BrowserTransform
-    from .tools.environments import EnvironmentTools, StepEnvironments
-    from .tools.functions import FunctionTools, PythonInterpreter
-    from .tools.mcp import MCPToolTransform
-    from .transforms.context import DropReasoning, FoldContext, TokenBudget
-    from .transforms.policy_version import PolicyVersion
-    from .transforms.thinking_prompt import AddThinkingPrompt
-    from .transforms.tokenizer import TemplateTransform, Tokenizer
+    from .agents.agent_program import AgentProgram as AgentProgram
+    from .agents.programs import AgentCommand as AgentCommand
+    from .agents.programs import AgentEndpoint as AgentEndpoint
+    from .compat import DatasetChatEnv as DatasetChatEnv
+    from .compat import LLMEnv as LLMEnv
+    from .concurrency import EpisodeLostError as EpisodeLostError
+    from .datasets.primer import DataExhaustedError as DataExhaustedError
+    from .datasets.primer import DataLoadingPrimer as DataLoadingPrimer
+    from .datasets.primer import DifficultyPools as DifficultyPools
+    from .datasets.rows import DataOptions as DataOptions
+    from .datasets.rows import PromptLimit as PromptLimit
+    from .datasets.rows import load_rows as load_rows
+    from .entries import as_nested_tensor as as_nested_tensor
+    from .entries import as_padded_tensor as as_padded_tensor
+    from .episode.episode import Episode as Episode
+    from .episode.episode_env import ChatEnv as ChatEnv
+    from .episode.episode_env import EpisodeEnv as EpisodeEnv
+    from .episode.episode_env import RewardErrorLimit as RewardErrorLimit
+    from .episode.episode_env import TooManyRewardErrors as TooManyRewardErrors
+    from .episode.transform import Answer as Answer
+    from .episode.transform import EpisodeStartError as EpisodeStartError
+    from .episode.transform import EpisodeTransform as EpisodeTransform
+    from .episode.transform import Job as Job
+    from .episode.transform import ToolSource as ToolSource
+    from .graders.answers import MathVerifyReward as MathVerifyReward
+    from .graders.answers import RepetitionPenalty as RepetitionPenalty
+    from .graders.judges import ChatCompletions as ChatCompletions
+    from .graders.judges import LLMJudge as LLMJudge
+    from .graders.judges import PolicyAnswers as PolicyAnswers
+    from .graders.judges import RewardModel as RewardModel
+    from .rewards.answer import AnswerReward as AnswerReward
+    from .rewards.answer import reward_metrics as reward_metrics
+    from .rewards.functions import RewardFunctions as RewardFunctions
+    from .rewards.functions import row_reward as row_reward
+    from .rewards.kl import KLComputation as KLComputation
+    from .rewards.kl import KLRewardTransform as KLRewardTransform
+    from .rewards.kl import RetrieveKL as RetrieveKL
+    from .rewards.kl import RetrieveLogProb as RetrieveLogProb
+    from .sandbox import Sandbox as Sandbox
+    from .sandbox import SandboxLimits as SandboxLimits
+    from .sandbox import SandboxResult as SandboxResult
+    from .sandbox import SandboxSession as SandboxSession
+    from .tasks.ifeval import IFEvalEnv as IFEvalEnv
+    from .tasks.ifeval import IFEvalScoreData as IFEvalScoreData
+    from .tasks.ifeval import IfEvalScorer as IfEvalScorer
+    from .tasks.mlgym import MLGymWrapper as MLGymWrapper
+    from .tasks.mlgym import make_mlgym as make_mlgym
+    from .tasks.questions import CountdownEnv as CountdownEnv
+    from .tasks.questions import CountdownRewardParser as CountdownRewardParser
+    from .tasks.questions import GSM8KEnv as GSM8KEnv
+    from .tasks.questions import GSM8KPrepareQuestion as GSM8KPrepareQuestion
+    from .tasks.questions import GSM8KRewardParser as GSM8KRewardParser
+    from .tasks.questions import MATHEnv as MATHEnv
+    from .tasks.questions import make_gsm8k_env as make_gsm8k_env
+    from .testing import EnvironmentRuleError as EnvironmentRuleError
+    from .testing import check_env as check_env
+    from .tools.browser import BrowserTransform as BrowserTransform
+    from .tools.environments import EnvironmentTools as EnvironmentTools
+    from .tools.environments import StepEnvironments as StepEnvironments
+    from .tools.functions import FunctionTools as FunctionTools
+    from .tools.functions import PythonInterpreter as PythonInterpreter
+    from .tools.mcp import MCPToolTransform as MCPToolTransform
+    from .transforms.context import DropReasoning as DropReasoning
+    from .transforms.context import FoldContext as FoldContext
+    from .transforms.context import TokenBudget as TokenBudget
+    from .transforms.policy_version import PolicyVersion as PolicyVersion
+    from .transforms.thinking_prompt import AddThinkingPrompt as AddThinkingPrompt
+    from .transforms.tokenizer import TemplateTransform as TemplateTransform
+    from .transforms.tokenizer import Tokenizer as Tokenizer
 
-__all__ = [
-    "AddThinkingPrompt", "AgentCommand", "AgentEndpoint", "AgentProgram", "Answer",
-    "AnswerReward", "BrowserTransform", "ChatCompletions", "ChatEnv", "CountdownEnv",
-    "CountdownRewardParser", "DataExhaustedError", "DataLoadingPrimer", "DataOptions",
-    "DatasetChatEnv", "DifficultyPools", "DropReasoning", "EnvironmentRuleError",
-    "EnvironmentTools", "Episode", "EpisodeEnv", "EpisodeLostError", "EpisodeStartError",
-    "EpisodeTransform", "FoldContext", "FunctionTools", "GSM8KEnv", "GSM8KPrepareQuestion",
-    "GSM8KRewardParser", "IFEvalEnv", "IFEvalScoreData", "IfEvalScorer", "Job", "KLComputation",
-    "KLRewardTransform", "LLMEnv", "LLMHashingEnv", "LLMJudge", "MATHEnv", "MCPToolTransform",
-    "MLGymWrapper", "MathVerifyReward", "PolicyAnswers", "PolicyVersion", "PromptLimit",
-    "PythonInterpreter", "RepetitionPenalty", "RetrieveKL", "RetrieveLogProb", "RewardErrorLimit",
-    "RewardFunctions", "RewardModel", "Sandbox", "SandboxLimits", "SandboxResult",
-    "SandboxSession", "StepCounter", "StepEnvironments", "TemplateTransform", "TokenBudget",
-    "Tokenizer", "TooManyRewardErrors", "ToolSource", "as_nested_tensor", "as_padded_tensor",
-    "check_env", "load_rows", "make_gsm8k_env", "make_mlgym", "reward_metrics", "row_reward",
-]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -306,9 +306,20 @@ class ConcurrentCalls:
         try:
             for chain in running:
                 self._start(chain)
-            self._wait(running)
+            while running:  # until each has ended or was given up
+                remaining_s = min(chain.remaining_s() for chain in running)
+                if any(chain.generation not in (None, math.inf) for chain in running):
+                    remaining_s = min(remaining_s, _LOOK_S)
+                wait([chain.done for chain in running], min(remaining_s, threading.TIMEOUT_MAX))
+                running = [chain for chain in running if not chain.done.done()]
+                for chain in running:
+                    self._give_up(chain, only_if_late=True)
+                if any(chain.is_async for chain in running):
+                    self._loop.replace_if_blocked()
+                running = [chain for chain in running if not chain.done.done()]
+                self._start_apart(running)
         finally:
-            self._waited_for.difference_update(running)
+            self._waited_for.difference_update(started)
         return [chain.outcomes for chain in started]
 
     async def run_async(
@@ -393,21 +404,6 @@ class ConcurrentCalls:
                 chain.deadline = None  # It is not late before it has a thread.
                 chain.thread = self._threads.submit(functools.partial(chain.run_sync, call))
                 await asyncio.wrap_future(chain.thread)
-
-    def _wait(self, running: "list[_Chain]") -> None:
-        """Until every chain has ended or was given up."""
-        while running:
-            remaining_s = min(chain.remaining_s() for chain in running)
-            if any(chain.generation not in (None, math.inf) for chain in running):
-                remaining_s = min(remaining_s, _LOOK_S)
-            wait([chain.done for chain in running], min(remaining_s, threading.TIMEOUT_MAX))
-            running = [chain for chain in running if not chain.done.done()]
-            for chain in running:
-                self._give_up(chain, only_if_late=True)
-            if any(chain.is_async for chain in running):
-                self._loop.replace_if_blocked()
-            running = [chain for chain in running if not chain.done.done()]
-            self._start_apart(running)
 
     def _give_up(self, chain: "_Chain", *, only_if_late: bool = False) -> bool:
         """Nobody waits for a chain any more; whether that is so."""

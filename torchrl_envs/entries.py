@@ -2,10 +2,10 @@
 
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, lazy_stack
@@ -228,6 +228,18 @@ def number_or_error(value: Any, who: str, nan_applies: bool = True) -> tuple[flo
     if abs(number) > MOST_REWARD:
         return None, f"{who} gave {number}, and a reward lies within {MOST_REWARD:.0e}"
     return number, ""
+
+
+RewardOf = Literal["sum", "last"]
+"""What the rewards of an environment's steps make together."""
+
+
+def reward_of_steps(rewards: Iterable[float | None], of: RewardOf) -> float | None:
+    """What the steps of an episode gave, those that gave nothing left out."""
+    given = [each for each in rewards if each is not None]
+    if not given:
+        return None
+    return sum(given) if of == "sum" else given[-1]
 
 
 def raised_text(error: BaseException, who: str) -> str:

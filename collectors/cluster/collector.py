@@ -157,7 +157,20 @@ class Supervisor(LoopThread):
                 if not (is_death(error) or isinstance(error, EngineDied)):
                     raise
                 self._kill(worker)
-                await self._lose(index, error)
+                # Another one takes its place, unless too many were lost.
+                _log.warning("%s: collector %d is gone, and replaced: %s", WHO, index, error)
+                incarnation = self.known[index].incarnation
+                self.known[index] = self.known[index].died(incarnation)
+                with suppress(Exception):  # `_watch_ledger` sees to it.
+                    if await self._ledger.lose.remote(index, incarnation):
+                        self._num_failures[index] = 0
+                self._num_failures[index] += 1
+                self._notify()
+                if self._num_failures[index] > _MAX_RESTARTS:
+                    raise CollectorDied(
+                        f"{WHO}: {_MAX_RESTARTS + 1} collectors in a row died in place {index} "
+                        f"without a finished group. The last one: {error}"
+                    ) from error
 
     async def _run(self, index: int, worker: Any) -> None:
         incarnation = self.known[index].incarnation
@@ -213,22 +226,6 @@ class Supervisor(LoopThread):
                         await self._restore(index)
                     except ValueError as error:
                         raise ValueError(str(getattr(error, "cause", error))) from error
-
-    async def _lose(self, index: int, error: BaseException) -> None:
-        """A collector is gone; another one takes its place, unless too many were lost."""
-        _log.warning("%s: collector %d is gone, and replaced: %s", WHO, index, error)
-        incarnation = self.known[index].incarnation
-        self.known[index] = self.known[index].died(incarnation)
-        with suppress(Exception):  # `_watch_ledger` sees to it.
-            if await self._ledger.lose.remote(index, incarnation):
-                self._num_failures[index] = 0
-        self._num_failures[index] += 1
-        self._notify()
-        if self._num_failures[index] > _MAX_RESTARTS:
-            raise CollectorDied(
-                f"{WHO}: {_MAX_RESTARTS + 1} collectors in a row died in place {index} without a "
-                f"finished group. The last one: {error}"
-            ) from error
 
     async def push(self, weights: Weights) -> None:
         """Give weights to all collectors; those that come back later get them, too.

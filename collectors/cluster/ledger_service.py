@@ -15,7 +15,7 @@ from collectors.composition_checks import check_data, check_env
 from collectors.ledger import GroupLedger, StalenessPolicy, Ticket
 from collectors.ledger.groups import STALE
 from collectors.streaming.group_runner import EpisodeEnd
-from collectors.streaming.producer import DrawnPrompt, GroupQueue
+from collectors.streaming.producer import GroupQueue
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv, Prompt
 
@@ -357,7 +357,12 @@ class LedgerService:
                     if drawn.episodes:  # they are run elsewhere
                         await asyncio.to_thread(self._runner.give_up, drawn.episodes)
                     if self._waiting and self.ledger.can_admit():
-                        self._hand_out(drawn)
+                        # The collector that has least to do gets it.
+                        ticket = self._queue.offer(drawn)
+                        load = Counter(running.worker for running in self._running.values())
+                        worker = min(self._waiting, key=lambda each: (load[each], each))
+                        self._running[ticket] = _Held(worker, drawn.prompt)
+                        self._waiting.pop(worker).set_result((ticket, drawn.prompt))
                     elif drawn.episodes:
                         self._queue.keep(drawn)
             except Exception as error:
@@ -366,14 +371,6 @@ class LedgerService:
                 return
             await self._wake.wait()
             self._wake.clear()
-
-    def _hand_out(self, drawn: DrawnPrompt) -> None:
-        """Give a prompt to the collector that has least to do."""
-        ticket = self._queue.offer(drawn)
-        load = Counter(running.worker for running in self._running.values())
-        worker = min(self._waiting, key=lambda each: (load[each], each))
-        self._running[ticket] = _Held(worker, drawn.prompt)
-        self._waiting.pop(worker).set_result((ticket, drawn.prompt))
 
 
 # The trainer's messages to the ledger's actor, and the rows that it is told of.

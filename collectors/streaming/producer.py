@@ -806,7 +806,16 @@ class Producer(LoopThread):
         check_fit(env, self.policy.policy, who="evaluate")
         runner = AsyncEpisodeRunner(env)
         runner.allow(env.batch_size.numel())
-        self._evaluation = self.submit(self._evaluate(env, runner, step))
+
+        async def draw() -> EvaluationPoint:
+            with self.holding():
+                async with self.weights:
+                    with self.timeline.span("evaluate", "trainer", 2):
+                        point = await draw_point(env, runner, self.policy, step)
+            self._points.append(point)
+            return point
+
+        self._evaluation = self.submit(draw())
         return self._settle() if wait else None
 
     def take_evaluations(self) -> list[EvaluationPoint]:
@@ -826,13 +835,3 @@ class Producer(LoopThread):
         futures.wait([running])
         self._evaluation = None
         return None if running.cancelled() else running.result()
-
-    async def _evaluate(
-        self, env: EpisodeEnv, runner: AsyncEpisodeRunner, step: int
-    ) -> EvaluationPoint:
-        with self.holding():
-            async with self.weights:
-                with self.timeline.span("evaluate", "trainer", 2):
-                    point = await draw_point(env, runner, self.policy, step)
-        self._points.append(point)
-        return point

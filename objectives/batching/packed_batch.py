@@ -497,11 +497,7 @@ def pack_streams(
 
 
 def _completed(
-    row: TensorDictBase,
-    number: int,
-    read: TokenKeys,
-    streams: Mapping[str, Entries],
-    who: str,
+    row: TensorDictBase, number: int, read: TokenKeys, streams: Mapping[str, Entries], who: str
 ) -> TensorDictBase:
     """A row with every entry of every stream."""
     tokens = row.get(read.tokens, None)

@@ -2,12 +2,11 @@
 
 The folder can be copied whole into another codebase. What is where:
 
-* ``surrogates``, ``sequence_surrogates``, ``divergence_surrogate``: log-ratios at token and
-  sequence level, and the policy term of each algorithm, one value per token;
+* ``surrogates``: log-ratios at token and sequence level, KL estimators, and the policy term of
+  each algorithm, one value per token;
 * ``aggregation``: from tokens to the loss, over the whole accumulation window, and to metrics;
-* ``divergence``: KL estimators; ``log_probs``: log-probability and entropy from logits;
-* ``token_filters``, ``sampler_correction``: which tokens count, and how much;
-* ``advantages``, ``turn_advantages``: from rewards to advantages;
+* ``weights``: which tokens count and how much; log-probability and entropy from logits;
+* ``advantages``: from rewards to advantages, of an answer or of its turns;
 * ``supervised``: fine-tuning and distillation.
 
 Tokens come padded, ``[B, T]``, or packed, ``[N]`` beside ``lengths [B]``; both give the same
@@ -15,156 +14,73 @@ numbers. Everything that does not lie in a mask is ignored, whatever it holds. L
 entropies and divergences are in nats.
 """
 
-from .advantages import (
-    SCALES,
-    STD_OFFSET,
-    Scale,
-    gdpo_advantage,
-    group_advantage,
-    maxrl_advantage,
-    pass_at_k_advantage,
-    relative_length,
-    rloo_advantage,
-    turn_advantage,
-    turn_index,
-)
-from .aggregation import (
-    AGGREGATIONS,
-    Aggregation,
-    aggregate,
-    at_least_float32,
-    effective_sample_fraction,
-    fixed_length_mean,
-    flag_fraction,
-    mean_of_sequence_means,
-    mean_of_sequence_sums,
-    sequence_count,
-    sequence_index,
-    sequence_mean,
-    sequence_sum,
-    spread,
-    token_mean,
-)
-from .supervised import (
-    KL_DIRECTIONS,
-    KLDirection,
-    distillation_advantage,
-    generalized_jsd,
-    minor_sft,
-    negative_log_likelihood,
-    sampled_distillation,
-)
-from .surrogates import (
-    BINARY_DIVERGENCES,
-    DIVERGENCE_THRESHOLDS,
-    KL_ESTIMATORS,
-    LOG_RATIO_LIMIT,
-    PROBABILITY_FLOOR,
-    RATIO_LEVELS,
-    BinaryDivergence,
-    KLEstimator,
-    RatioLevel,
-    Surrogate,
-    binary_divergence,
-    cispo,
-    clipped_surrogate,
-    divergence_masked,
-    gmpo,
-    kl_between,
-    kl_estimate,
-    leveled_log_ratio,
-    log_ratio,
-    sapo,
-    sequence_log_ratio,
-    vespo,
-)
-from .weights import (
-    CORRECTION_LEVELS,
-    CORRECTION_MODES,
-    CorrectionLevel,
-    CorrectionMode,
-    LogProbs,
-    SamplerWeights,
-    entropy_threshold,
-    high_entropy_mask,
-    off_policy_gap,
-    off_policy_sequence_mask,
-    overlong_mask,
-    overlong_penalty,
-    sampler_correction,
-    token_log_probs,
-    trust_region_mask,
-)
-
-__all__ = [
-    "AGGREGATIONS",
-    "BINARY_DIVERGENCES",
-    "CORRECTION_LEVELS",
-    "CORRECTION_MODES",
-    "DIVERGENCE_THRESHOLDS",
-    "KL_DIRECTIONS",
-    "KL_ESTIMATORS",
-    "LOG_RATIO_LIMIT",
-    "PROBABILITY_FLOOR",
-    "RATIO_LEVELS",
-    "SCALES",
-    "STD_OFFSET",
-    "Aggregation",
-    "BinaryDivergence",
-    "CorrectionLevel",
-    "CorrectionMode",
-    "KLDirection",
-    "KLEstimator",
-    "LogProbs",
-    "RatioLevel",
-    "SamplerWeights",
-    "Scale",
-    "Surrogate",
-    "aggregate",
-    "at_least_float32",
-    "binary_divergence",
-    "cispo",
-    "clipped_surrogate",
-    "distillation_advantage",
-    "divergence_masked",
-    "effective_sample_fraction",
-    "entropy_threshold",
-    "fixed_length_mean",
-    "flag_fraction",
-    "gdpo_advantage",
-    "generalized_jsd",
-    "gmpo",
-    "group_advantage",
-    "high_entropy_mask",
-    "kl_between",
-    "kl_estimate",
-    "leveled_log_ratio",
-    "log_ratio",
-    "maxrl_advantage",
-    "mean_of_sequence_means",
-    "mean_of_sequence_sums",
-    "minor_sft",
-    "negative_log_likelihood",
-    "off_policy_gap",
-    "off_policy_sequence_mask",
-    "overlong_mask",
-    "overlong_penalty",
-    "pass_at_k_advantage",
-    "relative_length",
-    "rloo_advantage",
-    "sampled_distillation",
-    "sampler_correction",
-    "sapo",
-    "sequence_count",
-    "sequence_index",
-    "sequence_log_ratio",
-    "sequence_mean",
-    "sequence_sum",
-    "spread",
-    "token_log_probs",
-    "token_mean",
-    "trust_region_mask",
-    "turn_advantage",
-    "turn_index",
-    "vespo",
-]
+from .advantages import SCALES as SCALES
+from .advantages import STD_OFFSET as STD_OFFSET
+from .advantages import Scale as Scale
+from .advantages import gdpo_advantage as gdpo_advantage
+from .advantages import group_advantage as group_advantage
+from .advantages import maxrl_advantage as maxrl_advantage
+from .advantages import pass_at_k_advantage as pass_at_k_advantage
+from .advantages import relative_length as relative_length
+from .advantages import rloo_advantage as rloo_advantage
+from .advantages import turn_advantage as turn_advantage
+from .advantages import turn_index as turn_index
+from .aggregation import AGGREGATIONS as AGGREGATIONS
+from .aggregation import Aggregation as Aggregation
+from .aggregation import aggregate as aggregate
+from .aggregation import at_least_float32 as at_least_float32
+from .aggregation import effective_sample_fraction as effective_sample_fraction
+from .aggregation import fixed_length_mean as fixed_length_mean
+from .aggregation import flag_fraction as flag_fraction
+from .aggregation import mean_of_sequence_means as mean_of_sequence_means
+from .aggregation import mean_of_sequence_sums as mean_of_sequence_sums
+from .aggregation import sequence_count as sequence_count
+from .aggregation import sequence_index as sequence_index
+from .aggregation import sequence_mean as sequence_mean
+from .aggregation import sequence_sum as sequence_sum
+from .aggregation import spread as spread
+from .aggregation import token_mean as token_mean
+from .supervised import KL_DIRECTIONS as KL_DIRECTIONS
+from .supervised import KLDirection as KLDirection
+from .supervised import distillation_advantage as distillation_advantage
+from .supervised import generalized_jsd as generalized_jsd
+from .supervised import minor_sft as minor_sft
+from .supervised import negative_log_likelihood as negative_log_likelihood
+from .supervised import sampled_distillation as sampled_distillation
+from .surrogates import BINARY_DIVERGENCES as BINARY_DIVERGENCES
+from .surrogates import DIVERGENCE_THRESHOLDS as DIVERGENCE_THRESHOLDS
+from .surrogates import KL_ESTIMATORS as KL_ESTIMATORS
+from .surrogates import LOG_RATIO_LIMIT as LOG_RATIO_LIMIT
+from .surrogates import PROBABILITY_FLOOR as PROBABILITY_FLOOR
+from .surrogates import RATIO_LEVELS as RATIO_LEVELS
+from .surrogates import BinaryDivergence as BinaryDivergence
+from .surrogates import KLEstimator as KLEstimator
+from .surrogates import RatioLevel as RatioLevel
+from .surrogates import Surrogate as Surrogate
+from .surrogates import binary_divergence as binary_divergence
+from .surrogates import cispo as cispo
+from .surrogates import clipped_surrogate as clipped_surrogate
+from .surrogates import divergence_masked as divergence_masked
+from .surrogates import gmpo as gmpo
+from .surrogates import kl_between as kl_between
+from .surrogates import kl_estimate as kl_estimate
+from .surrogates import leveled_log_ratio as leveled_log_ratio
+from .surrogates import log_ratio as log_ratio
+from .surrogates import sapo as sapo
+from .surrogates import sequence_log_ratio as sequence_log_ratio
+from .surrogates import vespo as vespo
+from .weights import CORRECTION_LEVELS as CORRECTION_LEVELS
+from .weights import CORRECTION_MODES as CORRECTION_MODES
+from .weights import CorrectionLevel as CorrectionLevel
+from .weights import CorrectionMode as CorrectionMode
+from .weights import LogProbs as LogProbs
+from .weights import SamplerWeights as SamplerWeights
+from .weights import entropy_threshold as entropy_threshold
+from .weights import high_entropy_mask as high_entropy_mask
+from .weights import off_policy_gap as off_policy_gap
+from .weights import off_policy_sequence_mask as off_policy_sequence_mask
+from .weights import overlong_mask as overlong_mask
+from .weights import overlong_penalty as overlong_penalty
+from .weights import sampler_correction as sampler_correction
+from .weights import token_log_probs as token_log_probs
+from .weights import trust_region_mask as trust_region_mask

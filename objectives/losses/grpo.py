@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final, NamedTuple, Unpack
 
@@ -74,11 +74,7 @@ def policy_scores(batch: PackedBatch, scores: TokenScores, options: GRPOOptions)
 
 
 def filter_tokens(
-    filters: TokenFilters,
-    scores: PolicyScores,
-    batch: PackedBatch,
-    *,
-    entropy_threshold: float | None = None,
+    filters: TokenFilters, scores: PolicyScores, batch: PackedBatch, window: Window
 ) -> Tensor:
     """Where the policy term counts, bool ``[K]``."""
     keep = torch.ones_like(batch.sampled)
@@ -87,7 +83,7 @@ def filter_tokens(
             scores.current, scores.sampler, threshold=filters.trust_region
         )
     if filters.top_entropy_fraction is not None and scores.entropy is not None:
-        threshold = entropy_threshold
+        threshold = window.entropy_threshold
         keep = keep & F.high_entropy_mask(
             scores.entropy,
             top_fraction=filters.top_entropy_fraction,
@@ -104,40 +100,6 @@ def filter_tokens(
     if filters.drop_truncated:
         keep = keep & ~batch.entries["truncated"].bool()
     return keep
-
-
-def penalty_terms(
-    options: GRPOOptions,
-    batch: PackedBatch,
-    scores: PolicyScores,
-    window: Window,
-    reduce: Callable[[Tensor, PackedBatch, Window], Tensor],
-) -> dict[str, Tensor]:
-    """KL and entropy: losses and metrics."""
-    terms: dict[str, Tensor] = {}
-    estimator = options.kl_estimator or "k3"
-    if options.kl_to_ref_coeff:
-        reference = batch.entries["ref_log_probs"].to(scores.old.dtype)
-        log_ratio = None
-        if options.kl_bias_correction:
-            log_ratio = F.log_ratio(scores.current, scores.old)
-        kl = F.kl_estimate(scores.current, reference, estimator=estimator, log_ratio=log_ratio)
-        terms["kl_to_ref"] = F.token_mean(kl.detach())
-        terms["loss_kl_to_ref"] = options.kl_to_ref_coeff * reduce(kl, batch, window)
-    if options.kl_to_inference_coeff:
-        kl = F.kl_estimate(scores.current, scores.sampler, batch.sampled, estimator=estimator)
-        terms["kl_to_inference"] = F.token_mean(kl.detach())
-        reduced = reduce(kl, batch, window)
-        terms["loss_kl_to_inference"] = options.kl_to_inference_coeff * reduced
-    if scores.entropy is not None:
-        terms["entropy"] = F.token_mean(scores.entropy.detach())
-    if scores.entropy is not None and options.entropy_bonus:
-        coefficient = 0.01 if options.entropy_coeff is None else options.entropy_coeff
-        entropy = scores.entropy
-        if batch.weights is not None:
-            entropy = entropy * batch.weights.to(entropy.dtype)
-        terms["loss_entropy"] = -coefficient * entropy.sum() / window.num_active_tokens
-    return terms
 
 
 # The GRPO loss: reads a batch, scores its tokens, and calls :mod:`objectives.functional`.
@@ -258,7 +220,15 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         Returns:
             The batch with all of its rows; how many were left out is logged.
         """
-        if not self._reads_sampler:
+        options = self.options
+        reads_sampler = (
+            options.old_policy == "sampler"
+            or options.sampler_correction is not None
+            or options.kl_to_inference_coeff
+            or self.filters.trust_region is not None
+            or self.filters.off_policy_threshold is not None
+        )
+        if not reads_sampler:
             return packed
         log_probs = packed.entries["log_probs"]
         possible = log_probs.isfinite() & (log_probs <= _MOST_LOG_PROB)
@@ -326,23 +296,34 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> GRPOLossOutput:
         """See the base class."""
-        policy = policy_scores(batch, scores, self.options)
+        options = self.options
+        policy = policy_scores(batch, scores, options)
         terms = self._policy_term(batch, policy, window)
-        terms |= penalty_terms(self.options, batch, policy, window, self._reduce)
+        # KL and entropy: losses and metrics.
+        estimator = options.kl_estimator or "k3"
+        if options.kl_to_ref_coeff:
+            reference = batch.entries["ref_log_probs"].to(policy.old.dtype)
+            log_ratio = None
+            if options.kl_bias_correction:
+                log_ratio = F.log_ratio(policy.current, policy.old)
+            kl = F.kl_estimate(policy.current, reference, estimator=estimator, log_ratio=log_ratio)
+            terms["kl_to_ref"] = F.token_mean(kl.detach())
+            terms["loss_kl_to_ref"] = options.kl_to_ref_coeff * self._reduce(kl, batch, window)
+        if options.kl_to_inference_coeff:
+            kl = F.kl_estimate(policy.current, policy.sampler, batch.sampled, estimator=estimator)
+            terms["kl_to_inference"] = F.token_mean(kl.detach())
+            penalty = options.kl_to_inference_coeff * self._reduce(kl, batch, window)
+            terms["loss_kl_to_inference"] = penalty
+        if policy.entropy is not None:
+            terms["entropy"] = F.token_mean(policy.entropy.detach())
+        if policy.entropy is not None and options.entropy_bonus:
+            coefficient = 0.01 if options.entropy_coeff is None else options.entropy_coeff
+            entropy = policy.entropy
+            if batch.weights is not None:
+                entropy = entropy * batch.weights.to(entropy.dtype)
+            terms["loss_entropy"] = -coefficient * entropy.sum() / window.num_active_tokens
         terms["num_active_tokens"] = policy.old.new_tensor(batch.num_targets)
         return make_output(GRPOLossOutput, terms | _row_counts(batch))
-
-    @property
-    def _reads_sampler(self) -> bool:
-        """Whether any term goes by the log-probs of the engine."""
-        options = self.options
-        return bool(
-            options.old_policy == "sampler"
-            or options.sampler_correction is not None
-            or options.kl_to_inference_coeff
-            or self.filters.trust_region is not None
-            or self.filters.off_policy_threshold is not None
-        )
 
     def _entries(self) -> Entries:
         tokens = {
@@ -438,9 +419,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         loss = surrogate.loss
         if weights is not None and "sampler_log_ratio" not in self._surrogate_inputs:
             loss = loss * weights.weight
-        keep = filter_tokens(
-            self.filters, scores, batch, entropy_threshold=window.entropy_threshold
-        )
+        keep = filter_tokens(self.filters, scores, batch, window)
         metrics = {
             "clip_fraction": surrogate.clipped_low | surrogate.clipped_high,
             "clip_fraction_low": surrogate.clipped_low,

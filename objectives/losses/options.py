@@ -464,7 +464,18 @@ class GRPOOptions(TokenOptions):
                 "one option: give one."
             )
         self._check_ratio()
-        self._check_penalties()
+        one_of("kl_estimator", self.kl_estimator or "k3", F.KL_ESTIMATORS)
+        if self.kl_estimator and not (self.kl_to_ref_coeff or self.kl_to_inference_coeff):
+            raise ValueError(
+                f"kl_estimator={self.kl_estimator!r} has no effect without kl_to_ref_coeff or "
+                "kl_to_inference_coeff."
+            )
+        if self.kl_bias_correction and not self.kl_to_ref_coeff:
+            raise ValueError("kl_bias_correction has no effect without kl_to_ref_coeff.")
+        if self.entropy_coeff is not None and not self.entropy_bonus:
+            raise ValueError(
+                f"entropy_coeff={self.entropy_coeff} has no effect without entropy_bonus=True."
+            )
         filters = self.all_filters()
         if self.skip_rows_without_signal and self.has_penalty:
             raise ValueError(
@@ -521,20 +532,6 @@ class GRPOOptions(TokenOptions):
             raise ValueError(
                 "sampler_correction weighs by pi_old / pi_sampler, which is 1 for "
                 "old_policy='sampler': set old_policy to 'recomputed' or 'current'."
-            )
-
-    def _check_penalties(self) -> None:
-        one_of("kl_estimator", self.kl_estimator or "k3", F.KL_ESTIMATORS)
-        if self.kl_estimator and not (self.kl_to_ref_coeff or self.kl_to_inference_coeff):
-            raise ValueError(
-                f"kl_estimator={self.kl_estimator!r} has no effect without kl_to_ref_coeff or "
-                "kl_to_inference_coeff."
-            )
-        if self.kl_bias_correction and not self.kl_to_ref_coeff:
-            raise ValueError("kl_bias_correction has no effect without kl_to_ref_coeff.")
-        if self.entropy_coeff is not None and not self.entropy_bonus:
-            raise ValueError(
-                f"entropy_coeff={self.entropy_coeff} has no effect without entropy_bonus=True."
             )
 
     @property

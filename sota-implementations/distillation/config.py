@@ -3,11 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl_agents.settings.schema import (
-    CollectorConfig,
-    EpochsTrainConfig,
-    RolloutsConfig,
-)
+from torchrl_agents.settings.schema import CollectorConfig, EpochsTrainConfig, RolloutsConfig
 
 
 @dataclass

@@ -200,7 +200,16 @@ class Panel:
             raise ValueError(f"teachers must be {{name: {{model: ...}}}}, got {teachers!r}.")
         if teacher != TeacherConfig():
             raise ValueError("teacher.* is for one teacher: leave it out, or teachers={...}.")
-        _check_each(teachers, column)
+        known = [*(each.name for each in fields(TeacherConfig)), "weight"]
+        for name, own in teachers.items():
+            if not isinstance(own, Mapping) or "model" not in own or set(own) - set(known):
+                must = f"must have model= and may have {', '.join(known[1:])}"
+                raise ValueError(f"teachers.{name} {must}; got {own!r}.")
+            if column is not None and "weight" in own:
+                raise ValueError(
+                    f"a weight has no effect where {column=} names each row's teacher."
+                )
+            check_numbers(f"teachers.{name}", POSITIVE, weight=own.get("weight", 1.0))
         given = {name: dict(own) for name, own in teachers.items()}
         weights = {name: own.pop("weight", 1.0) for name, own in given.items()}
         self.configs = {name: TeacherConfig(**own) for name, own in given.items()}
@@ -258,17 +267,6 @@ class Panel:
         if self.column is None and len(scorers) > 1:
             scorers = {_ONE: Mixture(list(scorers.values()), list(self.weights.values()))}
         return Teachers(scorers, self.column, temperature=policy.temperature)
-
-
-def _check_each(teachers: Mapping[str, Any], column: str | None) -> None:
-    known = [*(each.name for each in fields(TeacherConfig)), "weight"]
-    for name, own in teachers.items():
-        if not isinstance(own, Mapping) or "model" not in own or set(own) - set(known):
-            must = f"must have model= and may have {', '.join(known[1:])}"
-            raise ValueError(f"teachers.{name} {must}; got {own!r}.")
-        if column is not None and "weight" in own:
-            raise ValueError(f"a weight has no effect where {column=} names each row's teacher.")
-        check_numbers(f"teachers.{name}", POSITIVE, weight=own.get("weight", 1.0))
 
 
 class Mixture(TokenScorer):

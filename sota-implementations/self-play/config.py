@@ -2,11 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torchrl_agents.settings.schema import (
-    CollectorConfig,
-    EpochsTrainConfig,
-    RolloutsConfig,
-)
+from torchrl_agents.settings.schema import CollectorConfig, EpochsTrainConfig, RolloutsConfig
 
 
 @dataclass

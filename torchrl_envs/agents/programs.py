@@ -119,7 +119,14 @@ class AgentCommand:
             AgentProgramError: it ended with an error, printed no reward, or a column of the row is
                 no JSON.
         """
-        line = self._written(row)
+        for name, value in row.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise AgentProgramError(
+                    f"{self.__name__} gets its row as JSON; the column {name!r} is not: {error}"
+                ) from error
+        line = json.dumps(row).encode() + b"\n"
         pipes, tails = (os.pipe(), os.pipe()), (bytearray(), bytearray())
         readers = [
             asyncio.create_task(_keep_tail(read, tail))
@@ -177,16 +184,6 @@ class AgentCommand:
             hosts = [os.environ.get(name, ""), urlsplit(endpoint.base_url).hostname or ""]
             found[name] = ",".join(filter(None, hosts))
         return kept_command(command, user=user), found | self.environment
-
-    def _written(self, row: Mapping[str, Any]) -> bytes:
-        for name, value in row.items():
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError) as error:
-                raise AgentProgramError(
-                    f"{self.__name__} gets its row as JSON; the column {name!r} is not: {error}"
-                ) from error
-        return json.dumps(row).encode() + b"\n"
 
 
 async def _end(process: asyncio.subprocess.Process, key: str) -> None:

@@ -61,7 +61,20 @@ class Protocol:
         if not isinstance(streams, bool | None):
             raise RequestError(f"stream is true or false, got {streams!r:.80}")
         failed = tuple(m.get("tool_call_id") for m in messages if m.pop("is_error", False))
-        _check_conversation(messages, schemas)
+        # There is something to answer, and a chat template can be asked to show it.
+        if not messages:
+            raise RequestError("there is no message")
+        if any(message.get("role") == PLACEHOLDER_ROLE for message in messages):
+            raise RequestError(f"no message has the role {PLACEHOLDER_ROLE!r}")
+        try:
+            check_messages(messages)
+            json.dumps([messages, schemas], ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"messages or tools: {error}") from error
+        if messages[-1]["role"] == "assistant":
+            raise RequestError(
+                "the last message is the assistant's: nothing is left to be answered"
+            )
         limits = [_read_limit(body[name]) for name in self.limits if body.get(name) is not None]
         with_usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
         bound = min([*limits, MOST_TOKENS]) if limits else None
@@ -118,21 +131,6 @@ class Protocol:
             model: its name.
         """
         raise NotImplementedError
-
-
-def _check_conversation(messages: list[Message], tools: list[dict[str, Any]] | None) -> None:
-    """There is something to answer, and a chat template can be asked to show it."""
-    if not messages:
-        raise RequestError("there is no message")
-    if any(message.get("role") == PLACEHOLDER_ROLE for message in messages):
-        raise RequestError(f"no message has the role {PLACEHOLDER_ROLE!r}")
-    try:
-        check_messages(messages)
-        json.dumps([messages, tools], ensure_ascii=False).encode()
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"messages or tools: {error}") from error
-    if messages[-1]["role"] == "assistant":
-        raise RequestError("the last message is the assistant's: nothing is left to be answered")
 
 
 def _read_limit(limit: Any) -> int:
@@ -405,36 +403,31 @@ class OpenAIResponses(Protocol):
         opening = {"response": {**begun, "usage": None}}
         events = [("created", opening), ("in_progress", opening)]
         for index, item in enumerate(whole["output"]):
-            events += _events_of(item, index)
+            where = {"output_index": index, "item_id": item["id"]}
+            if item["type"] == "message":
+                (part,) = item["content"]
+                at = {**where, "content_index": 0}
+                empty: dict[str, Any] = {"content": []}
+                inside = [
+                    ("content_part.added", {**at, "part": {**part, "text": ""}}),
+                    ("output_text.delta", {**at, "delta": part["text"], "logprobs": []}),
+                    ("output_text.done", {**at, "text": part["text"], "logprobs": []}),
+                    ("content_part.done", {**at, "part": part}),
+                ]
+            else:
+                empty = {"arguments": ""}
+                arguments = {"arguments": item["arguments"], "name": item["name"]}
+                inside = [
+                    ("function_call_arguments.delta", {**where, "delta": item["arguments"]}),
+                    ("function_call_arguments.done", {**where, **arguments}),
+                ]
+            added = {"output_index": index, "item": {**item, "status": "in_progress", **empty}}
+            done = {"output_index": index, "item": item}
+            events += [("output_item.added", added), *inside, ("output_item.done", done)]
         events.append((whole["status"], {"response": whole}))
         for number, (name, values) in enumerate(events):
             kind = f"response.{name}"
             yield kind, {"type": kind, "sequence_number": number, **values}
-
-
-def _events_of(item: dict[str, Any], index: int) -> list[tuple[str, dict[str, Any]]]:
-    """The events of one item of a response."""
-    where = {"output_index": index, "item_id": item["id"]}
-    if item["type"] == "message":
-        (part,) = item["content"]
-        at = {**where, "content_index": 0}
-        empty: dict[str, Any] = {"content": []}
-        inside = [
-            ("content_part.added", {**at, "part": {**part, "text": ""}}),
-            ("output_text.delta", {**at, "delta": part["text"], "logprobs": []}),
-            ("output_text.done", {**at, "text": part["text"], "logprobs": []}),
-            ("content_part.done", {**at, "part": part}),
-        ]
-    else:
-        empty = {"arguments": ""}
-        arguments = {"arguments": item["arguments"], "name": item["name"]}
-        inside = [
-            ("function_call_arguments.delta", {**where, "delta": item["arguments"]}),
-            ("function_call_arguments.done", {**where, **arguments}),
-        ]
-    added = {"output_index": index, "item": {**item, "status": "in_progress", **empty}}
-    done = {"output_index": index, "item": item}
-    return [("output_item.added", added), *inside, ("output_item.done", done)]
 
 
 class AnthropicMessages(Protocol):

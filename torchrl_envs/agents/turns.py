@@ -122,38 +122,31 @@ def reply_to(
     end, stop = min(ends, default=(len(text), None))
     text = text[:end]
     message: Message = {"role": "assistant", "content": text}
-    parsed = parse(text) if request.tools else None
+    tools = request.tools or ()
+    parsed = parse(text) if tools else None
     if parsed is not None and parsed.calls:
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
         # JSON may spell half a character, which can't be sent.
         if len(calls) == len(parsed.calls) and is_text([call[:2] for call in calls]):
             message["content"] = parsed.content or None
-            message["tool_calls"] = _written_calls(calls, request.tools or (), used_ids)
+            # Each call has the id that the model gives it. One without, or with a used one, gets a
+            # name that some templates ask for: nine letters and digits, and the same in each
+            # rollout, because they are in the prompts that follow.
+            ids, written = set(used_ids), []
+            for call in calls:
+                own, number = call.id, len(ids)
+                while not own or own in ids:
+                    own, number = f"call{number:05}", number + 1
+                ids.add(own)
+                arguments = call.arguments
+                schema = next((t for t in tools if t["function"]["name"] == call.name), None)
+                if call.is_text and schema is not None:
+                    arguments = typed_arguments(arguments, schema["function"].get("parameters"))
+                function = {"name": call.name, "arguments": json.dumps(arguments)}
+                written.append({"id": own, "type": "function", "function": function})
+            message["tool_calls"] = written
             finish_reason = finish_reason if finish_reason == LENGTH else TOOL_CALLS
     return TurnReply(message, finish_reason, num_prompt_tokens, num_tokens, stop)
-
-
-def _written_calls(
-    calls: Sequence[ToolCall], tools: Sequence[dict[str, Any]], used: Collection[str]
-) -> list[dict[str, Any]]:
-    """Calls as they are told, each with the id that the model gives it.
-
-    One without, or with a used one, gets a name that some templates ask for: nine letters and
-    digits, and the same in each rollout, because they are in the prompts that follow.
-    """
-    ids, written = set(used), []
-    for call in calls:
-        own, number = call.id, len(ids)
-        while not own or own in ids:
-            own, number = f"call{number:05}", number + 1
-        ids.add(own)
-        arguments = call.arguments
-        schema = next((t for t in tools if t["function"]["name"] == call.name), None)
-        if call.is_text and schema is not None:
-            arguments = typed_arguments(arguments, schema["function"].get("parameters"))
-        function = {"name": call.name, "arguments": json.dumps(arguments)}
-        written.append({"id": own, "type": "function", "function": function})
-    return written
 
 
 def comparable(message: Message) -> tuple[Any, ...]:

@@ -364,24 +364,15 @@ class TrajectoryTransform(EpisodeTransform):
         held = copied_rows(tensordict)[0]
         if self.results and all(held.get(_next(key), None) is not None for key in self.results):
             return tensordict
-        return self._work(tensordict)
-
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        # An environment passes what a step starts from: there is nothing to do yet.
-        if tensordict is None or self.in_environment:
-            return tensordict
-        return self.forward(tensordict)
-
-    def _work(self, batch: TensorDictBase) -> TensorDictBase:
         who = self._get_name()
-        entries = TokenEntries(batch, FULL, who=who)
+        entries = TokenEntries(tensordict, FULL, who=who)
         masks = entries.aligned(ASSISTANT_MASK)  # type: ignore[arg-type]
         if masks is None:
             raise MissingEntryError(
                 f"{who} reads {ASSISTANT_MASK}, which the batch lacks: it says which tokens the "
                 "policy sampled."
             )
-        rows = copied_rows(batch)
+        rows = copied_rows(tensordict)
         keeps: Sequence[Tensor | None] = entries.keep or [None] * len(rows)
         found = [
             TokenRow(
@@ -399,7 +390,13 @@ class TrajectoryTransform(EpisodeTransform):
                 row.set(_next(key), _padded(tokens.results[key], keep))
             if tokens.penalty is not None:
                 self._add_penalty(row, tokens, keep)
-        return joined_rows(rows, batch.batch_size)
+        return joined_rows(rows, tensordict.batch_size)
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        # An environment passes what a step starts from: there is nothing to do yet.
+        if tensordict is None or self.in_environment:
+            return tensordict
+        return self.forward(tensordict)
 
     def _add_penalty(self, row: TensorDictBase, tokens: TokenRow, keep: Tensor | None) -> None:
         assert tokens.penalty is not None

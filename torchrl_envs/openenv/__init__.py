@@ -5,23 +5,16 @@ from typing import TYPE_CHECKING
 from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
-    from .session import (
-        EnvResult,
-        OpenEnvCapacityError,
-        OpenEnvConnectionError,
-        OpenEnvError,
-        OpenEnvProtocolError,
-        OpenEnvServerError,
-        OpenEnvSession,
-        OpenEnvTimeoutError,
-        SessionNotResetError,
-    )
-    from .tools import OpenEnvTools
+    from .session import EnvResult as EnvResult
+    from .session import OpenEnvCapacityError as OpenEnvCapacityError
+    from .session import OpenEnvConnectionError as OpenEnvConnectionError
+    from .session import OpenEnvError as OpenEnvError
+    from .session import OpenEnvProtocolError as OpenEnvProtocolError
+    from .session import OpenEnvServerError as OpenEnvServerError
+    from .session import OpenEnvSession as OpenEnvSession
+    from .session import OpenEnvTimeoutError as OpenEnvTimeoutError
+    from .session import SessionNotResetError as SessionNotResetError
+    from .tools import OpenEnvTools as OpenEnvTools
 
-__all__ = [
-    "EnvResult", "OpenEnvCapacityError", "OpenEnvConnectionError", "OpenEnvError",
-    "OpenEnvProtocolError", "OpenEnvServerError", "OpenEnvSession", "OpenEnvTimeoutError",
-    "OpenEnvTools", "SessionNotResetError",
-]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, __file__)

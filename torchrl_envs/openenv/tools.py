@@ -7,7 +7,7 @@ import urllib.request
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from torchrl_data.checks import check_columns, one_of
@@ -15,7 +15,7 @@ from torchrl_data.conversation import ENVIRONMENT_DONE
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries import RewardSource, with_observation
+from torchrl_envs.entries import RewardOf, RewardSource, reward_of_steps, with_observation
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import Answer, EpisodeStartError, Job, ToolSource
 from torchrl_envs.tool_schemas import Tool, function_tool, schema_tool
@@ -146,8 +146,6 @@ def observation_text(result: EnvResult) -> str:
 #
 # Shape legend: B rows.
 
-RewardOf = Literal["sum", "last"]
-REWARDS_OF: Final[tuple[RewardOf, ...]] = ("sum", "last")
 _MARGIN_S: Final = 5.0
 """How much longer than the session's own deadline the call of a tool may take."""
 
@@ -199,7 +197,7 @@ class OpenEnvTools(ToolSource, RewardSource):
         **kwargs: Any,
     ) -> None:
         super().__init__(timeout_s=timeout_s, **kwargs)
-        self.reward: RewardOf = one_of("reward", reward, REWARDS_OF, who="OpenEnvTools")
+        self.reward: RewardOf = one_of("reward", reward, get_args(RewardOf), who="OpenEnvTools")
         self._session = functools.partial(
             OpenEnvSession,
             base_url,
@@ -288,8 +286,9 @@ class OpenEnvTools(ToolSource, RewardSource):
     def finish(self, episode: Episode) -> None:
         """Add up what the server gave."""
         own: _Session | None = episode.resources.get(self)
-        outcome = Outcome() if own is None else own.outcome(self.reward)
-        episode.score.add_outcome(self.name, outcome, who=self.name)
+        rewards = [] if own is None else own.rewards[1:] or own.rewards
+        total = reward_of_steps(rewards, self.reward)
+        episode.score.add_outcome(self.name, Outcome(total), who=self.name)
 
 
 @dataclass
@@ -314,10 +313,3 @@ class _Session:
         self.is_done = result.done
         self.rewards.append(result.reward)
         return self.text_of(result) or ""
-
-    def outcome(self, reward: RewardOf) -> Outcome:
-        steps = self.rewards[1:] or self.rewards
-        given = [each for each in steps if each is not None]
-        if not given:
-            return Outcome()
-        return Outcome(sum(given) if reward == "sum" else given[-1])

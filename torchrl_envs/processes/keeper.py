@@ -36,7 +36,11 @@ def main() -> None:
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     child = _start(command, user)
-    _close_all_but({2, gone, woken, wake})
+    # Pipes and sockets are the command's: who waits for their end waits for nobody else.
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in {2, gone, woken, wake}:
+            with contextlib.suppress(OSError):  # the one by which they were listed
+                os.close(int(name))
     status = None
     while status is None:
         readable = select.select([gone, woken], [], [])[0]
@@ -44,7 +48,14 @@ def main() -> None:
             break
         status = _reap(child)
     _kill_descendants()
-    _end_like(status)
+    # It ends as the command did.
+    if status is None or status < 0:
+        number = signal.SIGKILL if status is None else -status
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # its effect can't be changed
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(status or 0)
 
 
 def _start(command: list[str], user: str) -> int:
@@ -63,14 +74,6 @@ def _start(command: list[str], user: str) -> int:
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())
     os._exit(127)
-
-
-def _close_all_but(kept: set[int]) -> None:
-    """Pipes and sockets are the command's: who waits for their end waits for nobody else."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
-            with contextlib.suppress(OSError):  # the one by which they were listed
-                os.close(int(name))
 
 
 def _reap(child: int) -> int | None:
@@ -97,16 +100,6 @@ def _kill_descendants() -> None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             os.waitpid(-1, 0)
-
-
-def _end_like(status: int | None) -> None:
-    if status is None or status < 0:
-        number = signal.SIGKILL if status is None else -status
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError):  # its effect can't be changed
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    os._exit(status or 0)
 
 
 if __name__ == "__main__":

@@ -195,64 +195,32 @@ class WorkerPool:
         self._setup = {"max_memory_mb": max_memory_mb, "preload": list(preload)}
         self._deadline_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._free = threading.Semaphore(num_processes)
-        self._workers = _Workers()
-        weakref.finalize(self, self._workers.close)
-
-    def start(self) -> None:
-        """Start the first worker."""
-        self._workers.put_back(self._start(self._workers.generation))
-
-    def ask(self, request: bytes) -> bytes:
-        """Handle a request as soon as a worker is free; from any thread."""
-        generation = self._workers.generation
-        with self._free:
-            worker = self._workers.take() or self._start(generation)
-            try:
-                answer = worker.ask(pack(request), self._deadline_s)
-            except BaseException:
-                self._workers.end(worker)
-                raise
-            self._workers.put_back(worker)
-        return answer
-
-    def _start(self, generation: int) -> WorkerProcess:
-        worker = self._workers.make(self._setup, self._handler, generation)
-        try:
-            problem = worker.ask(worker.setup, _START_S).decode()
-        except BaseException as error:
-            self._workers.end(worker)
-            if isinstance(error, Exception) and generation == self._workers.generation:
-                raise WorkerStartError(f"a worker process did not start: {error}") from error
-            raise
-        if problem:
-            self._workers.end(worker)
-            raise WorkerStartError(problem)
-        return worker
-
-    def close(self) -> None:
-        """Kill the workers, and with them the requests that run; a later one starts new workers."""
-        self._workers.close()
-
-
-class _Workers:
-    """The workers that there are: those that wait here, and those that a thread uses."""
-
-    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._idle: list[WorkerProcess] = []
         self._used: set[WorkerProcess] = set()
-        self.generation = 0
+        """Each of them by a thread."""
+        self._generation = 0
         """How often they were closed."""
+        weakref.finalize(self, _end_workers, self._changed, self._idle, self._used)
 
-    def make(self, setup: dict[str, Any], handler: bytes, generation: int) -> WorkerProcess:
-        with self._changed:
-            if generation != self.generation:
-                raise ToolProcessError("the tools were closed")
-            worker = WorkerProcess(setup, handler)
-            self._used.add(worker)
-            return worker
+    def start(self) -> None:
+        """Start the first worker."""
+        self._put_back(self._start(self._generation))
 
-    def take(self) -> WorkerProcess | None:
+    def ask(self, request: bytes) -> bytes:
+        """Handle a request as soon as a worker is free; from any thread."""
+        generation = self._generation
+        with self._free:
+            worker = self._take() or self._start(generation)
+            try:
+                answer = worker.ask(pack(request), self._deadline_s)
+            except BaseException:
+                self._end(worker)
+                raise
+            self._put_back(worker)
+        return answer
+
+    def _take(self) -> WorkerProcess | None:
         """An idle worker; those that died meanwhile are given up."""
         with self._changed:
             while self._idle:
@@ -263,28 +231,55 @@ class _Workers:
                 worker.end()
         return None
 
-    def put_back(self, worker: WorkerProcess) -> None:
+    def _start(self, generation: int) -> WorkerProcess:
+        with self._changed:
+            if generation != self._generation:
+                raise ToolProcessError("the tools were closed")
+            worker = WorkerProcess(self._setup, self._handler)
+            self._used.add(worker)
+        try:
+            problem = worker.ask(worker.setup, _START_S).decode()
+        except BaseException as error:
+            self._end(worker)
+            if isinstance(error, Exception) and generation == self._generation:
+                raise WorkerStartError(f"a worker process did not start: {error}") from error
+            raise
+        if problem:
+            self._end(worker)
+            raise WorkerStartError(problem)
+        return worker
+
+    def _put_back(self, worker: WorkerProcess) -> None:
         with self._changed:
             self._used.remove(worker)
             self._idle.append(worker)
             self._changed.notify_all()
 
-    def end(self, worker: WorkerProcess) -> None:
+    def _end(self, worker: WorkerProcess) -> None:
         with self._changed:
             self._used.remove(worker)
             worker.end()
             self._changed.notify_all()
 
     def close(self) -> None:
+        """Kill the workers, and with them the requests that run; a later one starts new workers."""
         with self._changed:
-            self.generation += 1
-            for worker in self._used:
-                worker.kill()
-            # The thread that uses one sees that, and ends it.
-            self._changed.wait_for(lambda: not self._used, timeout=_STOP_S)
-            for worker in self._idle:
-                worker.end()
-            self._idle.clear()
+            self._generation += 1
+            _end_workers(self._changed, self._idle, self._used)
+
+
+def _end_workers(
+    changed: threading.Condition, idle: list[WorkerProcess], used: set[WorkerProcess]
+) -> None:
+    """Apart from the pool, so that it goes when nobody holds it any more."""
+    with changed:
+        for worker in used:
+            worker.kill()
+        # The thread that uses one sees that, and ends it.
+        changed.wait_for(lambda: not used, timeout=_STOP_S)
+        for worker in idle:
+            worker.end()
+        idle.clear()
 
 
 # Inside a worker: finds the handler, then answers requests until the socket closes.

@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import Any, Final
 
 from torchrl_envs.concurrency import OwnRandom
-from torchrl_envs.openenv.tools import OpenEnvTools, RewardOf
+from torchrl_envs.entries import RewardOf
+from torchrl_envs.openenv.tools import OpenEnvTools
 
 from . import PREFIX
 from .task import Row, Task, load_task_rows, played

@@ -15,7 +15,7 @@ from torchrl_data.messages import Message
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs import concurrency
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries import RewardSource, with_observation
+from torchrl_envs.entries import RewardOf, RewardSource, reward_of_steps, with_observation
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeStartError, EpisodeTransform, Job, ToolSource
 from torchrl_envs.tool_results import MAX_RESULT_BYTES, error_line
@@ -352,7 +352,6 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
 #
 # None of them is imported: they are known by their methods and by what these return.
 
-RewardOf = Literal["sum", "last"]
 Kind = Literal["gymnasium", "skyrl_gym"]
 
 
@@ -473,8 +472,7 @@ class StepEnvironments(EpisodeTransform, RewardSource):
     def finish(self, episode: Episode) -> None:
         """Add up what the steps gave."""
         instance: _Stepped | None = episode.resources.get(self)
-        rewards = [] if instance is None else instance.rewards
-        total = None if not rewards else sum(rewards) if self.reward == "sum" else rewards[-1]
+        total = reward_of_steps([] if instance is None else instance.rewards, self.reward)
         episode.score.add_outcome(self.name, concurrency.Outcome(total), who=f"{self.name}.step")
 
 

@@ -8,39 +8,34 @@ from typing import TYPE_CHECKING
 from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
-    from torchrl.envs.transforms import StepCounter
+    from torchrl.envs.transforms import StepCounter as StepCounter
 
-    from torchrl_envs.datasets.primer import DataLoadingPrimer
-    from torchrl_envs.entries import as_nested_tensor, as_padded_tensor
-    from torchrl_envs.episode.episode_env import RewardErrorLimit
-    from torchrl_envs.episode.transform import EpisodeTransform, ToolSource
-    from torchrl_envs.graders.answers import MathVerifyReward
-    from torchrl_envs.graders.judges import LLMJudge, RewardModel
-    from torchrl_envs.rewards.answer import AnswerReward
-    from torchrl_envs.rewards.functions import RewardFunctions
-    from torchrl_envs.rewards.kl import (
-        KLComputation,
-        KLRewardTransform,
-        RetrieveKL,
-        RetrieveLogProb,
-    )
-    from torchrl_envs.tools.browser import BrowserTransform
-    from torchrl_envs.tools.environments import EnvironmentTools
-    from torchrl_envs.tools.functions import FunctionTools, PythonInterpreter
-    from torchrl_envs.tools.mcp import MCPToolTransform
+    from torchrl_envs.datasets.primer import DataLoadingPrimer as DataLoadingPrimer
+    from torchrl_envs.entries import as_nested_tensor as as_nested_tensor
+    from torchrl_envs.entries import as_padded_tensor as as_padded_tensor
+    from torchrl_envs.episode.episode_env import RewardErrorLimit as RewardErrorLimit
+    from torchrl_envs.episode.transform import EpisodeTransform as EpisodeTransform
+    from torchrl_envs.episode.transform import ToolSource as ToolSource
+    from torchrl_envs.graders.answers import MathVerifyReward as MathVerifyReward
+    from torchrl_envs.graders.judges import LLMJudge as LLMJudge
+    from torchrl_envs.graders.judges import RewardModel as RewardModel
+    from torchrl_envs.rewards.answer import AnswerReward as AnswerReward
+    from torchrl_envs.rewards.functions import RewardFunctions as RewardFunctions
+    from torchrl_envs.rewards.kl import KLComputation as KLComputation
+    from torchrl_envs.rewards.kl import KLRewardTransform as KLRewardTransform
+    from torchrl_envs.rewards.kl import RetrieveKL as RetrieveKL
+    from torchrl_envs.rewards.kl import RetrieveLogProb as RetrieveLogProb
+    from torchrl_envs.tools.browser import BrowserTransform as BrowserTransform
+    from torchrl_envs.tools.environments import EnvironmentTools as EnvironmentTools
+    from torchrl_envs.tools.functions import FunctionTools as FunctionTools
+    from torchrl_envs.tools.functions import PythonInterpreter as PythonInterpreter
+    from torchrl_envs.tools.mcp import MCPToolTransform as MCPToolTransform
 
-    from .context import TokenBudget
-    from .policy_version import PolicyVersion
-    from .thinking_prompt import AddThinkingPrompt
-    from .tokenizer import TemplateTransform, Tokenizer
+    from .context import TokenBudget as TokenBudget
+    from .policy_version import PolicyVersion as PolicyVersion
+    from .thinking_prompt import AddThinkingPrompt as AddThinkingPrompt
+    from .tokenizer import TemplateTransform as TemplateTransform
+    from .tokenizer import Tokenizer as Tokenizer
 
-__all__ = [
-    "AddThinkingPrompt", "AnswerReward", "BrowserTransform", "DataLoadingPrimer",
-    "EnvironmentTools", "EpisodeTransform", "FunctionTools", "KLComputation", "KLRewardTransform",
-    "LLMJudge", "MCPToolTransform", "MathVerifyReward", "PolicyVersion", "PythonInterpreter",
-    "RetrieveKL", "RetrieveLogProb", "RewardErrorLimit", "RewardFunctions", "RewardModel",
-    "StepCounter", "TemplateTransform", "TokenBudget", "Tokenizer", "ToolSource",
-    "as_nested_tensor", "as_padded_tensor",
-]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, __file__)

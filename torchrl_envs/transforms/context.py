@@ -222,7 +222,30 @@ class TokenBudget(EpisodeTransform):
 
     def before_turn(self, episode: Episode) -> None:
         """Say how many tokens are left; cut what does not fit, and end what has none left."""
-        fitted = self._fit(episode.conversation)
+        assert self.encoder is not None
+        waiting = episode.conversation
+        fitted = self.encoder.encode_rows(waiting).conversations
+        excess = self.min_turn_tokens - self._left(fitted)[0]
+        # What waited is cut so that a turn fits. An opening is the prompt's business, not an
+        # observation's.
+        if excess > 0 and waiting.position(0).num_encoded:
+            messages = waiting.waiting_messages(0)
+            contents = [m["content"] if isinstance(m["content"], str) else "" for m in messages]
+            ids = self.encoder.guard.encode_texts(contents)
+            for _ in range(_MAX_CUTS):
+                cap = _cap([len(row) for row in ids], excess)
+                shorter: list[Message] = []
+                for message, row in zip(messages, ids, strict=True):
+                    if len(row) > cap:
+                        # Half a character at the cut is dropped.
+                        kept = self.encoder.decode([list(row[:cap])])[0].rstrip("\ufffd")
+                        message = {**message, "content": kept + CUT_MARK}
+                    shorter.append(message)
+                fitted = self.encoder.encode_waiting(waiting.replace_waiting([shorter]))
+                missing = self.min_turn_tokens - self._left(fitted)[0]
+                if missing <= 0 or cap == 0:
+                    break
+                excess += missing
         left, reason = self._left(fitted)
         if left < self.min_turn_tokens:
             episode.stop_reason = reason
@@ -247,35 +270,6 @@ class TokenBudget(EpisodeTransform):
         if self.max_model_len is not None:
             bounds.append((self.max_model_len - total, CONTEXT_LENGTH))
         return min(bounds)
-
-    # What does not fit --------------------------------------------------------------------------
-
-    def _fit(self, waiting: Conversations) -> Conversations:
-        """The conversation encoded, with what waited in it cut so that a turn fits."""
-        assert self.encoder is not None
-        encoded = self.encoder.encode_rows(waiting).conversations
-        excess = self.min_turn_tokens - self._left(encoded)[0]
-        # An opening is the prompt's business, not an observation's.
-        if excess <= 0 or not waiting.position(0).num_encoded:
-            return encoded
-        messages = waiting.waiting_messages(0)
-        contents = [m["content"] if isinstance(m["content"], str) else "" for m in messages]
-        ids = self.encoder.guard.encode_texts(contents)
-        for _ in range(_MAX_CUTS):
-            cap = _cap([len(row) for row in ids], excess)
-            shorter: list[Message] = []
-            for message, row in zip(messages, ids, strict=True):
-                if len(row) > cap:
-                    # Half a character at the cut is dropped.
-                    kept = self.encoder.decode([list(row[:cap])])[0].rstrip("\ufffd")
-                    message = {**message, "content": kept + CUT_MARK}
-                shorter.append(message)
-            encoded = self.encoder.encode_waiting(waiting.replace_waiting([shorter]))
-            missing = self.min_turn_tokens - self._left(encoded)[0]
-            if missing <= 0 or cap == 0:
-                break
-            excess += missing
-        return encoded
 
 
 def _cap(lengths: Sequence[int], excess: int) -> int:

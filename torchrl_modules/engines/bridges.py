@@ -506,7 +506,7 @@ class BlockingEngine(EngineOver, ClosedOnLeaving):
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._inside = self.inside = engine
-        self._loop = LoopThread("BlockingEngine")
+        self._loop = LoopThread(type(self).__name__)
 
     def generate(
         self,

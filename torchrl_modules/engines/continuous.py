@@ -135,12 +135,6 @@ _alike = attrgetter(
 )
 
 
-def distribution_of(params: SamplingParameters) -> Hashable:
-    """The same for parameters by which rows can be drawn together."""
-    early = params.min_tokens and params.stop_token_ids
-    return (*_alike(params), tuple(params.logit_bias.items()), early)
-
-
 # Continuous batching: requests that wait, and rows that run, a token at a time.
 
 _WAITING_FRACTION: Final = 0.125
@@ -217,20 +211,19 @@ class ContinuousDecoding:
             is_enough = room >= _WAITING_FRACTION * len(self._running)
             if room > 0 and (is_enough or self._num_steps_waited >= _MAX_STEPS_WAITING):
                 self._num_steps_waited = 0
-                self._join([self.waiting.popleft() for _ in range(room)])
-
-    def _join(self, rows: Sequence[Request]) -> None:
-        """Read the tokens of new rows, and draw their first ones."""
-        self._running |= {id(row): row for row in rows}
-        prompts, by_length = [row.tokens for row in rows], self._engine.reader.needs_one_length
-        for group in group_rows(prompts, range(len(rows)), by_length=by_length):
-            if self.slots is None:
-                self._groups.append((self._engine.reader(self._model), []))
-            reader, members = self._groups[-1]
-            joining = [rows[at] for at in group]
-            logits = reader.read([row.tokens for row in joining])
-            members += joining
-            self._draw(joining, logits)
+                new = [self.waiting.popleft() for _ in range(room)]
+                self._running |= {id(row): row for row in new}
+                # Read the tokens of those that join, and draw their first ones.
+                prompts = [row.tokens for row in new]
+                by_length = self._engine.reader.needs_one_length
+                for group in group_rows(prompts, range(len(new)), by_length=by_length):
+                    if self.slots is None:
+                        self._groups.append((self._engine.reader(self._model), []))
+                    reader, members = self._groups[-1]
+                    joining = [new[at] for at in group]
+                    logits = reader.read([row.tokens for row in joining])
+                    members += joining
+                    self._draw(joining, logits)
 
     def _draw(self, rows: Sequence[Request], logits: Tensor) -> None:
         """Draw the next token of each row that runs, and let those go that end with it."""
@@ -423,6 +416,9 @@ class AsyncTransformersEngine(SteppedEngine):
         if error is not None:
             self._thread.check_alive()
             return Generation([], [], "error", error)
+        # The same for parameters by which rows can be drawn together.
+        early = params.min_tokens and params.stop_token_ids
+        alike = (*_alike(params), tuple(params.logit_bias.items()), early)
         seed = params.row_seeds(1)[0]
         seed = int(torch.randint(1 << 31, ())) if seed is None else seed
         request = Request(
@@ -431,7 +427,7 @@ class AsyncTransformersEngine(SteppedEngine):
             budget=budget,
             stream=random.Random(seed),
             session=session,
-            draw=self._draws.setdefault(distribution_of(params), TokenDraw(params)),
+            draw=self._draws.setdefault(alike, TokenDraw(params)),
         )
         self._thread.put(lambda: self._decoding.waiting.append(request), request.settle)
         try:

@@ -605,7 +605,19 @@ class SlotReader(PromptReader):
             places.setdefault(tuple(prompt), []).append(at)
         found = {ids: Found() if self._kept is None else self._kept.find(ids) for ids in places}
         logits: list[Tensor] = [torch.empty(0)] * len(prompts)
-        for part in _passes({ids: len(ids) - found[ids].num_tokens for ids in places}):
+        # Rows that are read together: of about one length, and not too many.
+        num_new = {ids: len(ids) - found[ids].num_tokens for ids in places}
+        passes: list[list[tuple[int, ...]]] = []
+        total = 0
+        for ids in sorted(num_new, key=lambda ids: num_new[ids], reverse=True):
+            total += num_new[ids]
+            longest = num_new[passes[-1][0]] if passes else 0
+            padded = longest * (len(passes[-1]) + 1) if passes else 0
+            if not passes or padded > max(_RAGGED * total, 512) or padded > _MAX_PREFILL_TOKENS:
+                passes.append([])
+                total = num_new[ids]
+            passes[-1].append(ids)
+        for part in passes:
             read = self._read([(ids, found[ids]) for ids in part], places, slots)
             for ids, row in zip(part, read, strict=True):
                 for at in places[ids]:
@@ -668,18 +680,3 @@ class SlotReader(PromptReader):
                         buffer[element, :, width - known :] = one[:, :known]
             cache.update(padded[0], padded[1], number)
         return cache
-
-
-def _passes(num_new: dict[tuple[int, ...], int]) -> list[list[tuple[int, ...]]]:
-    """Rows that are read together: of about one length, and not too many."""
-    passes: list[list[tuple[int, ...]]] = []
-    total = 0
-    for ids in sorted(num_new, key=lambda ids: num_new[ids], reverse=True):
-        total += num_new[ids]
-        longest = num_new[passes[-1][0]] if passes else 0
-        padded = longest * (len(passes[-1]) + 1) if passes else 0
-        if not passes or padded > max(_RAGGED * total, 512) or padded > _MAX_PREFILL_TOKENS:
-            passes.append([])
-            total = num_new[ids]
-        passes[-1].append(ids)
-    return passes

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from torch import Tensor
@@ -76,40 +77,38 @@ _RETRY_S: Final = 0.5
 _LONGEST_RETRY_S: Final = 30.0
 
 
+@dataclass(eq=False)
 class Member:
     """An engine of a fleet, taken from state to state; all is called in the fleet's event loop."""
 
-    def __init__(
-        self, fleet: "EngineFleet", name: str, engine: AsyncEngine, opener: Opener | None
-    ) -> None:
-        self._fleet = fleet
-        self.name = name
-        self.engine = engine
-        self.opener = opener
-        """Opens another one when it died; ``None``: nobody can."""
-        self.known = Supervision().started()
-        self.is_paused = False
-        self.num_failures = 0
-        """Engines in a row that died without a response."""
-        self.num_restarts = 0
-        self.outstanding = 0
-        self.num_preemptions = 0
-        """Since it was first asked, whichever engine it was."""
-        self._preemptions_told: float = math.inf
-        self.reason = ""
-        self.refused: int | None = None
-        """The version that it does not take."""
-        self._check_now = asyncio.Event()
-        """Set when it is to be looked at."""
-        self.requests: set[asyncio.Task[Generation]] = set()
-        self._answered_s = time.monotonic()
+    fleet: "EngineFleet"
+    name: str
+    engine: AsyncEngine
+    opener: Opener | None
+    """Opens another one when it died; ``None``: nobody can."""
+    known: Supervision = field(default_factory=lambda: Supervision().started())
+    is_paused: bool = False
+    num_failures: int = 0
+    """Engines in a row that died without a response."""
+    num_restarts: int = 0
+    outstanding: int = 0
+    num_preemptions: int = 0
+    """Since it was first asked, whichever engine it was."""
+    preemptions_told: float = math.inf
+    reason: str = ""
+    refused: int | None = None
+    """The version that it does not take."""
+    check_now: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it is to be looked at."""
+    requests: set[asyncio.Task[Generation]] = field(default_factory=set)
+    answered_s: float = field(default_factory=time.monotonic)
 
     @property
     def may_return(self) -> bool:
         """Whether it serves, or will one day."""
         if self.known.state is not EngineState.DEAD:
             return True
-        return self.opener is not None and self.num_failures <= self._fleet.max_restarts
+        return self.opener is not None and self.num_failures <= self.fleet.max_restarts
 
     def become(self, known: Supervision, reason: str = "") -> None:
         """Another state, and why; everybody who waits looks again."""
@@ -120,8 +119,8 @@ class Member:
             say("%s is %s%s", self.name, known.state.value, f": {reason}" if reason else "")
             self.reason = reason
         self.known = known
-        self._check_now.set()
-        self._fleet._notify()
+        self.check_now.set()
+        self.fleet._notify()
 
     def die(self, reason: str) -> None:
         """The engine is gone or stuck: what it had in flight is lost."""
@@ -169,14 +168,6 @@ class Member:
             raise error
         raise EngineDied(f"EngineFleet: {self.name}: {error}") from error
 
-    async def measure_cache_use(self) -> float:
-        """How full its cache is; raises as `measure_load` of an engine."""
-        load: EngineLoad = await cast("Any", self.engine).measure_load()
-        # One that was replaced counts from 0 again.
-        self.num_preemptions += int(max(0, load.num_preemptions - self._preemptions_told))
-        self._preemptions_told = load.num_preemptions
-        return load.cache_use
-
     async def push(
         self,
         weights: Mapping[str, Tensor],
@@ -212,12 +203,12 @@ class Member:
     async def run(self) -> None:
         """Look after it until it is given up."""
         while self.may_return:
-            self._check_now.clear()
+            self.check_now.clear()
             match self.known.state:
                 case EngineState.HEALTHY:
                     try:
-                        async with asyncio.timeout(self._fleet.probe_interval_s):
-                            await self._check_now.wait()
+                        async with asyncio.timeout(self.fleet.probe_interval_s):
+                            await self.check_now.wait()
                     except TimeoutError:
                         await self._probe()
                 case EngineState.SUSPECT:
@@ -241,13 +232,13 @@ class Member:
                 self.die(str(error))
             return False
         except Exception as error:
-            silent_s = time.monotonic() - self._answered_s
+            silent_s = time.monotonic() - self.answered_s
             reason = f"no answer for {silent_s:.0f} s ({type(error).__name__}: {error})"
             self.become(self.known.suspected(incarnation), reason)
-            if silent_s >= self._fleet.suspect_timeout_s:
+            if silent_s >= self.fleet.suspect_timeout_s:
                 self.die(reason)
             return False
-        self._answered_s = time.monotonic()
+        self.answered_s = time.monotonic()
         self.become(self.known.cleared(incarnation))
         return True
 
@@ -285,24 +276,24 @@ class Member:
             return
         self.num_restarts += 1
         self.is_paused, self.refused = False, None
-        self._answered_s = time.monotonic()
+        self.answered_s = time.monotonic()
         self.become(self.known.started())
 
     async def _refresh(self) -> None:
         """Give it the weights that are wanted, if there are any that it takes."""
         wanted, incarnation = self.known.wanted, self.known.incarnation
         if self.engine.version != wanted:
-            if self._fleet.weights is None or self.refused == wanted:
-                await self._check_now.wait()  # until others are wanted, say
+            if self.fleet.weights is None or self.refused == wanted:
+                await self.check_now.wait()  # until others are wanted, say
                 return
-            refusal = await self.push(self._fleet.weights, wanted, acknowledge=False)
+            refusal = await self.push(self.fleet.weights, wanted, acknowledge=False)
             if refusal is not None:
                 self.reason = str(refusal)
                 _log.warning("%s refuses version %d, and serves nothing", self.name, wanted)
             if refusal is not None or self.known.state is EngineState.DEAD:
                 return
-        while self.is_paused != self._fleet.is_paused:
-            await self.set_paused(self._fleet.is_paused)
+        while self.is_paused != self.fleet.is_paused:
+            await self.set_paused(self.fleet.is_paused)
             if self.known.state is EngineState.DEAD:
                 return
         self.become(self.known.acknowledged(incarnation, self.engine.version))
@@ -610,8 +601,14 @@ class EngineFleet(ClosedOnLeaving):
 
     async def _measure_load(self) -> EngineLoad:
         serving = (await self._serving()).values()
-        uses = await asyncio.gather(*(member.measure_cache_use() for member in serving))
-        return EngineLoad(max(uses), sum(member.num_preemptions for member in self._members))
+        asked = (cast("Any", member.engine).measure_load() for member in serving)
+        loads: list[EngineLoad] = await asyncio.gather(*asked)
+        for member, load in zip(serving, loads, strict=True):
+            # One that was replaced counts from 0 again.
+            member.num_preemptions += int(max(0, load.num_preemptions - member.preemptions_told))
+            member.preemptions_told = load.num_preemptions
+        total = sum(member.num_preemptions for member in self._members)
+        return EngineLoad(max(load.cache_use for load in loads), total)
 
     async def _update(
         self, state_dict: Mapping[str, Tensor], version: int | None, recompute: bool

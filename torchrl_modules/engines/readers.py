@@ -274,7 +274,29 @@ def _fastest(
 
 def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: Trial) -> list[Tensor]:
     """What a reader says of rows, in the first way of using it that is wrong, if one is."""
-    continued = _continued(cls, model, trial.rows)
+    # Read one by one; rows leave on the way.
+    rows = trial.rows
+    prompts = [row[: max(1, min(4, len(row) - 2))].tolist() for row in rows]
+    results: list[list[Tensor]] = [[] for _ in rows]
+    for group in group_rows(prompts, range(len(rows)), by_length=cls.needs_one_length):
+        reader, here = cls(model), list(group)
+        logits = reader.read([prompts[i] for i in here])
+        for step in range(max(len(rows[i]) - len(prompts[i]) for i in group)):
+            tokens = [rows[i][min(len(prompts[i]) + step, len(rows[i]) - 1)] for i in here]
+            drawn = torch.stack(tokens)
+            log_p = logits.double().log_softmax(-1).gather(1, drawn[:, None]).squeeze(1)
+            for i, value in zip(here, log_p, strict=True):
+                if len(prompts[i]) + step < len(rows[i]):
+                    results[i].append(value)
+            left = [k for k, i in enumerate(here) if len(prompts[i]) + step + 1 < len(rows[i])]
+            if not left:
+                break
+            if len(left) < len(here) and reader.can_drop:
+                at = torch.tensor(left, device=drawn.device)
+                reader.keep(at)
+                drawn, here = drawn[at], [here[k] for k in left]
+            logits = reader.advance(drawn)
+    continued = [torch.stack(values) for values in results]
     if not issubclass(cls, SlotReader) or not trial.allows(trial.difference(continued)):
         return continued
     return _joined(cls, model, trial.rows)
@@ -305,33 +327,6 @@ def _joined(cls: type[SlotReader], model: PreTrainedModel, rows: Sequence[Tensor
             for i in here:
                 num_read[i] += 1
         joining = [i for i in range(len(rows)) if not results[i]]
-    return [torch.stack(values) for values in results]
-
-
-def _continued(
-    cls: type[PromptReader], model: PreTrainedModel, rows: Sequence[Tensor]
-) -> list[Tensor]:
-    """Log-probs of the last tokens of rows, read one by one; rows leave on the way."""
-    prompts = [row[: max(1, min(4, len(row) - 2))].tolist() for row in rows]
-    results: list[list[Tensor]] = [[] for _ in rows]
-    for group in group_rows(prompts, range(len(rows)), by_length=cls.needs_one_length):
-        reader, here = cls(model), list(group)
-        logits = reader.read([prompts[i] for i in here])
-        for step in range(max(len(rows[i]) - len(prompts[i]) for i in group)):
-            tokens = [rows[i][min(len(prompts[i]) + step, len(rows[i]) - 1)] for i in here]
-            drawn = torch.stack(tokens)
-            log_p = logits.double().log_softmax(-1).gather(1, drawn[:, None]).squeeze(1)
-            for i, value in zip(here, log_p, strict=True):
-                if len(prompts[i]) + step < len(rows[i]):
-                    results[i].append(value)
-            left = [k for k, i in enumerate(here) if len(prompts[i]) + step + 1 < len(rows[i])]
-            if not left:
-                break
-            if len(left) < len(here) and reader.can_drop:
-                at = torch.tensor(left, device=drawn.device)
-                reader.keep(at)
-                drawn, here = drawn[at], [here[k] for k in left]
-            logits = reader.advance(drawn)
     return [torch.stack(values) for values in results]
 
 

@@ -25,12 +25,7 @@ from torchrl_modules.scoring.models import (
     unwrapped,
     without_ddp,
 )
-from torchrl_modules.weights import (
-    ExpectedWeights,
-    LazyWeights,
-    next_version,
-    weights_fingerprint,
-)
+from torchrl_modules.weights import ExpectedWeights, LazyWeights, next_version, weights_fingerprint
 
 from .decoding import KeptCaches, PromptReader, SlotReader, decode
 from .engine import Generation

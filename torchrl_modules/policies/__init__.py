@@ -5,21 +5,15 @@ from typing import TYPE_CHECKING
 from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
-    from torchrl_data import ChatHistory, LogProbs, Masks, Text, Tokens
+    from torchrl_data import ChatHistory as ChatHistory
+    from torchrl_data import LogProbs as LogProbs
+    from torchrl_data import Masks as Masks
+    from torchrl_data import Text as Text
+    from torchrl_data import Tokens as Tokens
 
-    from .base import LLMWrapperBase
-    from .transformers_wrapper import TransformersWrapper
-    from .vllm_wrapper import vLLMWrapper
+    from .base import LLMWrapperBase as LLMWrapperBase
+    from .transformers_wrapper import TransformersWrapper as TransformersWrapper
+    from .vllm_wrapper import vLLMWrapper as vLLMWrapper
 
-__all__ = [
-    "ChatHistory",
-    "LLMWrapperBase",
-    "LogProbs",
-    "Masks",
-    "Text",
-    "Tokens",
-    "TransformersWrapper",
-    "vLLMWrapper",
-]
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -367,7 +367,16 @@ class LLMWrapperBase(TensorDictModuleBase):
         if bool(active.all()):
             prompt, full, reasons = self.respond(prompt, max_new_tokens=budgets)
         else:
-            prompt, full, reasons = self._respond_some(prompt, active, budgets)
+            rows = active.nonzero().squeeze(-1).tolist()
+            budgets = None if budgets is None else [budgets[i] for i in rows]
+            new_prompt, new_full, new_reasons = self.respond(prompt[rows], max_new_tokens=budgets)
+            index, reasons = list(range(len(prompt))), [""] * len(prompt)
+            for new, row in enumerate(rows):
+                index[row] = len(prompt) + new
+                reasons[row] = new_reasons[new]
+            prompt, full = (
+                Conversations.cat([prompt, new])[index] for new in (new_prompt, new_full)
+            )
         self._write_turns(tensordict, prompt, full)
         write_objects(tensordict, FINISH_REASON, reasons)
         return tensordict
@@ -401,19 +410,6 @@ class LLMWrapperBase(TensorDictModuleBase):
             pad_id: Any = self.tokenizer.pad_token_id or 0
             groups = padded_rows(rows, pad_token_id=pad_id) if self.pad_output else lazy_stack(rows)
             set_groups(batch, groups.reshape(batch.batch_size), padded=self.pad_output)
-
-    def _respond_some(
-        self, prompt: Conversations, active: Tensor, budgets: Sequence[int] | None
-    ) -> tuple[Conversations, Conversations, list[str]]:
-        rows = active.nonzero().squeeze(-1).tolist()
-        budgets = None if budgets is None else [budgets[i] for i in rows]
-        new_prompt, new_full, new_reasons = self.respond(prompt[rows], max_new_tokens=budgets)
-        index, reasons = list(range(len(prompt))), [""] * len(prompt)
-        for new, row in enumerate(rows):
-            index[row] = len(prompt) + new
-            reasons[row] = new_reasons[new]
-        prompt, full = (Conversations.cat([prompt, new])[index] for new in (new_prompt, new_full))
-        return prompt, full, reasons
 
     def respond(
         self, prompt: Conversations, *, max_new_tokens: Sequence[int] | None = None
@@ -549,19 +545,21 @@ def warn_of_other_dtype(trainer: Any, sampler: Any) -> bool:
 # A policy whose turns are taken one by one, many at once, in an event loop.
 
 
+@dataclass(eq=False)
 class AsyncPolicy:
     """Takes turns for conversations, each as soon as it is asked for."""
 
     # What is new in conversations is encoded together with that of all others that came in since
     # the event loop last ran; nothing else waits for anybody.
 
-    def __init__(
-        self, policy: LLMWrapperBase, engine: AsyncEngine, *, request_timeout_s: float | None = None
-    ) -> None:
-        self.policy = policy
-        self.engine = engine
-        self._request_timeout_s = request_timeout_s
-        self._waiting: list[tuple[Conversations, asyncio.Future[Conversations | Exception]]] = []
+    policy: LLMWrapperBase
+    engine: AsyncEngine
+    _: KW_ONLY
+    request_timeout_s: float | None = None
+    waiting: list[tuple[Conversations, asyncio.Future[Conversations | Exception]]] = field(
+        default_factory=list
+    )
+    """Conversations to be encoded."""
 
     @property
     def version(self) -> int:
@@ -580,9 +578,9 @@ class AsyncPolicy:
         # generated the conversation as it was, encoded, and `"error: ..."`.
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Conversations | Exception] = loop.create_future()
-        if not self._waiting:
+        if not self.waiting:
             loop.call_soon(self._encode)
-        self._waiting.append((conversation, future))
+        self.waiting.append((conversation, future))
         encoded = await future
         if isinstance(encoded, Exception):
             return conversation, f"error: {encoded}"
@@ -596,7 +594,7 @@ class AsyncPolicy:
         limit = params.max_new_tokens
         budget = limit if max_new_tokens is None else min(limit, max_new_tokens)
         version = self.engine.version
-        deadline = asyncio.timeout(self._request_timeout_s)
+        deadline = asyncio.timeout(self.request_timeout_s)
         try:
             async with deadline:
                 generation: Generation = await self.engine.respond(
@@ -608,13 +606,13 @@ class AsyncPolicy:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            return encoded, f"error: no response within {self._request_timeout_s:g} s"
+            return encoded, f"error: no response within {self.request_timeout_s:g} s"
         given = checked(self.engine, [generation], params, 1)
         full = self.policy.append_generations(encoded, given, version)
         return full, finish_reason_of(generation)
 
     def _encode(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         try:
             asked = Conversations.cat([conversation for conversation, _ in waiting])
             encoded = self.policy.encoder.encode_rows(asked)

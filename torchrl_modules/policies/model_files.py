@@ -137,13 +137,6 @@ def _hub_has(hub_id: str) -> bool:
 # Conversion -------------------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
-    """The folder of converted models."""
-    given = os.environ.get("TORCHRL_AGENTS_CACHE")
-    shared = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(given) if given else Path(shared) / "torchrl-agents"
-
-
 def _converted(path: Path) -> Path:
     """The folder of a converted file; the first who asks for it makes it, others wait."""
     if not path.is_file():
@@ -160,7 +153,10 @@ def _converted(path: Path) -> Path:
             " A model is a hub id, a folder or a .gguf file."
         )
     digest = hashlib.sha256(f"{_FORMAT} {size} ".encode() + begin + end).hexdigest()[:16]
-    folder = cache_folder() / "models" / f"{path.stem}-{digest}"
+    given = os.environ.get("TORCHRL_AGENTS_CACHE")
+    shared = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(given) if given else Path(shared) / "torchrl-agents"
+    folder = cache / "models" / f"{path.stem}-{digest}"
     if folder.is_dir():
         return folder
     try:

@@ -466,7 +466,14 @@ class PackedScorer:
         if self.micro_batch_tokens is None or torch.is_grad_enabled():
             return self._score(*packed, drawn_from, images)
         ids, lengths, target_mask = packed
-        splits = _token_budget_splits(lengths, self.micro_batch_tokens)
+        # Runs of whole sequences within the budget: sequences i:j, tokens a:b.
+        splits, first, start, total = [], 0, 0, 0
+        for i, length in enumerate(lengths.tolist()):
+            if total and total + length > self.micro_batch_tokens:
+                splits.append((first, i, start, start + total))
+                first, start, total = i, start + total, 0
+            total += length
+        splits.append((first, len(lengths), start, start + total))
         if self.is_distributed:  # as many passes as the rank that has most
             most = torch.tensor(len(splits), device=lengths.device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -647,15 +654,3 @@ def _trial_log_probs(
     logits = outputs if head is None else head(outputs)
     log_p = logits.double().log_softmax(-1).gather(1, ids[mask][:, None]).squeeze(1)
     return log_p.split((lengths - 1).tolist())
-
-
-def _token_budget_splits(lengths: Tensor, budget: int) -> list[tuple[int, int, int, int]]:
-    """Runs of whole sequences of at most ``budget`` tokens: sequences i:j, tokens a:b."""
-    splits, first, start, total = [], 0, 0, 0
-    for i, length in enumerate(lengths.tolist()):
-        if total and total + length > budget:
-            splits.append((first, i, start, start + total))
-            first, start, total = i, start + total, 0
-        total += length
-    splits.append((first, len(lengths), start, start + total))
-    return splits

@@ -460,7 +460,18 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         self._is_processed = True
         try:
             self._prober.await_answer("/health", wait_s, goes_on=lambda: not self._failure)
-            limits = self._read_limits()
+            status, answer = self._client.request(
+                "POST", "/collective_rpc", {"method": "torchrl_limits", "args": []}
+            )
+            if status in (401, 403):
+                raise PermissionError(f"VLLMServerEngine: {self._client.url} answers {answer}.")
+            if status != 200:
+                limits = self._read_plain(status)
+            else:
+                limits = answer["results"][0]
+                body = {"method": "torchrl_process", "args": []}
+                self._workers = self._post("/collective_rpc", body)["results"]
+                self._labels = [self._post("/weight_info", method="GET")["weight_version"]]
         except BaseException:
             self.close()
             raise
@@ -473,19 +484,6 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         """In which it takes weights that are sent; ``None`` where it does not say."""
         self.max_model_len: int = limits["max_model_len"]
         """Most tokens of a prompt and its response together."""
-
-    def _read_limits(self) -> dict[str, Any]:
-        status, answer = self._client.request(
-            "POST", "/collective_rpc", {"method": "torchrl_limits", "args": []}
-        )
-        if status in (401, 403):
-            raise PermissionError(f"VLLMServerEngine: {self._client.url} answers {answer}.")
-        if status != 200:
-            return self._read_plain(status)
-        body = {"method": "torchrl_process", "args": []}
-        self._workers = self._post("/collective_rpc", body)["results"]
-        self._labels = [self._post("/weight_info", method="GET")["weight_version"]]
-        return answer["results"][0]
 
     def _read_plain(self, status: int) -> dict[str, Any]:
         """The limits of a ``vllm serve``, and what it lacks to be updated."""

@@ -22,8 +22,8 @@ from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
-from torchrl_modules.engines.bridges import BlockingEngine, LoopThread, gather_rows
-from torchrl_modules.engines.engine import ClosedOnLeaving, EngineLoad, EngineOver, Generation
+from torchrl_modules.engines.bridges import BlockingEngine, gather_rows
+from torchrl_modules.engines.engine import ClosedOnLeaving, EngineLoad, Generation
 from torchrl_modules.engines.fleet import EngineFleet
 from torchrl_modules.sampling import SamplingParameters
 
@@ -318,25 +318,19 @@ def make_vllm_worker(
 T = TypeVar("T")
 
 
-class BlockingVLLMEngine(EngineOver, WholeBatchEngine):
+class BlockingVLLMEngine(WholeBatchEngine, BlockingEngine):
     """An :class:`~torchrl_modules.engines.engine.Engine` over an `AsyncVLLMEngine`."""
 
     # Calls of several threads share the engine's steps, and weights can be updated while they wait:
     # each response then says which version drew which token.
 
     def __init__(self, engine: AsyncVLLMEngine) -> None:
-        self.engine = self._inside = engine
-        self._loop = LoopThread("BlockingVLLMEngine")
+        super().__init__(engine)
+        self.engine = engine
 
     def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
         # The calls have deadlines of their own: `stall_timeout_s` of the engine.
         return self._loop.run(gather_rows(self.engine.draw(row, params) for row in rows))
-
-    def update_weights(
-        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
-    ) -> None:
-        """See :meth:`~torchrl_modules.vllm.engine.AsyncVLLMEngine.update_weights`."""
-        self._loop.run(self.engine.update_weights(state_dict, version=version))
 
     def close(self) -> None:
         """End the thread that waits; the engine goes on. May be called twice."""

@@ -144,15 +144,13 @@ class ServedAdapters:
             refuse([f"vLLM can't apply these adapters: {error}"], who=_WHO)
         self._loaded[self._count] = request
         self.current = request
-        self._let_go()
-
-    def _let_go(self) -> None:
+        # What no request uses any more goes.
         requests = self._llm_engine.engine_core.engine_core.scheduler.requests.values()
         used = {each.lora_request.lora_int_id for each in requests if each.lora_request}
-        for number, request in list(self._loaded.items()):
-            if number not in used and request is not self.current:
+        for number, served in list(self._loaded.items()):
+            if number not in used and served is not self.current:
                 del self._loaded[number]
-                self._drop(number, Path(request.lora_path))
+                self._drop(number, Path(served.lora_path))
 
     def _drop(self, number: int, folder: Path) -> None:
         self._llm_engine.remove_lora(number)
