@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers, check_type
 
 from .packed_batch import PackedBatch
-from .ranks import Ranks, clip_over, first_reason, norm_over, num_shards
+from .ranks import Ranks, clip_over, norm_over, num_shards
 
 
 @runtime_checkable
@@ -172,7 +172,10 @@ class NonFiniteGate:
         self.num_steps += 1
         parameters = [p for p in self._parameters() if p.grad is not None]
         norm = norm_over(self._ranks, [p.grad for p in parameters if p.grad is not None])
-        reason = first_reason(self._ranks, self._bad_loss)
+        reason = self._bad_loss
+        if self._ranks.size > 1:  # what is wrong on any of them, and on which
+            reasons = enumerate(self._ranks.gather(reason))
+            reason = next((f"of rank {rank} {found}" for rank, found in reasons if found), "")
         if not reason and not bool(norm.isfinite()):
             reason = f"the norm of the gradient is {float(norm)}"
         outcome = StepOutcome(float(norm))

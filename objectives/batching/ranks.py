@@ -424,14 +424,6 @@ def clip_over(ranks: Ranks, parameters: Sequence[Tensor], norm: Tensor, most: fl
             _local(parameter.grad).mul_(factor)
 
 
-def first_reason(ranks: Ranks, reason: str) -> str:
-    """What is wrong on any rank, and on which; empty where nothing is."""
-    if ranks.size == 1:
-        return reason
-    reasons = enumerate(ranks.gather(reason))
-    return next((f"of rank {rank} {found}" for rank, found in reasons if found), "")
-
-
 def num_shards(value: Any) -> int:
     """Over how many ranks a tensor is spread; 1 where it is whole."""
     mesh = getattr(value, "device_mesh", None)

@@ -42,7 +42,6 @@ from .transform import (
     EpisodeTransform,
     ToolDispatcher,
     ToolSource,
-    check_tool_names,
     overrides,
 )
 
@@ -270,7 +269,16 @@ class EpisodeRunner:
             ValueError: two of them have a tool of the same name.
         """
         sources = [transform for transform in transforms if isinstance(transform, ToolSource)]
-        check_tool_names(sources)
+        owners: dict[str, str] = {}
+        for source in sources:
+            own = source.tool_names()
+            for name in own.keys() & owners.keys():
+                raise ValueError(
+                    f"Two sources of tools have one named {name!r}: {owners[name]} and "
+                    f"{own[name]}. A call could not tell them apart; rename one, or give "
+                    "one source a prefix."
+                )
+            owners.update(own)
         self.dispatcher.sources = sources
         for number, transform in enumerate(transforms):
             transform.key = f"{type(transform).__name__}.{number}"

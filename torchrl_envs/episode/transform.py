@@ -5,7 +5,7 @@ Transforms with events, of one episode or of whole trajectories, and the tools t
 
 import functools
 import re
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -610,23 +610,6 @@ def tool_message(call: ToolCall | None, content: str) -> Message:
         if call.id is not None and _WORD.fullmatch(call.id):
             message["tool_call_id"] = call.id
     return message
-
-
-def check_tool_names(sources: Collection[ToolSource]) -> None:
-    """No two sources may have tools of the same name.
-
-    Raises:
-        ValueError: they do; the message names the tool and both owners.
-    """
-    owners: dict[str, str] = {}
-    for source in sources:
-        own = source.tool_names()
-        for name in own.keys() & owners.keys():
-            raise ValueError(
-                f"Two sources of tools have one named {name!r}: {owners[name]} and {own[name]}. A "
-                "call could not tell them apart; rename one, or give one source a prefix."
-            )
-        owners.update(own)
 
 
 class ToolDispatcher(EpisodeTransform):
