@@ -14,6 +14,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
+gc.disable()  # until all is imported, which stays: looking for garbage in it is half of that time
+
 # Before torch is imported, where the command line has not set them.
 for _name, _value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}.items():
     os.environ.setdefault(_name, _value)
@@ -36,6 +38,11 @@ from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer  # noqa: E402
 # No test asserts a time.
 settings.register_profile("no deadline", parent=settings(), deadline=None)
 settings.load_profile("no deadline")
+
+
+def pytest_collection_finish():
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

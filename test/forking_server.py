@@ -6,6 +6,7 @@ ended.
 
 import atexit
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -62,9 +63,12 @@ def become(job):
 
 
 def main():
+    gc.disable()  # what is imported stays
     for name in IMPORTED:
         with contextlib.suppress(ImportError):  # a test takes some away
             import_module(name)
+    gc.freeze()  # so that no fork looks through it, which would copy it
+    gc.enable()
     for line in sys.stdin:
         job, pid = json.loads(line), os.fork()
         if not pid:

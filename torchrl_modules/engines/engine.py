@@ -336,7 +336,7 @@ def _fault_of(row: int, given: Any, params: SamplingParameters, engine: Any) -> 
         return f"response {row} has finish_reason {given.finish_reason!r}, error={given.error!r}"
     if set(sizes) != {max(sizes[0], 0)}:
         return f"response {row} has no lists of one length, {columns!r:.200}"
-    if not all(isinstance(token, int) and token >= 0 for token in given.ids):
+    if not {int}.issuperset(map(type, given.ids)) or min(given.ids, default=0) < 0:
         return f"response {row} has ids that are none of tokens, {given.ids!r:.80}"
     spans = given.versions or ()  # an engine need not know
     known = all(isinstance(s, VersionSpan) and 0 <= s[0] <= engine.version for s in spans)
@@ -350,7 +350,7 @@ def log_prob_fault(given: Generation) -> str:
     """What is wrong with the log-probs of a response, or nothing."""
     if len(given.log_probs) != len(given.ids):
         return f"has {len(given.log_probs)} log-probs for {len(given.ids)} tokens"
-    wrong = [x for x in given.log_probs if not (math.isfinite(x) and x < _ROUNDING)]
+    wrong = [x for x in given.log_probs if not -math.inf < x < _ROUNDING]
     return f"has a log-prob that is no finite number of at most 0: {wrong[0]}" if wrong else ""
 
 
