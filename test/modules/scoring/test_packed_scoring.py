@@ -254,9 +254,11 @@ def test_a_sliding_window_hides_what_is_outside_it(scorers):
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("length", [4, 5, 6])
 def test_a_window_hides_from_the_first_token_that_is_outside_it(length, share):
-    # The window is 4: of 5 tokens the last one does not see the first.
-    rows = [torch.arange(1, length + 2)]
-    rows += [torch.cat([rows[0][:-1], torch.tensor([40])])] if share else []
+    # The window is 4: of 5 tokens the last one does not see the first. Those that share differ in
+    # it, the last that is read.
+    begin = torch.arange(1, length)
+    ends = torch.tensor([[length + own, 40] for own in range(8 if share else 1)])
+    rows = [torch.cat([begin, end]) for end in ends]
     mask = torch.arange(length + 1) > 0
     model = build("sliding window")
     scorer = PackedScorer(model)
