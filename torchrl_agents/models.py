@@ -212,14 +212,14 @@ def files_of(folder: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-def model_folder(source: str, *, who: str = "policy.model") -> str:
+def model_folder(source: str) -> str:
     """Hub id or folder of a model: of a run's folder, a ``.gguf`` file, the name of a package's.
 
     Raises:
-        SettingsError: names ``who``; the model can't be had, or its file can't be converted.
+        SettingsError: the model of ``policy.model`` can't be had, or its file can't be converted.
     """
     of_run = Path(source) / "model"
-    with refusing(f"{who}={source}"):
+    with refusing(f"policy.model={source}"):
         check_source(source, MODEL_FILES)
         return str(of_run) if (of_run / "config.json").is_file() else local_model(source)
 

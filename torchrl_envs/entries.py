@@ -135,18 +135,10 @@ class Score:
             self.by_source[name] = value
             self.total += weight * value
 
-    def add_outcome(
-        self,
-        name: str,
-        outcome: Outcome,
-        *,
-        weight: float = 1.0,
-        who: str,
-        nan_applies: bool = True,
-    ) -> None:
+    def add_outcome(self, name: str, outcome: Outcome, *, weight: float = 1.0, who: str) -> None:
         """Add what a source's call gave: a number, ``None`` (it does not apply), or an error."""
         if outcome.error is None:
-            given = RowReward(*number_or_error(outcome.value, who, nan_applies))
+            given = RowReward(*number_or_error(outcome.value, who))
         else:
             given = RowReward(error=raised_text(outcome.error, who))
         self.add(name, given, weight=weight)

@@ -31,6 +31,7 @@ COLOURS: Final = ("writer", "ratio", "advantage", "entropy", "surprise", "versio
 """What tokens can be coloured by."""
 _LEFT: Final = ("rewards", "group", "prompt", "trained", "stop reason")
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_BINS: Final = 8
 _VERSION_STYLES: Final = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
@@ -82,15 +83,15 @@ def _rewards(groups: Iterable[GroupSummary]) -> list[float]:
     return [reward for group in groups for reward in group.rewards if reward is not None]
 
 
-def _distribution(rewards: Sequence[float], bins: int = 8) -> str:
+def _distribution(rewards: Sequence[float]) -> str:
     """A histogram of rewards, from the least to the most."""
     if not rewards:
         return ""
     low, high = min(rewards), max(rewards)
-    counts = [0] * bins
+    counts = [0] * _BINS
     for reward in rewards:
         part = (reward - low) / (high - low) if high > low else 0.0
-        counts[min(bins - 1, int(part * bins))] += 1
+        counts[min(_BINS - 1, int(part * _BINS))] += 1
     most = max(counts)
     return "".join(_BLOCKS[-(-count * (len(_BLOCKS) - 1) // most)] for count in counts)
 

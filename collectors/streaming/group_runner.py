@@ -46,17 +46,13 @@ class Timeline:
 
     Args:
         max_spans: so many of the latest are kept.
-        clock: seconds, from any beginning.
     """
 
-    def __init__(
-        self, *, max_spans: int = 20_000, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._clock = clock
+    def __init__(self, *, max_spans: int = 20_000) -> None:
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._lock = threading.Lock()
         self._totals: dict[str, float] = defaultdict(float)
-        self._begin = clock()
+        self._begin = time.monotonic()
 
     @contextmanager
     def span(self, name: str, track: str, line: int = 0) -> Iterator[None]:
@@ -67,11 +63,11 @@ class Timeline:
             track: what it is a part of.
             line: of the track.
         """
-        start = self._clock()
+        start = time.monotonic()
         try:
             yield
         finally:
-            self.add(name, track, line, start, self._clock())
+            self.add(name, track, line, start, time.monotonic())
 
     def add(self, name: str, track: str, line: int, start_s: float, end_s: float) -> None:
         """Note a span whose beginning and end are known; see :meth:`span`."""

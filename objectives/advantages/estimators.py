@@ -186,9 +186,7 @@ class DecoupledSources(AdvantageEstimator):
         check_numbers("DecoupledSources", **weights)
 
     def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
-        tables = [
-            read_sources(row, self.sources_key, WHO) for group in groups for row in group.rows
-        ]
+        tables = [read_sources(row, self.sources_key) for group in groups for row in group.rows]
         weights = self.weights or dict.fromkeys(tables[0], 1.0)
         for table in tables:
             if table.keys() != weights.keys():
@@ -203,7 +201,7 @@ class DecoupledSources(AdvantageEstimator):
     def is_flat(self, group: RewardedGroup) -> bool:
         """See the base class; here, no source tells two rows apart."""
         scored = zip(group.rows, group.valid, strict=True)
-        tables = [read_sources(row, self.sources_key, WHO) for row, valid in scored if valid]
+        tables = [read_sources(row, self.sources_key) for row, valid in scored if valid]
         if len(tables) < 2:
             return True
         columns = [[table.get(name, math.nan) for table in tables] for name in tables[0]]
@@ -314,19 +312,19 @@ def read_entry(row: TensorDictBase, key: NestedKey, who: str) -> Tensor:
     return value
 
 
-def read_sources(row: TensorDictBase, key: NestedKey, who: str) -> dict[str, float]:
+def read_sources(row: TensorDictBase, key: NestedKey) -> dict[str, float]:
     """The rewards of a row by source."""
     group = row.get(key, None)
     if not isinstance(group, TensorDictBase) or group.is_empty():
         raise MissingEntryError(
-            f"{who} reads the rewards by source at {key!r}, which a row lacks. "
+            f"{WHO} reads the rewards by source at {key!r}, which a row lacks. "
             "Reward transforms write them; or rename the entry."
         )
     table = {str(name): value for name, value in group.items()}
     for name, value in table.items():
         if value.numel() != 1:
             raise ValueError(
-                f"{who}: the reward source {name!r} has {value.numel()} values in a row; it needs "
+                f"{WHO}: the reward source {name!r} has {value.numel()} values in a row; it needs "
                 "one. (A dense reward has no advantage by source.)"
             )
     return {name: float(value) for name, value in table.items()}

@@ -112,23 +112,23 @@ class EpisodeEntries(Transform):
 
     ``stop_reason``, ``max_new_tokens``, what data loading carries, the counts of tools, and the
     rewards. Before the end of an episode ``reward`` is 0, ``("rewards", source)`` is NaN and
-    ``scorable`` is False.
+    ``scorable`` is False. The environment keeps the attributes up to date.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reward_names: Sequence[str] = ()
-        """Of all sources of rewards; the environment keeps them up to date."""
+        """Of all sources of rewards."""
         self.dense = False
-        """Whether a transform can make the reward dense; the environment keeps it up to date."""
+        """Whether a transform can make the reward dense."""
         self.loads_data = False
-        """Whether data is loaded; the environment keeps it up to date."""
+        """Whether data is loaded."""
         self.has_tools = False
-        """Whether there are tools; the environment keeps it up to date."""
+        """Whether there are tools."""
         self.has_sources = False
-        """Whether somebody may give rewards; the environment keeps it up to date."""
+        """Whether somebody may give rewards."""
         self.exporting: Sequence[EpisodeTransform] = ()
-        """Transforms that write entries of their own; the environment keeps them up to date."""
+        """Transforms that write entries of their own."""
 
     def write_values(
         self,
@@ -213,9 +213,7 @@ class EpisodeEntries(Transform):
         return reward_spec
 
 
-def batch_of_ended(
-    episodes: Sequence[Episode], reward_names: Sequence[str], *, has_tools: bool = False
-) -> TensorDict:
+def batch_of_ended(episodes: Sequence[Episode], reward_names: Sequence[str]) -> TensorDict:
     """Episodes that are over, with the entries that the last step of an environment has of them."""
     batch = TensorDict({}, batch_size=[len(episodes)])
     conversations = Conversations.cat([episode.conversation for episode in episodes])
@@ -223,7 +221,6 @@ def batch_of_ended(
     write_flags(batch, episodes)
     its = EpisodeEntries()
     its.reward_names, its.has_sources, its.loads_data = reward_names, True, True
-    its.has_tools = has_tools
     its.write_results(batch, episodes)
     its.write_values(batch, episodes)
     return batch

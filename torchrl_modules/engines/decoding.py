@@ -1,6 +1,5 @@
 """How a Transformers model continues rows a token at a time, and what it keeps of them."""
 
-import functools
 import itertools
 import random
 import re
@@ -302,6 +301,9 @@ class Found(NamedTuple):
     """The key of what nobody needs any more once this row has it, or ``None``."""
 
 
+_MAX_BYTES: Final = 1 << 30
+
+
 class KeptCaches:
     """Caches of rows by their tokens, the latest used ones.
 
@@ -309,13 +311,11 @@ class KeptCaches:
     the present weights, as long as `clear` is called when those change. Any thread may call it.
 
     Args:
-        max_tokens: most tokens that are kept; ``None`` for what takes ``max_bytes``.
-        max_bytes: most memory; only without ``max_tokens``.
+        max_tokens: most tokens that are kept; ``None`` for as many as take 1 GiB.
     """
 
-    def __init__(self, max_tokens: int | None, *, max_bytes: int = 1 << 30) -> None:
+    def __init__(self, max_tokens: int | None) -> None:
         self.max_tokens = max_tokens
-        self._max_bytes = max_bytes
         self._lock = threading.RLock()
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
         # In the order of their tokens, so that those that begin alike are neighbours; the number
@@ -327,7 +327,7 @@ class KeptCaches:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy keeps nothing yet."""
-        return functools.partial(type(self), self.max_tokens, max_bytes=self._max_bytes), ()
+        return type(self), (self.max_tokens,)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -370,7 +370,7 @@ class KeptCaches:
                 return
             if self.max_tokens is None:
                 num_bytes = sum(k.nbytes + v.nbytes for k, v in cache) // len(ids)
-                self.max_tokens = self._max_bytes // max(1, num_bytes)
+                self.max_tokens = _MAX_BYTES // max(1, num_bytes)
             if len(ids) > self.max_tokens:
                 return
             kept = _Kept(_as_bytes(ids), next(self._numbers), cache, is_anonymous)

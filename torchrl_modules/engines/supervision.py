@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 # Whether an engine may serve: a state machine without any engine in it.
 
@@ -133,6 +133,10 @@ class StallClock:
         return now_s - self._since_s
 
 
+_PROBE_S: Final = 0.5
+"""Between two probes, at most."""
+
+
 class ProgressWatch:
     """Watches an engine from a thread of its own, while somebody waits for it.
 
@@ -141,21 +145,15 @@ class ProgressWatch:
             which counts as no progress. Raises ``ConnectionError`` if the engine is gone.
         fail: called with the reason, and again while there is somebody who waits, to let them go.
         stall_timeout_s: an engine without progress for so long is stuck.
-        interval_s: between two probes.
     """
 
     def __init__(
-        self,
-        probe: Callable[[], object],
-        fail: Callable[[str], None],
-        *,
-        stall_timeout_s: float,
-        interval_s: float = 0.5,
+        self, probe: Callable[[], object], fail: Callable[[str], None], *, stall_timeout_s: float
     ) -> None:
         self._probe = probe
         self._fail = fail
         self._stall_timeout_s = stall_timeout_s
-        self._interval_s = min(interval_s, stall_timeout_s / 4)
+        self._interval_s = min(_PROBE_S, stall_timeout_s / 4)
         self._num_waiting = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
