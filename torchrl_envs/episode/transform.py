@@ -361,8 +361,8 @@ class TrajectoryTransform(EpisodeTransform):
         Returns:
             A batch of the same size with the results.
         """
-        held = copied_rows(tensordict)[0]
-        if self.results and all(held.get(_next(key), None) is not None for key in self.results):
+        rows = copied_rows(tensordict)
+        if self.results and all(rows[0].get(_next(key), None) is not None for key in self.results):
             return tensordict
         who = self._get_name()
         entries = TokenEntries(tensordict, FULL, who=who)
@@ -372,7 +372,6 @@ class TrajectoryTransform(EpisodeTransform):
                 f"{who} reads {ASSISTANT_MASK}, which the batch lacks: it says which tokens the "
                 "policy sampled."
             )
-        rows = copied_rows(tensordict)
         keeps: Sequence[Tensor | None] = entries.keep or [None] * len(rows)
         found = [
             TokenRow(
@@ -389,7 +388,7 @@ class TrajectoryTransform(EpisodeTransform):
             for key in self.results:
                 row.set(_next(key), _padded(tokens.results[key], keep))
             if tokens.penalty is not None:
-                self._add_penalty(row, tokens, keep)
+                self._add_penalty(row, tokens.penalty.detach(), tokens.assistant_mask, keep)
         return joined_rows(rows, tensordict.batch_size)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
@@ -398,8 +397,9 @@ class TrajectoryTransform(EpisodeTransform):
             return tensordict
         return self.forward(tensordict)
 
-    def _add_penalty(self, row: TensorDictBase, tokens: TokenRow, keep: Tensor | None) -> None:
-        assert tokens.penalty is not None
+    def _add_penalty(
+        self, row: TensorDictBase, penalty: Tensor, mask: Tensor, keep: Tensor | None
+    ) -> None:
         key = REWARD if row.get(REWARD, None) is not None else ("next", REWARD)
         reward = row.get(key, None)
         if reward is None:
@@ -408,14 +408,13 @@ class TrajectoryTransform(EpisodeTransform):
                 "add_to_reward=False to keep the entry only."
             )
         if not self.dense and reward.numel() == 1:
-            row.set(key, reward + tokens.penalty.detach().sum())
+            row.set(key, reward + penalty.sum())
             return
-        penalty = tokens.penalty.detach()
         if not self.dense:
-            penalty = dense_reward(penalty.sum(), None, tokens.assistant_mask).squeeze(-1)
+            penalty = dense_reward(penalty.sum(), None, mask).squeeze(-1)
         if keep is not None and reward.numel() == len(keep):
             reward = reward[keep]
-        row.set(key, _padded(dense_reward(reward, penalty, tokens.assistant_mask), keep))
+        row.set(key, _padded(dense_reward(reward, penalty, mask), keep))
 
 
 def _next(key: NestedKey) -> NestedKey:
