@@ -43,6 +43,8 @@ from .rollout_func import COMPLETION_IDS, ENV_MASK, LOG_PROBS, PROMPT_IDS, TRUNC
 _log = logging.getLogger(__name__)
 Tool = Callable[[str], Any]
 _IGNORED: Final = frozenset({"pad_token_id", "do_sample", "eos_token_id"})
+_NONE: Final = (("min_length", -1), ("min_length", 0), ("top_k", 0.0))
+"""What TRL's examples give where there is no bound; no end of a sequence is ``eos_token_id=-1``."""
 
 
 def engine_of(model: Any) -> Engine:
@@ -95,10 +97,9 @@ def sampling_of(
         return own
     kwargs = dict(kwargs or {})
     ends = kwargs.get("eos_token_id", tokenizer.eos_token_id)
-    settings: dict[str, Any] = {
-        "stop_token_ids": (ends,) if isinstance(ends, int) else tuple(ends or ())
-    }
-    settings |= {name: value for name, value in kwargs.items() if name not in _IGNORED}
+    ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
+    settings: dict[str, Any] = {"stop_token_ids": tuple(end for end in ends if end != -1)}
+    settings |= {k: v for k, v in kwargs.items() if k not in _IGNORED and (k, v) not in _NONE}
     if str(kwargs.get("do_sample", True)).lower() in ("false", "0"):
         settings["temperature"] = 0.0
     return SamplingParameters.from_kwargs(settings)

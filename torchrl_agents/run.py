@@ -312,7 +312,9 @@ class Run(AbstractContextManager["Run", None]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.record["status"] == "running":
-            self.set_status("failed" if kind is not SystemExit else "interrupted")
+            # What refuses to go on with a run that had finished has changed nothing of it.
+            failed = FINISHED if self.had_finished and kind is SettingsError else "failed"
+            self.set_status("interrupted" if kind is SystemExit else failed)
         self._file.close()
 
     def link(self) -> None:

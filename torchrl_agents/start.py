@@ -230,7 +230,7 @@ def _run(
     """Check, train, tell."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     with ExitStack() as stack:
-        stack.callback(_remove_if_empty, folder)
+        stack.callback(lambda: any(folder.glob("*")) or remove(folder))  # one that is empty
         settings = task_settings(typed)
         cfg = OmegaConf.to_object(typed)
         assert isinstance(cfg, RecipeConfig)
@@ -280,8 +280,3 @@ def _run(
         summary.add(result)
         if stop.received:
             raise SystemExit(stop.status)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()

@@ -2,6 +2,8 @@
 
 import logging
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +23,7 @@ from collectors import (
     StreamingCollector,
     Wait,
 )
+from collectors.checkpoint.format import Encoder, known_tensorclasses
 from collectors.ledger import StalenessPolicy
 from collectors.llm_collector import PostProcessing
 from collectors.resume import random_state, set_random_state
@@ -247,6 +250,11 @@ def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Set
     test, count, limits = cfg.evaluate, cfg.evaluate.num_samples, cfg.limits
     with schema.refusing(f"task={cfg.task.id}"):
         task = _make_task(recipe, cfg, settings, num_held_out=test.num_prompts)
+        if isinstance(cfg, schema.TrainingConfig):
+            for row in islice(task.held_out_rows, 1):
+                encoder = Encoder(known_tensorclasses())
+                encoder.root = "checkpoints hold rows of the data; leave the column out of row"
+                encoder.encode(dict(row))
         limits.max_turns = limits.max_turns or task.max_turns
         common = {
             "shuffle": False,
@@ -293,7 +301,7 @@ def _make_task(
             own = task.num_warm_steps or defaults["warm_start.num_steps"]
             is_new = cfg.policy.model is None
             defaults["warm_start.num_steps"] = own if is_new and task.demonstrations else 0
-    inherited = dict(origin.settings)
+    inherited = {name: x for name, x in origin.settings.items() if attrgetter(name)(cfg) is None}
     if origin.task != cfg.task.id:
         inherited.pop("policy.max_new_tokens", None)  # its turns were as long as its task's are
     schema.fill_in(cfg, defaults | inherited)

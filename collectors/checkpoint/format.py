@@ -10,6 +10,8 @@ import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime, time
+from decimal import Decimal
 from importlib import import_module
 from typing import Any, Final
 
@@ -40,6 +42,13 @@ _ARRAY_DTYPE: Final = re.compile(r"[<>|=]([biufcSU]\d{1,9}|[mM]8(\[\d*[a-zA-Zμ]
 _RAW = "complex32 complex128 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
 _RAW_DTYPES: Final = {name: getattr(torch, name) for name in _RAW.split()}
 """Those of tensors that are stored as bytes."""
+
+_WORDS: Final[dict[str, Callable[[str], Any]]] = {
+    **{kind.__name__: kind.fromisoformat for kind in (datetime, date, time)},
+    "Decimal": Decimal,
+    "Timestamp": lambda text: import_module("pandas").Timestamp(text),
+}
+"""What reads the values that are stored as their text; data sets have columns of them."""
 
 # Tensorclasses that may be stored, imported when a checkpoint has one: some are expensive.
 _OWN: Final = {
@@ -142,6 +151,8 @@ class Encoder:
             return self._array(value)
         if is_tensorclass(value):
             return self._tensorclass(value)
+        if kind.__name__ == "Timestamp" and isinstance(value, datetime):  # of pandas
+            return self._plain(value)
         instead = "make it plain values, tensors or TensorDicts first"
         if kind.__name__ == "DTensor":
             instead = "give the sharded state dict by `sharded=`, or gather it first"
@@ -177,6 +188,8 @@ class Encoder:
         if isinstance(value, int) and value.bit_length() >= 4096:
             # Python reads no decimal of more than 4,300 digits.
             return {TAG: "int", "hex": hex(value)}
+        if isinstance(value, date | time | Decimal):
+            return {TAG: type(value).__name__, "words": str(value)}
         return value
 
     def _sequence(self, value: Sequence[Any]) -> Any:
@@ -297,6 +310,7 @@ class Encoder:
 
 _ENCODERS: Final[dict[Any, Callable[[Encoder, Any], Any]]] = {
     **dict.fromkeys((type(None), bool, str, int, float, bytes, bytearray), Encoder._plain),
+    **dict.fromkeys((datetime, date, time, Decimal), Encoder._plain),
     **dict.fromkeys((list, tuple), Encoder._sequence),
     **dict.fromkeys((dict, OrderedDict, Counter), Encoder._mapping),
     **dict.fromkeys((torch.Tensor, torch.nn.Parameter), Encoder._tensor),
@@ -353,6 +367,8 @@ class Decoder:
     def _plain(self, tree: dict[str, Any]) -> Any:
         if tree[TAG] == "int":
             return int(tree["hex"], 16)
+        if "words" in tree:
+            return _WORDS[tree[TAG]](tree["words"])
         if tree[TAG] == "float":
             return struct.unpack(">d", bytes.fromhex(tree["hex"]))[0]
         data = base64.b64decode(tree["base64"], validate=True)
@@ -442,7 +458,7 @@ class Decoder:
 
 
 _DECODERS: Final[dict[str, Callable[[Decoder, dict[str, Any]], Any]]] = {
-    **dict.fromkeys(("int", "float", "bytes", "bytearray"), Decoder._plain),
+    **dict.fromkeys(("int", "float", "bytes", "bytearray", *_WORDS), Decoder._plain),
     "tuple": lambda decoder, tree: tuple(decoder._parts(tree["of"], list)),
     **dict.fromkeys(("dict", "OrderedDict", "Counter"), Decoder._mapping),
     "tensor": Decoder._tensor,

@@ -266,8 +266,7 @@ class MCAdvantage(_ByGroups):
         self.zero_variance = one_of("zero_variance", zero_variance, NO_SIGNAL)
         self.unscorable = one_of("unscorable", unscorable, NO_SIGNAL)
         bounds = keep_return_bounds
-        bounds = None if bounds is None else pair("keep_return_bounds", bounds)
-        self.keep_return_bounds = bounds
+        self.keep_return_bounds = None if bounds is None else pair("keep_return_bounds", bounds)
         self.on_expiry = one_of("on_expiry", on_expiry, ON_EXPIRY)
         self._refills: Counter[Hashable] = Counter()
         if self.group_size == 1 and self.zero_variance != "keep":

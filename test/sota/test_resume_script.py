@@ -168,6 +168,23 @@ def test_the_record_of_a_run_can_be_read_whenever_it_is_killed(tmp_path, monkeyp
     assert seen == ["interrupted", "interrupted", "checked", "checked"]
 
 
+@pytest.mark.parametrize(
+    ("before", "error", "after"),
+    [
+        pytest.param("finished", SettingsError, "finished", id="refused: it is as it was"),
+        pytest.param("interrupted", SettingsError, "failed", id="refused, and not at its end"),
+        pytest.param("finished", ValueError, "failed", id="broken off while it went on"),
+        pytest.param("finished", SystemExit, "interrupted", id="stopped while it went on"),
+    ],
+)
+def test_a_finished_run_that_can_not_go_on_is_still_finished(before, error, after, tmp_path):
+    folder = write_run(tmp_path / "1", status=before)
+    run = Run(folder, settings=settings(), overwrite=False, resume=True)
+    assert read_record(folder)["status"] == "running"
+    run.__exit__(error)
+    assert read_record(folder)["status"] == after
+
+
 def test_a_run_goes_on_with_its_own_settings(tmp_path):
     folder = write_run(tmp_path / "1")
     check_same_settings(folder, settings(train={"num_steps": 99}, resume="auto"))

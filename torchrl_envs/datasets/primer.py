@@ -321,7 +321,8 @@ class DataLoadingPrimer(EpisodeTransform):
             timeout_s=self.options.worker_timeout_s,
         )
         self._prompt_limit = prompt_limit
-        self._pools: DifficultyPools | None = None
+        self.pools: DifficultyPools | None = None
+        """What :meth:`admit_by` was given."""
         self._system_prompt: str | None = None
         self._num_rows = 1
         self._shown_tools: list[str] = []
@@ -452,21 +453,16 @@ class DataLoadingPrimer(EpisodeTransform):
         Raises:
             RuntimeError: rows were drawn, or there are pools.
         """
-        if self._frontier.counts["drawn"] or self._pools is not None:
+        if self._frontier.counts["drawn"] or self.pools is not None:
             raise RuntimeError(
                 "DataLoadingPrimer.admit_by comes once, before the first draw, or no resumed run "
                 "could go through the same order."
             )
-        self._pools, self._settings["pools"] = pools, pools.settings
-
-    @property
-    def pools(self) -> DifficultyPools | None:
-        """What :meth:`admit_by` was given."""
-        return self._pools
+        self.pools, self._settings["pools"] = pools, pools.settings
 
     def _fault(self, item: data.Item) -> tuple[str, str]:
         """Why a row is not drawn: the kind (``"bad"``, ``"too_long"``) of a bad one; in words."""
-        pools = self._pools
+        pools = self.pools
         if pools and not pools.admits(item.row_id, epoch=item.epoch, seed=self.seed):
             return "", "the difficulty pools leave it out"
         if error := data.row_error(item.row, self._checks.values()):
@@ -524,8 +520,8 @@ class DataLoadingPrimer(EpisodeTransform):
     def get_extra_state(self) -> dict[str, Any]:
         """The position, of plain Python values; part of ``state_dict()``."""
         state = self._frontier.state(self._rows.position)
-        if self._pools is not None:
-            state["pools"] = self._pools.state_dict()
+        if self.pools is not None:
+            state["pools"] = self.pools.state_dict()
         return {**state, "settings": self._settings, "skipped": dict(self.skipped.counts)}
 
     @property
@@ -557,8 +553,8 @@ class DataLoadingPrimer(EpisodeTransform):
                 "DataLoadingPrimer: the saved position belongs to other data or settings: "
                 f"{'; '.join(other)}."
             )
-        if self._pools is not None:
-            self._pools.load_state_dict(state["pools"])
+        if self.pools is not None:
+            self.pools.load_state_dict(state["pools"])
         self._start()
         self._rows.seek(*self._frontier.load(state))
         self._last_good_epoch = self._rows.position[0]

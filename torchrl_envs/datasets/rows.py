@@ -7,6 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -73,7 +74,14 @@ def load_rows(
     """
     has_options = name is not None or streaming or bool(load_options)
     if not isinstance(source, str | Path):
-        return _loaded(source, split, has_options)
+        columns = isinstance(source, Mapping) and any(isinstance(v, list) for v in source.values())
+        has_splits = isinstance(source, Mapping) and not columns
+        if has_options or not (split is None or has_splits):
+            raise ValueError(
+                "load_rows: name=, streaming= and load_options= are for a hub id or a path, and "
+                f"split= is for a hub id, a path or several splits, got {type(source).__name__}."
+            )
+        return _pick_split(source, split) if has_splits else source
     import datasets.exceptions
 
     path = Path(source)
@@ -89,54 +97,47 @@ def load_rows(
         builder = DATA_FILES.get(path.suffix)
         if builder is None:
             raise ValueError(f"{source} is no data file that is known: {sorted(DATA_FILES)}.")
+        if builder == "json" and split in (None, "train") and not (streaming or load_options):
+            return _rows_of_json(path, skip_bad_rows)
         try:
             loaded = datasets.load_dataset(builder, data_files=str(path), **options)
         except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
-            rows, bad = _readable_lines(path) if builder == "json" else ([], [])
-            if not (rows and bad and skip_bad_rows):
-                is_empty = builder == "json" and not rows
-                why = "it holds no rows" if is_empty else str(error.__cause__ or error)
-                found = bad[0] if bad else why.partition("\n")[0].rstrip(".")
-                hint = ", or leave such lines out with skip_bad_rows=True" if rows and bad else ""
-                raise ValueError(f"{path} can't be read: {found}. Mend it{hint}.") from error
-            _log.warning("%s: %d lines are left out: %s", path, len(bad), "; ".join(bad[:5]))
-            return rows
+            why = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
+            raise ValueError(f"{path} can't be read: {why}. Mend it.") from error
         return _pick_split(loaded, split)
     check_source(source, DATA_FILES)
     return _pick_split(datasets.load_dataset(str(source), **options), split)
 
 
-def _readable_lines(path: Path) -> tuple[list[Any], list[str]]:
-    """Rows of a file of JSON lines, and what is wrong with the lines that hold none."""
-    rows, bad = [], []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                if text := line.decode("utf-8-sig").strip():
-                    row = json.loads(text)
-                    json.dumps(row, ensure_ascii=False).encode()  # no half of a character
-                    if not isinstance(row, dict):
-                        raise ValueError(f"{text:.40} is no object with columns")
-                    rows.append(row)
-            except ValueError as error:
-                bad.append(f"line {number}: {error}")
-    return rows, bad
+def _rows_of_json(path: Path, skip_bad_rows: bool) -> list[dict[str, Any]]:
+    """Rows of a file of JSON lines, or of one list, with the values that are written there.
 
-
-def _loaded(rows: Any, split: str | None, has_options: bool) -> Any:
-    if has_options:
-        raise ValueError(
-            "load_rows: name=, streaming= and load_options= are for a hub id or a path, got "
-            f"{type(rows).__name__}."
-        )
-    if isinstance(rows, Mapping) and not any(isinstance(v, list) for v in rows.values()):
-        return _pick_split(rows, split)
-    if split is not None:
-        raise ValueError(
-            f"load_rows: split= is for a hub id, a path or several splits, got "
-            f"{type(rows).__name__}."
-        )
-    return rows
+    The loader of ``datasets`` makes dates of strings that look so, numbers of some strings in a
+    column that also has numbers, and 1.0 of 1 where another row has 2.5.
+    """
+    rows, bad, data = [], [], path.read_bytes()
+    lines = data.splitlines()
+    if data.lstrip().startswith(b"["):
+        with suppress(ValueError):
+            lines = [json.dumps(row).encode() for row in json.loads(data)]
+    for number, line in enumerate(lines, 1):
+        try:
+            if text := line.decode("utf-8-sig").strip():
+                row = json.loads(text)
+                json.dumps(row, ensure_ascii=False).encode()  # no half of a character
+                if not isinstance(row, dict):
+                    raise ValueError(f"{text:.40} is no object with columns")
+                rows.append(row)
+        except ValueError as error:
+            bad.append(f"line {number}: {error}")
+    if not rows or (bad and not skip_bad_rows):
+        hint = ", or leave such lines out with skip_bad_rows=True" if rows else ""
+        found = bad[0] if bad else "it holds no rows"
+        raise ValueError(f"{path} can't be read: {found}. Mend it{hint}.")
+    if bad:
+        _log.warning("%s: %d lines are left out: %s", path, len(bad), "; ".join(bad[:5]))
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [columns | row for row in rows]
 
 
 def _pick_split(loaded: Any, split: str | None) -> Any:

@@ -89,7 +89,8 @@ class TransformersEngine:
         check: bool = True,
     ) -> None:
         who = "TransformersEngine"
-        self._inside = inside = unwrapped(model, who=who)
+        self.inside = inside = unwrapped(model, who=who)
+        """The model itself, without wrappers."""
         own = num_positions(inside)
         check_counts(who, max_model_len=max_model_len)
         check_counts(who, 0, max_cached_tokens=max_cached_tokens)
@@ -117,7 +118,8 @@ class TransformersEngine:
             and inside.num_parameters() >= _TRIMMED_PARAMETERS
         )
         self._kept_for: Hashable = None
-        self._version = 0
+        self.version = 0
+        """How many updates the weights have seen, or the number that the last one was given."""
         self._is_mixed = False
         if check and not is_sharded(model):
             self.reader  # noqa: B018
@@ -127,33 +129,23 @@ class TransformersEngine:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of the activations."""
-        return self._autocast_dtype or self._inside.dtype
-
-    @property
-    def inside(self) -> PreTrainedModel:
-        """The model itself, without wrappers."""
-        return self._inside
+        return self._autocast_dtype or self.inside.dtype
 
     @cached_property
     def reader(self) -> type[PromptReader]:
         """How the model continues rows."""
         if is_sharded(self.model):
             raise ValueError(
-                f"TransformersEngine: {type(self._inside).__name__} is sharded by fully_shard, and "
+                f"TransformersEngine: {type(self.inside).__name__} is sharded by fully_shard, and "
                 "drawing tokens would gather every layer for every token, on all ranks in step. "
                 "Sample with vLLM or from a copy that is whole, and push the weights to it."
             )
-        return find_prompt_reader(self._inside)
-
-    @property
-    def version(self) -> int:
-        """How many updates the weights have seen, or the number that the last one was given."""
-        return self._version
+        return find_prompt_reader(self.inside)
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
-        return self._inside.config.get_text_config().vocab_size
+        return self.inside.config.get_text_config().vocab_size
 
     @torch.no_grad()
     def generate(
@@ -210,7 +202,7 @@ class TransformersEngine:
         if not good:
             return results
         self._give_back_memory()
-        with evaluation_mode(self._inside), self.precision():
+        with evaluation_mode(self.inside), self.precision():
             for group, reader in self._batches(prompts, good, media):
                 own_seeds: Any = [rows_seeds[i] for i in group] if num_seeds else None
                 generations = decode(
@@ -242,21 +234,21 @@ class TransformersEngine:
         if text:
             new_reader: Callable[[PreTrainedModel], PromptReader] = self.reader
             if self._kept is not None and issubclass(self.reader, SlotReader):
-                now = (weights_fingerprint(self._inside), acting_adapters(self._inside))
+                now = (weights_fingerprint(self.inside), acting_adapters(self.inside))
                 if now != self._kept_for:  # What other weights have read is not what these would.
                     self._kept.clear()
                     self._kept_for = now
                 new_reader = partial(self.reader, kept=self._kept)
             for group in group_rows(prompts, text, by_length=self.reader.needs_one_length):
-                yield group, new_reader(self._inside)
+                yield group, new_reader(self.inside)
         rows = [i for i in good if images[i]]
         if not rows or self.images is None:
             return
-        cls = find_image_reader(self._inside, self.images)
+        cls = find_image_reader(self.inside, self.images)
         lengths, media = [len(prompts[i]) for i in rows], [images[i] for i in rows]
         for places in alike(self.images, lengths, media):
-            with own_positions(self._inside):
-                reader = cls(self._inside, self.images, [media[k] for k in places])
+            with own_positions(self.inside):
+                reader = cls(self.inside, self.images, [media[k] for k in places])
                 yield [rows[k] for k in places], reader
 
     def forget(self) -> None:
@@ -273,12 +265,12 @@ class TransformersEngine:
             max_cached_tokens=self.max_cached_tokens,
             images=self.images,
         )
-        engine._version = self._version
+        engine.version = self.version
         return engine
 
     def precision(self) -> Any:
         """What the model computes in, as a context manager."""
-        return precision(self._inside, self._autocast_dtype)
+        return precision(self.inside, self._autocast_dtype)
 
     def refusal(self, prompt: Sequence[int], budget: int) -> str | None:
         """Why a row can't be served, or ``None``.
@@ -304,7 +296,7 @@ class TransformersEngine:
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
     ) -> None:
         """See :meth:`torchrl_modules.engines.engine.Engine.update_weights`."""
-        version = next_version(version, self._version, who=f"{type(self).__name__}.update_weights")
+        version = next_version(version, self.version, who=f"{type(self).__name__}.update_weights")
         expected = ExpectedWeights.of(without_ddp(self.model).state_dict())
         weights = expected.check(state_dict, who=type(self).__name__)
         names = list(weights)
@@ -315,5 +307,5 @@ class TransformersEngine:
             for name in names:
                 expected.own[name].copy_(weights[name])
         self._is_mixed = False
-        self._version = version
+        self.version = version
         self.forget()

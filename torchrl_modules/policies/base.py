@@ -278,7 +278,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         )
         who = self._get_name()
         check_counts(who, num_samples=num_samples)
-        self._input_mode = one_of("input_mode", input_mode, INPUT_MODES, who=who)
+        self.input_mode = one_of("input_mode", input_mode, INPUT_MODES, who=who)
+        """What prompts are: ``"history"``, ``"text"`` or ``"tokens"``."""
         if pad_output and not write_tokens:
             raise ValueError(
                 f"{who}: pad_output pads what write_tokens writes; write_tokens is False."
@@ -330,11 +331,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         return len(self.tokenizer) if known is None else known
 
     @property
-    def input_mode(self) -> str:
-        """What prompts are: ``"history"``, ``"text"`` or ``"tokens"``."""
-        return self._input_mode
-
-    @property
     def temperature(self) -> float:
         """What the logits are divided by when a token is drawn; 0 for the most likely one."""
         return self.sampling.temperature
@@ -383,7 +379,7 @@ class LLMWrapperBase(TensorDictModuleBase):
 
     def _read_prompts(self, batch: TensorDictBase) -> Conversations:
         """The conversations to go on with, from an environment or built by hand."""
-        mode = self._input_mode
+        mode = self.input_mode
         stored = stored_conversations(batch, mode, PROMPT)
         if stored is None:
             return read_prompts(batch, mode, encoder=self.encoder, who=self._get_name())
@@ -401,8 +397,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         """Write a turn of each row; its history in every mode."""
         parts = {PROMPT: prompt, RESPONSE: full, FULL: full}
         # Where the tokens are written as ragged rows, the record is in the history alone.
-        if self._input_mode == TEXT or (self._input_mode == TOKENS and not self.write_tokens):
-            write_parts(batch, parts, mode=self._input_mode, encoder=self.encoder)
+        if self.input_mode == TEXT or (self.input_mode == TOKENS and not self.write_tokens):
+            write_parts(batch, parts, mode=self.input_mode, encoder=self.encoder)
             del parts[PROMPT]
         write_parts(batch, parts)
         if self.write_tokens:

@@ -270,7 +270,7 @@ class ServerRoutes:
     _prober: JSONClient
     _missing = ""
     _lock: threading.Lock
-    _mixed = _sleeps = _broadcasts = False
+    mixed = _sleeps = _broadcasts = False
     _transfer: C10dWeightTransfer | None = None
     _meeting: Mapping[str, Any] = {}
 
@@ -386,7 +386,7 @@ class ServerRoutes:
         self._check_updatable()
         with self._lock:
             self._post("/sleep", level="2")
-            self._mixed = self._sleeps = True
+            self.mixed = self._sleeps = True
 
 
 # vLLM in a process of its own, reached by URL: `VLLMServerEngine`.
@@ -668,7 +668,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             self._paused = paused
             if paused:
                 self._post("/pause", mode="keep", clear_cache="false")
-            elif not self._mixed:
+            elif not self.mixed:
                 self._post("/resume")
 
     def _load(self, state_dict: Mapping[str, Tensor], label: str, recompute: bool) -> None:
@@ -696,7 +696,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                     self._post("/wake_up", tags="weights")
                 outcome = load()
                 if "failed" in outcome:
-                    self._mixed = True
+                    self.mixed = True
                     raise RuntimeError(f"VLLMServerEngine.update_weights: {outcome['failed']}")
                 if "refused" in outcome:
                     raise UpdateRefused(f"VLLMServerEngine.update_weights: {outcome['refused']}")
@@ -707,9 +707,9 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                     self._post("/reset_prefix_cache", reset_running_requests="true")
                 self._post("/update_weight_version", {"new_version": label})
                 self._labels = [*self._labels[1 - _MAX_LABELS :], label]
-                self._mixed = False
+                self.mixed = False
             finally:
-                if not (self._mixed or self._paused):
+                if not (self.mixed or self._paused):
                     self._post("/resume")
 
     def close(self) -> None:

@@ -131,16 +131,12 @@ class VLLMEngine(WholeBatchEngine):
         self.max_adapters: int = lora.max_loras if lora else 0
         """Versions of adapters (LoRA) that can be drawn from at once; 0: it takes whole weights."""
         self._adapters = ServedAdapters(llm.llm_engine) if lora else None
-        self._version = 0
+        self.version = 0
+        """How many updates the weights have seen, or the number that the last one was given."""
         self._request_ids = itertools.count()
         self._lock = threading.Lock()
         self._user = ""
         self._dead = ""
-
-    @property
-    def version(self) -> int:
-        """How many updates the weights have seen, or the number that the last one was given."""
-        return self._version
 
     def check_sampling(self, params: SamplingParameters) -> None:
         """See :meth:`~torchrl_modules.vllm.requests.WholeBatchEngine.check_sampling`."""
@@ -200,7 +196,7 @@ class VLLMEngine(WholeBatchEngine):
         )
         request_id = str(next(self._request_ids))
         # A prompt never meets cache blocks of other weights.
-        prompt_input = self._names.tokens_input(ids, cache_salt=str(self._version))
+        prompt_input = self._names.tokens_input(ids, cache_salt=str(self.version))
         try:
             self._llm.llm_engine.add_request(
                 request_id,
@@ -251,14 +247,14 @@ class VLLMEngine(WholeBatchEngine):
         """
         with self.used_by("sleep", repairs=True) as llm_engine:
             llm_engine.sleep(1 if self._adapters else 2)
-            self._mixed = True
+            self.mixed = True
 
     def load(self, state_dict: Mapping[str, Tensor], version: int | None) -> None:
         """Check and load weights between two steps; for whoever steps the engine.
 
         It takes and raises what `update_weights` does.
         """
-        version = next_version(version, self._version, who="VLLMEngine.update_weights")
+        version = next_version(version, self.version, who="VLLMEngine.update_weights")
         if isinstance(state_dict, AdapterWeights):
             if self._adapters is None:
                 needed = "an engine with enable_lora=True"
@@ -270,11 +266,11 @@ class VLLMEngine(WholeBatchEngine):
                 config = self._llm.llm_engine.vllm_config.model_config
                 self._expected = expected_weights(config)
             weights = self._expected.check(state_dict, who="VLLMEngine.update_weights")
-            self._mixed = True
+            self.mixed = True
             self._llm.collective_rpc(load_weights, args=(self._names, weights.items()))
         self._llm.llm_engine.set_weight_version(str(version))
-        self._version = version
-        self._mixed = False
+        self.version = version
+        self.mixed = False
 
     def fail(self, why: str) -> None:
         """Refuse to serve for good; for whoever steps the engine and sees it break."""

@@ -159,14 +159,10 @@ class Row(NamedTuple):
 class WholeBatchEngine(ClosedOnLeaving, ABC):
     """An :class:`~torchrl_modules.engines.engine.Engine`: whole batches in, whole batches out."""
 
-    _mixed = False
+    mixed = False
+    """An update failed in the middle, or it sleeps, and no later one has succeeded."""
     _own_ends: frozenset[int] = frozenset()
     """Tokens that end a response by the model's own generation config."""
-
-    @property
-    def mixed(self) -> bool:
-        """An update failed in the middle, or it sleeps, and no later one has succeeded."""
-        return self._mixed
 
     def check_sampling(self, params: SamplingParameters) -> None:
         """Check that the log-probs will be those of the distribution sampled from.
@@ -238,7 +234,7 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
         """One generation per row, in order."""
 
     def _check_not_mixed(self) -> None:
-        if self._mixed:
+        if self.mixed:
             raise RuntimeError(
                 f"{type(self).__name__} cannot serve: it sleeps, or an update failed in the "
                 "middle, and its weights are a mixture. Update them."

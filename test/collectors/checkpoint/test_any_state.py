@@ -1,8 +1,12 @@
 """Any nested state comes back to the bit and with its types, waited for or not."""
 
 import struct
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 
 import numpy as np
+import pandas as pd
+import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -96,6 +100,22 @@ values = st.recursive(
     ),
     max_leaves=8,
 )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(datetime(2026, 1, 2), datetime(2026, 1, 2, 3, 4, 5, 6), date(2026, 1, 2), time(3, 4)),
+        datetime(2026, 1, 2, tzinfo=timezone(timedelta(hours=-5))),
+        *(Decimal("1.50"), Decimal("-1E+9"), pd.Timestamp("2026-01-02 03:04:05.123456789")),
+    ],
+    ids=repr,
+)
+def test_what_columns_of_data_sets_hold_comes_back(value, tmp_path):
+    with CheckpointStore(tmp_path, on_error="raise") as store:
+        store.save(1, {"value": value})
+        found = store.load().state["value"]
+    assert (type(found), repr(found)) == (type(value), repr(value))
 
 
 @settings(max_examples=250, derandomize=True, deadline=None, phases=(Phase.generate, Phase.shrink))

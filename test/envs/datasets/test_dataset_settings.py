@@ -1,5 +1,6 @@
 """Settings of data: checked where they are made; and an environment that makes its own primer."""
 
+import json
 import math
 
 import datasets
@@ -39,7 +40,7 @@ def score(completions, **columns):
         (lambda: DataOptions(worker_timeout_s=math.inf), "worker_timeout_s must be a finite"),
         (lambda: PromptLimit(0, None), "PromptLimit: max_tokens .* at least 1, got 0"),
         (lambda: load_rows(ROWS, split="train"), "split= is for a hub id, a path .* got list"),
-        (lambda: load_rows(ROWS, streaming=True), "for a hub id or a path, got list"),
+        (lambda: load_rows(ROWS, streaming=True), "for a hub id or a path, and .* got list"),
         (lambda: DataLoadingPrimer(ROWS, dataloader=ROWS), "give one of dataset, dataloader"),
     ],
 )
@@ -81,6 +82,21 @@ def test_dataset_chat_env_from_a_dataloader():
     assert [row["number"] for row in read_objects(env.reset(), "row")] == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("as_list", [False, True], ids=["lines", "one list"])
+def test_the_rows_of_a_json_file_have_the_values_that_are_written_there(as_list, tmp_path):
+    """Arrow would make dates, 5 of "05", and 1.0 of 1 because another row has 2.5."""
+    written = [
+        {"prompt": "a", "answer": "2026-01-02", "mixed": 1, "number": 1},
+        {"prompt": "b", "answer": "2026-01-03 10:00:00", "mixed": "05", "number": 2.5},
+        {"prompt": "c", "answer": "2026-01-04T10:00:00Z", "mixed": "x", "further": [None, "1"]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    lines = json.dumps(written, indent=1) if as_list else "\n".join(map(json.dumps, written))
+    path.write_text(lines)
+    whole = dict.fromkeys(("prompt", "answer", "mixed", "number", "further"))
+    assert repr(load_rows(path)) == repr([whole | row for row in written])  # 1 is not 1.0
+
+
 @pytest.mark.parametrize(
     ("content", "found"),
     [
@@ -90,8 +106,9 @@ def test_dataset_chat_env_from_a_dataloader():
         (b'{"prompt": "a"}\n{"prompt": "\\ud800"}\n', "line 2: .*surrogates not allowed"),
         ('{"prompt": "a"}'.encode("utf-16"), "line 1: 'utf-8' codec can't decode byte 0xff"),
         (b'{"prompt": "a"}\n[3]\n', "line 2: .3. is no object with columns"),
+        (b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n', "line 2: 'utf-8' codec can't decode byte"),
     ],
-    ids=["empty", "blank", "broken", "half a character", "UTF-16", "no object"],
+    ids=["empty", "blank", "broken", "half a character", "UTF-16", "no object", "Latin-1"],
 )
 def test_a_file_that_cannot_be_read_names_its_line(content, found, tmp_path, caplog):
     path = tmp_path / "rows.jsonl"

@@ -6,9 +6,12 @@ import os
 import socket
 import struct
 import sys
+from datetime import datetime
 
 import mlflow
 import pytest
+from datasets import Dataset
+from PIL import Image
 from transformers import AutoConfig
 
 from torchrl_agents import start
@@ -67,6 +70,36 @@ def test_no_garbage_is_looked_for_while_a_recipe_is_imported(script, tmp_path, m
     run_recipe(grpo.RECIPE, grpo.main)
     assert gc.isenabled(), "a run makes garbage"
     assert gc.get_freeze_count() > 10_000, "what was imported stays"
+
+
+def test_rows_that_no_checkpoint_could_hold_are_refused_before_a_model_is_loaded(
+    run, models, tmp_path, capfd
+):
+    (tmp_path / "scoring.py").write_text("def length(completions, **_): return [1.0]")
+    data = Dataset.from_list(
+        [{"prompt": f"{i}?", "made": datetime(2026, 1, 2), "shown": Image.new("L", (1, 1))}
+         for i in range(8)]
+    )  # fmt: skip
+    own = ("task.rewards=scoring:length", "evaluate.num_prompts=4", STUDENT, "dry_run=true")
+    data.to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(SystemExit, match=r"leave the column out of row\['shown'\]: cannot store"):
+        run("grpo", *own, "task.dataset=rows.parquet")
+    data.remove_columns("shown").to_parquet(tmp_path / "dated.parquet")
+    run("grpo", *own, "task.dataset=dated.parquet")
+
+
+def test_what_is_taken_over_from_the_run_that_left_a_model_is_told_and_no_more(
+    run, models, tmp_path
+):
+    policy = {"model": "org/first", "max_new_tokens": 512, "show_tool_schemas": False}
+    left = {"policy": policy, "task": {"id": "gcd"}}
+    (tmp_path / "left").mkdir()
+    (tmp_path / "left" / "config.yaml").write_text(json.dumps(left))
+    (tmp_path / "student").rename(tmp_path / "left" / "model")
+    typed = ("policy.model=left", "policy.max_new_tokens=9", "dry_run=true")
+    (folder,) = run("grpo", *TINY, *typed)
+    told = "as in the run that left left: {'policy.show_tool_schemas': False}\n"
+    assert told in (folder / "grpo.log").read_text()
 
 
 def unlistened():
