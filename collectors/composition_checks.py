@@ -80,10 +80,11 @@ def check_fit(env: EpisodeEnv, policy: Any, *, who: str) -> None:
                 f"{who}: the policy reads input_mode={policy.input_mode!r}, and the environment "
                 f"writes {base.input_mode!r}. Give both the same."
             )
-    elif not callable(policy) or hasattr(policy, "base_model_prefix"):
+    elif not callable(policy) or {"base_model_prefix", "history_key"} & set(dir(policy)):
+        # A bare model, or a wrapper of TorchRL's.
         raise TypeError(
-            f"{who}: a policy maps a TensorDict to one, got {type(policy).__name__}. Wrap a model: "
-            "TransformersWrapper(model, tokenizer=...)."
+            f"{who}: a policy maps a TensorDict to one, got {type(policy)}. Wrap a model: "
+            "torchrl_modules.TransformersWrapper(model, tokenizer=...)."
         )
     check_data(env, who=who)
     env.check()

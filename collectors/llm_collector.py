@@ -51,7 +51,7 @@ from .weight_update.updaters import InProcessUpdater, WeightUpdater
 
 _NO_BATCH = torch.Size([])
 _DENSE = (
-    *(REWARD, SCORABLE, DONE, TERMINATED, TRUNCATED, GROUP_ID),
+    *(REWARD, SCORABLE, REWARDS, DONE, TERMINATED, TRUNCATED, GROUP_ID),
     *(NUM_TOOL_CALLS, NUM_TOOL_ERRORS),
 )
 
@@ -72,7 +72,7 @@ def trajectory_rows(
     """
     episodes: list[Episode] = read_objects(batch, EPISODE)
     wanted = [episodes[row] for row in rows]
-    columns = _columns(batch, rows, wanted, further)
+    columns = _columns(batch, rows, wanted, further) if rows else {}
     errors = read_objects(batch, REWARD_ERRORS, "")
     result = []
     for number, (row, episode) in enumerate(zip(rows, wanted, strict=True)):
@@ -102,13 +102,6 @@ def _columns(
         for key in (*_DENSE, *further)
         if (value := batch.get(key, None)) is not None
     }
-    rewards = batch.get(REWARDS, {})
-    sources = {name: value[index].unbind(0) for name, value in rewards.items()}
-    if sources:
-        columns[REWARDS] = [
-            TensorDict._new_unsafe({n: v[i] for n, v in sources.items()}, batch_size=_NO_BATCH)
-            for i in range(len(rows))
-        ]
     counts = {
         "num_turns": [
             len(turn_ends(episode.assistant_mask))
@@ -200,6 +193,11 @@ class Collector(ABC):
         weight_updater: WeightUpdater | None,
         reward_functions: Sequence[RewardFunctions] = (),
     ) -> None:
+        if replay_buffer is not None and not hasattr(replay_buffer, "extend"):
+            raise TypeError(
+                f"{type(self).__name__}: replay_buffer takes ReplayBuffer(storage="
+                f"LazyStackStorage(), batch_size=64), say, got {type(replay_buffer)}."
+            )
         self.policy = policy
         self.replay_buffer = replay_buffer
         self.postproc = postproc
@@ -235,7 +233,19 @@ class Collector(ABC):
                 return
 
     def collect(self) -> TensorDictBase:
-        """One batch; after an error its data are drawn again by the next call."""
+        """One batch of finished trajectories; after an error the next call draws its data again.
+
+        Returns:
+            A lazy stack ``[B]`` of ragged rows, in the environment's order: what
+            :func:`~torchrl_data.row_tensordicts` gives, with ``reward``
+            ``[1, 1]``, ``scorable``, ``done``, ``terminated``, ``truncated`` ``[1]``, ``group_id``,
+            ``policy_version`` (when the trajectory began; as the tracker writes it, if there is
+            one), ``num_turns``, ``num_tool_calls`` and ``num_tool_errors`` ``[1]`` where there are
+            tools, ``episode_id``, ``segment`` and ``num_segments``, ``("rewards", source)``,
+            ``stop_reason``, ``reward_errors`` and ``("history", "full")``, and what transforms of
+            the user's declare in the specs of observations and rewards, as it was when the episode
+            ended. The same rows are in the replay buffer.
+        """
         if self._restored_version is not None:
             raise RuntimeError(
                 f"{type(self).__name__}: the state that was loaded is of version "
@@ -421,13 +431,11 @@ class LLMCollector(Collector):
         who = "LLMCollector"
         check_env(env, who=who)
         check_counts(who, max_turns=max_turns, total_trajectories=total_trajectories)
-        if isinstance(track_policy_version, bool):
-            self.policy_version_tracker = PolicyVersion() if track_policy_version else None
-        else:
-            self.policy_version_tracker = track_policy_version
+        tracker = PolicyVersion() if track_policy_version is True else track_policy_version
+        self.policy_version_tracker: PolicyVersion | None = tracker or None
         """Knows the policy's version, if it is tracked."""
-        if self.policy_version_tracker is not None:
-            env.append_transform(self.policy_version_tracker)
+        if tracker:
+            env.append_transform(tracker)
         loaders = check_composition(
             env, policy, replay_buffer, has_postproc=postproc is not None, who=who
         )
@@ -455,42 +463,26 @@ class LLMCollector(Collector):
         if self.policy_version_tracker is not None:
             self.policy_version_tracker.advance_to(self.policy_version)
 
-    def collect(self) -> TensorDictBase:
-        """One batch of finished trajectories.
-
-        Returns:
-            A lazy stack ``[B]`` of ragged rows, in the environment's order: what
-            :func:`~torchrl_data.row_tensordicts` gives, with ``reward``
-            ``[1, 1]``, ``scorable``, ``done``, ``terminated``, ``truncated`` ``[1]``, ``group_id``,
-            ``policy_version`` (when the trajectory began; as the tracker writes it, if there is
-            one), ``num_turns``, ``num_tool_calls`` and ``num_tool_errors`` ``[1]`` where there are
-            tools, ``episode_id``, ``segment`` and ``num_segments``, ``("rewards", source)``,
-            ``stop_reason``, ``reward_errors`` and ``("history",
-            "full")``. The same rows are in the replay buffer.
-        """
-        self._track_version()
-        return super().collect()
-
     def _run_batch(self) -> tuple[TensorDictBase, int]:
+        self._track_version()
         try:
             shape = self.env.batch_size
             size = shape.numel()
             by_episode: list[list[Any]] = [[]] * size
             active = torch.ones(size, dtype=torch.bool)
-            batch = self.env.reset()
+            batch, further = self.env.reset(), self.env.reward_entries
             for _ in range(self.max_turns):
                 batch.set(STEP_MASK, active.view(shape))
                 batch = self.env.step(self.policy(batch)).get("next")
                 finished = active & batch.get(DONE).view(-1)
                 indices = finished.nonzero().squeeze(-1).tolist()
-                flat = one_dimension(batch)
-                ended = trajectory_rows(flat, indices, further=self.env.reward_entries)
+                ended = trajectory_rows(one_dimension(batch), indices, further=further)
                 for index, own in zip(indices, ended, strict=True):
                     by_episode[index] = own
                 active = active & ~finished
                 if not bool(active.any()):
                     break
-                batch = batch.exclude(*REWARD_KEYS, *self.env.reward_entries)
+                batch = batch.exclude(*REWARD_KEYS, *self.env.full_reward_spec.keys())
             else:
                 raise RuntimeError(
                     f"LLMCollector: {int(active.sum())} episodes did not end within "
@@ -504,8 +496,7 @@ class LLMCollector(Collector):
         tracker = self.policy_version_tracker
         if tracker is not None and tracker.named:
             for row in rows:
-                label = tracker.label(int(row.get(POLICY_VERSION)))
-                row.set_non_tensor(POLICY_VERSION, label)
+                row.set_non_tensor(POLICY_VERSION, tracker.label(int(row.get(POLICY_VERSION))))
         return lazy_stack(rows), len(episodes)
 
     def shutdown(self) -> None:

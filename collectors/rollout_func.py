@@ -6,7 +6,6 @@ from itertools import groupby
 from typing import Any, Final, NamedTuple, Protocol
 
 from tensordict import TensorDictBase, lazy_stack
-from torch import Tensor
 from torchrl.data import ReplayBuffer
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +22,7 @@ from torchrl_data.messages import Message
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.episode_env import is_ids
 from torchrl_envs.episode.runner import EpisodeRunner, batch_of_ended
 from torchrl_envs.rewards.functions import RewardFunction, RewardFunctions
 from torchrl_modules import LLMWrapperBase
@@ -357,7 +357,7 @@ def generate_rollout_completions(
         (True, 'length')
     """
     policy: LLMWrapperBase = owner.policy
-    ids = {i: [int(t) for t in prompt] for i, prompt in enumerate(prompts) if _is_ids(prompt)}
+    ids = {i: [int(t) for t in prompt] for i, prompt in enumerate(prompts) if is_ids(prompt)}
     by_messages = [i for i in range(len(prompts)) if i not in ids]
     if by_messages:
         chats = Conversations.from_messages([prompt_messages(prompts[i]) for i in by_messages])
@@ -382,16 +382,6 @@ def generate_rollout_completions(
         }
         for row, drawn, text in zip(asked, generations, texts, strict=True)
     ]
-
-
-def _is_ids(prompt: Any) -> bool:
-    prompt = prompt.tolist() if isinstance(prompt, Tensor) else prompt
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, str)
-        and len(prompt) > 0
-        and all(isinstance(token, int) for token in prompt)
-    )
 
 
 def prompt_messages(prompt: Any) -> list[Message]:

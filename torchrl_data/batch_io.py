@@ -1,6 +1,6 @@
 """Conversations are read from a batch and written into it, and a row has a saved form."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -425,14 +425,7 @@ def read_fulls(
         prompt = read_prompts(batch, mode, encoder=encoder, who=who)
     if mode == HISTORY:
         chats = chats_of(_part(batch, mode, FULL, who), batch.numel(), who=who)
-        whole = Conversations.from_messages(chats)
-        if prompt is None:
-            return whole
-        before = [prompt.messages(i) for i in range(len(prompt))]
-        pairs = list(zip(before, chats, strict=True))
-        goes_on = [chat[: len(old)] == old for old, chat in pairs]
-        new = [c[len(old) :] if on else [] for (old, c), on in zip(pairs, goes_on, strict=True)]
-        return _chosen(goes_on, prompt.append_messages(new), whole)
+        return Conversations.from_messages(chats) if prompt is None else _grown(prompt, chats)
     if encoder is None:
         raise _needs_tokenizer(mode, who)
     record = stored_conversations(batch, HISTORY, FULL)
@@ -481,6 +474,40 @@ def _spelled(
     shown = [[{"role": "assistant", "content": text}] for text in encoder.decode(ids)]
     whole = Conversations.from_tokens(ids, shown)
     return whole if prompt is None else _chosen(goes_on, prompt, whole)
+
+
+def edited(
+    batch: TensorDictBase, edit: Callable[[TensorDictBase], TensorDictBase], *, who: str
+) -> TensorDictBase:
+    """What a function makes of a batch whose prompts it sees as a ``History``, which it may change.
+
+    Args:
+        batch: of an environment; prompts that are text or ids are left as they are.
+        edit: the function. Messages that it adds go on from the tokens that are there; a
+            conversation that does not begin with its old messages begins anew.
+        who: the component that reads, named in errors.
+    """
+    if (stored := stored_conversations(batch, HISTORY, PROMPT)) is None:
+        return edit(batch)
+    before, shape = stored.conversations, batch.batch_size
+    batch.set((HISTORY, PROMPT), ConversationView(PROMPT).show(before, shape))
+    batch = edit(batch)
+    if stored_conversations(batch, HISTORY, PROMPT) is None:
+        chats = chats_of(_part(batch, HISTORY, PROMPT, who), batch.numel(), who=who)
+        del batch[HISTORY]
+        write_conversations(batch, PROMPT, _grown(before, chats))
+    return batch
+
+
+def _grown(before: Conversations, chats: Sequence[list[Message]]) -> Conversations:
+    """Conversations with what was added to their messages; those whose messages changed, anew."""
+    pairs = [(before.messages(row), chat) for row, chat in enumerate(chats)]
+    goes_on = [chat[: len(old)] == old for old, chat in pairs]
+    new = [chat[len(old) :] if on else [] for (old, chat), on in zip(pairs, goes_on, strict=True)]
+    if all(goes_on):
+        return before.append_messages(new) if any(new) else before
+    tools = [before.tools(row) for row in range(len(pairs))]
+    return _chosen(goes_on, before.append_messages(new), Conversations.from_messages(chats, tools))
 
 
 def _chosen(goes_on: Sequence[bool], grown: Conversations, whole: Conversations) -> Conversations:

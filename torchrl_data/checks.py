@@ -229,6 +229,15 @@ class TokenScorer(Protocol):
         ...
 
 
+def check_scorer(who: str, model: object) -> None:
+    """Check that a model scores packed tokens."""
+    if not isinstance(model, TokenScorer):
+        raise TypeError(
+            f"{who} needs a model with a score_packed method (torchrl_data.checks.TokenScorer), "
+            f"such as torchrl_modules.TransformersWrapper, got {type(model)}."
+        )
+
+
 def image_arguments(
     scorer: TokenScorer, images: Sequence[Sequence[str]] | None, who: str
 ) -> dict[str, Any]:

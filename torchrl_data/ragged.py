@@ -454,10 +454,10 @@ def _collect(group: Any, path: tuple[str, ...], values: list[Tensor], lengths: l
         values.append(leaf.reshape(-1))
         lengths.extend([leaf.numel() // max(count, 1)] * count)
         return True
-    rows: Sequence[Any] = [None]
-    if isinstance(leaf, Tensor) or is_non_tensor(leaf):
-        is_nested = isinstance(leaf, Tensor)
-        rows = leaf.unbind() if is_nested else objects_of_leaf(leaf, entries.batch_size)
+    if isinstance(leaf, Tensor):
+        rows: Sequence[Any] = leaf.unbind()
+    else:
+        rows = objects_of_leaf(leaf, entries.batch_size) if is_non_tensor(leaf) else [None]
     if any(row is None for row in rows):
         return False
     flat = [torch.as_tensor(row).reshape(-1) for row in rows]
@@ -656,22 +656,20 @@ class TokenEntries:
             raise TypeError(f"{who}: token ids are integers, {self._key} has {rows.values.dtype}.")
         self._rows = rows
         # Which of the values are tokens, bool ``[N]``; ``None`` where all are.
-        mask, is_token = read_rows(batch, ATTENTION_MASK), None
-        if mask is not None and torch.equal(mask.lengths, rows.lengths):
-            is_token = mask.values.bool()
-        elif mask is not None and self._key[1] == PROMPT and is_padded(batch.get(TOKENS)):
-            full = read_rows(batch, (TOKENS, FULL))
-            if full is not None and torch.equal(mask.lengths, full.lengths):
-                # A padded row begins with the padded prompt, and the mask is of the whole row.
-                parts = zip(mask.split(), rows.lengths.tolist(), strict=True)
-                is_token = torch.cat([row[:length] for row, length in parts]).bool()
-
-        if is_token is None and is_padded(batch.get(TOKENS)):
+        mask, padded = read_rows(batch, ATTENTION_MASK), is_padded(batch.get(TOKENS))
+        if mask is not None and which == PROMPT:
+            # A row begins with its prompt, and the mask is of the whole row.
+            parts = zip(mask.split(), rows.lengths.tolist(), strict=True)
+            mask = Rows(*pack([row[:length] for row, length in parts]))
+        is_aligned = mask is not None and torch.equal(mask.lengths, rows.lengths)
+        is_token = mask.values.bool() if mask is not None and is_aligned else None
+        if is_token is None and padded:
             raise ValueError(
                 f"{who}: {self._key} is padded, and a pad id may be a real token too. Put a bool "
                 f"mask of its shape at {ATTENTION_MASK}, or use ragged rows: Tokens.from_rows(...)."
             )
-        self._mask = None if is_token is None or bool(is_token.all()) else is_token
+        has_gaps = is_token is not None and (padded or not bool(is_token.all()))
+        self._mask = is_token if has_gaps else None
 
     @property
     def keep(self) -> list[Tensor] | None:

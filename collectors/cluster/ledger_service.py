@@ -364,7 +364,7 @@ class LedgerService:
                         self._running[ticket] = _Held(worker, drawn.prompt)
                         self._waiting.pop(worker).set_result((ticket, drawn.prompt))
                     elif drawn.episodes:
-                        self._queue.keep(drawn)
+                        self._queue.kept = drawn
             except Exception as error:
                 self._queue.error = f"{WHO}: drawing data failed: {type(error).__name__}: {error}"
                 self._notify()

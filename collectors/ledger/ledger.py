@@ -27,7 +27,7 @@ from .groups import (
     Ticket,
     shares,
 )
-from .policies import StalenessPolicy, Wait
+from .policies import OnPolicy, StalenessPolicy, Wait
 
 # The half of the ledger that hears of generation: until a group is finished, or given up.
 #
@@ -593,11 +593,13 @@ class GroupLedger(GenerationLedger):
 
     def _settings(self) -> dict[str, Any]:
         """What a resumed run has to have in common with the saved one."""
+        # Wait(0) is the same, however it is written.
+        policy = OnPolicy() if type(self.policy) is Wait and self.is_on_policy else self.policy
         return {
             "groups_per_step": self.groups_per_step,
             "group_size": self.group_size,
             "weight_sync_steps": self.weight_sync_steps,
-            "policy": repr(self.policy),
+            "policy": repr(policy),
             "seed": self.seed,
         }
 

@@ -143,7 +143,7 @@ class Wait:
 class OnPolicy(Wait):
     """Every token is of the version that is trained: generation and training take turns.
 
-    The same as ``Wait(max_staleness=0)``.
+    The same as ``Wait(max_staleness=0)``: a run that was saved with the one goes on with the other.
 
     Example:
         >>> OnPolicy().max_staleness

@@ -190,7 +190,7 @@ class GroupRunner:
     ) -> None:
         self.episodes = AsyncEpisodeRunner(env)
         """Draws them."""
-        self.episodes.allow(max_episodes)
+        self.episodes.calls.allow_threads(max_episodes)
         self._policy = policy
         self._group_size = group_size
         self._further = env.reward_entries
@@ -308,7 +308,7 @@ class GroupRunner:
 
     async def end(self) -> None:
         """Give back what nobody will score, and end the threads; no group runs any more."""
-        self.episodes.abandon()  # what is being scored: wait for no reward
+        self.episodes.calls.abandon()  # what is being scored: wait for no reward
         left = [episode for group in self.groups.values() for episode in group.episodes]
         if left:
             await asyncio.to_thread(self.episodes.give_up, left)

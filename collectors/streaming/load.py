@@ -213,8 +213,8 @@ def check_streaming(
     check_env(env, who=WHO)
     if not isinstance(policy, LLMWrapperBase):
         raise TypeError(
-            f"{WHO}: the policy takes one turn at a time, so it has to be an LLMWrapperBase "
-            f"(TransformersWrapper, vLLMWrapper), got {type(policy).__name__}."
+            f"{WHO}: the policy takes one turn at a time, so it has to be an LLMWrapperBase of "
+            f"torchrl_modules (TransformersWrapper, vLLMWrapper), got {type(policy)}."
         )
     return check_composition(env, policy, buffer, has_postproc=postproc is not None, who=WHO)
 

@@ -229,7 +229,8 @@ class GroupQueue:
         self._loader = loader
         self._who = who
         self.steps = {version: ledger.version}
-        """By version of the engine: the steps of training that are in these weights."""
+        """By version of the engine: the steps of training that are in these weights; of those
+        that something in flight may have been drawn with."""
         self.finished: dict[Ticket, Any] = {}
         """Groups that wait for the trainer; each has its ``prompt``."""
         self.is_exhausted = False
@@ -237,7 +238,8 @@ class GroupQueue:
         self.error = ""
         """Why it makes no sense to go on."""
         self._owed: dict[int, tuple[Refill, Prompt]] = {}
-        self._kept: DrawnPrompt | None = None
+        self.kept: DrawnPrompt | None = None
+        """Drawn, and not offered yet: it is next, after what is owed."""
         self.pools = None if loader is None else loader.pools
         """Difficulty pools, if they say which prompts are drawn."""
         self._undone: dict[int, tuple[Place, int | str]] = {}
@@ -254,15 +256,15 @@ class GroupQueue:
 
     @property
     def _has_more(self) -> bool:
-        return bool(self._owed) or self._kept is not None or not self.is_exhausted
+        return bool(self._owed) or self.kept is not None or not self.is_exhausted
 
     async def draw(self) -> DrawnPrompt | None:
         """The next prompt, of which the ledger hears by :meth:`offer`; ``None``: there is none."""
         if self._owed:
             refill, prompt = self._owed[min(self._owed)]
             return DrawnPrompt(refill.ordinal, prompt, [])
-        if self._kept is not None:
-            drawn, self._kept = self._kept, None
+        if self.kept is not None:
+            drawn, self.kept = self.kept, None
             return drawn
         loop = asyncio.get_running_loop()
         episodes = await loop.run_in_executor(self._drawer, self._draw)
@@ -279,10 +281,6 @@ class GroupQueue:
                 return episodes
             self._runner.give_up(episodes)
         return []
-
-    def keep(self, drawn: DrawnPrompt) -> None:
-        """A prompt of the data is not offered yet: it is drawn next, after what is owed."""
-        self._kept = drawn
 
     def offer(self, drawn: DrawnPrompt) -> Ticket:
         """Offer a prompt to the ledger, and start its group; gives its ticket."""
@@ -371,10 +369,14 @@ class GroupQueue:
             tickets: what the steps since the last ones have used.
             version: what the weights are called.
         """
+        ledger = self._ledger
         if tickets:
-            self._ledger.trained(tickets, self._ledger.version)
-        self.steps[version] = self._ledger.version
-        return self._ledger.version
+            ledger.trained(tickets, ledger.version)
+        self.steps[version] = ledger.version
+        # A group draws with no weights older than the generators' when it was offered.
+        first = min((each.version for each in ledger.tickets()), default=ledger.pulled_version)
+        self.steps = {number: step for number, step in self.steps.items() if step >= first}
+        return ledger.version
 
     def close(self) -> None:
         """Wait for what is being drawn."""
@@ -531,7 +533,7 @@ async def _draw_rows(
             if drawn:
                 rows += await asyncio.to_thread(scored_rows, runner, drawn, env.reward_entries)
         except asyncio.CancelledError:
-            runner.abandon()
+            runner.calls.abandon()
             raise
         finally:
             await asyncio.to_thread(runner.give_up, episodes)
@@ -805,7 +807,7 @@ class Producer(LoopThread):
         self._settle()
         check_fit(env, self.policy.policy, who="evaluate")
         runner = AsyncEpisodeRunner(env)
-        runner.allow(env.batch_size.numel())
+        runner.calls.allow_threads(env.batch_size.numel())
 
         async def draw() -> EvaluationPoint:
             with self.holding():

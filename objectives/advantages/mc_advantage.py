@@ -105,10 +105,6 @@ class _ByGroups(Transform):
         """Counts of what came in and what became of it."""
         return self.queue.stats
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Leave sampled rows as they are."""
-        return tensordict
-
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         """Take rows in, give complete groups out; None while there are none."""
         if tensordict is None:
@@ -512,10 +508,6 @@ class RayMCAdvantage(Transform):
     def _call_actor(self, method: str, *args: Any) -> Any:
         answer = getattr(self._actor, method).remote(*args)
         return import_module("ray").get(answer, timeout=self.timeout_s)
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Leave sampled rows as they are."""
-        return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         return None if tensordict is None else self._call_actor("inv", tensordict)

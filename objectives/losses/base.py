@@ -22,7 +22,7 @@ from objectives.batching.packed_batch import (
     resolve_masking_strategy,
 )
 from objectives.batching.ranks import Ranks
-from torchrl_data.checks import TokenScorer, TokenScores, check_type, image_arguments
+from torchrl_data.checks import TokenScorer, TokenScores, check_scorer, check_type, image_arguments
 
 from .options import TokenOptions, aggregation_name
 
@@ -360,12 +360,7 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys, Output]):
         self, actor_network: TokenScorer, options: TokenOptions, *, read: Keys, allow_empty: bool
     ) -> None:
         super().__init__()
-        if not isinstance(actor_network, TokenScorer):
-            raise TypeError(
-                f"{self._get_name()} needs an actor with a score_packed method "
-                "(torchrl_data.checks.TokenScorer), such as TransformersWrapper; "
-                f"got {type(actor_network).__name__}."
-            )
+        check_scorer(self._get_name(), actor_network)
         check_type("read", read, TokenKeys)
         if options.temperature is None:
             raise ValueError("temperature must be a positive number, got None.")

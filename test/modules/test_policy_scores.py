@@ -57,6 +57,24 @@ def test_scores_of_the_sampler_are_what_it_stored(make_policy, monkeypatch, draw
     assert scored[0]["log_probs", "full"].requires_grad
 
 
+@pytest.mark.parametrize("masked", [True, False], ids=["assistant mask", "no mask"])
+@pytest.mark.parametrize("gap", [0, 2])
+def test_padded_rows_are_answered_padded_whether_there_is_a_gap_or_not(make_policy, gap, masked):
+    """A batch whose rows happen to be of one length has no gaps, and is padded all the same."""
+    ids = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]])
+    rows = [row[n * gap :] for n, row in enumerate(ids)]  # the second prompt is shorter by the gap
+    tokens = Tokens.from_rows(prompt=[r[:-2] for r in rows], response=[r[-2:] for r in rows])
+    tokens = Tokens.from_rows(**{n: tokens.rows(n) for n in ("prompt", "response")}, full=rows)
+    padded, masks = tokens.to_padded(0)
+    batch = TensorDict({"tokens": padded, "masks": masks}, batch_size=[2])
+    sampled = torch.tensor([[False, False, False, True, True]] * 2)
+    if masked:
+        batch["masks", "all_assistant_mask"] = sampled
+    scored = make_policy(generate=False)(batch)["log_probs", "full"]
+    assert scored.shape == (2, 5)
+    assert ((scored != 0) == sampled).all()  # without a mask it is the response
+
+
 @pytest.mark.parametrize("drawn", DRAWN)
 def test_the_ratio_of_unchanged_weights_is_one(make_policy, drawn):
     torch.manual_seed(0)

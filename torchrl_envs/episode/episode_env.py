@@ -157,8 +157,6 @@ class EpisodeEnv(TransformedEnv):
         parse = getattr(env, "parse_turn", parse_tool_calls)
         self.runner = runner.EpisodeRunner(self.calls, parse)
         self.entries = entries
-        self.step_under_way: runner.EpisodeStep | None = None
-        """While transforms see it."""
         self._find_parts()
 
     def append_transform(self, transform: Transform) -> Self:  # type: ignore[override]
@@ -198,9 +196,11 @@ class EpisodeEnv(TransformedEnv):
 
     @property
     def reward_entries(self) -> list[str]:
-        """What transforms declare in the reward spec beside the rewards, as TorchRL's do."""
-        declared = map(str, self.full_reward_spec.keys())
-        return [name for name in declared if name not in REWARD_KEYS]
+        """What transforms of others declare, as observed or beside the rewards: rows keep it."""
+        ours = self.entries.transform_observation_spec(Composite(shape=self.batch_size))
+        own = {*ours.keys(), *self.base_env.observation_spec.keys(), keys.POLICY_VERSION}
+        declared = [*self.full_reward_spec.keys(), *self.full_observation_spec.keys()]
+        return [str(name) for name in declared if name not in own | _OWN]
 
     def transforms_of(self, kind: type[T]) -> Iterator[T]:
         """The transforms of a class, in order, inside nested ``Compose`` too."""
@@ -289,19 +289,12 @@ class EpisodeEnv(TransformedEnv):
         batch = runner.in_shape(batch, self.batch_size)
         reset = self.base_env._reset(batch, **kwargs)
         self.base_env._complete_done(self.base_env.full_done_spec, reset)
-        return self.transform._reset(batch, reset)
+        run = functools.partial(self.transform._reset, batch)
+        if not any(map(runner.may_edit, self.transforms_of(Transform))):
+            return run(reset)
+        return batch_io.edited(reset, run, who="EpisodeEnv.reset")
 
     # Step ---------------------------------------------------------------------------------------
-
-    def run_after_turn(self, transform: EpisodeTransform, next_batch: TensorDictBase) -> None:
-        """Run one transform's ``after_turn`` on the episodes that have just taken a turn.
-
-        Args:
-            transform: which.
-            next_batch: read before and written after, for the transforms of TorchRL's.
-        """
-        assert self.step_under_way is not None
-        self.step_under_way.after_turn(transform, next_batch)
 
     def record_ends(self, episodes: Sequence[Episode]) -> None:
         """Stop the run if the rewards of too many episodes failed.
@@ -338,6 +331,7 @@ class EpisodeEnv(TransformedEnv):
 #
 # Shape legend: N episodes of a group.
 
+_OWN: Final = REWARD_KEYS | {"step_count"}
 _HARMLESS: Final = (runner.EpisodeEntries, RewardErrorLimit, Compose)
 _log = logging.getLogger(__name__)
 
@@ -387,6 +381,8 @@ class AsyncEpisodeRunner:
 
     def __init__(self, env: "EpisodeEnv") -> None:
         self._env = env
+        self.calls = env.calls
+        """Runs the calls of all episodes."""
         self._runner = env.runner
         self._driver = LoopDriver(env.calls)
         self._turn_steps: list[Callable[[Episode], Any]] = []
@@ -410,14 +406,6 @@ class AsyncEpisodeRunner:
                     "episode runs by itself. Write it as an EpisodeTransform, or collect in "
                     "batches (LLMCollector)."
                 )
-
-    def allow(self, num_episodes: int) -> None:
-        """Let so many episodes run at once, none of which waits for another's thread."""
-        self._env.calls.allow_threads(num_episodes)
-
-    def abandon(self) -> None:
-        """Who waits in a thread for rewards, or for what is given back, does so no longer."""
-        self._env.calls.abandon()
 
     def draw(self, num_episodes: int) -> list[Episode]:
         """New episodes with their examples; that there are no data for has a ``stop_reason``.
@@ -494,12 +482,13 @@ class AsyncEpisodeRunner:
                 episode.row = row
             self._runner.finish(episodes)
             batch: TensorDictBase = TensorDict({}, batch_size=[len(episodes)])
-            start: TensorDictBase = TensorDict({}, batch_size=[len(episodes)])
             runner.write_flags(batch, episodes)
             self._env.entries.write_values(batch, episodes)
             self._env.entries.write_results(batch, episodes)
             for transform in self._late:
-                start = transform._reset(start, start)
+                # TorchRL's begin with the environment's batch, in which all rows are alike.
+                start: TensorDictBase = TensorDict({}, batch_size=self._env.batch_size)
+                start = transform._reset(start, start).reshape(-1)[[0] * len(episodes)]
                 batch = transform._step(start, batch)
         finally:
             self._runner.close(episodes)
@@ -538,10 +527,11 @@ def _queries(batch: TensorDictBase) -> list[Any] | None:
     return read_objects(batch, key)
 
 
-def _is_ids(query: Any) -> bool:
+def is_ids(query: Any) -> bool:
+    """Whether a prompt is token ids: a tensor or a list of at least one."""
     if isinstance(query, Tensor):
         return query.ndim == 1 and not query.is_floating_point()
-    return isinstance(query, Sequence) and all(type(index) is int for index in query)
+    return isinstance(query, Sequence) and set(map(type, query)) == {int}
 
 
 _EXAMPLE = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]
@@ -677,7 +667,7 @@ class ChatEnv(EnvBase):
             messages = [{"role": self._user_role, "content": query}]
         elif isinstance(query, Sequence) and query and all(isinstance(m, dict) for m in query):
             messages = [dict(message) for message in query]
-        elif self.input_mode == keys.TOKENS and _is_ids(query):
+        elif self.input_mode == keys.TOKENS and is_ids(query):
             # Token ids are the prompt as they are, after the system prompt if there is one.
             ids = [int(index) for index in query]
             if self.system_prompt is not None:

@@ -14,7 +14,7 @@ from torchrl.data import Binary, Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 from torchrl.envs.transforms import Compose
 
-from torchrl_data import batch_io, keys
+from torchrl_data import batch_io, keys, page
 from torchrl_data.conversation import (
     ENVIRONMENT_ERROR,
     UNSCORABLE_REASONS,
@@ -157,8 +157,14 @@ class EpisodeEntries(Transform):
 
     def write_results(self, batch: TensorDictBase, ended: Sequence[Episode]) -> None:
         """Write what sources of rewards and other transforms gave episodes that have just ended."""
-        if self.reward_names or (ended and self.has_sources):
-            scores = [episode.score for episode in ended]
+        scores = [episode.score for episode in ended]
+        is_given = batch.get(keys.REWARD, None) is not None
+        if is_given and (self.reward_names or any(score.by_source for score in scores)):
+            raise ValueError(
+                f"{_WHO}: {[*self.reward_names]} score the episodes, and so does a transform that "
+                "writes 'reward' by itself, and would be lost. Make it RewardFunctions([...])."
+            )
+        if not is_given and (self.reward_names or (ended and self.has_sources)):
             dense = None
             if self.dense:
                 batch.set(entries.TOKEN_ENTRIES, NonTensorData({}, batch_size=batch.batch_size))
@@ -417,8 +423,7 @@ class EpisodeRunner:
 
     def resources_in(self, row: int) -> Resources:
         """What the episode holds that runs in a row of the batch; nothing if none does."""
-        found = (own for place, own in self._open.values() if place == row)
-        return next(found, Resources())
+        return next((own for place, own in self._open.values() if place == row), Resources())
 
     def resources_of(self, episode: Episode) -> Resources:
         """What an episode holds; nothing if it is closed."""
@@ -437,6 +442,8 @@ def fail(episode: Episode, where: str, error: BaseException) -> None:
 # Shape legend: B rows.
 
 _WHO: Final = "EpisodeEnv.step"
+_THEIRS: Final = ("torchrl.envs.llm", "torchrl.objectives.llm", "torchrl.data.llm")
+_KNOWN: Final = ("torchrl.envs.transforms.", "torchrl_envs.")
 
 
 class EpisodeStep:
@@ -574,22 +581,19 @@ class StepOrder(Compose):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         env: Any = self.container
         step = EpisodeStep(env, tensordict, next_tensordict)
-        env.step_under_way = step
         late: list[Transform] = []
-        try:
-            for transform in self.transforms:
-                is_idle = isinstance(transform, EpisodeEntries) or (
-                    isinstance(transform, EpisodeTransform)
-                    and type(transform)._step is EpisodeTransform._step
-                    and not overrides(transform, "after_turn")
-                )
-                if keys.REWARD in (transform.in_keys or ()):  # type: ignore[operator]
-                    late.append(transform)  # type: ignore[arg-type]
-                elif not is_idle:
-                    next_tensordict = transform._step(tensordict, next_tensordict)  # type: ignore[operator]
-            next_tensordict = step.end(next_tensordict)
-        finally:
-            env.step_under_way = None
+        for transform in list[Any](self.transforms):
+            if type(transform)._step is EpisodeTransform._step:
+                if overrides(transform, "after_turn"):
+                    step.after_turn(transform, next_tensordict)
+            elif keys.REWARD in (transform.in_keys or ()):
+                late.append(transform)
+            elif may_edit(transform):
+                run = functools.partial(transform._step, tensordict)
+                next_tensordict = batch_io.edited(next_tensordict, run, who=_WHO)
+            elif not isinstance(transform, EpisodeEntries):
+                next_tensordict = transform._step(tensordict, next_tensordict)
+        next_tensordict = step.end(next_tensordict)
         env.record_ends(step.ended)
         for transform in late:
             next_tensordict = transform._step(tensordict, next_tensordict)
@@ -597,11 +601,24 @@ class StepOrder(Compose):
 
 
 def flat_transforms(transform: Transform) -> list[Transform]:
-    """A transform by itself, or those of a plain ``Compose``."""
-    parts: list[Any] = list(transform) if type(transform) is Compose else [transform]  # type: ignore[arg-type]
-    for part in parts:
-        part.reset_parent()
-    return parts
+    """A transform by itself, or those of a ``Compose`` without steps of its own, and in it."""
+    kind = type(transform)
+    if kind.__module__.startswith(_THEIRS):
+        raise TypeError(
+            f"{kind.__module__}.{kind.__name__} works on the batches of TorchRL's LLM layer. Take "
+            f"what this library has instead: {page('docs/torchrl-arguments.md')}."
+        )
+    if isinstance(transform, Compose) and kind._step is Compose._step:
+        return [part for each in transform.transforms for part in flat_transforms(each)]  # type: ignore[arg-type]
+    transform.reset_parent()
+    return [transform]
+
+
+def may_edit(transform: Transform) -> bool:
+    """Whether a transform may change messages: it is a user's, or says that it reads them."""
+    is_known = type(transform).__module__.startswith(_KNOWN)
+    reads = any(keys.HISTORY in key for key in transform.in_keys or ())
+    return (reads or not is_known) and not isinstance(transform, EpisodeTransform | Compose)
 
 
 def in_shape(batch: TensorDictBase, shape: torch.Size) -> TensorDictBase:

@@ -59,10 +59,6 @@ class EpisodeEnvironment(Protocol):
         """What the episode holds that runs in a row; nothing if none does."""
         ...
 
-    def run_after_turn(self, transform: Any, next_batch: TensorDictBase) -> None:
-        """Run one transform's ``after_turn`` on the episodes of the step that is under way."""
-        ...
-
 
 class EpisodeTransform(Transform):
     """A transform that an :class:`~torchrl_envs.EpisodeEnv` tells about its episodes.
@@ -204,27 +200,15 @@ class EpisodeTransform(Transform):
 
     def _environment(self) -> EpisodeEnvironment:
         container: Any = self.container
-        if container is None or not hasattr(container, "run_after_turn"):
+        if container is None or not hasattr(container, "resources_in"):
             raise self._misplaced()
         return container
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        """Where it stands among TorchRL's transforms, its ``after_turn`` runs."""
-        del tensordict
-        if type(self).after_turn is not EpisodeTransform.after_turn:
-            self._environment().run_after_turn(self, next_tensordict)
-        return next_tensordict
-
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        del tensordict
-        return tensordict_reset
-
-    def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def _step(self, *_: Any, **__: Any) -> Any:
         """Called by a plain ``TransformedEnv`` only, which would leave the episodes out: raises."""
-        del tensordict
         raise self._misplaced()
+
+    _reset_env_preprocess = _step
 
     def _misplaced(self) -> RuntimeError:
         return RuntimeError(

@@ -7,7 +7,14 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_data.checks import POSITIVE, TokenScorer, TokenScores, check_numbers, image_arguments
+from torchrl_data.checks import (
+    POSITIVE,
+    TokenScorer,
+    TokenScores,
+    check_numbers,
+    check_scorer,
+    image_arguments,
+)
 from torchrl_data.keys import FULL, LOG_PROBS_FULL
 from torchrl_data.ragged import pack
 from torchrl_envs.episode.transform import EpisodeEnvironment, TokenRow, TrajectoryTransform
@@ -112,11 +119,7 @@ class RetrieveLogProb(TrajectoryTransform):
         temperature: float = 1.0,
     ) -> None:
         super().__init__()
-        if not isinstance(model, TokenScorer):
-            raise TypeError(
-                f"{self._get_name()} needs a model that scores packed tokens (score_packed, such "
-                f"as TransformersWrapper), got {type(model).__name__}."
-            )
+        check_scorer(self._get_name(), model)
         check_numbers(self._get_name(), POSITIVE, temperature=temperature)
         self.entry: NestedKey = REF_LOG_PROBS if log_probs_full_key is None else log_probs_full_key
         self.results = (self.entry,)

@@ -153,8 +153,9 @@ def rows_to_score(batch: TensorDictBase, policy: "LLMWrapperBase") -> RowsToScor
         ids = [torch.tensor(row, dtype=torch.int64) for row in entries.ids()]
         keep, media = entries.keep, read_images(batch) or ()
         masks = entries.aligned(ASSISTANT_MASK)
-        prompts = None if masks is not None or keep is not None else read_rows(batch, TOKENS_PROMPT)
-        starts = [0] * len(ids) if prompts is None else prompts.lengths.tolist()
+        starts = [0] * len(ids)
+        if masks is None and read_rows(batch, TOKENS_PROMPT) is not None:
+            starts = [len(row) for row in TokenEntries(batch, PROMPT, who=who).ids()]
     else:
         fulls = read_fulls(batch, mode, encoder=encoder, who=who)
         rows = range(len(fulls))
@@ -211,11 +212,9 @@ def write_scores(
         columns[TOKENS_FULL] = rows.ids
         columns[ASSISTANT_MASK] = rows.masks
         columns[ATTENTION_MASK] = [torch.ones_like(mask) for mask in rows.masks]
-    scored_rows = [TensorDict({}, batch_size=[]) for _ in rows.ids]
-    for key, column in columns.items():
-        for row, value in zip(scored_rows, column, strict=True):
-            row.set(key, value)
-    set_groups(batch, lazy_stack(scored_rows).reshape(batch.batch_size))
+    values_of_rows = zip(*columns.values(), strict=True)
+    scored = [TensorDict(dict(zip(columns, row, strict=True))) for row in values_of_rows]
+    set_groups(batch, lazy_stack(scored).reshape(batch.batch_size))
 
 
 # What every policy does, whatever its engine: read prompts, generate, write the layout.

@@ -140,6 +140,14 @@ def test_another_run_is_refused(settings, message):
         make(settings.pop("policy", Wait(2)), **settings).load_state_dict(state)
 
 
+@pytest.mark.parametrize("ways", [(OnPolicy(), Wait(0)), (Wait(0, window=0.7), OnPolicy())])
+def test_on_policy_may_be_written_in_another_way(ways):
+    before, now = map(make, ways)
+    before.offer(7, 0)
+    now.load_state_dict(before.state_dict())
+    assert [(owed.group_id, owed.ordinal) for owed in now.owed] == [(7, 0)]
+
+
 def test_a_used_ledger_is_refused():
     ledger = make(Wait(2))
     state = ledger.state_dict()

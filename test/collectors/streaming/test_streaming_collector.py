@@ -155,11 +155,10 @@ class TestOnPolicy:
 def test_E10_no_token_is_too_old_and_none_is_lost(
     staleness, make_policy, make_tiny_model, check_balance
 ):
-    model = make_tiny_model(1)
+    model, seen = make_tiny_model(1), Counter()
     with streaming(
         make_env(40), make_policy(), replay_buffer=make_buffer(), staleness=staleness
     ) as collector:
-        seen = Counter()
         for step, batch in enumerate(collector):
             for row in batch.unbind(0):
                 drawn = row["policy_versions", "full"]
@@ -167,6 +166,7 @@ def test_E10_no_token_is_too_old_and_none_is_lost(
                 seen[int(row["group_id"])] += 1
             collector.update_policy_weights_(model)
             check_balance(collector.ledger)
+            assert len(collector._producer.queue.steps) <= staleness.max_staleness + 2
             if step == 9:
                 break
     balance = collector.ledger.balance

@@ -147,7 +147,7 @@ class Follows(EpisodeTransform):
             episode.terminate("followed")
 
 
-def build_env(name, encoder):
+def build_env(name, encoder, batch_size=4):
     parts = [DataLoadingPrimer(ROWS)]
     if name in ("tools", "counter", "budget"):
         parts += [FunctionTools([add, slow_add, fail]), RewardErrorLimit(1.0)]
@@ -161,7 +161,7 @@ def build_env(name, encoder):
         "breaks": [Breaks(), Follows(), RewardErrorLimit(1.0)],
         "scaled": [RewardScaling(loc=1.0, scale=3.0), RewardSum()],
     }.get(name, [])
-    return ChatEnv(batch_size=4).append_transform(Compose(*parts))
+    return ChatEnv(batch_size=batch_size).append_transform(Compose(*parts))
 
 
 def turns_of(name, call_text):
@@ -181,7 +181,8 @@ def test_an_episode_alone_ends_as_in_a_batch(name, scripted, call_text):
         turns = turns_of(name, call_text)
         return scripted(turns, generate_kwargs={"max_new_tokens": 64}, write_tokens=False)
 
-    alone, together = (build_env(name, policy().encoder) for _ in range(2))
+    # An episode by itself does not know of how many rows the environment's batch is.
+    alone, together = (build_env(name, policy().encoder, size) for size in (3, 4))
     own = [story(row) for row in rows_alone(alone, policy(), 4)]
     alone.close()
     collector = LLMCollector(together, policy())
@@ -200,7 +201,7 @@ def test_an_episode_alone_ends_as_in_a_batch(name, scripted, call_text):
         ]
         assert [row["scorable"] for row in own] == [[False]] * 3 + [[True]]
     if name == "scaled":
-        assert own[0]["reward"] == [[3.0 * 1.0 + 1.0]]
+        assert own[0]["reward"] == own[0]["episode_reward"] == [[3.0 * 1.0 + 1.0]]
 
 
 def test_a_slow_tool_holds_up_its_own_episode_only(scripted, call_text):
