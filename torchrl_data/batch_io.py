@@ -161,7 +161,7 @@ def read_conversations(batch: TensorDictBase, which: str, *, who: str) -> Conver
     if stored is None:
         group = _group(batch, HISTORY)
         kind = type(None if group is None else group.get(which, None)).__name__
-        instead = f"where the batch holds {kind} instead of Conversations"
+        instead = f"where the batch holds {kind} instead of Conversations (text can't be set)"
         raise missing_entry(batch, (HISTORY, which), who, instead=instead)
     return stored.conversations
 

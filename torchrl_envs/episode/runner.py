@@ -601,14 +601,14 @@ class StepOrder(Compose):
 
 
 def flat_transforms(transform: Transform) -> list[Transform]:
-    """A transform by itself, or those of a ``Compose`` without steps of its own, and in it."""
+    """A transform by itself, or those of a ``Compose`` that only runs them, and those in these."""
     kind = type(transform)
     if kind.__module__.startswith(_THEIRS):
         raise TypeError(
             f"{kind.__module__}.{kind.__name__} works on the batches of TorchRL's LLM layer. Take "
             f"what this library has instead: {page('docs/torchrl-arguments.md')}."
         )
-    if isinstance(transform, Compose) and kind._step is Compose._step:
+    if {kind._step, kind._reset} == {Compose._step, Compose._reset}:
         return [part for each in transform.transforms for part in flat_transforms(each)]  # type: ignore[arg-type]
     transform.reset_parent()
     return [transform]

@@ -147,7 +147,20 @@ class Bundle(Compose):
         super().__init__(RewardScaling(loc=1.0, scale=3.0), Compose(RewardSum()))
 
 
+class Begins(Compose):
+    """Does something of its own, and is not taken apart."""
+
+    begun = False
+
+    def _reset(self, tensordict, tensordict_reset):
+        self.begun = True
+        return super()._reset(tensordict, tensordict_reset)
+
+
 def test_transforms_of_the_reward_wait_for_it_inside_a_compose_too(scripted):
+    begins = Begins(Notes())
+    assert collect(scripted(["hello"]), begins, rewards())["count"].tolist() == [[1.0]] * 4
+    assert begins.begun
     rows = collect(scripted(["hello"]), Compose(Bundle()), rewards())
     assert rows["reward"].flatten().tolist() == [1.0 * 3.0 + 1.0] * 4
     assert rows["episode_reward"].flatten().tolist() == [4.0] * 4
