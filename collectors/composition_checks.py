@@ -1,10 +1,12 @@
 """Whether an environment, a policy and a buffer fit together, before anything is generated."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torchrl.data import ReplayBuffer, TensorStorage
 
+from objectives import DecoupledSources
 from objectives.advantages.mc_advantage import MCAdvantage, TopKRewardSelector
 from torchrl_data import page
 from torchrl_data.keys import REWARD
@@ -43,6 +45,16 @@ def check_composition(
         ValueError: they don't fit; the message says what does not.
     """
     check_fit(env, policy, who=who)
+    # GDPO weighs rewards as their sum does, where it was not given weights of its own.
+    parts = [*env.episode_transforms(), *_transforms(buffer)]
+    sources = [part for part in parts if isinstance(part, RewardSource)]
+    weights = dict.fromkeys((name for source in sources for name in source.reward_names), 1.0)
+    for source in sources:
+        weights |= dict(zip(source.reward_names, source.weights, strict=False))
+    for part in advantages_of(buffer):
+        gdpo = part.estimator
+        if weights and isinstance(gdpo, DecoupledSources) and gdpo.weights is None:
+            part.estimator = replace(gdpo, weights=weights)
     loaders = list(env.transforms_of(DataLoadingPrimer))
     if not has_postproc:
         check_groups([loader.group_size for loader in loaders], buffer, who=who)

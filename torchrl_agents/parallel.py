@@ -38,20 +38,8 @@ from torchrl_data.checks import TokenScorer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 
-from .models import (
-    WithoutAdapters,
-    build_optimizer,
-    folder_of,
-    frozen_weights,
-    is_adapted,
-    load_model,
-    model_files,
-    model_folder,
-    outline,
-    set_learning_rate,
-    transformers_policy,
-    with_adapters,
-)
+from . import models
+from .models import transformers_policy
 from .run import CHECKPOINTS, SIGNALS, RankJobs, Run
 from .settings.schema import CheckpointConfig, Recipe, SettingsError, TrainingConfig
 
@@ -82,7 +70,7 @@ class Updates:
         self._cfg = cfg
         self._jobs = jobs
         trained = [parameter for parameter in actor.parameters() if parameter.requires_grad]
-        self._optimizer = build_optimizer(cfg.optim, trained)
+        self._optimizer = models.build_optimizer(cfg.optim, trained)
         self.gate = NonFiniteGate(
             self._optimizer,
             max_grad_norm=cfg.optim.max_grad_norm,
@@ -96,8 +84,10 @@ class Updates:
         # Reduced once, the gradients of shards would be whole on every rank until then.
         self._reduces_once = copies if cfg.train.reduce == "auto" else cfg.train.reduce == "step"
         # Of adapters these alone are saved where the rest can be loaded again.
-        is_given = is_adapted(actor.model) and cfg.policy.model is not None
-        self.identity = {"weights of policy.model": frozen_weights(actor.model)} if is_given else {}
+        is_given = models.is_adapted(actor.model) and cfg.policy.model is not None
+        self.identity = (
+            {"weights of policy.model": models.frozen_weights(actor.model)} if is_given else {}
+        )
         """What a checkpoint has to have in common with this run."""
         self.sharded: dict[str, Sharded] = {
             "model": ShardedModel(actor.model, trained_only=is_given),
@@ -123,7 +113,9 @@ class Updates:
         return self._take_in(step, batch)
 
     def _set_rate(self, step: int) -> float:
-        return set_learning_rate(self._cfg.optim, self._optimizer, step, self._cfg.train.num_steps)
+        return models.set_learning_rate(
+            self._cfg.optim, self._optimizer, step, self._cfg.train.num_steps
+        )
 
     def _take_in(self, step: int, batch: PackedBatch | None = None) -> float:
         """Every rank gets its share of the rows, as many micro-batches as the others."""
@@ -192,14 +184,14 @@ def share_model(
     ranks = run.jobs.ranks
     if ranks.size == 1:
         return actor, policy
-    files = model_files(actor, weights=False) if cfg.policy.model is None else None
+    files = models.model_files(actor, weights=False) if cfg.policy.model is None else None
     # Config and tokenizer, where they were made here; else `policy.model` has them. The settings of
     # a task are of a class made here, and nobody else's business.
     ranks.broadcast((replace(cfg, task=None), files))
     model: Any = actor.model
     if policy is actor and parallel_kind(cfg, ranks) == "fsdp2":
         whole = copy.deepcopy(model)
-        whole = whole.unload() if is_adapted(model) else whole  # it is given merged weights
+        whole = whole.unload() if models.is_adapted(model) else whole  # it is given merged weights
         policy = transformers_policy(cfg, whole.to(ranks.device), actor.tokenizer)
     return _wrapped(cfg, ranks, model, actor.tokenizer), policy
 
@@ -224,12 +216,14 @@ def follow(ranks: Ranks, recipe: Recipe) -> None:
         signal.signal(number, wait_for_rank_0)
     cfg, files = ranks.broadcast()
     given = cfg.policy.model
-    with folder_of(files if given is None else model_folder(given)) as folder:
+    with models.folder_of(files if given is None else models.model_folder(given)) as folder:
         # It has no weights before rank 0 gives them, part by part.
         settings = replace(cfg.policy, device="meta")
-        model, tokenizer = load_model(settings, folder, load=partial(outline, check=False))
+        model, tokenizer = models.load_model(
+            settings, folder, load=partial(models.outline, check=False)
+        )
     if cfg.policy.lora_rank is not None:
-        model = with_adapters(cfg.policy, model)
+        model = models.with_adapters(cfg.policy, model)
     actor = _wrapped(cfg, ranks, model, tokenizer)
     jobs = RankJobs(ranks)
     jobs.known |= {
@@ -259,7 +253,7 @@ def whole_model(
         actor's model has them.
     """
     model: Any = unwrapped(actor.model)
-    if not is_adapted(model):
+    if not models.is_adapted(model):
         if not is_spread(actor.model):
             return actor, None
         jobs.tell(GIVE_WEIGHTS)
@@ -270,7 +264,7 @@ def whole_model(
         state = _whole_state(model)
         plain = cast("TransformersEngine", actor.engine).inside
         skeleton: Any = type(plain)(plain.config)
-        model = with_adapters(cfg.policy, skeleton.to(plain.dtype))
+        model = models.with_adapters(cfg.policy, skeleton.to(plain.dtype))
         model.load_state_dict(state)
     return transformers_policy(cfg, model, actor.tokenizer, generate=False), None
 
@@ -335,9 +329,9 @@ def freeze_reference(
     """
     if not weight:
         return None, {}
-    adapted = is_adapted(actor.model)
+    adapted = models.is_adapted(actor.model)
     if adapted and parallel_kind(cfg, run.jobs.ranks) != "fsdp2":
-        return WithoutAdapters(actor), {}
+        return models.WithoutAdapters(actor), {}
     model: Any = copy.deepcopy(actor.model)
     reference = TransformersWrapper(
         (model.unload() if adapted else model).eval().requires_grad_(False),

@@ -30,13 +30,8 @@ from rich.table import Table
 from tensordict import TensorDictBase
 from torchrl.record.loggers import Logger
 
-from collectors import (
-    Estimate,
-    EvaluationPoint,
-    StreamingCollector,
-    evaluation_estimates,
-    rollout_metrics,
-)
+import collectors
+from collectors import Estimate
 from collectors.record import RolloutRecorder
 from collectors.record.samples import finite
 from torchrl_data import read_conversations
@@ -81,7 +76,7 @@ class Recorder:
             own = vars(cfg.record) | {"after": max(after, 0)}
             self._rollouts = RolloutRecorder(folder, collector.policy.tokenizer, **own)
             self._rollouts.watch(loss)
-            if isinstance(collector, StreamingCollector):
+            if isinstance(collector, collectors.StreamingCollector):
                 self._rollouts.follow(collector.ledger)
         lines_until(folder / METRICS, after)
         told = lines_until(folder / EVALUATIONS, after)
@@ -142,7 +137,7 @@ class Recorder:
         for logger in self._loggers:
             logger.log_metrics(metrics, step)
 
-    def write_tests(self, points: Sequence[EvaluationPoint], *, now: int) -> None:
+    def write_tests(self, points: Sequence[collectors.EvaluationPoint], *, now: int) -> None:
         """Write what came of tests on held-out prompts.
 
         Args:
@@ -278,7 +273,7 @@ def scores_of(
         assert answer is not None
         return answer(final_text(read_conversations(row, FULL, who="The test").messages(0)))
 
-    estimates = evaluation_estimates(
+    estimates = collectors.evaluation_estimates(
         trajectories,
         ks=test.ks or (),
         solved_at=test.solved_at,
@@ -287,7 +282,7 @@ def scores_of(
     )
     means = {
         name.removesuffix("/mean"): value
-        for name, value in rollout_metrics(trajectories).items()
+        for name, value in collectors.rollout_metrics(trajectories).items()
         if (name.startswith("rewards/") and name.endswith("/mean"))
         or name.rpartition("/")[2] == "reward"
     }

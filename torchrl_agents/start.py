@@ -33,17 +33,7 @@ from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.vllm.runtime import import_vllm
 
-from .models import (
-    build_policies,
-    load_model,
-    load_tokenizer,
-    model_source,
-    outline,
-    sampling_of,
-    vllm_policy,
-    with_adapters,
-    wrapper_arguments,
-)
+from . import models
 from .parallel import follow, loading_device
 from .results import MultirunSummary, check_loggers, open_loggers, reach_hub
 from .run import Run, RunLog, StopSignals, claim_folder, plain_settings, remove
@@ -90,7 +80,7 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
         if not platform.is_sleep_mode_available():
             raise SettingsError("engine.colocate needs a GPU: vLLM lends no memory of a CPU.")
     cfg.policy.chat_template = _read_template(cfg.policy.chat_template)
-    own: dict[str, Callable[[], Any]] = {"policy": lambda: sampling_of(cfg.policy)}
+    own: dict[str, Callable[[], Any]] = {"policy": lambda: models.sampling_of(cfg.policy)}
     if isinstance(cfg, RolloutsConfig):
         own["collector"] = lambda: staleness_of(cfg.collector)
     if (loss := recipe.loss) is not None:
@@ -146,7 +136,7 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
 def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
     """What samples, and how it reads and writes; nothing, where an engine alone would tell."""
     if cfg.engine.name == "chat":
-        return build_policies(cfg, task)[1]
+        return models.build_policies(cfg, task)[1]
     on_ray, is_vllm = collects_on_ray(cfg), cfg.engine.name == "vllm"
     starts_here = is_vllm and not (cfg.engine.url or cfg.engine.urls)
     if on_ray and find_spec("ray") is None:
@@ -155,26 +145,26 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
     if starts_here and not on_ray and find_spec("vllm") is None:
         hint = f"see {page('docs/vllm.md')}, or give engine.url="
         raise SettingsError(f"engine=vllm needs the package vllm, which is not here: {hint}.")
-    with model_source(cfg, task) as source:
+    with models.model_source(cfg, task) as source:
         if is_vllm and not isinstance(cfg, TrainingConfig):
             # What Transformers can't compute an engine of vLLM may.
             with refusing(f"policy.model={source!r}"):
                 AutoConfig.from_pretrained(source)
-                tokenizer = load_tokenizer(cfg.policy, source)
+                tokenizer = models.load_tokenizer(cfg.policy, source)
                 ConversationEncoder(tokenizer, chat_template_name=cfg.policy.chat_template_name)
             policy = None
         else:
             settings = replace(cfg.policy, device="meta")
-            model, tokenizer = load_model(settings, source, load=outline)
+            model, tokenizer = models.load_model(settings, source, load=models.outline)
             with refusing(f"policy.model={source!r} can't be used so"):
                 longest = cfg.policy.max_model_len
                 engine = TransformersEngine(model, max_model_len=longest, check=False)
-                policy = LLMWrapperBase(engine, **wrapper_arguments(cfg.policy, tokenizer))
+                policy = LLMWrapperBase(engine, **models.wrapper_arguments(cfg.policy, tokenizer))
             if cfg.policy.lora_rank is not None:
-                with_adapters(cfg.policy, model)
+                models.with_adapters(cfg.policy, model)
         if is_vllm and not starts_here and not on_ray:
             with refusing("engine"):  # servers that run are asked
-                return vllm_policy(cfg, source, tokenizer)
+                return models.vllm_policy(cfg, source, tokenizer)
         return policy
 
 

@@ -19,16 +19,10 @@ from collectors.weight_update.weights import merged_weights
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 
+from . import results
 from .models import is_adapted, model_folder, set_generation
 from .parallel import GIVE_WEIGHTS, Checkpoints, Updates, whole_model
-from .results import (
-    REWARD_CURVES,
-    Recorder,
-    leave_card,
-    plot_learning_curve,
-    push_to_hub,
-    show_rollouts,
-)
+from .results import Recorder, push_to_hub
 from .run import Run, StopRequested, remove, tell_of_no_signal
 from .settings.schema import EpochsTrainConfig, PolicyConfig, SettingsError, TrainingConfig
 from .tasks import AnyCollector, HeldOut, Setup, end_collection
@@ -165,7 +159,7 @@ class Trainer:
     """Further metrics, of a step that is over."""
     parts: Mapping[str, Stateful] = field(default_factory=dict)
     """What else is saved, by name."""
-    curves: Mapping[str, str] = field(default_factory=lambda: REWARD_CURVES)
+    curves: Mapping[str, str] = field(default_factory=lambda: results.REWARD_CURVES)
     """What is drawn beside the reward: the label of each metric."""
 
     def __post_init__(self) -> None:
@@ -382,7 +376,7 @@ def _leave_results(
     }
     names = [function.__name__ for function in task.metrics]
     further = {name.replace("_", " "): f"rewards/{name}/mean" for name in names}
-    plot_learning_curve(
+    results.plot_learning_curve(
         run.folder / "learning_curve.png",
         history,
         held_out=recorder.held_out,
@@ -390,10 +384,10 @@ def _leave_results(
         further=further | {name: f"{name}/reward" for name in task.parts},
         beside=trainer.curves,
     )
-    show_rollouts(tests, cfg.evaluate.num_shown)
+    results.show_rollouts(tests, cfg.evaluate.num_shown)
     if history:
         estimates = {when: each for when, (_, each) in told.items()}
-        leave_card(cfg, run, len(history), estimates)
+        results.leave_card(cfg, run, len(history), estimates)
         if cfg.push_to_hub is not None:
             result["pushed_to"] = push_to_hub(cfg.push_to_hub, run.folder / "model")
     return result

@@ -80,6 +80,9 @@ REWARD_KEYS: Final = frozenset({REWARD, REWARDS, SCORABLE, REWARD_ERRORS, TOKEN_
 class RewardSource:
     """Something that can score episodes."""
 
+    weights: Sequence[float] = ()
+    """Of its rewards in their sum, in the order of their names; 1 for each where there are none."""
+
     @property
     def reward_names(self) -> list[str]:
         """Name of each reward that it gives."""

@@ -169,7 +169,9 @@ class DecoupledSources(AdvantageEstimator):
     """GDPO: every source normalised by itself, see :func:`~objectives.functional.gdpo_advantage`.
 
     Args:
-        weights: of the sources by name; 1 for each when not given. A row must hold exactly these.
+        weights: of the sources by name. When not given, a collector takes those with which its
+            environment adds the rewards up; without a collector it is 1 for each. A row must hold
+            exactly these.
         sources_key: group of the rewards by source, one number each; NaN where one does not apply.
 
     Raises:
@@ -199,12 +201,13 @@ class DecoupledSources(AdvantageEstimator):
         return F.gdpo_advantage(rewards, index, returns.new_tensor(list(weights.values())), scored)
 
     def is_flat(self, group: RewardedGroup) -> bool:
-        """See the base class; here, no source tells two rows apart."""
+        """See the base class; here, no source with a weight tells two rows apart."""
         scored = zip(group.rows, group.valid, strict=True)
         tables = [read_sources(row, self.sources_key) for row, valid in scored if valid]
         if len(tables) < 2:
             return True
-        columns = [[table.get(name, math.nan) for table in tables] for name in tables[0]]
+        weighed = [name for name in tables[0] if (self.weights or {}).get(name, 1.0)]
+        columns = [[table.get(name, math.nan) for table in tables] for name in weighed]
         finite = [{value for value in column if math.isfinite(value)} for column in columns]
         return all(len(values) < 2 for values in finite)
 

@@ -98,12 +98,16 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Setup:
     test = build_task(recipe, cfg, settings)
     chats, tools = list(test.task.demonstrations), list(test.task.demonstration_tools)
     if cfg.data.dataset is not None:
-        try:
+        with refusing(f"data.dataset={cfg.data.dataset!r}"):
             loaded = list(load_rows(cfg.data.dataset, split=cfg.data.split))
-            chats = [list(row[cfg.data.column]) for row in loaded]
+            chats = [row.get(cfg.data.column) for row in loaded]
+            if wrong := [n for n, chat in enumerate(chats) if not isinstance(chat, list)]:
+                raise ValueError(
+                    f"row {wrong[0]} has no list of messages in the column {cfg.data.column!r}, "
+                    f"which data.column= names; its columns are {sorted(loaded[wrong[0]])}. A "
+                    "prompt and its completion are the messages [*prompt, *completion]."
+                )
             tools = [schemas_of(row) for row in loaded]
-        except (KeyError, ValueError, OSError) as error:
-            raise SettingsError(f"data.dataset={cfg.data.dataset!r}: {error!r}") from error
     if len(chats) <= cfg.data.num_held_out:
         raise SettingsError(
             f"Of {len(chats)} conversations data.num_held_out={cfg.data.num_held_out} leaves none "
@@ -136,7 +140,14 @@ def encode(cfg: SFTConfig, test: Setup, policy: LLMWrapperBase) -> Sequence[Tens
     """The conversations as tokens, with the prompts that the task's episodes have."""
     given = cfg.data.dataset
     with refusing(f"task={cfg.task.id}" if given is None else f"data.dataset={given!r}"):
-        return row_tensordicts(test.held_out_env.encode_demonstrations(policy.encoder))
+        rows = row_tensordicts(test.held_out_env.encode_demonstrations(policy.encoder))
+        most = policy.engine.max_model_len
+        if long := [n for n, row in enumerate(rows) if row["tokens", "full"].shape[-1] > most]:
+            raise ValueError(
+                f"{len(long)} of {len(rows)} conversations are longer than the {most} tokens that "
+                f"the model takes (policy.max_model_len=): rows {long[:5]}. Leave them out."
+            )
+        return rows
 
 
 class Conversations(Rollouts):

@@ -40,6 +40,39 @@ def make_env(num_rows=2, *, group_size=2, batch_size=4, **primer):
     )
 
 
+def is_first(completions):
+    return [float(place == 0) for place in range(len(completions))]
+
+
+def place_of(completions):
+    return list(range(len(completions)))
+
+
+@pytest.mark.parametrize("kind", [LLMCollector, StreamingCollector])
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        # 0.75 / 0.5 and -0.25 / 0.5: less its mean by its deviation; place_of counts nothing.
+        pytest.param([2.0, 0.0], [1.5, -0.5, -0.5, -0.5], id="a weight of 0 is that of a metric"),
+        pytest.param([0.0, 3.0], [-1.1619, -0.3873, 0.3873, 1.1619], id="by sqrt(5/3)"),
+    ],
+)
+def test_gdpo_weighs_the_rewards_as_the_environment_does(kind, weights, expected, make_policy):
+    env = ChatEnv(batch_size=4).append_transform(
+        Compose(
+            DataLoadingPrimer([{"prompt": "question"}], group_size=4),
+            RewardFunctions([is_first, place_of], weights=weights),
+            StepCounter(max_steps=1),
+        )
+    )
+    advantage = MCAdvantage(4, estimator="gdpo")
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), transform=advantage, batch_size=4)
+    with kind(env, make_policy(), replay_buffer=buffer) as collector:
+        collector.collect()
+    found = sorted(buffer[:]["advantage"].flatten().tolist(), reverse=expected[0] > expected[1])
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.fixture
 def make_policy(chatml_tokenizer, make_tiny_model):
     def make(seed=0, **sampling):

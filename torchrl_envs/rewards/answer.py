@@ -68,7 +68,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
         super().__init__()
         check_numbers(self._get_name(), weight=weight)
         self.set_done_if_answer = set_done_if_answer
-        self.weight = weight
+        self.weight, self.weights = weight, (weight,)
         self.add_to_reward = add_to_reward
         self._id = uuid.uuid4().hex
 

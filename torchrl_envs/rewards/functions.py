@@ -368,7 +368,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         for function in listed:
             if not callable(function):
                 raise TypeError(f"RewardFunctions: {function!r:.80} can't be called.")
-        self.weights = [1.0] * len(listed) if weights is None else list(weights)
+        self.weights: Sequence[float] = [1.0] * len(listed) if weights is None else list(weights)
         if len(self.weights) != len(listed):
             found = f"{len(listed)} functions but {len(self.weights)} weights"
             raise ValueError(f"RewardFunctions: {found}.")

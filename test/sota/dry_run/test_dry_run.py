@@ -26,6 +26,11 @@ TINY = (*TASK, "debug=tiny", "logger=none")
 STUDENT = "policy.model=student"
 
 
+def chat(asked):
+    said = [{"role": "user", "content": asked}, {"role": "assistant", "content": "Yes."}]
+    return {"messages": said}
+
+
 @pytest.fixture
 def run(script, tmp_path, monkeypatch):
     """Runs a recipe in a folder of its own; gives the folders of its runs."""
@@ -100,6 +105,24 @@ def test_what_is_taken_over_from_the_run_that_left_a_model_is_told_and_no_more(
     (folder,) = run("grpo", *TINY, *typed)
     told = "as in the run that left left: {'policy.show_tool_schemas': False}\n"
     assert told in (folder / "grpo.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": [], "completion": []}, r"row 3 has no list of messages in the column"
+         r" 'messages'.*columns are \['completion', 'messages', 'prompt'\].*\[\*prompt, "),
+        ({"messages": None}, "row 3 has no list of messages"),
+        (chat("why " * 600), r"1 of 12 conversations are longer than the 1024 tokens .*rows \[3\]"),
+    ],
+    ids=["TRL's prompt and completion", "no messages", "longer than the model"],
+)  # fmt: skip
+def test_conversations_that_can_not_be_learnt_are_refused(row, words, run, models, tmp_path):
+    rows = [row if n == 3 else chat(f"{n}?") for n in range(12)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = ("data.dataset=chats.jsonl", "data.num_held_out=4", STUDENT, "dry_run=true")
+    with pytest.raises(SystemExit, match=words):
+        run("sft", *TASK, *own)
 
 
 def unlistened():
