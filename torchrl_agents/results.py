@@ -479,8 +479,7 @@ class MultirunSummary:
         hydra = HydraConfig.get()
         if hydra.mode != RunMode.MULTIRUN:
             return
-        overrides: Sequence[str] = list(hydra.overrides.task)
-        self.runs.append({"overrides": overrides, **finite(result, str)})
+        self.runs.append({"overrides": list(hydra.overrides.task), **finite(result, str)})
         self.path = Path(hydra.runtime.output_dir).parent / SUMMARY
         self.path.write_text(json.dumps(self.runs, indent=1) + "\n", encoding="utf-8")
 

@@ -106,7 +106,8 @@ def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     Raises:
         SettingsError: some differ; the message names them.
     """
-    saved = read_record(folder).get("settings", {})
+    record = read_record(folder)
+    saved = record.get("settings", {})
     differ = [
         f"{name} was {saved.get(name)!r} and is {settings.get(name)!r}"
         for name in sorted({*saved, *settings})
@@ -115,7 +116,7 @@ def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     if differ:
         raise SettingsError(
             f"resume={folder}: a run goes on with its own settings, and {'; '.join(differ[:5])}. "
-            "Leave them out, or begin a new run."
+            f"Leave them out, go on with its commit {record.get('commit')}, or begin a new run."
         )
 
 
@@ -222,6 +223,7 @@ class Run(AbstractContextManager["Run", None]):
         settings: what decides the run, see :func:`plain_settings`.
         overwrite: whether to delete what an earlier run left there.
         resume: whether to go on with the run that is there, if there is one.
+        command: with which it goes on by itself; that of this process when not given.
         ranks: the processes that train; this one by itself when not given.
 
     Raises:
@@ -243,6 +245,7 @@ class Run(AbstractContextManager["Run", None]):
         settings: Mapping[str, Any],
         overwrite: bool,
         resume: bool = False,
+        command: Sequence[str] = (),
         ranks: Ranks | None = None,
     ) -> None:
         self.folder = folder
@@ -253,7 +256,7 @@ class Run(AbstractContextManager["Run", None]):
         self.record: dict[str, Any] = {
             "status": "running",
             "id": uuid4().hex[:8],
-            "command": sys.argv,
+            "command": list(command or sys.argv),
             "started": time.strftime(_TIME),
             "ended": None,
             **_code(),

@@ -16,6 +16,7 @@ from typing import Any, Final
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from transformers import AutoConfig
@@ -218,15 +219,18 @@ def _run(
     recipe: Recipe, train: Train, build: Build, typed: DictConfig, summary: MultirunSummary
 ) -> None:
     """Check, train, tell."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    started = HydraConfig.get()
+    folder = Path(started.runtime.output_dir)
+    # One of several runs goes on by itself.
+    own = started.overrides.task if started.mode == RunMode.MULTIRUN else sys.argv[1:]
     with ExitStack() as stack:
         stack.callback(lambda: any(folder.glob("*")) or remove(folder))  # one that is empty
         settings = task_settings(typed)
         cfg = OmegaConf.to_object(typed)
         assert isinstance(cfg, RecipeConfig)
         check_config(recipe, cfg)
-        if cfg.dry_run:  # its folder is its own, and what is refused leaves nothing
-            stack.push(lambda refused, *_: remove(folder) if refused else None)
+        # The folder of a dry run is its own, and what is refused leaves nothing.
+        stack.push(lambda refused, *_: remove(folder) if refused and cfg.dry_run else None)
         disable_progress_bar()  # loading a model has bars of its own
         follows = os.environ.get("RANK", "0") != "0"
         if cfg.dry_run and follows:
@@ -241,8 +245,8 @@ def _run(
             follow(ranks, recipe)
             return
         stop = stack.enter_context(StopSignals())
-        about = {"overwrite": cfg.overwrite, "resume": cfg.resume is not None}
-        run = Run(folder, settings=plain_settings(typed), ranks=ranks, **about)
+        about = {"overwrite": cfg.overwrite, "resume": cfg.resume is not None, "ranks": ranks}
+        run = Run(folder, settings=plain_settings(typed), command=[sys.argv[0], *own], **about)
         stack.enter_context(run)
         log = stack.enter_context(RunLog(folder / f"{recipe.name}.log"))
         run.recipe, run.stop, run.log = recipe, stop, log

@@ -332,10 +332,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
             "ref_log_probs": self.options.kl_to_ref_coeff,
             "teacher_log_probs": self.options.teacher_coeff is not None,
         }
-        rows = {
-            "advantage": self.options.advantage_coeff,
-            "truncated": self.filters.drop_truncated,
-        }
+        rows = {"advantage": self.options.advantage_coeff, "truncated": self.filters.drop_truncated}
         wanted = ({n: getattr(self.read, n) for n, on in c.items() if on} for c in (tokens, rows))
         return Entries(*wanted)
 

@@ -17,6 +17,9 @@ def test_runs_of_one_command_are_told_in_a_table_and_a_file(run_recipe, tmp_path
     assert [run["overrides"][0] for run in runs] == ["seed=0", "seed=1"]
     assert runs[1].items() >= last.items()
     assert all((path.parent / str(number) / "metrics.jsonl").exists() for number in (0, 1))
+    on = run_recipe("self-play", f"resume={path.parent / '0'}", "train.num_steps=3")
+    assert (on["seed"], on["steps"]) == (0, 3)
+    assert Path(on["output_dir"]).resolve() == (path.parent / "0").resolve()
     again = run_recipe("self-play", *tiny)
     assert again["seed"] == 0
     assert len(list(Path("outputs").rglob("multirun.json"))) == 1, "a single run writes none"

@@ -59,6 +59,7 @@ def run(tmp_path):
         ("grpo task=calculater", "There is no task 'calculater'. Did you mean calculator or"),
         ("lora --multirun seed=0,1 debug=tinyy", "debug has no choice 'tinyy'. Did you mean tiny?"),
         ("grpo seed=0 --multirun debug=tinyy", "debug has no choice 'tinyy'. Did you mean tiny?"),
+        ("grpo --multirun seed=0,1 resume=auto", "resume= goes on with one run: without --multi"),
         ("grpo loss=grpoo", "loss has no choice 'grpoo'. Did you mean grpo?"),
         ("grpo policy=nosuch", "policy has no choice 'nosuch'. There are embedded,"),
         ("grpo optim.lr=1", "There is no setting 'optim.lr'. There are optim.beta1,"),

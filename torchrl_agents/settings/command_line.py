@@ -259,6 +259,8 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
     for override in choices:
         _check_choice(known_groups, override)
     one = [o for o in overrides if not o.is_sweep_override()]
+    if told["multirun"] and any(o.key_or_group == "resume" for o in overrides):
+        raise SettingsError("resume= goes on with one run: without --multirun, the folder of each.")
     composed = compose_config(recipe, [o.input_line or "" for o in choices if o in one])
     known = sorted(setting_names(composed))
     if completes:
@@ -579,7 +581,7 @@ def with_recorded(arguments: Sequence[str]) -> list[str]:
     if folder in ("", AUTO, "null"):
         return list(arguments)
     recorded = _by_name(read_record(Path(folder))["command"][1:])
-    new = {*given, "overwrite", "resume"}
+    new = {*given, "overwrite", "resume", "-m", "--multirun"}
     if num_ranks() == 1:  # it goes on with any number of ranks, one included
         new |= {f"train.{name}" for name in OF_RANKS}
     return [*(text for name, text in recorded.items() if name not in new), *arguments]

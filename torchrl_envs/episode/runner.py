@@ -37,13 +37,7 @@ from .episode import (
     drive,
     run_event,
 )
-from .transform import (
-    EpisodeStartError,
-    EpisodeTransform,
-    ToolDispatcher,
-    ToolSource,
-    overrides,
-)
+from .transform import EpisodeStartError, EpisodeTransform, ToolDispatcher, ToolSource, overrides
 
 # Episodes as entries of a batch, and back: read once, written once.
 #
@@ -219,7 +213,9 @@ class EpisodeEntries(Transform):
         return reward_spec
 
 
-def batch_of_ended(episodes: Sequence[Episode], reward_names: Sequence[str]) -> TensorDict:
+def batch_of_ended(
+    episodes: Sequence[Episode], reward_names: Sequence[str], *, has_tools: bool = False
+) -> TensorDict:
     """Episodes that are over, with the entries that the last step of an environment has of them."""
     batch = TensorDict({}, batch_size=[len(episodes)])
     conversations = Conversations.cat([episode.conversation for episode in episodes])
@@ -227,6 +223,7 @@ def batch_of_ended(episodes: Sequence[Episode], reward_names: Sequence[str]) -> 
     write_flags(batch, episodes)
     its = EpisodeEntries()
     its.reward_names, its.has_sources, its.loads_data = reward_names, True, True
+    its.has_tools = has_tools
     its.write_results(batch, episodes)
     its.write_values(batch, episodes)
     return batch

@@ -7,7 +7,9 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+from operator import methodcaller
 from typing import Any, Final, Literal, TypeVar
 
 from jsonschema import SchemaError
@@ -28,9 +30,11 @@ from torchrl_envs.tool_schemas import Tool, offered_name, schema_tool
 T = TypeVar("T")
 
 MAX_RESTARTS: Final = 2
-"""How often in a row a server that died is started again."""
+"""How often in a row a server that died is started again at once."""
+RETRY_S: Final = 60.0
+"""Then it is left alone for so long: what can't be started now may be there again later."""
 _MAX_PAGES: Final = 100
-_BACKOFF_S: Final = 0.1
+_BACKOFF_S: Final = 0.2
 _CLOSE_S: Final = 15.0
 """The library stops a server within seconds; this is for when it does not."""
 _KEYS: Final = {
@@ -73,14 +77,15 @@ class MCPConnection:
         self._expected: dict[str, dict[str, Any]] | None = None
         self._offered: dict[str, dict[str, Any]] = {}
         self.is_stale = False
-        """Whether to ask for the tools again before the next call."""
+        """Whether to ask for the tools before the next call: others now, or nobody answers."""
         self._num_failures = 0
+        self._failed_s = 0.0
 
     async def tools(self) -> dict[str, dict[str, Any]]:
         """The server's tools, as the schemas that chat templates show, by name."""
         # Those of the first time are expected from then on: a call of one that changed is refused.
         if not await self._open():  # which lists them too
-            await self._in_time(self._list())
+            await self._list()
         if self._expected is None:
             self._expected = dict(self._offered)
         return self._offered
@@ -110,7 +115,7 @@ class MCPConnection:
             await self._list()
         self._check(tool)
         try:
-            result = await self._request(self._client.call_tool(tool, arguments))
+            result = await self._request(methodcaller("call_tool", tool, arguments))
             self._num_failures = 0
             return _content(result)
         except MCPToolError:
@@ -143,33 +148,28 @@ class MCPConnection:
             if self._client is not None:
                 return False
             await self.close()
-            if self._num_failures > MAX_RESTARTS:
+            failures = self._num_failures
+            if failures > MAX_RESTARTS and time.monotonic() - self._failed_s < RETRY_S:
                 raise MCPServerError(
-                    f"{self.name} died or could not be reached {self._num_failures} times in a "
-                    "row; it is not started again"
+                    f"{self.name} died or could not be reached {failures} times in a row; it is "
+                    f"not started again within {RETRY_S:g} s"
                 )
-            if self._num_failures:
-                await asyncio.sleep(_BACKOFF_S * 2**self._num_failures)
+            await asyncio.sleep(_BACKOFF_S * min(failures, MAX_RESTARTS))
             self._stop = asyncio.Event()
             ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            self._owner = asyncio.create_task(self._own(ready, self._stop))
+            owner = self._owner = asyncio.create_task(self._own(ready, self._stop))
             try:
-                self._client = await self._in_time(ready)
-                await self._in_time(self._list())
-            except BaseException:
-                self._num_failures += 1
-                if self._owner is not None:
-                    self._owner.cancel()
+                self._client = await asyncio.wait_for(ready, self.timeout_s)
+                await self._list()
+            except BaseException as error:
+                self._num_failures, self._failed_s = failures + 1, time.monotonic()
+                owner.cancel()
                 await self.close()
+                if isinstance(error, TimeoutError):
+                    late = f"{self.name} did not answer within {self.timeout_s:g} s"
+                    raise MCPServerError(late) from error
                 raise
             return True
-
-    async def _in_time(self, awaitable: Awaitable[T]) -> T:
-        try:
-            return await asyncio.wait_for(awaitable, self.timeout_s)
-        except TimeoutError as error:
-            late = f"{self.name} did not answer within {self.timeout_s:g} s"
-            raise MCPServerError(late) from error
 
     async def _own(self, ready: "asyncio.Future[Any]", stop: asyncio.Event) -> None:
         try:
@@ -196,7 +196,9 @@ class MCPConnection:
         offered: dict[str, dict[str, Any]] = {}
         cursor = None
         for _ in range(_MAX_PAGES):
-            page = await self._request(self._client.list_tools(cursor=cursor, cache_mode="bypass"))
+            ask = methodcaller("list_tools", cursor=cursor, cache_mode="bypass")
+            # What answers nobody is known as such before the deadline of the call that waits.
+            page = await self._request(ask, 0.9 * self.timeout_s)
             for tool in page.tools:
                 about = tool.description or tool.title or ""
                 schema = {"name": tool.name, "description": about, "parameters": tool.input_schema}
@@ -206,21 +208,24 @@ class MCPConnection:
                 break
         self._offered = offered
 
-    async def _request(self, awaitable: Any) -> Any:
+    async def _request(self, ask: Callable[[Any], Any], within_s: float | None = None) -> Any:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
+        client = self._client
         try:
-            return await awaitable
+            return await asyncio.wait_for(ask(client), within_s)
         except asyncio.CancelledError:
+            self.is_stale = True  # a slow tool, or a server that answers nobody
             raise
         except Exception as error:
             if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED:
                 raise MCPToolError(str(error)) from error
-            # The next call opens another session.
-            self._client = None
-            self._num_failures += 1
-            raise MCPServerError(f"the connection to {self.name} was lost: {error}") from error
+            if self._client is client is not None:  # all that were under way fail: it died once
+                self._client = None  # The next call opens another session.
+                self._num_failures, self._failed_s = self._num_failures + 1, time.monotonic()
+            why = str(error) or f"it did not answer within {within_s} s"
+            raise MCPServerError(f"the connection to {self.name} was lost: {why}") from error
 
 
 @contextlib.asynccontextmanager
@@ -272,8 +277,7 @@ def _content(result: Any) -> Any:
     """What a tool said: its text, a note for what is not text, or its data."""
     pieces: list[str] = []
     for block in result.content:
-        text = getattr(block, "text", None)
-        text = text or getattr(getattr(block, "resource", None), "text", None)
+        text = getattr(getattr(block, "resource", block), "text", None)
         what = getattr(block, "mime_type", None) or getattr(block, "uri", None) or "no text"
         is_text = isinstance(text, str) or block.type == "text"
         pieces.append(text or "" if is_text else f"[{block.type}: {what}]")
@@ -297,8 +301,9 @@ class MCPToolTransform(ToolSource):
 
     The servers are asked for their tools here, so that what is wrong shows before training. Calls
     run at the same time, each with its deadline. A server that died is started again at the next
-    call, at most twice in a row; the call during which it died is answered with an error and is not
-    repeated. A tool that the server has changed since is answered with an error too.
+    call, at most twice in a row and then once a minute, and so is one that lets a call pass its
+    deadline and then does not list its tools; the call that failed is answered with an error and is
+    not repeated. A tool that the server has changed since is answered with an error too.
 
     Args:
         servers: by name; each a dictionary ``{"command", "args", "env", "cwd"}`` (a process, over

@@ -2,11 +2,17 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
 
 from mcp.server import MCPServer
+
+
+def stop() -> None:
+    """Stop the server's process in the middle of a call, which does not end."""
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def build() -> MCPServer:
@@ -39,6 +45,8 @@ def build() -> MCPServer:
     def die() -> str:
         """End the server's process in the middle of a call."""
         os._exit(1)
+
+    server.tool()(stop)
 
     @server.tool()
     async def pause(seconds: float) -> str:
