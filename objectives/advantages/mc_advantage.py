@@ -477,7 +477,8 @@ class RayMCAdvantage(Transform):
         timeout_s: how long a call may take before it raises.
         remote_config: options of the actor, for ``ray.remote``; ``{"num_cpus": 0}`` by default.
         ray_init_config: for ``ray.init``, when Ray does not run yet.
-        **options: of ``MCAdvantage``.
+        **options: of ``MCAdvantage``. A collector hands GDPO no weights through it: give them, as
+            ``estimator=DecoupledSources(weights=...)``.
 
     Raises:
         ImportError: Ray is not installed.
