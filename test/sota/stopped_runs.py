@@ -26,11 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "sota-implementations" / "grp
 
 import grpo
 import psutil
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from collectors import LoadCap
 from objectives import MCAdvantage
-from torchrl_agents import start
+from torchrl_agents import results, start
 from torchrl_agents.models import build_policies
 from torchrl_agents.run import claim_folder
 from torchrl_agents.settings.command_line import compose_config, prepare, task_settings
@@ -95,10 +96,11 @@ POINTS = {
     "saving at the end": Point(
         "collectors.checkpoint.store.publish",
         "torchrl_agents.parallel.Checkpoints.save",
+        3,  # after that of each step
     ),
     "last evaluation": Point(GENERATE, f"{HELD_OUT}.now", 2, hangs=True),
     "saving the model": Point("transformers.PreTrainedModel.save_pretrained", f"{LOOP}.save_model"),
-    "drawing the plot": Point(f"{LOOP}.plot_learning_curve"),
+    "drawing the plot": Point("torchrl_agents.results.plot_learning_curve"),
     "restoring": Point("collectors.RunState._go_to"),
     "in native code": Point("objectives.NonFiniteGate.backward", is_native=True),
     "saving on a slow disk": Point("collectors.checkpoint.store.publish", hangs=True),
@@ -293,9 +295,7 @@ def run(config: Any, job: dict[str, Any]) -> None:
     if job.get("faults"):
         drop_groups()
     if not job.get("draws"):
-        find(f"{LOOP}.plot_learning_curve")[0].plot_learning_curve = lambda path, *_, **__: (
-            path.touch()
-        )
+        results.plot_learning_curve = lambda path, *_, **__: path.touch()
     if "tool" in job.get("point", "") or "streaming" in job.get("point", ""):
         know_tool_call()
         call_tools()
@@ -307,7 +307,7 @@ def run(config: Any, job: dict[str, Any]) -> None:
         OmegaConf.update(config, name, value)
     folder = claim_folder("grpo", _root_=config)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    runtime = SimpleNamespace(runtime=SimpleNamespace(output_dir=folder))
+    runtime = SimpleNamespace(runtime=SimpleNamespace(output_dir=folder), mode=RunMode.RUN)
     start.HydraConfig = SimpleNamespace(get=lambda: runtime)
     Path("folder").write_text(folder)
     summary: Any = SimpleNamespace(add=lambda _: None)
