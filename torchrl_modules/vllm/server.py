@@ -18,7 +18,7 @@ from contextlib import (
 )
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -315,14 +315,15 @@ def make_vllm_worker(
 
 # Asynchronous engines for callers that wait, and engines that block for callers that await.
 
-T = TypeVar("T")
-
 
 class BlockingVLLMEngine(WholeBatchEngine, BlockingEngine):
     """An :class:`~torchrl_modules.engines.engine.Engine` over an `AsyncVLLMEngine`."""
 
     # Calls of several threads share the engine's steps, and weights can be updated while they wait:
     # each response then says which version drew which token.
+
+    # That of the engine inside, which knows the model's own end tokens.
+    check_sampling = BlockingEngine.check_sampling  # type: ignore[assignment]
 
     def __init__(self, engine: AsyncVLLMEngine) -> None:
         super().__init__(engine)
@@ -416,7 +417,7 @@ class AsyncServerEngine(RespondingEngine, ClosedOnLeaving):
         """See :meth:`~torchrl_modules.vllm.client.VLLMServerEngine.measure_load`."""
         return await self._submit(self._prober, self._inside.measure_load)
 
-    def _submit(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> "asyncio.Future[T]":
+    def _submit(self, pool: ThreadPoolExecutor, function: Callable[[], Any]) -> asyncio.Future[Any]:
         if self._is_closed:
             raise RuntimeError("AsyncServerEngine is closed.")
         return asyncio.wrap_future(pool.submit(function))
