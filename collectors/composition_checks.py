@@ -1,7 +1,8 @@
 """Whether an environment, a policy and a buffer fit together, before anything is generated."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
 from torchrl.data import ReplayBuffer, TensorStorage
@@ -38,6 +39,7 @@ def check_composition(
 ) -> list[DataLoadingPrimer]:
     """Check that an environment, a policy and a buffer fit together; gives the sources of data.
 
+    GDPO gets the weights of the rewards, see :func:`weigh_sources`.
     With ``has_postproc`` groups and rewards may be made on the way into the buffer.
 
     Raises:
@@ -45,22 +47,32 @@ def check_composition(
         ValueError: they don't fit; the message says what does not.
     """
     check_fit(env, policy, who=who)
-    # GDPO weighs rewards as their sum does, where it was not given weights of its own.
-    parts = [*env.episode_transforms(), *_transforms(buffer)]
-    sources = [part for part in parts if isinstance(part, RewardSource)]
-    weights = dict.fromkeys((name for source in sources for name in source.reward_names), 1.0)
-    for source in sources:
-        weights |= dict(zip(source.reward_names, source.weights, strict=False))
-    for part in advantages_of(buffer):
-        gdpo = part.estimator
-        if weights and isinstance(gdpo, DecoupledSources) and gdpo.weights is None:
-            part.estimator = replace(gdpo, weights=weights)
+    weigh_sources(buffer, reward_weights(env.episode_transforms()))
     loaders = list(env.transforms_of(DataLoadingPrimer))
     if not has_postproc:
         check_groups([loader.group_size for loader in loaders], buffer, who=who)
         check_storage(buffer, env.batch_size.numel(), who=who)
         check_rewards(env, buffer, who=who)
     return loaders
+
+
+def reward_weights(parts: Iterable[Any]) -> dict[str, float]:
+    """With what each source of rewards counts in their sum, by its name."""
+    own = [part for part in parts if isinstance(part, RewardSource)]
+    return dict(chain(*(zip(s.reward_names, s.weights or repeat(1.0), strict=False) for s in own)))
+
+
+def weigh_sources(buffer: ReplayBuffer | None, weights: Mapping[str, float]) -> None:
+    """Let GDPO weigh rewards as their sum does, where it was not given weights of its own.
+
+    Args:
+        buffer: with the advantages, and with rewards of its own perhaps.
+        weights: of the environment's rewards, by their names.
+    """
+    weights = {**weights, **reward_weights(_transforms(buffer))}
+    for part in advantages_of(buffer):
+        if weights and isinstance(part.estimator, DecoupledSources) and not part.estimator.weights:
+            part.estimator = replace(part.estimator, weights=weights)
 
 
 def check_fit(env: EpisodeEnv, policy: Any, *, who: str) -> None:

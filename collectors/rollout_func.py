@@ -28,6 +28,7 @@ from torchrl_envs.rewards.functions import RewardFunction, RewardFunctions
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.engine import checked
 
+from .composition_checks import reward_weights, weigh_sources
 from .llm_collector import Collector, PostProcessing, trajectory_rows
 from .weight_update.updaters import WeightUpdater
 
@@ -266,6 +267,8 @@ class RolloutFunctionCollector(Collector):
             weight_updater=weight_updater,
             reward_functions=[] if functions is None else [functions],
         )
+        own = {} if reward_field is None else {reward_field: 1.0}
+        weigh_sources(replay_buffer, own | reward_weights([functions]))
         self.total_rollouts = total_rollouts
         self._runner = EpisodeRunner(ConcurrentCalls())
         self._runner.set_transforms([data])

@@ -247,13 +247,16 @@ class C10dWeightTransfer:
         self._dtype = getattr(torch, limits.get("dtype", ""), None)
         is_cuda = limits.get("device") == "cuda" and torch.cuda.is_available()
         self._device = torch.device(device or ("cuda" if is_cuda else "cpu"))
-        port = master_port or _free_port(master_address)
+        if not master_port:
+            with socket.socket() as probe:  # a free one
+                probe.bind((master_address, 0))
+                master_port = int(probe.getsockname()[1])
         size = 1 + limits["num_workers"]
-        meeting = [master_address, port, size, self._device.type, timeout_s]
+        meeting = [master_address, master_port, size, self._device.type, timeout_s]
         joined = self._threads.submit(rpc, "torchrl_join", *meeting)
         try:
             self._group = stateless_init_process_group(
-                master_address, port, 0, size, self._device, timeout_s=timeout_s
+                master_address, master_port, 0, size, self._device, timeout_s=timeout_s
             )
             self.expected = ExpectedWeights.from_message(joined.result(timeout_s), self._dtype)
             """Checks an update as a whole, and gives what `send` takes."""
@@ -299,12 +302,6 @@ class C10dWeightTransfer:
     def is_closed(self) -> bool:
         """Whether another one has to be made for the next update."""
         return self._group is None
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
 
 
 # Weights handed to another process of this machine in memory, of which no kill leaves a trace.

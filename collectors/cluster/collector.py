@@ -11,7 +11,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
-from collectors.composition_checks import advantages_of, check_groups, check_storage
+from collectors.composition_checks import advantages_of, check_groups, check_storage, weigh_sources
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
 from collectors.llm_collector import PostProcessing
 from collectors.streaming.collector import BackgroundCollector, SnapshotUpdater, shares_memory
@@ -385,10 +385,10 @@ class RayLLMCollector(BackgroundCollector):
         service = ray.remote(LedgerService).options(num_cpus=0, max_concurrency=1000, **runtime)
         self._actor = service.remote(env, groups_per_step=groups_per_step, staleness=self.staleness)
         try:
-            self._ledger_client = LedgerClient(self._actor)
-            self.groups_per_step, self.group_size, num_slots = self._ledger_client.ask("open")
-            num_rows = self.groups_per_step * self.group_size
-            check_storage(replay_buffer, num_rows, postproc, who=WHO)
+            client = self._ledger_client = LedgerClient(self._actor)
+            self.groups_per_step, self.group_size, num_slots, weights = client.ask("open")
+            weigh_sources(replay_buffer, weights)
+            check_storage(replay_buffer, self.groups_per_step * self.group_size, postproc, who=WHO)
             check_groups([self.group_size], replay_buffer, who=WHO)
         except BaseException:
             ray.kill(self._actor)
@@ -414,16 +414,12 @@ class RayLLMCollector(BackgroundCollector):
         self._ledger: GroupLedger | None = None
         self._is_closed = False
         if is_cap or not getattr(self.staleness, "recompute", True):
-            self._wait_for_engine()
-
-    def _wait_for_engine(self) -> None:
-        """Wait until a collector has said whether its engine can do what is asked of it."""
-        try:
-            self._supervisor.ask(self._supervisor.ready())
-        except RuntimeError as error:
-            self.async_shutdown()
-            cause = getattr(error.__cause__, "cause", None)
-            raise (error if cause is None else cause) from error
+            # A collector has to say whether its engine can do what is asked of it.
+            try:
+                self._supervisor.ask(self._supervisor.ready())
+            except RuntimeError as error:
+                self.async_shutdown()
+                raise getattr(error.__cause__, "cause", None) or error from error
 
     # Collecting ---------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from tensordict import TensorDictBase
 
-from collectors.composition_checks import check_data, check_env
+from collectors.composition_checks import check_data, check_env, reward_weights
 from collectors.ledger import GroupLedger, StalenessPolicy, Ticket
 from collectors.ledger.groups import STALE
 from collectors.streaming.group_runner import EpisodeEnd
@@ -127,8 +127,10 @@ class LedgerService:
         self._wake, self._changed = asyncio.Event(), asyncio.Event()
         self._dispatcher: asyncio.Task[None] | None = None
 
-    async def open(self) -> tuple[int, int, int]:
-        """Make the environment; gives groups of a batch, rows of a group, most groups in flight.
+    async def open(self) -> tuple[int, int, int, dict[str, float]]:
+        """Make the environment; gives its sizes and the weights of its rewards.
+
+        The sizes are groups of a batch, rows of a group, and most groups in flight.
 
         Raises:
             TypeError: the environment is none.
@@ -141,14 +143,14 @@ class LedgerService:
         self._env.check()
         loaders = list(self._env.transforms_of(DataLoadingPrimer))
         group_size = loaders[0].group_size if loaders else 1
-        if groups_per_step is None:
-            groups_per_step = max(1, self._env.batch_size.numel() // group_size)
+        groups_per_step = groups_per_step or max(1, self._env.batch_size.numel() // group_size)
         self.ledger = GroupLedger(
             groups_per_step=groups_per_step, group_size=group_size, policy=staleness
         )
         self._runner = AsyncEpisodeRunner(self._env)
         self._queue = GroupQueue(self._runner, self.ledger, next(iter(loaders), None), who=WHO)
-        return groups_per_step, group_size, self.ledger.num_slots
+        weights = reward_weights(self._env.episode_transforms())
+        return groups_per_step, group_size, self.ledger.num_slots, weights
 
     async def until_over(self) -> None:
         """Answers when the collection is over; whose answer is lost knows that this is gone."""

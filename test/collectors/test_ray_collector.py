@@ -375,6 +375,35 @@ class TestRay:
             check_balance(collector.ledger)
         assert list(numbers.values()) == [N] * 2 * GROUPS
 
+    def test_gdpo_weighs_the_rewards_as_the_environment_does(self, ray, chatml_tokenizer):
+        """One of four has a reward of 1 and 0.75 / 0.5; the other function counts nothing."""
+
+        def is_first(completions):
+            return [float(place == 0) for place in range(len(completions))]
+
+        def place_of(completions):
+            return list(range(len(completions)))
+
+        def make():
+            data = DataLoadingPrimer([{"prompt": "question"}], group_size=N)
+            rewards = RewardFunctions([is_first, place_of], weights=[2.0, 0.0])
+            parts = Compose(data, rewards, StepCounter(max_steps=1))
+            return ChatEnv(batch_size=N).append_transform(parts)
+
+        advantage = MCAdvantage(N, estimator="gdpo")
+        buffer = ReplayBuffer(storage=LazyStackStorage(N), transform=advantage, batch_size=N)
+        model, sampling = tiny_qwen3(len(chatml_tokenizer)), {"max_new_tokens": 2}
+
+        def make_policy():
+            return TransformersWrapper(
+                model, tokenizer=chatml_tokenizer, generate_kwargs=sampling, write_tokens=False
+            )
+
+        with RayLLMCollector(make, policy_factory=make_policy, replay_buffer=buffer) as collector:
+            collector.collect()
+        found = sorted(buffer[:]["advantage"].unique().tolist())
+        assert found == pytest.approx([-0.5, 1.5], rel=1e-3)
+
     def test_rows_that_wait_are_in_nobodys_memory_but_rays(self, ray, chatml_tokenizer):
         """Rows of a megabyte: the messages about them stay small, and so do trainer and ledger."""
         heavy, num_waiting = 1 << 20, 3 * GROUPS

@@ -9,7 +9,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from collectors import RolloutFunctionCollector, generate_rollout_completions
 from collectors.rollout_func import check_rollouts
 from objectives import GRPOLoss, MCAdvantage
-from torchrl_envs import DataLoadingPrimer
+from torchrl_envs import DataLoadingPrimer, RewardFunctions
 from torchrl_modules import TransformersWrapper
 
 ROWS = [{"prompt": "What is 2 + 2?", "answer": "4"}, {"prompt": "hello", "answer": "world"}]
@@ -125,6 +125,38 @@ def test_two_exact_turns_are_trained_at_ratio_one(make_tiny_model, chatml_tokeni
     collector.update_policy_weights_(model)
     assert collector.collect()[0]["policy_version"].item() == 1
     collector.shutdown()
+
+
+@pytest.mark.parametrize("field", [None, "env_reward"])
+def test_gdpo_weighs_the_rewards_of_the_functions(scripted, field):
+    """One of four has a reward of 1 and 0.75 / 0.5; the other function counts nothing."""
+
+    def is_first(completions):
+        return [float(place == 0) for place in range(len(completions))]
+
+    def place_of(completions):
+        return list(range(len(completions)))
+
+    advantage = MCAdvantage(4, estimator="gdpo")
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), transform=advantage, batch_size=4)
+    collector = RolloutFunctionCollector(
+        lambda *_: {
+            "prompt_ids": [[5]] * 4,
+            "completion_ids": [[8, 9]] * 4,
+            "logprobs": [[-0.5, -0.5]] * 4,
+            "env_reward": [3.0] * 4,
+        },
+        scripted(["x"]),
+        DataLoadingPrimer(ROWS, group_size=4),
+        num_rollouts=4,
+        reward_field=field,
+        reward_functions=RewardFunctions([is_first, place_of], weights=[2.0, 0.0]),
+        replay_buffer=buffer,
+    )
+    collector.collect()
+    collector.shutdown()
+    found = sorted(buffer[:]["advantage"].unique().tolist())
+    assert found == pytest.approx([-0.5, 1.5], rel=1e-3)
 
 
 @pytest.mark.parametrize("wrong", ["raises", "returns nothing", "bad reward"])
