@@ -20,6 +20,7 @@ sends, wall seconds of a push, and by how much it prolongs a response that the f
 
 import argparse
 import asyncio
+import socket
 import statistics
 import tempfile
 import threading
@@ -36,7 +37,7 @@ from transformers import Qwen3ForCausalLM
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.tiny_model import tiny_qwen3
-from torchrl_modules.weight_transfer import WeightLayout, _free_port, stateless_init_process_group
+from torchrl_modules.weight_transfer import WeightLayout, stateless_init_process_group
 
 Row = tuple[str, float, float]
 
@@ -77,7 +78,8 @@ def transformers_row(weights: dict[str, torch.Tensor], repeats: int) -> Row:
 
 
 def broadcast_rows(weights: dict[str, torch.Tensor], repeats: int) -> list[Row]:
-    port, groups = _free_port("127.0.0.1"), {}
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port, groups = held.getsockname()[1], {}
 
     def join(rank: int) -> None:
         groups[rank] = stateless_init_process_group("127.0.0.1", port, rank, 2)

@@ -6,6 +6,7 @@ contracts of import-linter in ``pyproject.toml``.
 """
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -204,6 +205,22 @@ def imported_when_run(tree: ast.AST) -> Iterator[str]:
 def graph():
     """Who imports whom, imports for types included."""
     return grimp.build_graph(*LIBRARY, cache_dir=None)
+
+
+def test_names_that_tests_and_benchmarks_import_are_there():
+    """Their types are not checked, and a benchmark runs seldom."""
+    imports = {
+        (node.module, name.name)
+        for _, tree in sources("test", "benchmarks", "sota-implementations").values()
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        if node.module.partition(".")[0] in (*LIBRARY, "torchrl_agents")
+        for name in node.names
+    }
+    assert len(imports) > 500
+    for module, name in sorted(imports):
+        if not hasattr(importlib.import_module(module), name):
+            importlib.import_module(f"{module}.{name}")  # raises where it is no module either
 
 
 def circles(arrows: dict[str, set[str]]) -> list[set[str]]:

@@ -1,6 +1,7 @@
 """Weights as one flat run of bytes, and the group that carries them."""
 
 import math
+import socket
 import threading
 
 import pytest
@@ -12,7 +13,6 @@ from safetensors.torch import load_file
 from torchrl_modules.weight_transfer import (
     C10dWeightTransfer,
     WeightLayout,
-    _free_port,
     stateless_init_process_group,
     weights_file,
 )
@@ -69,9 +69,14 @@ def test_a_layout_that_contradicts_itself_is_refused(change):
         WeightLayout(**message | change)
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return held.getsockname()[1]
+
+
 def join(world_size, timeout_s=20.0):
     """All members of a group, in threads of this process."""
-    port, groups = _free_port("127.0.0.1"), [None] * world_size
+    port, groups = free_port(), [None] * world_size
 
     def one(rank):
         groups[rank] = stateless_init_process_group(
@@ -118,7 +123,7 @@ def test_a_sender_that_does_not_come_is_an_error_in_time():
 @pytest.fixture
 def used_store():
     """The first store of a process opens what the others share."""
-    torch.distributed.TCPStore("127.0.0.1", _free_port("127.0.0.1"), 1, is_master=True)
+    torch.distributed.TCPStore("127.0.0.1", free_port(), 1, is_master=True)
 
 
 def lost_workers(fault):
@@ -144,7 +149,7 @@ def lost_workers(fault):
 )
 @pytest.mark.usefixtures("used_store", "no_leaks")
 def test_workers_that_do_not_join_leave_nothing_behind(fault, message):
-    port = _free_port("127.0.0.1")
+    port = free_port()
     for _ in range(2):  # the port is free again
         with pytest.raises(RuntimeError, match=message):
             C10dWeightTransfer(lost_workers(fault), master_port=port, timeout_s=0.5)
