@@ -41,7 +41,8 @@ async def gather_rows(calls: Iterable[Awaitable[Generation]]) -> list[Generation
     results = [None if isinstance(one, BaseException) else one for one in outcomes]
     error = next((one for one in outcomes if isinstance(one, BaseException)), None)
     if isinstance(error, EngineDied):
-        error.results = results
+        lost = f"{results.count(None)} of {len(results)} rows were lost"
+        raise EngineDied(f"{error} ({lost})", results=results) from error
     if error is not None:
         raise error
     return [result for result in results if result is not None]

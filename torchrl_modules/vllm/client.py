@@ -1,13 +1,13 @@
 """The engine behind the URL of a vLLM server, and the HTTP client that asks it."""
 
+import asyncio
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Final, Literal
@@ -15,10 +15,10 @@ from urllib.parse import urlencode, urlsplit
 
 import httpcore2
 import torch
-from httpcore2._backends.sync import SyncStream
 from torch import Tensor
 
 from torchrl_data.checks import one_of
+from torchrl_modules.engines.bridges import LoopThread, gather_rows
 from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation, read_load
 from torchrl_modules.engines.supervision import ProgressWatch, is_near, is_stopped
 from torchrl_modules.sampling import SamplingParameters
@@ -47,31 +47,6 @@ class AnswerTimeout(ConnectionError):
     """Somebody is there, but did not answer in time."""
 
 
-class Interrupt:
-    """Ends one request, called from another thread: whoever waits gets a ``ConnectionError``."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._stream: _Stream | None = None
-        self.is_set = False
-        """Whether it was called."""
-
-    def attach(self, stream: "_Stream") -> None:
-        """The request goes over this connection."""
-        with self._lock:
-            self._stream = stream
-            if self.is_set:
-                stream.shut_down()
-
-    def __call__(self) -> None:
-        """End it."""
-        with self._lock:
-            self.is_set = True
-            # A connection that another request has by now is left alone.
-            if self._stream is not None and self._stream.interrupt is self:
-                self._stream.shut_down()
-
-
 class JSONClient:
     """Sends JSON and reads JSON, from any number of threads."""
 
@@ -87,44 +62,64 @@ class JSONClient:
         self._headers = {"Content-Type": "application/json"}
         if token := token or os.environ.get(TOKEN_VARIABLE):
             self._headers["Authorization"] = f"Bearer {token}"
-        self._timeouts = dict.fromkeys(("connect", "read", "write", "pool"), timeout_s)
-        self._sockets = _Sockets()
-        self._pool = httpcore2.ConnectionPool(
+        self._timeouts = dict.fromkeys(("connect", "read", "write"), timeout_s)
+        self._running: set[asyncio.Task[Any]] = set()
+        self._is_over = False
+        self.loop = LoopThread(f"JSONClient({url!r})")
+        """Where requests are made."""
+        self._pool = httpcore2.AsyncConnectionPool(
             max_connections=num_connections,
             max_keepalive_connections=num_connections,
             keepalive_expiry=_KEEP_IDLE_S,
             uds=parts.path if is_file else None,
-            network_backend=self._sockets,
         )
 
-    def request(
-        self, method: str, path: str, body: object = None, *, interrupt: Interrupt | None = None
-    ) -> tuple[int, Any]:
+    def request(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
         """Send one request; status and answer, as text where it is no JSON, ``None`` if empty."""
-        content = b"" if body is None else json.dumps(body).encode()
-        _asking.interrupt = interrupt
         try:
-            with self._pool.stream(
+            return self.loop.run(self.ask(method, path, body))
+        except (RuntimeError, CancelledError):
+            if self._is_over:
+                raise self._lost("the client is closed") from None
+            raise
+
+    async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        """As `request`, in `loop`; the server learns at once of a call that is cancelled."""
+        if self._is_over:
+            raise self._lost("the client is closed")
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        content = b"" if body is None else json.dumps(body).encode()
+        try:
+            async with self._pool.stream(
                 method,
                 self._base + path,
                 headers=[*self._headers.items(), ("Content-Length", str(len(content)))],
                 content=content,
                 extensions={"timeout": self._timeouts},
             ) as response:
-                answer = response.read()
+                answer = await response.aread()
                 if response.status >= 500:  # vLLM drops the connection, which it does not say
-                    response.extensions["network_stream"].shut_down()
+                    await response.extensions["network_stream"].aclose()
         except httpcore2.TimeoutException as error:
             raise AnswerTimeout(f"No answer from {self.url}: it timed out ({error!r}).") from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
-            raise ConnectionError(f"No answer from {self.url}: {error!r}.") from error
+            raise self._lost(repr(error)) from error
+        except asyncio.CancelledError:
+            if self._is_over:
+                raise self._lost("the request was ended") from None
+            raise
         finally:
-            _asking.interrupt = None
+            self._running.discard(task)
         text = answer.decode()
         try:
             return response.status, json.loads(text) if text else None
         except json.JSONDecodeError:
             return response.status, text
+
+    def _lost(self, reason: str) -> ConnectionError:
+        return ConnectionError(f"No answer from {self.url}: {reason}.")
 
     def await_answer(self, path: str, wait_s: float, *, goes_on: Callable[[], bool]) -> bool:
         """Ask until the answer is 200, for at most ``wait_s`` and while ``goes_on()``."""
@@ -139,84 +134,24 @@ class JSONClient:
         return False
 
     def interrupt(self) -> None:
-        """Let everybody who waits for an answer go, with a ``ConnectionError``."""
-        self._sockets.shut_down()
+        """Let everybody who waits for an answer go, and who comes later, with `ConnectionError`."""
+        with suppress(RuntimeError):  # it was closed meanwhile
+            self.loop.submit(self._end())
+
+    async def _end(self) -> None:
+        self._is_over = True
+        running = set(self._running)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        await self._pool.aclose()
 
     def close(self) -> None:
-        """Close the connections of all threads; a later request raises ``ConnectionError``."""
-        self._pool.close()
-        self._sockets.close()
-
-
-_asking = threading.local()
-"""``interrupt``: what this thread's request is interrupted by."""
-
-
-class _Sockets(httpcore2.SyncBackend):
-    """Opens connections that can be interrupted from another thread."""
-
-    def __init__(self) -> None:
-        self._open: list[socket.socket] = []
-        self._lock = threading.Lock()
-        self._is_closed = False
-
-    def connect_tcp(self, *args: Any, **kwargs: Any) -> "_Stream":
-        return self._kept(super().connect_tcp(*args, **kwargs))
-
-    def connect_unix_socket(self, path: str, timeout: Any = None, *_: Any, **__: Any) -> "_Stream":
-        connection = socket.socket(socket.AF_UNIX)  # the library leaves one open that is refused
-        connection.settimeout(timeout)
-        if refused := connection.connect_ex(path):
-            connection.close()
-            raise httpcore2.ConnectError(f"{path}: {os.strerror(refused)}")
-        return self._kept(SyncStream(connection))
-
-    def _kept(self, stream: httpcore2.NetworkStream) -> "_Stream":
-        connection = stream.get_extra_info("socket")
-        with self._lock:
-            if self._is_closed:  # while another thread came to connect: nobody would close it
-                connection.close()
-                raise httpcore2.ConnectError("the client is closed")
-            self._open = [*(one for one in self._open if one.fileno() >= 0), connection]
-        return _Stream(stream, self._kept)
-
-    def close(self) -> None:
-        """Close those, too, that the pool has let go of after a request that was broken off."""
-        with self._lock:
-            for connection in self._open:
-                connection.close()
-            self._open, self._is_closed = [], True
-
-    def shut_down(self) -> None:
-        """Whoever reads reads the end."""
-        for connection in self._open:
-            with suppress(OSError):  # it ended by itself
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-class _Stream(httpcore2.NetworkStream):
-    """A connection."""
-
-    def __init__(self, stream: httpcore2.NetworkStream, kept: Callable[[Any], "_Stream"]) -> None:
-        self._stream, self._kept = stream, kept
-        self.read, self.close = stream.read, stream.close
-        self.get_extra_info = stream.get_extra_info
-        self.interrupt: Interrupt | None = None
-        """Of the request that it carries."""
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self.interrupt = getattr(_asking, "interrupt", None)
-        if self.interrupt is not None:
-            self.interrupt.attach(self)
-        self._stream.write(buffer, timeout)
-
-    def start_tls(self, *args: Any, **kwargs: Any) -> "_Stream":
-        return self._kept(self._stream.start_tls(*args, **kwargs))
-
-    def shut_down(self) -> None:
-        """Whoever reads reads the end."""
-        with suppress(OSError):  # it ended by itself
-            self.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        """As `interrupt`, and end the thread. May be called twice."""
+        with suppress(RuntimeError):  # it is closed
+            self.loop.run(self._end())
+        self.loop.close()
 
 
 Scope = MutableMapping[str, Any]
@@ -448,7 +383,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         # Rows that wait while weights are replaced hold their connections, all that there are.
         self._client = JSONClient(url, timeout_s, token=token)
         self._prober = JSONClient(url, min(5.0, stall_timeout_s / 2), token=token)
-        self._pool = ThreadPoolExecutor(num_connections, thread_name_prefix="vllm-client")
+        self._slots = asyncio.Semaphore(num_connections)
         self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
         self._weights_directory = weights_directory
         self._lock = threading.Lock()
@@ -528,44 +463,36 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             )
 
     def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
-        self._check_not_mixed()
-        with self._watch.waiting():
-            calls = [self._pool.submit(self._draw_row, row, params) for row in rows]
-            wait(calls)  # each has a deadline: `timeout_s`, and the watch
-        lost = [error for call in calls if (error := call.exception()) is not None]
-        for error in lost:
-            if not isinstance(error, ConnectionError):
-                raise error
-        if lost:
-            raise EngineDied(
-                f"VLLMServerEngine: {len(lost)} of {len(calls)} rows were lost: "
-                f"{self._failure or lost[0]}",
-                results=[None if call.exception() else call.result() for call in calls],
-            )
-        return [call.result() for call in calls]
+        # Each has a deadline: `timeout_s`, and the watch.
+        calls = (self._draw_row(row, params) for row in rows)
+        return self._rows.loop.run(gather_rows(calls))
 
-    def draw_one(self, row: Row, params: SamplingParameters, interrupt: Interrupt) -> Generation:
-        """Draw one row, for a caller that may let it go.
+    def draw_one(self, row: Row, params: SamplingParameters) -> Future[Generation]:
+        """Begin to draw one row; the server stops drawing when the future is cancelled.
 
         Args:
             row: what is asked for.
             params: the distribution.
-            interrupt: when it is called, the server stops drawing, and this raises.
+
+        Returns:
+            The response to come, or `EngineDied`: the server is gone or stuck.
 
         Raises:
-            EngineDied: the server is gone or stuck, or it was interrupted.
+            RuntimeError: this is closed.
         """
+        return self._rows.loop.submit(self._draw_row(row, params))
+
+    async def _draw_row(self, row: Row, params: SamplingParameters) -> Generation:
         self._check_not_mixed()
         try:
             with self._watch.waiting():
-                return self._draw_row(row, params, interrupt)
+                async with self._slots:
+                    return await self._ask_for(row, params)
         except ConnectionError as error:
             reason = self._failure or error
             raise EngineDied(f"VLLMServerEngine: the row was lost: {reason}") from error
 
-    def _draw_row(
-        self, row: Row, params: SamplingParameters, interrupt: Interrupt | None = None
-    ) -> Generation:
+    async def _ask_for(self, row: Row, params: SamplingParameters) -> Generation:
         if self._failure:
             raise ConnectionError(self._failure)
         try:
@@ -580,12 +507,12 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         first = self._labels[-1]
         body["cache_salt"] = first  # Cached prefixes of other weights are never met.
         path = "/inference/v1/generate"
-        status, answer = self._rows.request("POST", path, body, interrupt=interrupt)
+        status, answer = await self._rows.ask("POST", path, body)
         if status == 200:
             labels = self._labels
             return read_answer(answer, labels[labels.index(first) if first in labels else 0 :])
         if status >= 500:
-            self._check_health()
+            await asyncio.to_thread(self._check_health)
         message = f"the server answers {status}: {answer}"
         if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
             message = str(answer["error"].get("message", message))
@@ -715,6 +642,5 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
     def close(self) -> None:
         """End the connections; the server goes on."""
         self.leave()
-        self._pool.shutdown()
         for client in (self._rows, self._client, self._prober):
             client.close()

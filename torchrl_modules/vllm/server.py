@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -23,11 +23,11 @@ from typing import Any, Final
 from torch import Tensor
 
 from torchrl_modules.engines.bridges import BlockingEngine, gather_rows
-from torchrl_modules.engines.engine import ClosedOnLeaving, EngineLoad, Generation
+from torchrl_modules.engines.engine import ClosedOnLeaving, EngineDied, EngineLoad, Generation
 from torchrl_modules.engines.fleet import EngineFleet
 from torchrl_modules.sampling import SamplingParameters
 
-from .client import TOKEN_VARIABLE, Interrupt, JSONClient, VLLMServerEngine
+from .client import TOKEN_VARIABLE, JSONClient, VLLMServerEngine
 from .engine import AsyncVLLMEngine, VLLMEngine
 from .requests import RespondingEngine, Row, WholeBatchEngine
 from .runtime import CPU_DEFAULTS, FIXED, PARENT_VARIABLE, WORKER, as_options, import_vllm, serve
@@ -341,37 +341,33 @@ class BlockingVLLMEngine(WholeBatchEngine, BlockingEngine):
 class AsyncServerEngine(RespondingEngine, ClosedOnLeaving):
     """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over a vLLM server.
 
-    A thread waits for each response; more callers than the client has connections stand in line.
+    More callers than the client has connections (its ``num_connections``) stand in line.
 
     Args:
         engine: the client; it is not closed with this.
-        num_threads: most responses at a time; at most the client's ``num_connections``.
-
-    Raises:
-        ValueError: ``num_threads`` is not positive.
     """
 
-    def __init__(self, engine: VLLMServerEngine, *, num_threads: int = 128) -> None:
-        if num_threads < 1:
-            raise ValueError(f"AsyncServerEngine: num_threads must be at least 1, {num_threads}.")
+    def __init__(self, engine: VLLMServerEngine) -> None:
         self._inside: VLLMServerEngine = engine
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="vllm-responses")
         self._control = ThreadPoolExecutor(1, thread_name_prefix="vllm-control")
         self._prober = ThreadPoolExecutor(1, thread_name_prefix="vllm-prober")
-        self._running: set[Interrupt] = set()
+        self._running: set[Future[Generation]] = set()
         self._is_closed = False
 
     async def draw(self, row: Row, params: SamplingParameters) -> Generation:
         """See `RespondingEngine.draw`."""
-        version, interrupt = self.version, Interrupt()
-        call = self._submit(self._pool, lambda: self._inside.draw_one(row, params, interrupt))
-        self._running.add(interrupt)
+        self._check_open()
+        version, call = self.version, self._inside.draw_one(row, params)
+        self._running.add(call)
         try:
-            generation = await call
+            generation = await asyncio.wrap_future(call)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise EngineDied("AsyncServerEngine was closed.") from None
+            raise
         finally:
-            self._running.discard(interrupt)
-            if call.cancelled():
-                interrupt()
+            self._running.discard(call)
         # A server that has no labels has one version.
         return generation.drawn_by(version)
 
@@ -417,17 +413,20 @@ class AsyncServerEngine(RespondingEngine, ClosedOnLeaving):
         """See :meth:`~torchrl_modules.vllm.client.VLLMServerEngine.measure_load`."""
         return await self._submit(self._prober, self._inside.measure_load)
 
-    def _submit(self, pool: ThreadPoolExecutor, function: Callable[[], Any]) -> asyncio.Future[Any]:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("AsyncServerEngine is closed.")
+
+    def _submit(self, pool: ThreadPoolExecutor, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        self._check_open()
         return asyncio.wrap_future(pool.submit(function))
 
     def close(self) -> None:
         """Abort what is in flight and end the threads; the server goes on. May be called twice."""
         self._is_closed = True
-        for interrupt in list(self._running):
-            interrupt()
-        for pool in (self._pool, self._control, self._prober):
+        for call in list(self._running):
+            call.cancel()
+        for pool in (self._control, self._prober):
             pool.shutdown(cancel_futures=True)
 
 

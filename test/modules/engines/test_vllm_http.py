@@ -106,6 +106,9 @@ def test_a_server_behind_tls_and_a_path(tmp_path, monkeypatch):
         threading.Timer(0.1, client.interrupt).start()
         with pytest.raises(ConnectionError, match="No answer"):
             client.request("POST", "/slow", 1)
+        with pytest.raises(ConnectionError, match="the client is closed"):
+            client.request("POST", "/where")
+        client.close()
         client.close()
         server.shutdown()
         thread.join()

@@ -197,8 +197,6 @@ def test_all_is_checked_and_no_weights_are_loaded(run, models, tmp_path):
         ),
     ],
 )
-# httpcore2 leaves a socket that could not connect to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_the_run_would_refuse(run, models, tmp_path, recipe, arguments, words, dry):
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     rows = [{"messages": said}, {"messages": said[:1]}]

@@ -37,8 +37,6 @@ def build(teachers, student, url, model, max_model_len):
     return teachers.build_teacher(cfg, student, PolicyConfig(), max_model_len=max_model_len)
 
 
-# httpcore2 leaves a socket that could not connect to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_server_scores_as_the_same_model_in_process(teachers, folder):
