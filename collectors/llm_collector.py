@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
-from torchrl.data import ReplayBuffer
+from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 from torchrl.envs import Transform
 
 from torchrl_data.batch_io import one_dimension, row_tensordicts, write_conversations
@@ -193,7 +193,8 @@ class Collector(ABC):
         weight_updater: WeightUpdater | None,
         reward_functions: Sequence[RewardFunctions] = (),
     ) -> None:
-        if replay_buffer is not None and not hasattr(replay_buffer, "extend"):
+        is_several = isinstance(replay_buffer, ReplayBufferEnsemble)  # which nobody can write to
+        if replay_buffer is not None and (is_several or not hasattr(replay_buffer, "extend")):
             raise TypeError(
                 f"{type(self).__name__}: replay_buffer takes ReplayBuffer(storage="
                 f"LazyStackStorage(), batch_size=64), say, got {type(replay_buffer)}."

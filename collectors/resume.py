@@ -262,11 +262,10 @@ def identity_of(policy: LLMWrapperBase, model: nn.Module | None = None) -> dict[
         ['toolkit', 'tokenizer', 'chat_template', 'template_variables']
     """
     tokenizer = policy.tokenizer
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     fields = {
         "toolkit": __version__,
-        "tokenizer": _digest([vocabulary, special]),
+        "tokenizer": _digest([policy.encoder.rendering.vocabulary, special]),
         "chat_template": _digest(policy.encoder.template),
         "template_variables": policy.encoder.template_variables,
     }

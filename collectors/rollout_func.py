@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import ReplayBuffer
@@ -169,13 +169,6 @@ _FIELDS: Final = "rollout_func"
 RolloutFunction = Callable[[list[Any], "RolloutFunctionCollector"], Mapping[str, Any]]
 
 
-class PolicyOwner(Protocol):
-    """What :func:`generate_rollout_completions` needs: a collector is one."""
-
-    policy: Any
-    """A policy, usually an ``LLMWrapperBase``."""
-
-
 class RolloutFunctionCollector(Collector):
     """Collects what a user's own rollout function returns; TRL's ``rollout_func``.
 
@@ -330,9 +323,7 @@ class RolloutFunctionCollector(Collector):
         self._runner.calls.close()
 
 
-def generate_rollout_completions(
-    owner: PolicyOwner, prompts: Sequence[Any]
-) -> list[dict[str, Any]]:
+def generate_rollout_completions(owner: Any, prompts: Sequence[Any]) -> list[dict[str, Any]]:
     """Sample one completion per prompt with the policy of a collector.
 
     Args:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -37,6 +38,7 @@ from rich.progress import (
 )
 from torchrl.record.loggers import Logger
 
+from collectors.checkpoint.files import sha256
 from collectors.checkpoint.store import stored
 from collectors.resume import installed_versions
 from objectives import Ranks
@@ -294,6 +296,25 @@ class Run(AbstractContextManager["Run", None]):
                 remove(left)
         self.set_status("running")
 
+    def note_files(self) -> None:
+        """Warn of files that have changed since the run began: data that settings name, and code.
+
+        Code is whatever was imported, but for Python's own modules and installed packages.
+        """
+        paths = {name: getattr(part, "__file__", None) for name, part in [*sys.modules.items()]}
+        paths |= {f"{name}={value}": value for name, value in self.record["settings"].items()}
+        python, files = str(Path(os.__file__).parent), dict[str, str]()
+        for name, path in paths.items():
+            own = str(path)
+            if os.path.isfile(own) and "-packages" not in own and not own.startswith(python):
+                files[name] = sha256(Path(own).resolve())
+        before = self.record.setdefault("files", files)
+        if changed := sorted(n for n, digest in files.items() if before.get(n, digest) != digest):
+            self.record["resumed"][-1]["changed"] = changed
+            words = "%d files have changed since this run began, and are used as they are now: %s"
+            _LOG.warning(words, len(changed), ", ".join(changed[:9]))
+        self.set_status("running")
+
     @property
     def label(self) -> str:
         """What trackers call it: its folder, of one that --multirun has numbered the sweep, too."""
@@ -416,7 +437,7 @@ class RunLog:
 
         def tell() -> None:
             while not over.wait(_TELL_EVERY_S):
-                passed = _duration(time.monotonic() - start)
+                passed = timedelta(seconds=round(time.monotonic() - start))
                 _LOG.info("%s: %s so far ...", name, passed, extra={"bar": True})
 
         _LOG.info("%s ...", name)
@@ -455,18 +476,11 @@ class RunLog:
             if len(times) > 1:
                 seconds = (times[-1] - times[0]) / (len(times) - 1)
                 pace = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
-                text += f"  ({pace} s a step, {_duration(seconds * (total - step))} left)"
+                left = timedelta(seconds=round(seconds * (total - step)))
+                text += f"  ({pace} s a step, {left} left)"
             _LOG.info("%s step %d/%d  %s", name, step, total, text, extra={"bar": True})
 
         return done
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def tell_of_no_signal(metrics: Mapping[str, float], num_steps: int) -> None:
@@ -478,29 +492,28 @@ def tell_of_no_signal(metrics: Mapping[str, float], num_steps: int) -> None:
     """
     if num_steps & (num_steps - 1):  # not a power of two
         return
+    level, what = logging.WARNING, "No signal"
     if metrics.get("reward/unscorable_fraction") == 1:
         stops = {k.removeprefix("stop/"): v for k, v in metrics.items() if k.startswith("stop/")}
-        _LOG.warning(
-            "No signal in %d step(s): no rollout could be scored, so no update was made. They "
-            "ended by %s; rollouts/ has the stop_reason and reward_errors of each.",
-            num_steps,
-            ", ".join(f"{reason} {share:.0%}" for reason, share in stops.items()),
+        ends = ", ".join(f"{reason} {share:.0%}" for reason, share in stops.items())
+        why = (
+            f"no rollout could be scored, so no update was made. They ended by {ends}; rollouts/ "
+            "has the stop_reason and reward_errors of each."
         )
     elif metrics.get("groups/solve_all_fraction") == 1:
-        _LOG.info(
-            "Nothing left to learn in %d step(s): every rollout was right, so no update was "
-            "made. train.stop_at=0.99 with evaluate.every=5 ends a run that is done.",
-            num_steps,
+        level, what = logging.INFO, "Nothing left to learn"
+        why = (
+            "every rollout was right, so no update was made. train.stop_at=0.99 with "
+            "evaluate.every=5 ends a run that is done."
         )
     else:
-        _LOG.warning(
-            "No signal in %d step(s): in each group all rollouts have the same reward "
-            "(mean %.3g), so no update was made. The task may be too hard or too easy for this "
-            "model: warm it up, take easier settings of the task, larger groups or a higher "
-            "temperature, or give partial rewards.",
-            num_steps,
-            metrics["reward"],
+        why = (
+            "in each group all rollouts have the same reward "
+            f"(mean {metrics['reward']:.3g}), so no update was made. The task may be too hard or "
+            "too easy for this model: warm it up, take easier settings of the task, larger groups "
+            "or a higher temperature, or give partial rewards."
         )
+    _LOG.log(level, "%s in %d step(s): %s", what, num_steps, why)
 
 
 # Ctrl-C, SIGTERM and SLURM's warning: what was trained is saved before the run ends.

@@ -253,6 +253,7 @@ def _run(
         _LOG.info("%s on %s, seed %d; results in %s", recipe.name, cfg.task.id, cfg.seed, folder)
         with log.phase("loading the data"):
             setup = build(recipe, cfg, settings)
+        run.note_files()
         for env in setup.envs:
             stack.callback(env.close, raise_if_closed=False)
         config = OmegaConf.to_yaml(OmegaConf.structured(cfg))

@@ -16,6 +16,7 @@ from collectors import LLMCollector, PhaseTimer, RunState, StepMetrics, identity
 from collectors.resume import Stateful
 from collectors.streaming.collector import BackgroundCollector
 from collectors.weight_update.weights import merged_weights
+from torchrl_envs import DataLoadingPrimer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 
@@ -172,8 +173,10 @@ class Trainer:
         self.updates = Updates(run.recipe, cfg, self.actor, run.folder, run.jobs)
         """Make the passes."""
         inside = cast("TransformersEngine", self.actor.engine).inside
+        held_out = self.setup.held_out_env.transforms_of(DataLoadingPrimer)
+        tested = {"held_out_rows": [data.content for data in held_out]}
         state = RunState(
-            identity=identity_of(self.policy, inside) | self.updates.identity,
+            identity=identity_of(self.policy, inside) | self.updates.identity | tested,
             **self.updates.sharded,
             gate=self.updates.gate,
             **self.parts,

@@ -1,5 +1,6 @@
 """A run of the script that is killed goes on; which run that is, and with which settings."""
 
+import importlib
 import json
 import os
 import signal
@@ -174,6 +175,30 @@ def test_the_record_of_a_run_can_be_read_whenever_it_is_killed(tmp_path, monkeyp
             run.set_status(status)
         assert (tmp_path / "run.json").read_text() == json.dumps(run.record, indent=2)
     assert seen == ["interrupted", "interrupted", "checked", "checked"]
+
+
+def test_a_run_that_goes_on_says_which_files_have_changed_since_it_began(
+    tmp_path, monkeypatch, caplog
+):
+    """Of a module of the user's, one that did not change, and the data that a setting names."""
+    (tmp_path / "checkpoints/step-00000001.save-00001").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("mine_one", "mine_two"):
+        (tmp_path / f"{name}.py").write_text("answer = 1\n")
+        importlib.import_module(name)
+    Path("rows.jsonl").write_text("{}\n")
+    known = settings(task={"dataset": "rows.jsonl"})
+    with Run(tmp_path, settings=known, overwrite=False) as run:
+        run.note_files()
+    for changed in ([], ["mine_one", "task.dataset=rows.jsonl"]):
+        for name in changed and ("mine_one.py", "rows.jsonl"):
+            Path(name).write_text("answer = 2\n")
+        with Run(tmp_path, settings=known, overwrite=False, resume=True) as run:
+            run.note_files()
+        assert read_record(tmp_path)["resumed"][-1].get("changed", []) == changed
+        assert ("are used as they are now: " + ", ".join(changed) in caplog.text) == bool(changed)
+    assert not [name for name in read_record(tmp_path)["files"] if name in ("json", "torch")]
 
 
 @pytest.mark.parametrize(

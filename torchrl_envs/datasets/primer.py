@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 from tensordict import TensorDictBase
 
-from torchrl_data.checks import check_counts, check_not_none, check_numbers
+from torchrl_data.checks import check_columns, check_counts, check_not_none, check_numbers
 from torchrl_data.conversation import NO_DATA
 from torchrl_data.keys import GROUP_ID, REWARD, SCORABLE, SEGMENT
 from torchrl_envs.episode.episode import Episode
@@ -310,15 +310,9 @@ class DataLoadingPrimer(EpisodeTransform):
         self.seed = seed
         self.num_epochs = num_epochs
         self.skipped = data.SkippedRows()
+        order: Any = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
         self._rows = data.RowStream(
-            self.dataset,
-            map_row,
-            shuffle=shuffle,
-            buffer_size=self.options.shuffle_buffer_size,
-            seed=seed,
-            num_epochs=num_epochs,
-            num_workers=num_workers,
-            timeout_s=self.options.worker_timeout_s,
+            self.dataset, map_row, self.options, num_workers=num_workers, **order
         )
         self._prompt_limit = prompt_limit
         self.pools: DifficultyPools | None = None
@@ -331,11 +325,18 @@ class DataLoadingPrimer(EpisodeTransform):
         self._checks: dict[str, RowCheck] = {}
         buffered = shuffle and self._rows.num_rows is None
         sample = [row for _, row in self._rows.sample(_SAMPLE_ROWS)]
-        shown = json.dumps(sample, sort_keys=True, default=lambda value: type(value).__name__)
+        # Of what lies in memory and of a file of JSON all rows count, of others the sample.
+        every = self.dataset if isinstance(self.dataset, list | tuple) else ()
+        content = hashlib.sha256(getattr(self.dataset, "digest", "").encode())
+        for row in (*sample, *every):
+            shown = json.dumps(row, default=lambda value: type(value).__name__, skipkeys=True)
+            content.update(shown.encode())
+        self.content = content.hexdigest()[:16]
+        """A digest of the rows; of a stream, or what is no list and no file of JSON, of some."""
         self._settings: dict[str, Any] = {
             "num_rows": self._rows.num_rows,
             "columns": list(self.columns),
-            "content": hashlib.sha256(shown.encode(errors="replace")).hexdigest()[:16],
+            "content": self.content,
             "group_size": self.group_size,
             "prompt_column": self.prompt_column,
             "shuffle": shuffle,
@@ -381,8 +382,8 @@ class DataLoadingPrimer(EpisodeTransform):
         """The batch must hold whole groups, and its prompts tell of the tools that are shown.
 
         Raises:
-            ValueError: it does not; a ``ToolsNotShownError`` if its chat template leaves tools out
-                and no prompt names them.
+            ValueError: it does not; the data lack a column that a transform requires; or, a
+                ``ToolsNotShownError``, its chat template leaves tools out and no prompt names them.
         """
         size = env.batch_size.numel()
         if size % self.group_size:
@@ -390,6 +391,8 @@ class DataLoadingPrimer(EpisodeTransform):
                 f"DataLoadingPrimer: a batch of {size} rows does not hold whole "
                 f"groups of {self.group_size}. Make the batch size a multiple of group_size."
             )
+        for part in env.transforms_of(EpisodeTransform):
+            check_columns(part._get_name(), self.columns, part.required_columns)
         self._num_rows = size
         base: Any = env.base_env
         self._system_prompt = getattr(base, "system_prompt", None)
@@ -551,7 +554,8 @@ class DataLoadingPrimer(EpisodeTransform):
         ]:
             raise ValueError(
                 "DataLoadingPrimer: the saved position belongs to other data or settings: "
-                f"{'; '.join(other)}."
+                f"{'; '.join(other)}. (Where a row was changed, or two changed places, the content "
+                "differs.) Go on with what it was made with, or begin anew."
             )
         if self.pools is not None:
             self.pools.load_state_dict(state["pools"])

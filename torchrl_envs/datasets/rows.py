@@ -1,18 +1,21 @@
 """Rows of data: loaded, prepared in workers, checked, and drawn in an order that can be resumed."""
 
+import hashlib
 import json
 import logging
 import pickle
+import re
 import threading
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -72,33 +75,29 @@ def load_rows(
         >>> rows[0]
         {'prompt': '2 + 2?', 'answer': '4'}
     """
-    has_options = name is not None or streaming or bool(load_options)
-    if not isinstance(source, str | Path):
-        columns = isinstance(source, Mapping) and any(isinstance(v, list) for v in source.values())
-        has_splits = isinstance(source, Mapping) and not columns
-        if has_options or not (split is None or has_splits):
+    path = Path(source) if isinstance(source, str | Path) else None
+    if path is None or any((path / f"dataset_{kind}.json").exists() for kind in ("info", "dict")):
+        rows = source if path is None else import_module("datasets").load_from_disk(str(path))
+        columns = isinstance(rows, Mapping) and any(isinstance(v, list) for v in rows.values())
+        has_splits = isinstance(rows, Mapping) and not columns
+        is_split = path is not None or split is None or has_splits
+        if name is not None or streaming or load_options or not is_split:
+            what = type(source).__name__ if path is None else f"{path}, where they do not apply"
             raise ValueError(
                 "load_rows: name=, streaming= and load_options= are for a hub id or a path, and "
-                f"split= is for a hub id, a path or several splits, got {type(source).__name__}."
+                f"split= is for a hub id, a path or several splits, got {what}."
             )
-        return _pick_split(source, split) if has_splits else source
+        return _pick_split(rows, split) if has_splits else rows
     import datasets.exceptions
 
-    path = Path(source)
-    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        if has_options:
-            raise ValueError(
-                f"{source} was written by save_to_disk: name=, streaming= and load_options= do not "
-                "apply to it."
-            )
-        return _pick_split(datasets.load_from_disk(str(path)), split)
     options = {"name": name, "split": split, "streaming": streaming, **(load_options or {})}
     if path.is_file():
         builder = DATA_FILES.get(path.suffix)
         if builder is None:
             raise ValueError(f"{source} is no data file that is known: {sorted(DATA_FILES)}.")
         if builder == "json" and split in (None, "train") and not (streaming or load_options):
-            return _rows_of_json(path, skip_bad_rows)
+            rows = rows_of_json(path, skip_bad_rows=skip_bad_rows)
+            return list(rows) if path.stat().st_size <= _HELD_BYTES else rows
         try:
             loaded = datasets.load_dataset(builder, data_files=str(path), **options)
         except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
@@ -109,35 +108,117 @@ def load_rows(
     return _pick_split(datasets.load_dataset(str(source), **options), split)
 
 
-def _rows_of_json(path: Path, skip_bad_rows: bool) -> list[dict[str, Any]]:
+_HELD_BYTES: Final = 1 << 26
+"""Of a file of JSON; the rows of a larger one stay on the disk."""
+_READ_BYTES: Final = 1 << 22
+_COMMA: Final = re.compile(r"\s*,\s*")
+
+
+@dataclass(eq=False, repr=False)
+class LazyRows(Sequence[dict[str, Any]]):
+    """Rows that are made when they are read, by any thread or process.
+
+    Args:
+        make: gives a row, from its two numbers.
+        places: the numbers, int64 ``[N, 2]``.
+        columns: of all rows; ``None`` in those that lack one.
+        digest: of what the rows hold and of their order, where it is known.
+    """
+
+    make: Callable[[int, int], Mapping[str, Any]]
+    places: np.ndarray
+    columns: Mapping[str, None]
+    digest: str = ""
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        return {**self.columns, **self.make(*self.places[number].tolist())}
+
+    def select(self, numbers: Sequence[int]) -> "LazyRows":
+        """Some of the rows.
+
+        Args:
+            numbers: which, in the order that they are to have.
+        """
+        places = self.places[list(numbers)]
+        digest = hashlib.sha256(self.digest.encode() + places.tobytes()).hexdigest()
+        return replace(self, places=places, digest=digest)
+
+
+def rows_of_json(path: Path, *, skip_bad_rows: bool = False) -> LazyRows:
     """Rows of a file of JSON lines, or of one list, with the values that are written there.
 
-    The loader of ``datasets`` makes dates of strings that look so, numbers of some strings in a
-    column that also has numbers, and 1.0 of 1 where another row has 2.5.
+    Only the places of the rows are held in memory, so the file must stay as it is. (The loader of
+    ``datasets`` makes dates of strings that look so, numbers of some strings in a column that also
+    has numbers, and 1.0 of 1 where another row has 2.5.)
     """
-    rows, bad, data = [], [], path.read_bytes()
-    lines = data.splitlines()
-    if data.lstrip().startswith(b"["):
-        with suppress(ValueError):
-            lines = [json.dumps(row).encode() for row in json.loads(data)]
-    for number, line in enumerate(lines, 1):
-        try:
-            if text := line.decode("utf-8-sig").strip():
-                row = json.loads(text)
-                json.dumps(row, ensure_ascii=False).encode()  # no half of a character
-                if not isinstance(row, dict):
-                    raise ValueError(f"{text:.40} is no object with columns")
-                rows.append(row)
-        except ValueError as error:
-            bad.append(f"line {number}: {error}")
-    if not rows or (bad and not skip_bad_rows):
-        hint = ", or leave such lines out with skip_bad_rows=True" if rows else ""
+    path = path.resolve()
+    read = partial(_parsed, path, path.stat().st_mtime_ns)
+    places, columns = array("q"), dict[str, None]()
+    bad, digest = list[str](), hashlib.sha256()
+    with path.open("rb") as file:
+        for number, (begin, line) in enumerate(_written_rows(path, file), 1):
+            try:
+                if text := line.decode("utf-8-sig").strip():
+                    row = json.loads(text)
+                    if "\\u" in text:
+                        json.dumps(row, ensure_ascii=False).encode()  # no half of a character
+                    if not isinstance(row, dict):
+                        raise ValueError(f"{text:.40} is no object with columns")
+                    columns |= dict.fromkeys(row)
+                    places.extend((begin, len(line)))
+                    digest.update(line.strip())
+            except ValueError as error:
+                bad.append(f"line {number}: {error}")
+    if not places or (bad and not skip_bad_rows):
+        hint = ", or leave such lines out with skip_bad_rows=True" if places else ""
         found = bad[0] if bad else "it holds no rows"
         raise ValueError(f"{path} can't be read: {found}. Mend it{hint}.")
     if bad:
         _log.warning("%s: %d lines are left out: %s", path, len(bad), "; ".join(bad[:5]))
-    columns = dict.fromkeys(name for row in rows for name in row)
-    return [columns | row for row in rows]
+    return LazyRows(read, np.array(places).reshape(-1, 2), columns, digest.hexdigest())
+
+
+def _parsed(path: Path, written_ns: int, begin: int, size: int) -> dict[str, Any]:
+    """A row of a file that has not been written to since."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        line = file.read(size)
+    if path.stat().st_mtime_ns != written_ns:
+        raise ValueError(f"{path} was changed after it was loaded")
+    return json.loads(line.decode("utf-8-sig"))
+
+
+def _written_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Where each line begins, and what it says; or each element, if the file is one list."""
+    text = file.read(_READ_BYTES).decode("latin-1")  # a character for each byte
+    if not text.lstrip().startswith("["):
+        begin = file.seek(0)
+        for lines in file:
+            for line in lines.splitlines(keepends=True):  # a carriage return may end one, too
+                yield begin, line
+                begin += len(line)
+        return
+    text, passed, at = text.replace("[", ",", 1), 0, 0
+    while True:
+        comma = _COMMA.match(text, at)
+        begin = comma.end() if comma else len(text)
+        try:
+            _, end = json.JSONDecoder().raw_decode(text, begin)
+        except ValueError as error:
+            if more := file.read(max(_READ_BYTES, len(text) - at)):  # the element may go on there
+                text, passed, at = text[at:] + more.decode("latin-1"), passed + at, 0
+                continue
+            if text[at:].strip() != "]":
+                what = f"its list breaks off after byte {passed + at}: {error}"
+                raise ValueError(f"{path} can't be read: {what}. Mend it.") from error
+            return
+        yield passed + begin, text[begin:end].encode("latin-1")
+        at = end
 
 
 def _pick_split(loaded: Any, split: str | None) -> Any:
@@ -347,6 +428,7 @@ class Item(NamedTuple):
     row: MadeRow
 
 
+@dataclass(eq=False)
 class RowStream:
     """An iterator over the rows of all epochs, whose position can be read and set."""
 
@@ -354,18 +436,19 @@ class RowStream:
     # so that `num_rows` is None. Shuffling a stream holds `buffer_size` rows and draws from them.
     # The order does not depend on the number of workers.
 
-    def __init__(
-        self,
-        data: Any,
-        map_row: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
-        *,
-        shuffle: bool,
-        buffer_size: int,
-        seed: int,
-        num_epochs: int | None,
-        num_workers: int,
-        timeout_s: float,
-    ) -> None:
+    data: Any
+    map_row: Callable[[dict[str, Any]], Mapping[str, Any]] | None
+    options: DataOptions
+    _: KW_ONLY
+    shuffle: bool
+    seed: int
+    num_epochs: int | None
+    num_workers: int
+    position: Place = (0, 0)
+    """Epoch and place of the next item."""
+
+    def __post_init__(self) -> None:
+        data = self.data
         is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
         rows: Sequence[Any] | None = None
         if is_sequence and not isinstance(data, Mapping):
@@ -384,33 +467,24 @@ class RowStream:
                 "__iter__ starts anew, or a function that returns a fresh iterator."
             )
         self.num_rows = None if rows is None else len(rows)
-        self._walk = partial(_rows_of, data, seed)
+        self._walk = partial(_rows_of, data, self.seed)
         if self.num_rows == 0 or (rows is None and next(self._walk(0), None) is None):
             raise ValueError("DataLoadingPrimer: the data set has no rows.")
-        self._prepare = partial(prepare_row, rows, map_row)
-        if num_workers:
+        self._prepare = partial(prepare_row, rows, self.map_row)
+        if self.num_workers:
             sendable(self._prepare)
-        self._make: Any = partial(
-            prepared, prepare=self._prepare, num_workers=num_workers, timeout_s=timeout_s
-        )
-        self._shuffle = shuffle
-        self._buffer_size = buffer_size
-        self._seed = seed
-        self._num_epochs = num_epochs
         self._items: Any = None
-        self.position = (0, 0)
-        """Epoch and place of the next item."""
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
         """Row ids in the order of an epoch, each with the key of its row."""
         # The id is the number of the row in the data. Of a stream all rows are read, those before
         # the start too.
-        random = np.random.default_rng([self._seed, number])
+        random = np.random.default_rng([self.seed, number])
         if self.num_rows is None:
             rows = enumerate(self._walk(number))
-            return islice(self._from_buffer(rows, random) if self._shuffle else rows, start, None)
+            return islice(self._from_buffer(rows, random) if self.shuffle else rows, start, None)
         order: Any = range(self.num_rows)
-        if self._shuffle:
+        if self.shuffle:
             order = random.permutation(self.num_rows).tolist()
         return ((index, index) for index in order[start:])
 
@@ -428,7 +502,7 @@ class RowStream:
     ) -> Iterator[tuple[int, Any]]:
         buffer: list[tuple[int, Any]] = []
         for row in rows:
-            if len(buffer) < self._buffer_size:
+            if len(buffer) < self.options.shuffle_buffer_size:
                 buffer.append(row)
                 continue
             place = int(random.integers(len(buffer)))
@@ -453,7 +527,8 @@ class RowStream:
 
     def __next__(self) -> Item:
         if self._items is None:
-            self._items = self._make(self._order())
+            about = {"num_workers": self.num_workers, "timeout_s": self.options.worker_timeout_s}
+            self._items = prepared(self._order(), self._prepare, **about)
         try:
             where, row = next(self._items)
         except StopIteration:
@@ -467,7 +542,7 @@ class RowStream:
 
     def _order(self) -> Iterator[tuple[tuple[int, int, int], Any]]:
         epoch, start = self.position
-        while self._num_epochs is None or epoch < self._num_epochs:
+        while self.num_epochs is None or epoch < self.num_epochs:
             place = start - 1
             for place, (row_id, key) in enumerate(self.epoch(epoch, start=start), start):
                 yield (epoch, place, row_id), key
@@ -627,6 +702,7 @@ def row_error(row: MadeRow, checks: Iterable[RowCheck]) -> str:
     return next(filter(None, (check(row) for check in checks)), "")
 
 
+@dataclass(eq=False, repr=False)
 class PromptLimit:
     """Most tokens that a prompt may have, as the conversation that it opens.
 
@@ -650,17 +726,16 @@ class PromptLimit:
         Counter({'too_long': 1})
     """
 
-    def __init__(
-        self,
-        max_tokens: int,
-        tokenizer: "PreTrainedTokenizerBase",
-        *,
-        chat_template_name: str | None = None,
-    ) -> None:
-        check_not_none("PromptLimit", max_tokens=max_tokens)
-        check_counts("PromptLimit", max_tokens=max_tokens)
-        self.max_tokens = max_tokens
-        self._encoder = ConversationEncoder(tokenizer, chat_template_name=chat_template_name)
+    max_tokens: int
+    tokenizer: "PreTrainedTokenizerBase"
+    _: KW_ONLY
+    chat_template_name: str | None = None
+
+    def __post_init__(self) -> None:
+        check_not_none("PromptLimit", max_tokens=self.max_tokens)
+        check_counts("PromptLimit", max_tokens=self.max_tokens)
+        named: Any = {"chat_template_name": self.chat_template_name}
+        self._encoder = ConversationEncoder(self.tokenizer, **named)
 
     def error(self, prompt: str | list[dict[str, Any]], system_prompt: str | None) -> str:
         """That a prompt is too long, or ``""``."""
@@ -672,11 +747,9 @@ class PromptLimit:
         return f"the prompt has {length} tokens, {self.max_tokens} are allowed"
 
 
-def opening_messages(
-    prompt: str | list[dict[str, Any]], system_prompt: str | None
-) -> list[dict[str, Any]]:
+def opening_messages(prompt: str | Sequence[Any], system_prompt: str | None) -> list[Any]:
     """The conversation that a prompt opens, after the system prompt unless it has its own."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system_prompt is not None and messages[0]["role"] != "system":
         return [{"role": "system", "content": system_prompt}, *messages]
-    return messages
+    return list(messages)

@@ -490,6 +490,7 @@ class AsyncEpisodeRunner:
                 start: TensorDictBase = TensorDict({}, batch_size=self._env.batch_size)
                 start = transform._reset(start, start).reshape(-1)[[0] * len(episodes)]
                 batch = transform._step(start, batch)
+                runner.transform_past(transform, episodes)
         finally:
             self._runner.close(episodes)
         self._env.record_ends(episodes)

@@ -594,7 +594,16 @@ class StepOrder(Compose):
         env.record_ends(step.ended)
         for transform in late:
             next_tensordict = transform._step(tensordict, next_tensordict)
+            transform_past(transform, step.ended)
         return next_tensordict
+
+
+def transform_past(transform: Transform, episodes: Sequence[Episode]) -> None:
+    """Let a transform of the reward change it in the rows before a rewritten past, too."""
+    for own in (episode.token_entries for episode in episodes if episode.segments):
+        if keys.REWARD in own and type(transform)._step is Transform._step:
+            whole = TensorDict({keys.REWARD: own[keys.REWARD][None].clone()}, batch_size=[1])
+            own[keys.REWARD] = transform._call(whole)[keys.REWARD][0]
 
 
 def flat_transforms(transform: Transform) -> list[Transform]:

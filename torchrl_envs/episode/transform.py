@@ -95,6 +95,8 @@ class EpisodeTransform(Transform):
     """Its name, which an environment gives it: where it keeps what it remembers of an episode."""
     only_for: Callable[[Episode], bool] | None = None
     """Says in which episodes it takes part; ``None``: in all."""
+    required_columns: Sequence[str] = ()
+    """Columns that the data must have; their loader checks them."""
 
     def concerned(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
         """Those of some episodes in which it takes part.

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from torchrl_data.checks import check_columns, one_of
+from torchrl_data.checks import one_of
 from torchrl_data.conversation import ENVIRONMENT_DONE
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
-from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardOf, RewardSource, reward_of_steps, with_observation
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import Answer, EpisodeStartError, Job, ToolSource
@@ -30,7 +29,7 @@ from .session import (
 )
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.transform import EpisodeEnvironment
+    pass
 
 
 # How a tool call becomes an action of an OpenEnv server, and what it answers becomes text.
@@ -213,6 +212,7 @@ class OpenEnvTools(ToolSource, RewardSource):
         self.text_of = text_of
         self.name = name
         self.where = dict(where or {})
+        self.required_columns = (*self.where, *self.reset_columns)
         session = self._session()  # refuses what is wrong with the settings
         if actions is not None:
             found = actions_of_functions(actions)
@@ -233,15 +233,6 @@ class OpenEnvTools(ToolSource, RewardSource):
     def reward_names(self) -> list[str]:
         """The server's reward."""
         return [self.name]
-
-    def check(self, env: "EpisodeEnvironment") -> None:
-        """The data have the columns that are named.
-
-        Raises:
-            ValueError: they lack some.
-        """
-        for loader in env.transforms_of(DataLoadingPrimer):
-            check_columns("OpenEnvTools", loader.columns, (*self.where, *self.reset_columns))
 
     async def begin(self, episode: Episode) -> None:
         """Open and reset a session; add what the server says to the query.

@@ -11,18 +11,17 @@ from tensordict import TensorDictBase
 from torchrl.data import Binary, Composite, Unbounded
 
 from torchrl_data.batch_io import read_conversations
-from torchrl_data.checks import MissingEntryError, check_columns, check_numbers
+from torchrl_data.checks import MissingEntryError, check_numbers
 from torchrl_data.keys import FULL, GROUP_ID, REWARD, REWARDS, ROW, SCORABLE
 from torchrl_data.ragged import read_objects
 from torchrl_envs.concurrency import Outcome
-from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import REWARD_ERRORS, SCORED_BY, RewardSource, copied_rows, joined_rows
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeTransform, TrajectoryTransform
 from torchrl_envs.graders.answers import final_text, message_text, read_tags
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.transform import EpisodeEnvironment
+    pass
 
 
 # Rewards that are read off the policy's last message.
@@ -56,8 +55,6 @@ class AnswerReward(EpisodeTransform, RewardSource):
         (torch.Size([2, 1, 1]), tensor([1., 0.]))
     """
 
-    required_columns: ClassVar[tuple[str, ...]] = ()
-    """Columns of the data that :meth:`components` reads."""
     component_keys: ClassVar[tuple[str, ...]] = ("success",)
     """Further entries, float32 ``[B, 1, 1]`` (``success`` is bool); NaN or False where the row has
     just not been scored."""
@@ -89,15 +86,6 @@ class AnswerReward(EpisodeTransform, RewardSource):
     def reward_names(self) -> list[str]:
         """The class's name."""
         return [self._get_name()]
-
-    def check(self, env: "EpisodeEnvironment") -> None:
-        """The data have the columns.
-
-        Raises:
-            ValueError: they don't.
-        """
-        for loader in env.transforms_of(DataLoadingPrimer):
-            check_columns(self._get_name(), loader.columns, self.required_columns)
 
     # In an environment --------------------------------------------------------------------------
 

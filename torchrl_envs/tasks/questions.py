@@ -373,16 +373,9 @@ class MATHEnv(TaskEnv):
         split: str | None = None,
         **kwargs: Any,
     ) -> None:
-        task = math_task(
-            dataset=dataset,
-            name=name,
-            split=split,
-            system_prompt=system_prompt,
-            format_reward=format_reward,
-            timeout_s=timeout_s,
-            num_workers=num_workers,
-            **_PLAIN,
-        )
+        data = {"dataset": dataset, "name": name, "split": split, "system_prompt": system_prompt}
+        grades = {"format_reward": format_reward, "timeout_s": timeout_s}
+        task = math_task(**data, **grades, num_workers=num_workers, **_PLAIN)
         super().__init__(task, compute_reward=compute_reward, **kwargs)
 
 
@@ -550,13 +543,7 @@ class CountdownEnv(TaskEnv):
         system_prompt: str | None = COUNTDOWN_PROMPT,
         **kwargs: Any,
     ) -> None:
-        task = countdown_task(
-            num_rows=num_rows,
-            num_count=num_count,
-            max_number=max_number,
-            max_target=max_target,
-            system_prompt=system_prompt,
-            seed=seed,
-            **_PLAIN,
-        )
+        sizes = {"num_count": num_count, "max_number": max_number, "max_target": max_target}
+        opening = {"system_prompt": system_prompt}
+        task = countdown_task(num_rows=num_rows, **sizes, **opening, seed=seed, **_PLAIN)
         super().__init__(task, compute_reward=compute_reward, seed=seed, **kwargs)

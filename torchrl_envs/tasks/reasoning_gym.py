@@ -13,7 +13,7 @@ from torchrl_data.messages import Message
 from torchrl_data.tool_calls import ToolCall, parse_tool_calls
 
 from . import generator_names, load_reasoning_gym
-from .task import Row, Slips, Task, common_phrases, played, split_rows, unique_rows
+from .task import Row, Slips, Task, common_phrases, played, split_rows
 
 # What a model of 0.1 million parameters learns of reasoning-gym within minutes.
 #
@@ -286,7 +286,7 @@ def calculator_task(
     by_tool: dict[str, list[Row]] = {name: [] for name in TOOLS}
     for i, (generator, config) in enumerate(GENERATORS.items()):
         settings = {"size": num_rows, "seed": len(GENERATORS) * seed + i, "config": config}
-        for row in unique_rows(question_rows(generator, **settings)):
+        for row in {each["prompt"]: each for each in question_rows(generator, **settings)}.values():
             row["tool"] = of_generator.get(generator) or (
                 "subtract" if "-" in row["entry"]["metadata"]["expression"] else "add"
             )

@@ -1,7 +1,7 @@
 """Tasks by name, and several of them in one environment."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -11,8 +11,8 @@ from typing import Any, Final
 import numpy as np
 from torchrl.envs import Transform
 
-from torchrl_data.checks import check_numbers
-from torchrl_envs.datasets.rows import find_prompt_column
+from torchrl_data.checks import check_columns, check_numbers
+from torchrl_envs.datasets.rows import LazyRows, find_prompt_column, opening_messages
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import cut_after
 from torchrl_envs.episode.transform import EpisodeTransform
@@ -56,9 +56,8 @@ def combine_tasks(
     pairs = list(zip(tasks, makers, strict=True))
     columns = dict.fromkeys(column for t, make in pairs for column in make(t.train_rows[0]))
     sizes = [len(task.train_rows) for task in tasks]
-    order = _in_turn([[(k, i) for i in range(size)] for k, size in enumerate(sizes)])
-    if shares is not None:
-        order = draw_schedule(sizes, shares, seed)
+    in_turn = _in_turn([[(k, i) for i in range(size)] for k, size in enumerate(sizes)])
+    order = np.array(in_turn if shares is None else draw_schedule(sizes, shares, seed))
     held_out = [[{**columns, **make(r)} for r in t.held_out_rows] for t, make in pairs]
     environments = {task.name: task.environment for task in tasks if task.environment is not None}
     answers = {task.final_answer for task in tasks}
@@ -76,7 +75,7 @@ def combine_tasks(
         environment=environments or None,  # type: ignore[arg-type]
         tools=tools,
         rewards=lambda: [each for task in tasks for each in _only_for(task, scoring_of(task))],
-        train_rows=MixedRows([task.train_rows for task in tasks], makers, columns, order),
+        train_rows=LazyRows(lambda k, i: makers[k](tasks[k].train_rows[i]), order, columns),
         held_out_rows=_in_turn(held_out),
         prompt_column="prompt",
         system_prompt=prompts.pop() if len(prompts) == 1 else None,
@@ -126,32 +125,6 @@ def draw_schedule(
     return [(task, row) for _, task, row in sorted(times)]
 
 
-@dataclass(eq=False, repr=False)
-class MixedRows(Sequence[Row]):
-    """Rows of several tasks in an order; each is made when it is read.
-
-    Args:
-        rows: of each task.
-        makers: make a row of the mixture out of a row of each task.
-        columns: of all tasks, as in one table; ``None`` in the rows of those that lack one.
-        order: task and row of each.
-    """
-
-    _rows: Sequence[Sequence[Row]]
-    _makers: Sequence[Callable[[Row], Row]]
-    _columns: Row
-    _order: Sequence[tuple[int, int]]
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        task, row = self._order[index]
-        return {**self._columns, **self._makers[task](self._rows[task][row])}
-
-
 class TurnLimit(EpisodeTransform):
     """Cuts an episode after so many turns of the policy, as ``StepCounter`` does."""
 
@@ -176,8 +149,7 @@ def _mixed_row(task: Task, says_system: bool, row: Mapping[str, Any]) -> Row:
     own = dict(row if task.map_row is None else task.map_row(dict(row)))
     prompt = own[find_prompt_column(list(own), task.prompt_column)]
     if says_system and task.system_prompt is not None:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        prompt = [{"role": "system", "content": task.system_prompt}, *messages]
+        prompt = opening_messages(prompt, task.system_prompt)
     return {**own, "prompt": prompt, ROUTE_COLUMN: task.name}
 
 
@@ -204,11 +176,7 @@ def _check(task: Task) -> None:
             f"combine_tasks needs rows that can be read by their number; those of {task.name} are "
             f"{type(rows).__name__}. Load them as a whole, without streaming."
         )
-    missing = [column for column in task.columns if column not in rows[0]]
-    if missing:
-        raise ValueError(
-            f"{task.name} needs the columns {missing}; the data set has {sorted(rows[0])}."
-        )
+    check_columns(task.name, rows[0], task.columns)
 
 
 def _in_turn(parts: Sequence[Sequence[Any]]) -> list[Any]:

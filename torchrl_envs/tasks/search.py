@@ -10,9 +10,9 @@ from functools import partial
 from itertools import product
 from typing import Any, Final, NamedTuple
 
-from torchrl_data.checks import check_counts, check_numbers, one_of
+from torchrl_data.checks import check_columns, check_counts, check_numbers, one_of
 from torchrl_data.messages import Message
-from torchrl_envs.datasets.rows import load_rows
+from torchrl_envs.datasets.rows import load_rows, opening_messages
 from torchrl_envs.graders.answers import exact_match_of, f1_of, final_text, reads_messages
 
 from .task import Task, load_task_rows
@@ -357,10 +357,7 @@ def _pages_of(corpus: Any) -> tuple[list[str], list[str]]:
     """Titles and texts of pages."""
     titles, texts = [], []
     for number, row in enumerate(load_rows(corpus)):
-        if "title" not in row or "text" not in row:
-            raise ValueError(
-                f"search: pages have the columns title and text; page {number} has {sorted(row)}."
-            )
+        check_columns(f"search: page {number}", row, ("title", "text"))
         titles.append(str(row["title"]))
         texts.append(f"{row['title']}: {row['text']}")
     return titles, texts
@@ -398,9 +395,7 @@ def _demonstration(
     titles = list(world)
     name = dict(zip(titles, rng.sample(titles, len(titles)), strict=True))
     question = hops._replace(start=name[hops.start]).question
-    messages: list[Message] = [{"role": "user", "content": question}]
-    if system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": system_prompt})
+    messages: list[Any] = opening_messages(question, system_prompt)
     title = hops.start
     for step in range(len(hops.relations) if is_right else rng.choice(_NUM_SEARCHES)):
         page = world[title]

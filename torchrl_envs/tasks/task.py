@@ -1,5 +1,6 @@
 """A task: an environment, its data and, where a model starts from nothing, demonstrations."""
 
+import hashlib
 import random
 import re
 from collections import Counter
@@ -19,7 +20,7 @@ from torchrl_data.conversation import Conversations
 from torchrl_data.messages import Message
 from torchrl_data.templates.encoder import ConversationEncoder, encode_demonstrations
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.datasets.rows import load_rows
+from torchrl_envs.datasets.rows import load_rows, opening_messages
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import ChatEnv, EpisodeEnv
 from torchrl_envs.episode.transform import ToolSource
@@ -189,10 +190,7 @@ class TaskEnv(EpisodeEnv):
                 environments, so that nobody knows which tools a conversation is about.
         """
         task, tools, shown = self.task, self.task.demonstration_tools, None
-        chats = task.demonstrations
-        if self._opening is not None:
-            opening: Message = {"role": "system", "content": self._opening}
-            chats = [c if c[0]["role"] == "system" else [opening, *c] for c in chats]
+        chats: Any = [opening_messages(chat, self._opening) for chat in task.demonstrations]
         shows = any(source.show_schemas for source in self.transforms_of(ToolSource))
         if shows and (not tools or None in tools):  # those in the prompt of an episode
             if task.parts or len(getattr(task.environment, "keys", tuple)()) > 1:
@@ -208,14 +206,9 @@ class TaskEnv(EpisodeEnv):
         return encode_demonstrations(encoder, chats, tools=schemas)
 
 
-def unique_rows(rows: Sequence[Row], prompt_column: str = "prompt") -> list[Row]:
-    """Rows without repeated prompts, in order."""
-    return list({str(row[prompt_column]): row for row in rows}.values())
-
-
 def split_rows(
     rows: Sequence[Row], num_held_out: int, prompt_column: str = "prompt"
-) -> tuple[list[Row], list[Row]]:
+) -> tuple[Any, list[Row]]:
     """Rows without repeated prompts, split into training and held-out rows.
 
     Args:
@@ -224,12 +217,15 @@ def split_rows(
         prompt_column: the column with the prompt.
 
     Returns:
-        Training rows and held-out rows; no prompt is in both.
+        Training rows, a list unless ``rows`` have ``select``, and held-out rows; no prompt is in
+        both.
 
     Raises:
         ValueError: too few different prompts are there to hold that many out and train on others.
     """
-    distinct = unique_rows(rows, prompt_column)
+    prompts = (str(row[prompt_column]).encode(errors="surrogatepass") for row in rows)
+    last = {hashlib.sha256(text).digest(): number for number, text in enumerate(prompts)}
+    distinct = list(last.values())
     if len(distinct) < 2 * num_held_out:
         raise ValueError(
             f"Only {len(distinct)} of {len(rows)} rows have different prompts, too few to hold "
@@ -237,7 +233,8 @@ def split_rows(
             f"{len(distinct) // 2}: num_held_out, which is evaluate.num_prompts= of a recipe; "
             "held_out_split=train tests on a file as it is."
         )
-    return distinct[num_held_out:], distinct[:num_held_out]
+    select: Any = getattr(rows, "select", lambda numbers: [rows[n] for n in numbers])
+    return select(distinct[num_held_out:]), [rows[n] for n in distinct[:num_held_out]]
 
 
 def load_task_rows(
@@ -269,11 +266,9 @@ def load_task_rows(
     if num_held_out == 0:
         return train, ()
     if held_out_split is None:
-        rows = [dict(row) for row in train]
-        if rows and prompt_column not in rows[0]:
-            raise ValueError(
-                f"The data have no column {prompt_column!r} with prompts, only {sorted(rows[0])}."
-            )
+        rows = train if hasattr(train, "select") else [dict(row) for row in train]
+        if len(rows):
+            check_columns("the task", rows[0], [prompt_column], " That one holds the prompts.")
         return split_rows(rows, num_held_out, prompt_column)
     rows = load_rows(dataset, name=name, split=held_out_split)
     held_out = [dict(row) for row in islice(rows, num_held_out)]
@@ -292,13 +287,10 @@ def with_solutions(task: Task, count: int, solution: Callable[[Row], str | None]
         count: most conversations.
         solution: what the assistant says, of a row; ``None`` leaves the row out.
     """
-    opening = (
-        [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
-    )
     column = task.prompt_column or "prompt"
     answered = ((row[column], solution(row)) for row in islice(task.train_rows, count))
     chats: Any = [
-        [*opening, {"role": "user", "content": asked}, {"role": "assistant", "content": text}]
+        [*opening_messages(asked, task.system_prompt), {"role": "assistant", "content": text}]
         for asked, text in answered
         if text is not None
     ]

@@ -420,7 +420,7 @@ class StepEnvironments(EpisodeTransform, RewardSource):
         self.factory = factory
         self.name = name
         self.reward: RewardOf = one_of("reward", reward, get_args(RewardOf), who="StepEnvironments")
-        self.reset_columns = tuple(reset_columns)
+        self.reset_columns = self.required_columns = tuple(reset_columns)
         self.global_random = global_random
         self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s
@@ -429,15 +429,6 @@ class StepEnvironments(EpisodeTransform, RewardSource):
     def reward_names(self) -> list[str]:
         """The environment's reward."""
         return [self.name]
-
-    def check(self, env: "EpisodeEnvironment") -> None:
-        """The data have the columns that ``reset`` gets.
-
-        Raises:
-            ValueError: they lack some.
-        """
-        for loader in env.transforms_of(DataLoadingPrimer):
-            check_columns("StepEnvironments", loader.columns, self.reset_columns)
 
     async def begin(self, episode: Episode) -> None:
         """Make and reset an environment; what it says is a part of the query.

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -484,22 +485,17 @@ def check_packed(
         )
 
 
+@dataclass(eq=False)
 class ModelReader:
     """Reads packed rows with a model, and gives what predicts their targets."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        layout: Layout,
-        head: nn.Linear | None,
-        share_prefixes: bool = True,
-    ) -> None:
-        self.layout = layout
-        self.head = head
-        self.model = model
-        self._share = share_prefixes
-        takes = forward_parameters(model)
+    model: PreTrainedModel
+    layout: Layout
+    head: nn.Linear | None
+    share_prefixes: bool = True
+
+    def __post_init__(self) -> None:
+        takes = forward_parameters(self.model)
         any_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
         self._no_cache = {"use_cache": False} if any_name or "use_cache" in takes else {}
         self._picks_logits = "logits_to_keep" in takes
@@ -508,7 +504,7 @@ class ModelReader:
         """Hidden states ``[K, D]`` that predict the targets, or float32 logits ``[K, V]``."""
         inputs: dict[str, Any]
         if self.layout is Layout.PACKED:
-            share = self._share and can_share(self.model, int(targets.ends.max()))
+            share = self.share_prefixes and can_share(self.model, int(targets.ends.max()))
             trie = build_trie(targets.ids, targets.lengths, targets.ends, share=share)
             at = trie.node[targets.starts[targets.rows] + targets.positions]
             inputs = {"input_ids": trie.ids[None], "position_ids": trie.positions[None]}

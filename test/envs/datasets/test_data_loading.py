@@ -428,6 +428,7 @@ def test_groups_that_were_under_way_are_drawn_again(scripted):
         ({"dataset": [{**row, "more": 1} for row in ROWS]}, "columns is"),
         ({"dataset": [{**row, "number": 9} for row in ROWS]}, "content is"),
         ({"map_row": doubled}, "content is"),
+        ({"dataset": [*ROWS[:2], ROWS[3], ROWS[2], *ROWS[4:]]}, "content is"),
     ],
 )
 def test_a_position_in_other_data_or_settings_is_refused(changed, words):
@@ -435,6 +436,24 @@ def test_a_position_in_other_data_or_settings_is_refused(changed, words):
     other = DataLoadingPrimer(**{"dataset": ROWS, "group_size": 2, **changed})
     with pytest.raises(ValueError, match=f"belongs to other data or settings: .*{words}"):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("held", [0, 1 << 20], ids=["on the disk", "in memory"])
+@pytest.mark.parametrize("change", ["a value", "the order"])
+def test_a_position_in_rows_of_which_any_changed_is_refused(held, change, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchrl_envs.datasets.rows._HELD_BYTES", held)
+    rows = [{"prompt": "?", "answer": n} for n in range(100)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    state = DataLoadingPrimer(path).state_dict()
+    os.utime(path)
+    DataLoadingPrimer(path).load_state_dict(state)  # the same rows, however old the file is
+    changed = [*rows[:61], {"prompt": "?", "answer": 0}, *rows[62:]]
+    if change == "the order":
+        changed = [*rows[:61], rows[62], rows[61], *rows[63:]]
+    path.write_text("\n".join(map(json.dumps, changed)))
+    with pytest.raises(ValueError, match=r"content is '\w+' here and '\w+' there\. \(Where a row"):
+        DataLoadingPrimer(path).load_state_dict(state)
 
 
 @settings(max_examples=200, deadline=None)

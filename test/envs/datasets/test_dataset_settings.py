@@ -1,7 +1,10 @@
 """Settings of data: checked where they are made; and an environment that makes its own primer."""
 
+import functools
 import json
 import math
+import os
+import pickle
 
 import datasets
 import pytest
@@ -10,6 +13,7 @@ import torch
 from collectors import LLMCollector
 from torchrl_data.ragged import read_objects
 from torchrl_envs import (
+    ChatEnv,
     DataLoadingPrimer,
     DataOptions,
     DatasetChatEnv,
@@ -17,6 +21,8 @@ from torchrl_envs import (
     RewardFunctions,
     load_rows,
 )
+from torchrl_envs.datasets import rows
+from torchrl_envs.tasks.task import load_task_rows
 
 ROWS = [{"prompt": f"<{i}>", "number": i} for i in range(7)]
 
@@ -83,18 +89,57 @@ def test_dataset_chat_env_from_a_dataloader():
 
 
 @pytest.mark.parametrize("as_list", [False, True], ids=["lines", "one list"])
-def test_the_rows_of_a_json_file_have_the_values_that_are_written_there(as_list, tmp_path):
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
+def test_the_rows_of_a_json_file_have_the_values_that_are_written_there(
+    as_list, is_large, tmp_path, monkeypatch
+):
     """Arrow would make dates, 5 of "05", and 1.0 of 1 because another row has 2.5."""
+    monkeypatch.setattr(rows, "_READ_BYTES", 50)  # so that rows go on in the next part
+    monkeypatch.setattr(rows, "_HELD_BYTES", 0 if is_large else 1 << 20)
     written = [
-        {"prompt": "a", "answer": "2026-01-02", "mixed": 1, "number": 1},
+        {"prompt": "a, [ü] \u2028", "answer": "2026-01-02", "mixed": 1, "number": 1},
         {"prompt": "b", "answer": "2026-01-03 10:00:00", "mixed": "05", "number": 2.5},
         {"prompt": "c", "answer": "2026-01-04T10:00:00Z", "mixed": "x", "further": [None, "1"]},
     ]
     path = tmp_path / "rows.jsonl"
-    lines = json.dumps(written, indent=1) if as_list else "\n".join(map(json.dumps, written))
-    path.write_text(lines)
+    dumps = functools.partial(json.dumps, ensure_ascii=False)
+    lines = dumps(written, indent=1) if as_list else "\r\n\n".join(map(dumps, written))
+    path.write_bytes(lines.encode())
     whole = dict.fromkeys(("prompt", "answer", "mixed", "number", "further"))
-    assert repr(load_rows(path)) == repr([whole | row for row in written])  # 1 is not 1.0
+    expected = [whole | row for row in written]
+    found = load_rows(path)
+    assert isinstance(found, list) != is_large
+    assert repr(list(found)) == repr(expected)  # 1 is not 1.0
+    assert repr([found[-1], *found[:2]]) == repr([expected[-1], *expected[:2]])
+    if is_large:
+        some = pickle.loads(pickle.dumps(found.select([2, 0])))
+        assert repr(list(some)) == repr([expected[2], expected[0]])
+        assert some.digest != found.select([0, 2]).digest != found.digest
+
+
+def test_a_large_file_is_drawn_from_as_the_same_rows_in_memory(tmp_path, monkeypatch):
+    """In the same order, by workers, with rows held out, and a later change of it is no silence."""
+    written = [{"prompt": f"<{i % 9}>", "number": i} for i in range(20)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, written)))
+    small = load_task_rows(path, num_held_out=2)
+    monkeypatch.setattr(rows, "_HELD_BYTES", 0)
+    large = load_task_rows(path, num_held_out=2)
+    assert not isinstance(large[0], list)
+    assert ([*large[0]], large[1]) == small
+    assert [row["number"] for row in large[1]] == [18, 19]  # the last of equal prompts
+    made = [
+        DataLoadingPrimer(data[0], shuffle=True, num_workers=workers, num_epochs=2)
+        for data, workers in ((small, 0), (large, 1))
+    ]
+    drawn = [[item.row["number"] for item in primer._rows] for primer in made]
+    assert drawn[0] == drawn[1]
+    assert sorted(drawn[0][:7]) == sorted(row["number"] for row in small[0])
+    late = DataLoadingPrimer(large[0])
+    path.write_text("\n".join(map(json.dumps, reversed(written))))
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(ValueError, match=r"no row that can be used.*was changed after it was load"):
+        ChatEnv(batch_size=(1,)).append_transform(late).reset()
 
 
 @pytest.mark.parametrize(
@@ -107,8 +152,17 @@ def test_the_rows_of_a_json_file_have_the_values_that_are_written_there(as_list,
         ('{"prompt": "a"}'.encode("utf-16"), "line 1: 'utf-8' codec can't decode byte 0xff"),
         (b'{"prompt": "a"}\n[3]\n', "line 2: .3. is no object with columns"),
         (b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n', "line 2: 'utf-8' codec can't decode byte"),
+        (
+            b'[{"prompt": "a"} {"prompt": "b"}]',
+            "its list breaks off after byte 16: Expecting value",
+        ),
+        (b'[{"prompt": "a"}, {"prompt": "b"', "its list breaks off after byte 16: Expecting ','"),
+        (b'[{"prompt": "a"}] [', "its list breaks off after byte 16"),
     ],
-    ids=["empty", "blank", "broken", "half a character", "UTF-16", "no object", "Latin-1"],
+    ids=[
+        *("empty", "blank", "broken", "half a character", "UTF-16", "no object", "Latin-1"),
+        *("list without a comma", "list without an end", "more after the list"),
+    ],
 )
 def test_a_file_that_cannot_be_read_names_its_line(content, found, tmp_path, caplog):
     path = tmp_path / "rows.jsonl"

@@ -5,7 +5,13 @@ import warnings
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from torchrl.data import LazyStackStorage, NonTensor, ReplayBuffer, Unbounded
+from torchrl.data import (
+    LazyStackStorage,
+    NonTensor,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    Unbounded,
+)
 from torchrl.envs import RewardScaling, RewardSum, Transform
 from torchrl.envs.transforms import Compose
 
@@ -210,6 +216,7 @@ def test_what_belongs_to_torchrl_s_own_layer_is_refused_when_composed(
     buffer = ReplayBuffer(storage=storage, transform=MCAdvantageOfTorchRL(grpo_size=2))
     with pytest.raises(TypeError, match=r"torchrl\.objectives\.llm\..*MCAdvantage works on the"):
         collect(scripted(["hello"]), rewards(), replay_buffer=buffer)
-    for bare in (storage, TensorDict({})):
+    several = ReplayBufferEnsemble(ReplayBuffer(), ReplayBuffer())  # has an extend that raises
+    for bare in (storage, TensorDict({}), several):
         with pytest.raises(TypeError, match=r"replay_buffer takes ReplayBuffer\(.*, got <class"):
             collect(scripted(["hello"]), rewards(), replay_buffer=bare)

@@ -9,13 +9,14 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose, RewardClipping, RewardScaling, SignTransform
 from torchrl.envs.utils import check_env_specs
 
-from collectors import LLMCollector
+from collectors import LLMCollector, OnPolicy, StreamingCollector
 from objectives import MCAdvantage
 from torchrl_envs import (
     AddThinkingPrompt,
     ChatEnv,
     DataLoadingPrimer,
     EnvironmentTools,
+    EpisodeTransform,
     GSM8KEnv,
     RewardFunctions,
     StepCounter,
@@ -222,6 +223,33 @@ def test_torchrls_transforms_of_the_reward_act_on_it(scripted, transform, reward
     assert collected["reward"].flatten().tolist() == rewards
     assert collected["rewards", "one"].flatten().tolist() == [1.0, 1.0]
     env.close()
+
+
+class Forgets(EpisodeTransform):
+    """Three turns; before the last one the past is rewritten."""
+
+    def after_turn(self, episode):
+        if episode.num_turns < 3:
+            episode.say({"role": "user", "content": "more"})
+        if episode.num_turns == 2:
+            episode.rewrite([{"role": "user", "content": "what was said"}])
+
+
+@pytest.mark.parametrize("kind", ["in batches", "streaming"])
+def test_torchrls_transforms_act_on_rewards_by_turn_before_a_rewritten_past(scripted, kind):
+    data = DataLoadingPrimer([{"prompt": "a"}, {"prompt": "b"}])
+    rewards = RewardFunctions([turn_rewards], level="turn")
+    parts = (data, Forgets(), rewards, RewardScaling(loc=0.0, scale=3.0), RewardClipping(-9, 9))
+    env = ChatEnv(batch_size=2).append_transform(Compose(*parts))
+    policy = scripted(["done"])
+    if kind == "streaming":
+        with StreamingCollector(env, policy, staleness=OnPolicy()) as collector:
+            rows = collector.collect()
+    else:
+        rows = LLMCollector(env, policy).collect()
+    assert rows["segment"].tolist() == [0, 1, 0, 1]
+    given = [reward[reward != 0].tolist() for reward in (row["reward"] for row in rows.unbind(0))]
+    assert given == [[3.0, 6.0], [9.0]] * 2  # 1, 2 and 4 for the three turns
 
 
 def test_a_second_thought_needs_a_second_turn():

@@ -144,7 +144,7 @@ def test_pages_and_questions_of_ones_own(scripted, call_text, play, tmp_path):
         pytest.param({"corpus": [{"title": "a"}]}, "go together", id="no questions"),
         pytest.param(
             {"corpus": [{"title": "a"}], "dataset": [{"question": "?", "answer": "a"}]},
-            "title and text; page 0",
+            r"page 0 needs the columns .'text'.",
             id="columns",
         ),
     ],
