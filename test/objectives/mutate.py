@@ -7,16 +7,18 @@
 Files of ``batching`` and ``advantages`` are tested when they are named.
 
 Each mutant is one change of one expression (an operator, a comparison, a number, a mask that is
-not applied, a ``detach`` that is left out). It lives in a copy of the tree, and is tested in a
-forked process, which has torch imported already. Prints the mutants that no test kills, and exits
-with their number. ``# mutate: equivalent (why)`` at the end of a line leaves that line out, and
-``# mutate: equivalent number (why)`` its changes of that kind only.
+not applied, a ``detach`` that is left out). It lives in a copy of the tree, and is tested by the
+tests that enter its function, the quickest first, in a forked process, which has what is not
+``objectives`` imported already; on as many processes as there are cores. Prints the mutants that no
+test kills, and exits with their number. ``# mutate: equivalent (why)`` at the end of a line leaves
+that line out, and ``# mutate: equivalent number (why)`` its changes of that kind only.
 """
 
 import argparse
 import ast
 import contextlib
 import copy
+import json
 import os
 import re
 import resource
@@ -24,10 +26,16 @@ import shutil
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
+import hypothesis.strategies
+import jaxtyping  # noqa: F401  (these so that every fork has them, and torch)
 import pytest
-import torch  # noqa: F401  (so that every fork has it)
+import torchrl.data  # noqa: F401
+
+import torchrl_modules.policies.transformers_wrapper  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONAL = (
@@ -49,27 +57,12 @@ TESTS = {
     "non_finite_gate.py": ("test_non_finite_gate.py",),
 }
 OPTIONS = [
-    *("-x", "-q", "--assert=plain", "-p", "no:cacheprovider"),
+    *("-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "pytest_timeout"),
+    *("-p", "_hypothesis_pytestplugin"),
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
     *("-o", "addopts=--import-mode=importlib"),
 ]
 CPU_TIME_S = 300  # a mutant that loops for ever; not wall time, which a busy machine uses up
-# The tests that look at a file, tried before all of them.
-NEAREST = {
-    "advantages.py": "golden or advantages or gdpo or pass_at_k or maxrl",
-    "aggregation.py": "golden or aggregation or diagnostics",
-    "divergence.py": "golden or test_kl",
-    "divergence_surrogate.py": "golden or dppo or kpop",
-    "log_probs.py": "golden",
-    "sampler_correction.py": "golden or sampler_correction",
-    "segments.py": "golden or aggregation",
-    "sequence_surrogates.py": "golden or vespo or gmpo",
-    "supervised.py": "golden or supervised or distillation",
-    "surrogates.py": "golden or clip or gspo or cispo or sapo",
-    "token_filters.py": "golden or filters",
-    "turn_advantages.py": "turn",
-}
-
 MARK = re.compile(r"# mutate: equivalent ?(?P<kind>[^(]*?) ?\(")
 OPERATORS = {
     ast.Add: ast.Sub,
@@ -185,8 +178,28 @@ def copy_tree(where):
         (where / name).symlink_to(ROOT / name)
 
 
-def survives(where, tests, only=""):
-    """Whether some tests pass in a tree; in a forked process, its output thrown away."""
+class Entered:
+    """Which functions of a file each test enters, by their first lines, and its seconds."""
+
+    def __init__(self, target):
+        self.target, self.tests = str(target), []
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_call(self, item):
+        lines, begin = set(), time.process_time()
+
+        def note(frame, event, _):
+            if event == "call" and frame.f_code.co_filename == self.target:
+                lines.add(frame.f_code.co_firstlineno)
+
+        sys.setprofile(note)
+        yield
+        sys.setprofile(None)
+        self.tests.append((time.process_time() - begin, item.nodeid, sorted(lines)))
+
+
+def in_fork(function):
+    """Whether a function gives 0 in a forked process, its output thrown away."""
     child = os.fork()
     if child == 0:
         used = int(time.process_time())
@@ -194,22 +207,74 @@ def survives(where, tests, only=""):
         with Path(os.devnull).open("w") as sink:
             os.dup2(sink.fileno(), 1)
             os.dup2(sink.fileno(), 2)
-        os.chdir(where)
-        sys.path.insert(0, str(where))
-        os.environ["PYTHONPATH"] = str(where)  # for processes of the tests, too
-        sys.dont_write_bytecode = True
-        import hypothesis
-
-        # A failure is enough: no search for the smallest one.
-        phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-        hypothesis.settings.register_profile("mutants", phases=phases, report_multiple_bugs=False)
-        hypothesis.settings.load_profile("mutants")
         code = 1
         with contextlib.suppress(BaseException):
-            code = pytest.main([*tests, *OPTIONS, "-k", only])
+            code = function()
         os._exit(int(code))
     _, status = os.waitpid(child, 0)
     return os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
+
+
+def run_tests(where, tests, plugins=()):
+    os.chdir(where)
+    sys.path.insert(0, str(where))
+    os.environ |= {"PYTHONPATH": str(where), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    sys.dont_write_bytecode = True
+    # A failure is enough: no search for the smallest one.
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("mutants", phases=phases, report_multiple_bugs=False)
+    hypothesis.settings.load_profile("mutants")
+    return pytest.main([*tests, *OPTIONS], plugins)
+
+
+def tests_of(where, target, tests):
+    """Of each function of a file, by its first line, the tests that enter it; of 0, all."""
+    kept = where / "entered.json"
+
+    def note():
+        entered = Entered(target)
+        code = run_tests(where, tests, [entered])
+        kept.write_text(json.dumps(sorted(entered.tests)))
+        return code
+
+    if not in_fork(note):
+        sys.exit("The tests fail without any mutant.")
+    entered = {0: tests}
+    for _, name, lines in json.loads(kept.read_text()):
+        for line in lines:
+            entered.setdefault(line, []).append(name)
+    return entered
+
+
+def function_around(source, line):
+    """The first line of the innermost function whose body has a line; 0 outside of all."""
+    around = [
+        min([node.lineno, *(each.lineno for each in node.decorator_list)])
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef)
+        if node.body[0].lineno <= line <= node.end_lineno
+    ]
+    return max(around, default=0)
+
+
+def survivors_of(path, function, share, num_shares):
+    """Which mutants of a file no test kills, of every so manieth; and how many there were."""
+    source = path.read_text()
+    found, total = [], 0
+    with tempfile.TemporaryDirectory() as name:
+        where = Path(name).resolve()
+        copy_tree(where)
+        target = where / path.relative_to(ROOT)
+        names = TESTS.get(path.name, TESTS[path.parent.name])
+        entered = tests_of(where, target, [f"test/objectives/{name}" for name in names])
+        for line, what, mutant in list(mutants(source, function))[share::num_shares]:
+            target.write_text(mutant)
+            total += 1
+            tests = entered.get(function_around(source, line), ())
+            if not tests or in_fork(lambda tests=tests: run_tests(where, tests)):
+                found.append(f"{path.name}:{line} {what}")
+                print("survived:", found[-1], flush=True)  # noqa: T201
+    return found, total
 
 
 def main():
@@ -217,7 +282,6 @@ def main():
     parser.add_argument("files", nargs="*", help="names of files, with :function for a part")
     chosen = dict(name.partition(":")[::2] for name in parser.parse_args().files)
 
-    survivors, total = [], 0
     paths = [
         path
         for folder in ("functional", "batching", "advantages")
@@ -225,28 +289,24 @@ def main():
     ]
     if unknown := chosen.keys() - {path.name for path in paths}:
         sys.exit(f"No file {sorted(unknown)} in functional, batching or advantages.")
-    with tempfile.TemporaryDirectory() as name:
-        where = Path(name)
-        copy_tree(where)
-        for path in paths:
-            named = path.name in chosen if chosen else path.parent.name == "functional"
-            if path.name == "__init__.py" or not named:
-                continue
-            names = TESTS.get(path.name, TESTS[path.parent.name])
-            tests = [f"test/objectives/{name}" for name in names]
-            if not survives(where, tests):
-                sys.exit("The tests fail without any mutant.")
-            target = where / path.relative_to(ROOT)
-            for line, what, source in mutants(path.read_text(), chosen.get(path.name, "")):
-                target.write_text(source)
-                total += 1
-                nearest = NEAREST.get(path.name)
-                if (not nearest or survives(where, tests, nearest)) and survives(where, tests):
-                    survivors.append(f"{path.name}:{line} {what}")
-                    print("survived:", survivors[-1], flush=True)  # noqa: T201
-            shutil.copy(path, target)
-    print(f"{total - len(survivors)} of {total} mutants killed.")  # noqa: T201
-    sys.exit(min(len(survivors), 255))
+    wanted = [
+        (path, chosen.get(path.name, ""))
+        for path in paths
+        if path.name != "__init__.py"
+        if (path.name in chosen if chosen else path.parent.name == "functional")
+    ]
+    num_shares = os.cpu_count() or 1
+    shares = [(*each, i, num_shares) for each in wanted for i in range(num_shares)]
+    with ProcessPoolExecutor(num_shares, get_context("fork")) as pool:
+        done = []
+        for share, (found, num) in zip(
+            shares, pool.map(survivors_of, *zip(*shares, strict=True)), strict=True
+        ):
+            done.append((num, len(found)))
+            print(f"{share[0].name}, part {share[2] + 1}: {num - len(found)} of {num}", flush=True)  # noqa: T201
+    total, num_survivors = map(sum, zip(*done, strict=True))
+    print(f"{total - num_survivors} of {total} mutants killed.")  # noqa: T201
+    sys.exit(min(num_survivors, 255))
 
 
 if __name__ == "__main__":
