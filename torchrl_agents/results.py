@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from itertools import compress
 from pathlib import Path
 from typing import Any, Final
 
@@ -85,9 +84,12 @@ class Recorder:
         """The mean reward on held-out prompts, by the step after which it was measured."""
         for path in folder.glob("csv/scalars/**/*.csv"):  # TorchRL's: a step and a value a line
             lines = path.read_text(encoding="utf-8").splitlines()
-            steps = [line.partition(",")[0] for line in lines]
-            known = [step.isdecimal() and int(step) <= after for step in steps]
-            _replace(path, list(compress(lines, known)))
+            steps = ((line, line.partition(",")[0]) for line in lines)
+            _replace(path, [x for x, step in steps if step.isdecimal() and int(step) <= after])
+        for writer in (logger.experiment for logger in self._loggers if after >= 0):
+            if hasattr(writer, "purge_step"):  # TensorBoard's: it shows nothing older from there on
+                writer.close()
+                writer.purge_step = after + 1
         self._metrics = (folder / METRICS).open("a", encoding="utf-8")
         self._evaluations = folder / EVALUATIONS
         system_metrics()  # from here on the time of the first step's counts
@@ -561,8 +563,7 @@ _Opened = tuple[Logger, Callable[[bool], None]]
 def _files(kind: str, run: Run, *_: Any) -> _Opened:
     """TorchRL's logger of that name, which writes into a folder of the run."""
     name = kind.removesuffix("Logger").lower()
-    module = import_module(f"torchrl.record.loggers.{name}")
-    logger = getattr(module, kind)(name, str(run.folder))
+    logger = getattr(import_module(f"torchrl.record.loggers.{name}"), kind)(name, str(run.folder))
     if name == "csv":  # which writes each value at once, and would keep all of them as well
         logger.experiment.scalars = defaultdict(partial(deque, maxlen=1))
     return logger, lambda _: logger.close()

@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchrl.record.loggers.tensorboard import TensorboardLogger
 
-from torchrl_agents.results import lines_until
+from torchrl_agents.results import Recorder, lines_until
 from torchrl_agents.run import (
     Run,
     check_same_settings,
@@ -19,7 +23,7 @@ from torchrl_agents.run import (
     plain_settings,
 )
 from torchrl_agents.settings.command_line import read_record, with_recorded
-from torchrl_agents.settings.schema import SettingsError
+from torchrl_agents.settings.schema import SettingsError, TrainingConfig
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
@@ -199,6 +203,28 @@ def test_a_run_that_goes_on_says_which_files_have_changed_since_it_began(
         assert read_record(tmp_path)["resumed"][-1].get("changed", []) == changed
         assert ("are used as they are now: " + ", ".join(changed) in caplog.text) == bool(changed)
     assert not [name for name in read_record(tmp_path)["files"] if name in ("json", "torch")]
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own
+def test_tensorboard_shows_a_step_once_after_a_kill(tmp_path):
+    """Of a run that was saved after its first step, and killed after its third."""
+
+    def write(after, rewards):
+        logger = TensorboardLogger("tensorboard", str(tmp_path))
+        run = SimpleNamespace(loggers=[logger], folder=tmp_path)
+        parts: Any = (run, SimpleNamespace(final_answer=None))
+        recorder = Recorder(TrainingConfig(), *parts, None, None, after=after)
+        for step, reward in rewards.items():
+            recorder.write(step, {"reward": reward}, None, None)
+        recorder.close()
+        logger.close()
+
+    write(-1, {1: 1.0, 2: 2.0, 3: 3.0})
+    write(1, {2: 4.0, 3: 5.0, 4: 6.0})
+    shown = EventAccumulator(str(tmp_path / "tensorboard"))
+    shown.Reload()
+    found = [(event.step, event.value) for event in shown.Scalars("reward")]
+    assert found == [(1, 1.0), (2, 4.0), (3, 5.0), (4, 6.0)]
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,7 @@ def load_rows(
         rows = source if path is None else import_module("datasets").load_from_disk(str(path))
         columns = isinstance(rows, Mapping) and any(isinstance(v, list) for v in rows.values())
         has_splits = isinstance(rows, Mapping) and not columns
-        is_split = path is not None or split is None or has_splits
-        if name is not None or streaming or load_options or not is_split:
+        if name is not None or streaming or load_options or (not path and split and not has_splits):
             what = type(source).__name__ if path is None else f"{path}, where they do not apply"
             raise ValueError(
                 "load_rows: name=, streaming= and load_options= are for a hub id or a path, and "

@@ -48,7 +48,7 @@ class ChatCompletions:
             none.
         timeout_s: deadline of one answer, with all attempts, from when it is asked.
         max_concurrent: questions that are open at the same time.
-        max_retries: attempts after the first.
+        max_retries: attempts after the first, at growing intervals: 8 bridge about half a minute.
         **generation: of the request: ``temperature`` (0 when not given), ``max_tokens``,
             ``response_format``, ``extra_body`` and so on.
 
@@ -65,7 +65,7 @@ class ChatCompletions:
         api_key: str | None = None,
         timeout_s: float = 50.0,
         max_concurrent: int = 64,
-        max_retries: int = 3,
+        max_retries: int = 8,
         **generation: Any,
     ) -> None:
         try:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 MAX_RESTARTS: Final = 2
 """How often in a row a server that died is started again at once."""
-RETRY_S: Final = 60.0
+RETRY_S: Final = 10.0
 """Then it is left alone for so long: what can't be started now may be there again later."""
 _MAX_PAGES: Final = 100
 _BACKOFF_S: Final = 0.2
@@ -301,7 +301,7 @@ class MCPToolTransform(ToolSource):
 
     The servers are asked for their tools here, so that what is wrong shows before training. Calls
     run at the same time, each with its deadline. A server that died is started again at the next
-    call, at most twice in a row and then once a minute, and so is one that lets a call pass its
+    call, at most twice in a row and then every 10 s, and so is one that lets a call pass its
     deadline and then does not list its tools; the call that failed is answered with an error and is
     not repeated. A tool that the server has changed since is answered with an error too.
 

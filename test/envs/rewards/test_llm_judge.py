@@ -52,6 +52,8 @@ class Server:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
+                if status == 503:
+                    self.send_header("Retry-After-Ms", "1")
                 self.end_headers()
                 with contextlib.suppress(BrokenPipeError):  # nobody waits any more
                     self.wfile.write(data)
@@ -69,6 +71,8 @@ class Server:
 
     def answer(self, graded):
         if graded == "busy" and self.num_asked[graded] == 1:
+            return 503, "", "stop"
+        if graded == "away" and self.num_asked[graded] <= 8:
             return 503, "", "stop"
         if graded == "broken":
             return 400, "", "stop"
@@ -131,6 +135,13 @@ def test_failures_are_no_zeros_and_cost_no_other_row(server, scripted, play):
     assert trick["before"] == [{"role": "user", "content": "<7>"}]
     assert "Be strict." in body["messages"][0]["content"]
     assert "from 0 to 1" in body["messages"][0]["content"]
+
+
+def test_a_server_that_is_away_is_asked_eight_times_more(server, scripted, play):
+    judge = ChatCompletions("judge", base_url=server.url)
+    end = judged(scripted, play, judge, ["away", "good"])
+    assert end["rewards", "LLMJudge"].view(-1).tolist() == [0.0, 0.75]
+    assert server.num_asked == {"away": 9, "good": 1}
 
 
 def test_a_server_that_is_not_there_makes_rows_unscorable(scripted, play):
