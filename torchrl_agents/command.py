@@ -10,6 +10,7 @@ import ast
 import os
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -17,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Final, NamedTuple
+from typing import Final
 
 from torchrl_data import page
 
@@ -28,23 +29,13 @@ RECIPES: Final = (
 """Where the scripts are, the first that there is: each in a folder of its name."""
 
 
-class Alias(NamedTuple):
-    """A recipe that is an experiment of another one."""
-
-    recipe: str
-    """The other one."""
-    experiment: str
-    """Of its ``config/experiment/``."""
-    summary: str
-    """One line for the help."""
-
-
-ALIASES: Final[dict[str, Alias]] = {
-    "lora": Alias("expert-iteration", "lora", "low-rank adapters are trained, and nothing else."),
-    "multi-environment": Alias("grpo", "multi_environment", "several tasks in one run, by shares."),
-    "search-agent": Alias("grpo", "search_agent", "multi-hop questions and a search tool."),
+ALIASES: Final = {
+    "lora": ("expert-iteration", "lora", "low-rank adapters are trained, and nothing else."),
+    "multi-environment": ("grpo", "multi_environment", "several tasks in one run, by shares."),
+    "search-agent": ("grpo", "search_agent", "multi-hop questions and a search tool."),
 }
-"""Recipes without a script of their own, by name."""
+"""Recipes without a script of their own, by name: the recipe of which each is an experiment, the
+file in its ``config/experiment/``, and one line for the help."""
 
 
 COMMANDS: Final = {
@@ -59,35 +50,8 @@ COMMANDS: Final = {
 called, gets the arguments and gives the status; and one line for the help."""
 
 
-class Feature(NamedTuple):
-    """Something that needs more than the library's own dependencies."""
-
-    name: str
-    """What one does with it."""
-    needs: tuple[str, ...]
-    """Modules, and programs as ``program:one|or another``."""
-    remedy: str
-    """What to do where one is missing."""
-    page: str
-    """That tells more."""
-
-
-FEATURES: Final = (
-    Feature("the library", ("torch", "tensordict", "torchrl", "transformers", "datasets", "hydra"),
-            "pip install torchrl-agents", "docs/start.md"),
-    Feature("training", ("reasoning_gym", "matplotlib", "tensorboard", "textual"),
-            'pip install "torchrl-agents[train]"', "docs/start.md"),
-    Feature("vLLM", ("vllm",), 'pip install "torchrl-agents[vllm]"', "docs/vllm.md"),
-    Feature("MCP servers", ("mcp",), 'pip install "torchrl-agents[tools]"', "docs/tools.md"),
-    Feature("a browser", ("playwright", "program:chromium|chromium-browser|google-chrome"),
-            'pip install "torchrl-agents[tools]", and a Chromium', "docs/sandbox.md"),
-    Feature("untrusted code", ("program:bwrap",), "install bubblewrap", "docs/sandbox.md"),
-    Feature("graders", ("math_verify", "openai"),
-            'pip install "torchrl-agents[graders]"', "docs/rewards.md"),
-    Feature("Ray", ("ray",), 'pip install "torchrl-agents[ray]"', "docs/clusters.md"),
-    Feature("adapters", ("peft",), 'pip install "torchrl-agents[lora]"', "docs/policies.md"),
-)  # fmt: skip
-"""What ``doctor`` looks for; the first is needed whatever one does."""
+FEATURES: Final = tomllib.loads(Path(__file__).with_name("features.toml").read_text("utf-8"))
+"""What ``doctor`` looks for, by what one does with it; the first is needed whatever one does."""
 
 
 def doctor(arguments: Sequence[str]) -> int:
@@ -107,12 +71,12 @@ def doctor(arguments: Sequence[str]) -> int:
     print(f"torchrl-agents {_version()}, Python {sys.version.split()[0]}")
     print(f"this machine: {os.cpu_count()} cores, {memory:.0f} GiB of memory, {gpu}")
     able = True
-    for feature in FEATURES:
-        missing = [name for name in feature.needs if not _is_there(name)]
-        able = able and not (missing and feature is FEATURES[0])
+    for feature, its in FEATURES.items():
+        missing = [name for name in its["needs"] if not _is_there(name)]
+        able = able and not (missing and feature == "the library")
         names = ", ".join(missing).replace("program:", "").replace("|", " or ")
-        told = f"missing {names}: {feature.remedy}"
-        print(f"  {feature.name:<16}{told + f' ({page(feature.page)})' if missing else 'ready'}")
+        told = f"missing {names}: {its['remedy']} ({page(its['page'])})"
+        print(f"  {feature:<16}{told if missing else 'ready'}")
     return 0 if able else 1
 
 
@@ -194,16 +158,16 @@ def _run_recipe(name: str, scripts: Mapping[str, Path], arguments: Sequence[str]
     if name in scripts:
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, str(scripts[name]), *arguments])
-    alias = ALIASES[name]
+    recipe, experiment, _ = ALIASES[name]
     given = next((each for each in arguments if each.startswith("experiment=")), None)
     if given is not None:
         print(
-            f"torchrl-agents {name} is {alias.recipe} experiment={alias.experiment}, so {given} "
-            f"has no place: set what it sets, or say torchrl-agents {alias.recipe} {given}.",
+            f"torchrl-agents {name} is {recipe} experiment={experiment}, so {given} has no place: "
+            f"set what it sets, or say torchrl-agents {recipe} {given}.",
             file=sys.stderr,
         )
         return 2
-    return _run_recipe(alias.recipe, scripts, [f"experiment={alias.experiment}", *arguments])
+    return _run_recipe(recipe, scripts, [f"experiment={experiment}", *arguments])
 
 
 def help_text(scripts: dict[str, Path]) -> str:

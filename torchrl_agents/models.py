@@ -106,6 +106,9 @@ def vllm_policy(
         cfg: the settings.
         source: hub id or folder of the model.
         tokenizer: its tokenizer.
+
+    Raises:
+        SettingsError: no server answers, or the engine can't be made so.
     """
     from torchrl_modules import vLLMWrapper
 
@@ -117,7 +120,8 @@ def vllm_policy(
         devices, count = cfg.engine.devices, cfg.engine.num_engines
         return vLLMWrapper(_started_fleet(kept, devices, count, engine_kwargs), **arguments)
     where = list(cfg.engine.urls) or cfg.engine.url or source
-    return vLLMWrapper(where, engine_kwargs=engine_kwargs or None, **arguments)
+    with refusing("engine"):  # servers that run are asked
+        return vLLMWrapper(where, engine_kwargs=engine_kwargs or None, **arguments)
 
 
 def engines_of_collector(
@@ -460,6 +464,8 @@ def load_model(
     except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
         kind = "" if Path(source).is_dir() else " (no folder of that name is here)"
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if not kind and not Path(source, "config.json").is_file():
+            first = "the folder has no config.json, so it holds no model"
         raise SettingsError(f"{who}={source!r}{kind} can't be loaded: {first}") from error
     return model, tokenizer
 

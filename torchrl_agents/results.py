@@ -418,7 +418,8 @@ def leave_card(
         model_name=run.label,
         eval_results=[EvalResult(*results, *score) for score in scores.items()],
     )
-    given = [x for x in run.record["command"][1:] if not x.startswith(("resume=", "push_to_hub="))]
+    *_, newest = [run.record, *run.record.get("resumed", [])]  # whose command has all that is given
+    given = [x for x in newest["command"][1:] if not x.startswith(("resume=", "push_to_hub="))]
     card = ModelCard.from_template(
         metadata,
         template_path=str(Path(__file__).with_name("card.md")),

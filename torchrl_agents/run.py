@@ -85,16 +85,24 @@ def _leaves(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 def find_run(folders: Sequence[Path], settings: Mapping[str, Any]) -> Path | None:
     """The newest run that was stopped, has a checkpoint and the same settings.
 
+    Where there is none, what keeps the newest other one from going on is logged.
+
     Args:
         folders: of runs, the newest last.
         settings: what :func:`plain_settings` gave.
     """
+    why = []
     for folder in reversed(folders):
         # One that was killed while it wrote its first checkpoint has none.
-        if (folder / RECORD).exists() and stored(folder / CHECKPOINTS):
-            record = read_record(folder)
-            if record["status"] != FINISHED and record.get("settings") == settings:
+        is_there = (folder / RECORD).exists() and stored(folder / CHECKPOINTS)
+        if is_there and read_record(folder)["status"] != FINISHED:
+            try:
+                check_same_settings(folder, settings)
                 return folder
+            except SettingsError as error:
+                why.append(error)
+    if why:
+        _LOG.warning("resume=auto begins a new run, for the last one can't go on. %s", why[0])
     return None
 
 
@@ -487,8 +495,9 @@ def tell_of_no_signal(metrics: Mapping[str, float], num_steps: int) -> None:
     """Say why nothing could be learnt in a step.
 
     Args:
-        metrics: of the step.
-        num_steps: so many such steps there were; it is told of the 1st, 2nd, 4th, 8th, ...
+        metrics: of the step, or of the first test.
+        num_steps: so many such steps there were; it is told of the 1st, 2nd, 4th, 8th, ... Before
+            the first step, 0.
     """
     if num_steps & (num_steps - 1):  # not a power of two
         return
@@ -497,8 +506,9 @@ def tell_of_no_signal(metrics: Mapping[str, float], num_steps: int) -> None:
         stops = {k.removeprefix("stop/"): v for k, v in metrics.items() if k.startswith("stop/")}
         ends = ", ".join(f"{reason} {share:.0%}" for reason, share in stops.items())
         why = (
-            f"no rollout could be scored, so no update was made. They ended by {ends}; rollouts/ "
-            "has the stop_reason and reward_errors of each."
+            f"no rollout could be scored, so no update is made. They ended by {ends}; rollouts/ "
+            "has the stop_reason and reward_errors of each. A reward function that gives None does "
+            "not apply: where each does, nothing is scored."
         )
     elif metrics.get("groups/solve_all_fraction") == 1:
         level, what = logging.INFO, "Nothing left to learn"
@@ -513,7 +523,8 @@ def tell_of_no_signal(metrics: Mapping[str, float], num_steps: int) -> None:
             "too easy for this model: warm it up, take easier settings of the task, larger groups "
             "or a higher temperature, or give partial rewards."
         )
-    _LOG.log(level, "%s in %d step(s): %s", what, num_steps, why)
+    where = f"{num_steps} step(s)" if num_steps else "the first test"
+    _LOG.log(level, "%s in %s: %s", what, where, why)
 
 
 # Ctrl-C, SIGTERM and SLURM's warning: what was trained is saved before the run ends.

@@ -29,6 +29,7 @@ from torchrl_data import page
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import render_template
 from torchrl_envs import TooManyRewardErrors
+from torchrl_envs.rewards.functions import BadRewardError
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.transformers import TransformersEngine
@@ -164,14 +165,15 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
             if cfg.policy.lora_rank is not None:
                 models.with_adapters(cfg.policy, model)
         if is_vllm and not starts_here and not on_ray:
-            with refusing("engine"):  # servers that run are asked
-                return models.vllm_policy(cfg, source, tokenizer)
+            return models.vllm_policy(cfg, source, tokenizer)
         return policy
 
 
 # How a recipe runs: its settings are checked, its folder is its own, it is told how it ended.
 
 _LOG = logging.getLogger("torchrl_agents")
+_TOLD: Final = (RankFailedError, TooManyRewardErrors, BadRewardError)
+"""Errors that say all."""
 _OF_THE_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 Build = Callable[[Recipe, Any, dict[str, Any]], Any]
 """Gives the task and its environments, a tuple."""
@@ -196,8 +198,13 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
             _run(recipe, train, build, typed, summary)
         except SettingsError as error:
             raise SystemExit(f"{recipe.name}.py: {error}") from error
-        except (RankFailedError, TooManyRewardErrors) as error:
-            raise SystemExit(str(error)) from error
+        except (BadRewardError, RuntimeError) as error:
+            cause = error.__cause__  # of a collector beside training, and on Ray where it was
+            chain = (error, cause, getattr(cause, "cause", None))
+            told = [each for each in chain if isinstance(each, _TOLD)]
+            if not told:
+                raise
+            raise SystemExit(f"{recipe.name}.py: {told[-1]}") from error
         except (OSError, SafetensorError) as error:
             if isinstance(error, OSError) and error.errno not in _OF_THE_DISK:
                 raise

@@ -12,7 +12,7 @@ from typing import Any, cast
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from collectors import LLMCollector, PhaseTimer, RunState, StepMetrics, identity_of
+from collectors import LLMCollector, PhaseTimer, RunState, StepMetrics, identity_of, rollout_metrics
 from collectors.resume import Stateful
 from collectors.streaming.collector import BackgroundCollector
 from collectors.weight_update.weights import merged_weights
@@ -297,6 +297,9 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
         if before is None:
             with log.phase("first evaluation"):
                 before = held_out.now(0)
+            first = rollout_metrics(before)
+            if run.recipe.needs_groups and first["reward/unscorable_fraction"] == 1:
+                tell_of_no_signal(first, 0)
         step = None if pending is None else Step.from_state(pending, trainer)
         trainer.timer.reset()
 
@@ -319,7 +322,8 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
                     recorder.write(step.number, last, step.trajectories, step.trained)
                     done, step = step.number, None
                     tell(done, last)
-                    if run.recipe.needs_groups and last["groups/without_signal_fraction"] >= 1:
+                    # NaN where no rollout was scored.
+                    if run.recipe.needs_groups and not last["groups/without_signal_fraction"] < 1:
                         num_flat += 1
                         tell_of_no_signal(last, num_flat)
                     with stop.breaking():

@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -232,20 +233,7 @@ def _print(
 # The page has no script and loads nothing; its content security policy allows its own style sheet
 # and refuses everything else. Whatever comes from a conversation is escaped text.
 
-_STYLE: Final = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-  color: #1d2330; background: #fff; }
-article { margin-bottom: 3rem; }
-section { border-left: 4px solid #8a93a5; margin: .6rem 0; padding: .2rem .9rem; }
-h2 { font-size: 1rem; } h3 { font-size: .8rem; margin: 0; color: #5b6475; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; font: inherit; }
-.system, .developer { border-color: #a23bb0; } .user { border-color: #2563c9; }
-.tool { border-color: #b7791f; } .assistant { border-color: #1d8a4b; }
-.tokens { font-family: ui-monospace, monospace; font-size: .8rem; border-color: #d5d9e0; }
-.TEMPLATE { color: #737b8c; } .CONTENT { background: #dbe8fd; } .MODEL { background: #cdeed8; }
-.tokens span { border-right: 1px solid #fff; }
-.legend span { padding: 0 .4rem; margin-right: .4rem; } .reward { font-weight: 600; }
-"""
+_STYLE: Final = "\n" + Path(__file__).with_name("display.css").read_text("utf-8")
 
 
 def messages_html(

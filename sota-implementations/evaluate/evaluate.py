@@ -127,7 +127,8 @@ def evaluate(cfg: EvaluationConfig, test: Setup, run: Run) -> dict[str, Any]:
     if not estimates["reward"].num_prompts:
         reasons = Counter(str(row["stop_reason"]) for row in trajectories.unbind(0))
         ends = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
-        raise SettingsError(f"no rollout could be scored: {ends}. All are in {run.folder}.")
+        ends += ". (A reward of None says that it does not apply.)"
+        raise SettingsError(f"no rollout could be scored: {ends} All are in {run.folder}.")
     return result
 
 

@@ -99,10 +99,7 @@ ALGORITHMS: Final = (
     *("bnpo", "cispo", "dapo", "dppo", "gmpo", "grpo", "gspo", "ipo", "kpop", "luspo", "sapo"),
     "vespo",
 )
-PRESETS: Final = {
-    **{name: name.upper() for name in ALGORITHMS},
-    **{"dr_grpo": "DrGRPO", "kpop": "KPop"},
-}
+PRESETS: Final = {n: n.upper() for n in ALGORITHMS} | {"dr_grpo": "DrGRPO", "kpop": "KPop"}
 """Losses of the library by ``loss.name``."""
 
 
@@ -199,9 +196,15 @@ def _clip_epsilon(cfg: LossConfig, preset: Any) -> tuple[float, float] | None:
     from objectives.losses.options import SURROGATES
 
     surrogate = cfg.surrogate or preset.get("surrogate", "clipped")
-    # Where a surrogate has no such bounds, the loss refuses them.
-    function = SURROGATES[surrogate].function if surrogate in SURROGATES else None
+    function = getattr(SURROGATES.get(surrogate, surrogate), "function", None)
     known = {} if function is None else signature(function).parameters
+    if function is not None and "clip_high" not in known:
+        kinds = {name: getattr(objectives, kind).preset for name, kind in PRESETS.items()}
+        able = [n for n, own in kinds.items() if own.get("surrogate") in (None, "clipped", "gmpo")]
+        raise ValueError(
+            f"clip_low and clip_high are for {', '.join(able)}, and surrogate=clipped or gmpo, "
+            f"not for {cfg.name} with the surrogate {surrogate}. Leave them out."
+        )
     bounds = [known[name].default if name in known else 0.2 for name in ("clip_low", "clip_high")]
     low, high = preset.get("clip_epsilon", bounds)
     return (

@@ -32,6 +32,8 @@ class DemonstrationsConfig:
     """Its column with the conversations, each a list of messages."""
     split: str | None = None
     """Of it; the only one, or train, when not given."""
+    skip_bad_rows: bool = False
+    """Leave out rows that hold no conversation, and log how many; else they are refused."""
     num_held_out: int = 64
     """Conversations that are not trained on, whose loss is told."""
     shuffle_answers: bool = False
@@ -74,6 +76,7 @@ if __name__ == "__main__":
     read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
 import json
+import logging
 import random
 from collections.abc import Mapping, Sequence
 
@@ -92,6 +95,8 @@ from torchrl_data import row_tensordicts
 from torchrl_envs import load_rows
 from torchrl_modules import LLMWrapperBase
 
+_LOG = logging.getLogger("torchrl_agents")
+
 
 def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Setup:
     """The task, whose demonstrations are learnt, and the environment that tests."""
@@ -99,15 +104,22 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Setup:
     chats, tools = list(test.task.demonstrations), list(test.task.demonstration_tools)
     if cfg.data.dataset is not None:
         with refusing(f"data.dataset={cfg.data.dataset!r}"):
-            loaded = list(load_rows(cfg.data.dataset, split=cfg.data.split))
-            chats = [row.get(cfg.data.column) for row in loaded]
-            if wrong := [n for n, chat in enumerate(chats) if not isinstance(chat, list)]:
+            options: Any = {"split": cfg.data.split, "skip_bad_rows": cfg.data.skip_bad_rows}
+            loaded, column = list(load_rows(cfg.data.dataset, **options)), cfg.data.column
+            bad = {n: r for n, r in enumerate(loaded) if not isinstance(r.get(column), list)}
+            told = f"{len(bad)} of {len(loaded)} rows (the first is row 0)"
+            if bad and (not cfg.data.skip_bad_rows or len(bad) == len(loaded)):
+                number, row = next(iter(bad.items()))
                 raise ValueError(
-                    f"row {wrong[0]} has no list of messages in the column {cfg.data.column!r}, "
-                    f"which data.column= names; its columns are {sorted(loaded[wrong[0]])}. A "
-                    "prompt and its completion are the messages [*prompt, *completion]."
+                    f"row {number} has no list of messages in the column {column!r}, which "
+                    f"data.column= names; its columns are {sorted(row)}. A prompt and its "
+                    "completion are the messages [*prompt, *completion]. So it is with "
+                    f"{told}; data.skip_bad_rows=true leaves them out, unless it is all."
                 )
-            tools = [schemas_of(row) for row in loaded]
+            if bad:
+                _LOG.warning("%s hold no conversation, and are left out: %s", told, [*bad][:5])
+            rows = [row for n, row in enumerate(loaded) if n not in bad]
+            chats, tools = [row[column] for row in rows], [schemas_of(row) for row in rows]
     if len(chats) <= cfg.data.num_held_out:
         raise SettingsError(
             f"Of {len(chats)} conversations data.num_held_out={cfg.data.num_held_out} leaves none "

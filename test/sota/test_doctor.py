@@ -61,5 +61,6 @@ def test_arguments_are_refused():
 def test_pages_that_it_names_are_there():
     from torchrl_agents.command import FEATURES
 
-    for feature in FEATURES:
-        assert (ROOT / feature.page).is_file()
+    assert FEATURES
+    for feature in FEATURES.values():
+        assert (ROOT / feature["page"]).is_file()

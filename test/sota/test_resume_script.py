@@ -130,7 +130,7 @@ def write_run(folder, status="interrupted", **changes):
     return folder
 
 
-def test_auto_finds_the_newest_run_of_the_same_settings_that_has_not_ended(tmp_path):
+def test_auto_finds_the_newest_run_of_the_same_settings_that_has_not_ended(tmp_path, caplog):
     runs = [
         write_run(tmp_path / "1"),
         write_run(tmp_path / "2", train={"num_steps": 99}),  # longer or shorter: the same run
@@ -142,7 +142,11 @@ def test_auto_finds_the_newest_run_of_the_same_settings_that_has_not_ended(tmp_p
     (runs[4] / "checkpoints/step-00000001.save-00001").rename(runs[4] / "checkpoints/.staging")
     assert find_run(runs, settings()) == runs[1]
     assert find_run(runs, settings(seed=1)) == runs[3]
+    assert not caplog.messages
     assert find_run(runs, settings(seed=2)) is None
+    (told,) = caplog.messages  # of the newest that is not finished
+    assert told.startswith("resume=auto begins a new run, for the last one can't go on. resume=")
+    assert f"{runs[3]}: a run goes on with its own settings, and seed was 1 and is 2." in told
 
 
 def test_a_run_with_other_settings_is_refused_and_the_version_that_began_it_is_told(tmp_path):

@@ -227,8 +227,9 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
         (["loss.clip_low=-1"], "loss: .*clip_low"),
         (
             ["loss=cispo", "loss.clip_low=0.1"],
-            r"clip_epsilon=\(0.1, 0.2\) has no effect on surrogate 'cispo'",
+            "loss: clip_low and clip_high are for bnpo, dapo, gmpo, grpo, .*not for cispo",
         ),
+        (["loss=dppo", "loss.clip_high=0.3"], "clip_high are for bnpo, .*not for dppo"),
         (["loss.kl_estimator=k2"], "kl_estimator='k2' has no effect without"),
         (["loss.divergence=kl"], "divergence: for dppo, ipo, kpop"),
         (["loss=dppo", "loss.divergence=js"], "divergence must be one of"),

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field, is_dataclass, make_dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -128,6 +128,8 @@ _TYPES: Final[dict[str, Any]] = {
 """By their annotations; any value is taken for others."""
 SHARED: Final = Path(__file__).parent / "config"
 """Files that all recipes have."""
+_ELSEWHERE: Final = Path(__file__).with_name("elsewhere.yaml")
+"""What other libraries call settings."""
 _FILES: Final = ("profile", "experiment", "debug")
 """Groups of YAML files."""
 
@@ -247,14 +249,21 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
     """
     for name in TASKS:
         store_task(name)
-    told = vars(get_args_parser().parse_args(arguments))  # as Hydra reads them; it ends on others
+    read, unknown = get_args_parser().parse_known_args(arguments)  # as Hydra reads them
+    told, known_groups = vars(read), groups(recipe)
     written, shows_help, completes = map(told.pop, ("overrides", "help", "shell_completion"))
     word = written.pop() if completes and written else ""
     try:
-        overrides = OverridesParser.create().parse_overrides(written)
+        overrides = OverridesParser.create().parse_overrides([*unknown, *written])
     except HydraException as error:
-        raise SettingsError(str(error).splitlines()[0]) from error
-    known_groups = groups(recipe)
+        settings = {*setting_names(compose_config(recipe, [])), *known_groups}
+        guess = _guess(" ".join(unknown[:1]).strip("-").partition("=")[0], (), settings)
+        what = f"unrecognized arguments: {' '.join(unknown)}" if unknown else str(error)
+        raise SettingsError(
+            f"{what.splitlines()[0]}.{guess} Settings are name=value, without dashes, and without "
+            "spaces around the =; what has brackets, commas or spaces in it is quoted for the "
+            "shell, and the brackets are closed: 'a.b=[x,y]'."
+        ) from error
     choices = [o for o in overrides if o.key_or_group in known_groups]
     for override in choices:
         _check_choice(known_groups, override)
@@ -267,7 +276,7 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
         return "\n".join(sorted(_continuations(recipe, word, composed)))
     for override in overrides:
         if override not in choices:
-            _check_setting(override, known, composed)
+            _check_setting(override, known, composed, known_groups)
     # Values of a wrong type show here, in one line, and not when Hydra has begun a run.
     typed = compose_config(recipe, [o.input_line or "" for o in one])
     if shows_help:
@@ -335,7 +344,9 @@ def _check_choice(known: Mapping[str, Sequence[str]], override: Override) -> Non
             )
 
 
-def _check_setting(override: Override, known: Sequence[str], composed: DictConfig) -> None:
+def _check_setting(
+    override: Override, known: Sequence[str], composed: DictConfig, known_groups: Collection[str]
+) -> None:
     key = override.key_or_group
     if override.is_delete():
         raise SettingsError(f"{key} can't be taken out: give it a value, null for none.")
@@ -349,13 +360,21 @@ def _check_setting(override: Override, known: Sequence[str], composed: DictConfi
     of = f" of task={composed.task.id}" if parent == "task" else ""
     same = [name for name in known if name.rpartition(".")[2] == last]
     beside = [name for name in known if name.rpartition(".")[0] == parent != ""]
-    guess = f" Did you mean {' or '.join(same)}?" if same else _guess(key, beside or known)
+    guess = _guess(key, same or beside or known, {*known, *known_groups})
+    if same and "Here" not in guess:
+        guess = f" Did you mean {' or '.join(same)}?"
     if beside and not guess:
         guess = f" There are {', '.join(beside)}."
     raise SettingsError(f"There is no setting {key!r}{of}.{guess} --help shows all.")
 
 
-def _guess(name: str, known: Sequence[str]) -> str:
+def _guess(name: str, known: Collection[str], settings: Collection[str] = ()) -> str:
+    """What may be meant: a setting that other libraries call so, or one whose name is like it."""
+    for theirs, ours in OmegaConf.load(_ELSEWHERE).items() if settings else ():
+        if f".{name}".endswith(f".{theirs}"):
+            for text in ours:
+                if text.split()[0] in settings or text.startswith(("task.", "hydra.")):
+                    return f" Here it is {text}."
     close = get_close_matches(name, known, n=2, cutoff=0.75)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 

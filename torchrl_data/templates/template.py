@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import secrets
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -35,24 +36,8 @@ if TYPE_CHECKING:
 DEFAULT_TEMPLATE: Final = "chatml"
 ALIASES: Final = {"chatml_format": "chatml"}
 """Other names of built-in templates."""
-FAMILIES: Final[dict[str, tuple[str, ...]]] = {
-    "qwen3": ("qwen3", "qwq"),
-    "qwen": ("qwen",),
-    "dialogpt": ("dialogpt", "microsoft/dialo"),
-    "falcon": ("falcon",),
-    "deepseek3": ("deepseek-r1", "deepseek-v3"),
-    "deepseek": ("deepseek",),
-    "llama": ("llama",),
-    "mistral": ("mistral", "mixtral"),
-    "smollm": ("smollm",),
-    "gemma": ("gemma-2", "gemma-3", "gemma2", "gemma3"),
-    "phi4mini": ("phi-4-mini",),
-    "phi4": ("phi-4",),
-    "phi": ("phi-3", "phi3"),
-    "granite": ("granite-4", "granite4"),
-    "kimi": ("kimi-k2",),
-    "glm": ("glm-4.", "glm-5"),
-}
+_TABLE: Final = files("torchrl_data.templates") / "families.toml"
+FAMILIES: Final[dict[str, list[str]]] = tomllib.loads(_TABLE.read_text("utf-8"))
 """Built-in templates and the words in a tokenizer's name that stand for them; first match wins."""
 _CONTROL_LITERAL = re.compile(
     r"<[|｜][^<>|｜]{1,40}[|｜]>|</?(?:think|tool_call|minimax:tool_call|TOOLCALL|TOOL_RESPONSE"
@@ -178,8 +163,8 @@ def family_of(
 ) -> str | None:
     """The template that the name of a tokenizer stands for, or ``None``."""
     name = str(getattr(tokenizer, "name_or_path", "") or "").lower()
-    known = [(template, added.keywords) for template, added in reversed(_added.items())]
-    known += [] if added_only else FAMILIES.items()
+    known: list[tuple[str, Sequence[str]]] = [] if added_only else [*FAMILIES.items()]
+    known[:0] = [(template, added.keywords) for template, added in reversed(_added.items())]
     named = (template for template, words in known if any(word in name for word in words))
     return next(named, None)
 

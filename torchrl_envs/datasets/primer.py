@@ -367,15 +367,19 @@ class DataLoadingPrimer(EpisodeTransform):
             ValueError: rows are bad, unless bad rows are to be skipped; the message names some.
         """
         self._checks[who] = check
-        if self.options.skip_bad_rows:
-            return
-        sample = self._rows.sample(self.options.num_checked_rows)
-        errors = ((row_id, data.row_error(row, [check])) for row_id, row in sample)
-        if bad := [f"row {row_id}: {error}" for row_id, error in errors if error]:
+        sample = list(self._rows.sample(self.options.num_checked_rows))
+        errors = ((number, data.row_error(row, [check])) for number, row in sample)
+        if bad := [f"row {number}: {error}" for number, error in errors if error]:
             shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
+            if self.options.skip_bad_rows:
+                told = (
+                    "%d of %d rows are left out, which can't be used (the first row is row 0): %s"
+                )
+                _log.warning(told, len(bad), len(sample), shown)
+                return
             raise ValueError(
-                f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. Mend the data, or "
-                "leave such rows out with options=DataOptions(skip_bad_rows=True)."
+                f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. (The first row is row "
+                f"0.) Mend the data, or leave such rows out with {data.SKIP}."
             )
 
     def check(self, env: "EpisodeEnvironment") -> None:
@@ -437,13 +441,14 @@ class DataLoadingPrimer(EpisodeTransform):
                 return item._replace(row=data.with_plain_prompt(item.row, self.prompt_column))
             if kind:
                 if not self.skipped.counts[kind]:
-                    _log.warning("Row %d of the data is skipped: %s", item.row_id, reason)
+                    number = self._rows.number(item.row_id)
+                    _log.warning("Row %d of the data is skipped: %s", number, reason)
                 self.skipped.rows.append(data.SkippedRow(item.epoch, item.row_id, reason))
                 self.skipped.counts[kind] += 1
             if item.epoch > self._last_good_epoch + 1:
                 raise ValueError(
                     "DataLoadingPrimer: a whole pass over the data gave no row that can be used; "
-                    f"the last one, row {item.row_id}: {reason}."
+                    f"the last one, row {self._rows.number(item.row_id)}: {reason}."
                 )
         return None
 

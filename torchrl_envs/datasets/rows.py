@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 # Data sets by name: a hub id or a local path.
 
+SKIP: Final = "skip_bad_rows=True (of a recipe task.skip_bad_rows=true, of sft data.skip_bad_rows)"
+"""What a message offers for rows that can't be used."""
 _log = logging.getLogger(__name__)
 
 
@@ -174,7 +176,7 @@ def rows_of_json(path: Path, *, skip_bad_rows: bool = False) -> LazyRows:
             except ValueError as error:
                 bad.append(f"line {number}: {error}")
     if not places or (bad and not skip_bad_rows):
-        hint = ", or leave such lines out with skip_bad_rows=True" if places else ""
+        hint = f", or leave such lines out with {SKIP}" if places else ""
         found = bad[0] if bad else "it holds no rows"
         raise ValueError(f"{path} can't be read: {found}. Mend it{hint}.")
     if bad:
@@ -416,6 +418,13 @@ def _rows_of(rows: Any, seed: int, epoch: int) -> Iterator[Any]:
             yield from batch
 
 
+class NumberedRows(list[dict[str, Any]]):
+    """Rows of a data set."""
+
+    numbers: Sequence[int] = ()
+    """Of each, in that data set."""
+
+
 class Item(NamedTuple):
     """A row and its place."""
 
@@ -466,6 +475,9 @@ class RowStream:
                 "__iter__ starts anew, or a function that returns a fresh iterator."
             )
         self.num_rows = None if rows is None else len(rows)
+        numbers: Sequence[int] = getattr(data, "numbers", ())
+        self.number: Callable[[int], int] = numbers.__getitem__ if numbers else int
+        """How a row is called in messages: its number in the user's data."""
         self._walk = partial(_rows_of, data, self.seed)
         if self.num_rows == 0 or (rows is None and next(self._walk(0), None) is None):
             raise ValueError("DataLoadingPrimer: the data set has no rows.")
@@ -488,13 +500,13 @@ class RowStream:
         return ((index, index) for index in order[start:])
 
     def sample(self, count: int) -> Iterator[tuple[int, MadeRow]]:
-        """Rows spread evenly over the data, prepared here; of a stream the first one."""
+        """Numbered rows, spread evenly over the data, prepared here; of a stream the first."""
         if self.num_rows is None:
             keys = islice(self.epoch(0), min(count, 1))
         else:
             ids = np.linspace(0, self.num_rows - 1, min(count, self.num_rows)).round()
             keys = ((row_id, row_id) for row_id in ids.astype(int).tolist())
-        return ((row_id, self._prepare(key)) for row_id, key in keys)
+        return ((self.number(row_id), self._prepare(key)) for row_id, key in keys)
 
     def _from_buffer(
         self, rows: Iterator[tuple[int, Any]], random: np.random.Generator

@@ -85,8 +85,9 @@ class RewardErrorLimit(Transform):
         raise TooManyRewardErrors(
             f"The rewards of {len(failed)} of the last {len(self._recent)} rollouts failed; "
             f"{self.max_error_fraction:.0%} of {window} are allowed:\n{summary}\nThe last one:\n"
-            f"{failed[-1]}\nMend the reward, or allow more with collector.max_error_fraction= of a "
-            f"recipe, or RewardErrorLimit(max_error_fraction=...). See {page('docs/rewards.md')}."
+            f"{failed[-1]}\nMend the reward (None, not NaN, says that it does not apply), or allow "
+            "more with collector.max_error_fraction= of a recipe, or "
+            f"RewardErrorLimit(max_error_fraction=...). See {page('docs/rewards.md')}."
         )
 
     def get_extra_state(self) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_data import keys
+from torchrl_data import keys, page
 from torchrl_data.batch_io import read_conversations
 from torchrl_data.checks import POSITIVE, MissingEntryError, check_numbers, one_of
 from torchrl_data.messages import Message
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 # What a reward function is called with and logs, and whether what it gives has the right shape.
 
+
+class BadRewardError(ValueError):
+    """A reward function gave what can't be rewards, the first time that it was used."""
+
+
 RewardFunction = Callable[..., Any]
 F = TypeVar("F", bound=RewardFunction)
 SINGULAR: Final = {
@@ -48,6 +53,12 @@ SINGULAR: Final = {
 }
 """What a function of many rollouts may name, beside the columns, and what one of one calls it."""
 LISTS: Final = tuple(SINGULAR)
+_OF_SPECS: Final = ("shape", "device", "dtype", "space")
+"""Names that TorchRL's specs have taken."""
+_WANTED: Final = (
+    "A reward is a number for each rollout, or None where the function does not apply to it; "
+    f"row_reward marks a function of one rollout. See {page('docs/rewards.md')}."
+)
 OF_TRAINING: Final[tuple[str, ...]] = ("trainer_state", "log_metric", "log_extra")
 """What a function of either kind may name that is no list."""
 LOGGED_METRICS: Final = "logged_metrics"
@@ -156,12 +167,12 @@ def scores_one_rollout(function: RewardFunction) -> bool:
 
 
 def unique_names(functions: Sequence[RewardFunction], taken: Sequence[str] = ()) -> list[str]:
-    """A name for each function; one that is taken gets a number."""
+    """A name for each function; one that is taken gets a number, as ``shape`` always is."""
     names: list[str] = []
     for function in functions:
         base = getattr(function, "__name__", type(function).__name__)
         name, count = base, 1
-        while name in names or name in taken:
+        while name in {*names, *taken, *_OF_SPECS}:
             count += 1
             name = f"{base}_{count}"
         names.append(name)
@@ -444,7 +455,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             environments: what gives episodes environments.
 
         Raises:
-            ValueError: a function that is used for the first time returned a wrong shape; the
+            BadRewardError: a function that is used for the first time returned a wrong shape; the
                 message says what it returned and what is expected.
         """
         found = [[source.instance(episode) for source in environments] for episode in episodes]
@@ -517,7 +528,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
     def _number(self, name: str, value: Any) -> entries.RowReward:
         number, error = entries.number_or_error(value, name, self.nan_applies)
         if "not a number" in error and name not in self._used:
-            raise ValueError(f"The reward function {error}")
+            raise BadRewardError(f"The reward function {error}. {_WANTED}")
         return entries.RowReward(number, error)
 
     def _items(self, name: str, value: Any, count: int, what: str) -> list[Any] | entries.RowReward:
@@ -530,7 +541,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             return items
         error = f"{name} must return {what}: expected a list of {count}, got {value!r:.80}."
         if name not in self._used:
-            raise ValueError(f"The reward function {error}")
+            raise BadRewardError(f"The reward function {error} {_WANTED}")
         return entries.RowReward(error=error)
 
     # On finished trajectories -------------------------------------------------------------------

@@ -23,6 +23,7 @@ from .task import Task, load_task_rows
 # A function of the user's as a task: it makes an environment of any known protocol, or a task.
 
 PROMPT: Final = "Act in the environment: each of your messages is one action."
+_OF_TASK: Final = ("prompt_column", "skip_bad_rows", "system_prompt", "max_turns", "max_new_tokens")
 
 
 def environment_task(
@@ -41,6 +42,8 @@ def environment_task(
     name: str | None = None,
     split: str | None = None,
     held_out_split: str | None = None,
+    prompt_column: str = "prompt",
+    skip_bad_rows: bool = False,
     system_prompt: str | None = None,
     max_turns: int = 8,
     max_new_tokens: int = 256,
@@ -65,10 +68,12 @@ def environment_task(
         reward: the sum of the steps' rewards, or the last one.
         global_random: see :class:`~torchrl_envs.StepEnvironments`.
         prompt: what every episode begins with where there are no data: they differ in their seed.
-        dataset: a hub id, a local path, or rows with a ``prompt`` each.
+        dataset: a hub id, a local path, or rows with a prompt each.
         name: of the configuration, for a hub id.
         split: which to train on.
         held_out_split: which to test on; when not given, rows of ``split``.
+        prompt_column: the column with the prompts.
+        skip_bad_rows: leave out rows that can't be used, and log how many; else they are refused.
         system_prompt: begins every episode.
         max_turns: most turns of the policy.
         max_new_tokens: most tokens of a turn, for the embedded model.
@@ -81,6 +86,7 @@ def environment_task(
             on what the factory makes.
         TypeError: what it makes follows no known protocol.
     """
+    settings: Any = dict(locals())
     check_counts("environment", max_turns=max_turns, max_new_tokens=max_new_tokens)
     called, scores = _functions("tools", tools), _functions("rewards", rewards)
     reward_weights = list(reward_weights)
@@ -91,10 +97,11 @@ def environment_task(
             "give it factory=, or tools= or rewards= (each module:name) with dataset=, rows with a "
             "prompt each."
         )
-    rows: Any = [{"prompt": prompt}] * num_rows, [{"prompt": prompt}] * num_held_out
+    rows: Any = [{prompt_column: prompt}] * num_rows, [{prompt_column: prompt}] * num_held_out
     if dataset is not None:
-        splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
-        rows = load_task_rows(dataset, name=name, num_held_out=num_held_out, **splits)
+        of_data = ("name", "split", "held_out_split", "num_held_out")
+        names = (*of_data, "prompt_column", "skip_bad_rows")
+        rows = load_task_rows(dataset, **{name: settings[name] for name in names})
     steps: Any = {"reset_columns": reset_columns, "reward": reward, "global_random": global_random}
     of_row, parts = {"row_argument": row_argument}, dict[str, Any]()
     sources: list[Any] = [functools.partial(FunctionTools, called)] if called else []
@@ -106,10 +113,9 @@ def environment_task(
         make, made = _tried(factory, arguments, row_argument, row, **sizes)
         whose = f"factory={factory!r} makes"
         if isinstance(made, Task):
-            taken = {"dataset": dataset, "tools": tools, "rewards": rewards, **steps, **of_row}
-            taken |= {"system_prompt": system_prompt, "prompt": prompt, "num_rows": num_rows}
-            taken |= {"max_turns": max_turns, "max_new_tokens": max_new_tokens}
-            _refuse(f"{whose} a task, which has all of its own", taken)
+            others = settings.keys() - {"factory", "arguments", "num_held_out", "seed"}
+            its = {name: settings[name] for name in sorted(others)}
+            _refuse(f"{whose} a task, which has all of its own", its)
             return made
         is_scored = hasattr(made, "get_reward")
         if protocol_of(made) is not None and not is_scored:
@@ -131,11 +137,8 @@ def environment_task(
         name="environment",
         train_rows=rows[0],
         held_out_rows=rows[1],
-        columns=("prompt", *reset_columns),
-        prompt_column="prompt",
-        system_prompt=system_prompt,
-        max_turns=max_turns,
-        max_new_tokens=max_new_tokens,
+        columns=(prompt_column, *reset_columns),
+        **{name: settings[name] for name in _OF_TASK},
         **parts,
     )
 
@@ -157,11 +160,12 @@ def found(setting: str, path: str) -> Callable[..., Any]:
         ValueError: there is no such thing, or it can't be called.
     """
     module, colon, name = path.partition(":")
-    if not (module and colon and name):
-        raise ValueError(f"{setting} must be package.module:name, got {path!r}.")
+    if not (module and colon and name) or "/" in module or module.endswith(".py"):
+        hint = "of mine.py mine:name, where mine.py is in the folder from which it is called"
+        raise ValueError(f"{setting} must be package.module:name, got {path!r}; {hint}.")
     try:
         named = functools.reduce(getattr, name.split("."), import_module(module))
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # the user's module, which runs now
         raise ValueError(f"{setting}={path!r} can't be found: {error}") from error
     if not callable(named):
         raise ValueError(f"{setting}={path!r} can't be called: it is {named!r:.80}.")
@@ -223,6 +227,7 @@ def agent_task(
     split: str | None = None,
     held_out_split: str | None = None,
     prompt_column: str = "prompt",
+    skip_bad_rows: bool = False,
     prints_reward: bool = True,
     sandbox: bool | Sequence[str] = False,
     error_reward: float | None = None,
@@ -244,6 +249,7 @@ def agent_task(
         split: which to train on.
         held_out_split: which to test on; when not given, rows of ``split``.
         prompt_column: the column that tells rows apart; what the policy reads is the agent's.
+        skip_bad_rows: leave out rows that can't be used, and log how many; else they are refused.
         prints_reward: whether a command prints its reward.
         sandbox: whether a command runs in one; or which folders it can read there besides.
         error_reward: what an episode is given whose agent raised; none leaves it out of training.
@@ -274,12 +280,14 @@ def agent_task(
     rewards |= {"ignored_parameters": list(ignored_parameters), "timeout_s": timeout_s}
     splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
     splits |= {"num_held_out": num_held_out, "prompt_column": prompt_column}
-    train_rows, held_out_rows = load_task_rows(dataset, name=name, **splits)
+    splits |= {"name": name, "skip_bad_rows": skip_bad_rows}
+    train_rows, held_out_rows = load_task_rows(dataset, **splits)
     return Task(
         name="agent",
         train_rows=train_rows,
         held_out_rows=held_out_rows,
         prompt_column=prompt_column,
+        skip_bad_rows=skip_bad_rows,
         tools=lambda _: [AgentProgram(run, **rewards)],
         max_turns=max_turns,
         max_new_tokens=max_new_tokens,

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -38,40 +39,8 @@ _SCRIPTS: Final = {
 SCRIPT_OF: Final = {code: script for script, codes in _SCRIPTS.items() for code in codes.split()}
 """ISO 639-1 code to the script that most of its letters are of."""
 
-_WORDS: Final[dict[str, str]] = {
-    "ar": "في من على إلى أن هذا هذه التي الذي كان مع عن هو هي ما لا",
-    "fa": "در به از که این است را با برای آن یک می ها های شود شده",
-    "ur": "کے کی میں ہے اور سے کا کو نے پر ہیں یہ کہ ایک تھا بھی",
-    "bg": "на да се за от това който със са ще при като не е в към",
-    "ru": "и в не на что он как это по но из у я мы вы от",
-    "uk": "та що не на це як він вона до від є із або які також бути",
-    "hi": "के है में की और से को का हैं यह एक पर ने कि भी लिए",
-    "mr": "आणि आहे या मध्ये आहेत ते हे एक की होते केले आपण साठी त्या मला नाही",
-    "ne": "र छ को मा यो गर्न छन् हो पनि भएको लागि एक गरेको हुन्छ तथा गर्छ",
-    "ca": "el la els les amb una per és que del més aquest també com però són",
-    "cs": "a se je na že to v jako ale pro jsou byl která také jsem nebo",
-    "da": "og er det en af til den ikke på med som har jeg ikke også blev",
-    "de": "der die und das ist nicht ein eine zu den mit auf für sich auch von",
-    "en": "the and of to is in that it for was with are this be have you",
-    "es": "el los las una que del por con para es como pero más está son también",
-    "fi": "ja on ei se että hän oli ovat kun mutta myös joka tai ole kuin niin",
-    "fr": "le les des une est que dans pour qui pas sur avec sont du et nous",
-    "hr": "je se na da su koji kao za što nije ali ili biti od samo također",
-    "hu": "az és hogy nem egy is van ez meg mint csak volt de vagy ha már",
-    "id": "yang dan di itu dengan untuk tidak ini dari dalam akan pada adalah saya ke bisa",
-    "it": "il che di una per non sono con della gli le più anche questo è come",
-    "nl": "de het een van en is dat niet op te zijn met voor die ook aan",
-    "no": "og er det en av til den ikke på med som har jeg også ble seg",
-    "pl": "i w nie na się z do jest to że jak po od ale są dla",
-    "pt": "o os as uma que do da não com para em é mais um como são",
-    "ro": "și de la nu este în cu pe un o care sunt din mai pentru să",
-    "sv": "och är det en av till den inte på med som har jag för ett också",
-    "sw": "na ya wa kwa ni katika la za hii kuwa cha yake pia kama hiyo watu",
-    "tl": "ang ng sa na mga ay at si ito hindi para ko siya kung may niya",
-    "tr": "ve bir bu için de da ile çok ne olarak gibi daha var olan ama değil",
-    "vi": "và là của có không được cho một trong các người với này những để khi",
-}
-_FUNCTION_WORDS: Final = {code: frozenset(words.split()) for code, words in _WORDS.items()}
+_LINES: Final = Path(__file__).with_name("function_words.txt").read_text("utf-8").splitlines()
+_FUNCTION_WORDS: Final = {line[:2]: frozenset(line[3:].split()) for line in _LINES}
 _SCRIPT_SHARE: Final = 0.5
 _WORD: Final = re.compile(r"[^\s\d.,;:!?¿¡()\[\]{}\"“”„«»…।|/*_-]+")
 
@@ -462,6 +431,7 @@ def ifeval_task(
     name: str | None = None,
     split: str | None = None,
     held_out_split: str | None = None,
+    skip_bad_rows: bool = False,
     system_prompt: str | None = SYSTEM_PROMPT,
     num_held_out: int = 128,
 ) -> Task:
@@ -472,15 +442,16 @@ def ifeval_task(
         name: of the configuration, for a hub id.
         split: which to train on; the only one, or ``"train"``, when not given.
         held_out_split: which to test on; when not given, rows of ``split`` are held out.
+        skip_bad_rows: leave out rows that can't be used, and log how many; else they are refused.
         system_prompt: says which format the answer has.
         num_held_out: rows held out.
 
     Raises:
         ValueError: there are too few rows, or no such split.
     """
-    train, held_out = load_task_rows(
-        dataset, name=name, split=split, held_out_split=held_out_split, num_held_out=num_held_out
-    )
+    splits: Any = {"name": name, "split": split, "held_out_split": held_out_split}
+    splits |= {"num_held_out": num_held_out, "skip_bad_rows": skip_bad_rows}
+    train, held_out = load_task_rows(dataset, **splits)
     return Task(
         name="ifeval",
         train_rows=train,
@@ -489,6 +460,7 @@ def ifeval_task(
         columns=("prompt", "instruction_id_list", "kwargs"),
         prompt_column="prompt",
         map_row=_checked,
+        skip_bad_rows=skip_bad_rows,
         system_prompt=system_prompt,
         max_new_tokens=512,
     )

@@ -139,6 +139,7 @@ def gsm8k_task(
     name: str | None = None,
     split: str | None = None,
     held_out_split: str | None = None,
+    skip_bad_rows: bool = False,
     system_prompt: str | None = GSM8K_PROMPT,
     format_reward: float = 0.1,
     num_held_out: int = 256,
@@ -152,6 +153,7 @@ def gsm8k_task(
         split: which to train on; the only one, or ``"train"``, when not given.
         held_out_split: which to test on; when not given, ``"test"`` of the hub's GSM8K, and rows
             of ``split`` of other data.
+        skip_bad_rows: leave out rows that can't be used, and log how many; else they are refused.
         system_prompt: says which format the answer has.
         format_reward: for an answer that is wrong.
         num_held_out: rows held out.
@@ -164,7 +166,7 @@ def gsm8k_task(
         name, held_out_split = name or "main", held_out_split or "test"
     splits: Any = {"name": name, "split": split, "held_out_split": held_out_split}
     splits |= {"num_held_out": num_held_out, "prompt_column": "question"}
-    train, held_out = load_task_rows(dataset, **splits)
+    train, held_out = load_task_rows(dataset, skip_bad_rows=skip_bad_rows, **splits)
 
     def final_answer(text: str) -> str | None:
         answer = answers.read_tags(text).answer
@@ -182,6 +184,7 @@ def gsm8k_task(
         rewards=lambda: [GSM8KRewardParser(format_reward=format_reward)],
         columns=("question", "answer"),
         prompt_column="question",
+        skip_bad_rows=skip_bad_rows,
         final_answer=final_answer,
         system_prompt=system_prompt,
     )
@@ -280,6 +283,7 @@ def math_task(
     name: str | None = None,
     split: str | None = None,
     held_out_split: str | None = None,
+    skip_bad_rows: bool = False,
     system_prompt: str | None = MATH_PROMPT,
     format_reward: float = 0.1,
     timeout_s: float = 5.0,
@@ -295,6 +299,7 @@ def math_task(
         split: which to train on; the only one, or ``"train"``, when not given.
         held_out_split: which to test on; when not given, ``"test"`` of the hub's MATH, and rows of
             ``split`` of other data.
+        skip_bad_rows: leave out rows that can't be used, and log how many; else they are refused.
         system_prompt: says which format the answer has.
         format_reward: for one ``<think>`` and one ``<answer>`` block, in addition.
         timeout_s: deadline for the comparison of one result.
@@ -309,20 +314,20 @@ def math_task(
         held_out_split = held_out_split or "test"
     splits: Any = {"name": name, "split": split, "held_out_split": held_out_split}
     splits |= {"num_held_out": num_held_out, "prompt_column": "problem"}
-    train, held_out = load_task_rows(dataset, **splits)
+    train, held_out = load_task_rows(dataset, skip_bad_rows=skip_bad_rows, **splits)
 
     def rewards() -> list[RewardFunctions]:
         grade = answers.MathVerifyReward(timeout_s=timeout_s, num_workers=num_workers)
         return [RewardFunctions([grade, answers.think_answer_format], weights=[1.0, format_reward])]
 
     def with_answer(row: Row) -> Row:
-        answer = last_boxed(row.get("solution") or "")
+        answer = last_boxed(str(row.get("solution")))
         if answer is None:
             raise ValueError(f"the solution has no \\boxed{{}}: {row.get('solution')!r:.200}")
         return {**row, "answer": answer}
 
     def solution(row: Row) -> str | None:
-        answer = last_boxed(row.get("solution") or "")
+        answer = last_boxed(str(row.get("solution")))
         tagged = f"<think>{row.get('solution')}</think><answer>{answer}</answer>"
         return None if answer is None else tagged
 
@@ -334,6 +339,7 @@ def math_task(
         columns=("problem", "solution"),
         prompt_column="problem",
         map_row=with_answer,
+        skip_bad_rows=skip_bad_rows,
         final_answer=tagged_answer,
         system_prompt=system_prompt,
     )

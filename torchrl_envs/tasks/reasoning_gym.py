@@ -3,9 +3,11 @@
 import math
 import random
 import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 from torchrl_data.checks import one_of
@@ -35,29 +37,8 @@ class Easy:
     """Of its demonstrations; less where an answer may have a slip and be right all the same."""
 
 
-EASY: Final[dict[str, Easy]] = {
-    "complex_arithmetic": Easy(
-        settings={
-            **{"min_real": 1, "max_real": 9, "min_imag": 1, "max_imag": 9},
-            **{"operations": ["+"], "operations_weights": [1.0]},
-        }
-    ),
-    "mini_sudoku": Easy(settings={"min_empty": 1, "max_empty": 1}, num_warm_steps=500),
-    "number_sorting": Easy(
-        settings={
-            **{"min_numbers": 3, "max_numbers": 3, "min_value": 0, "max_value": 9},
-            **{"min_decimals": 0, "max_decimals": 0},
-        },
-        right_fraction=0.12,  # 7.1 is taken for 7.0
-    ),
-    "palindrome_generation": Easy(settings={"min_length": 3, "max_length": 4}, num_warm_steps=1200),
-    "rotate_matrix": Easy(
-        settings={"min_n": 2, "max_n": 2, "min_rotations": 1, "max_rotations": 1}
-    ),
-    "spell_backward": Easy(settings={"min_word_len": 3, "max_word_len": 5}, num_warm_steps=1000),
-    "spiral_matrix": Easy(settings={"min_n": 2, "max_n": 2}),
-    "string_insertion": Easy(settings={"min_string_length": 5, "max_string_length": 5}),
-}
+_TABLES: Final = tomllib.loads(Path(__file__).with_name("easy.toml").read_text("utf-8"))
+EASY: Final = {name: Easy(**table) for name, table in _TABLES.items()}
 """Generators by name."""
 
 

@@ -87,6 +87,7 @@ def combine_tasks(
         final_answer=answers.pop() if len(answers) == 1 else None,
         isolated="|".join(dict.fromkeys(task.isolated for task in tasks)),
         phrases=tuple(dict.fromkeys(phrase for task in tasks for phrase in task.phrases)),
+        skip_bad_rows=any(task.skip_bad_rows for task in tasks),
         parts=tuple(names),
     )
 

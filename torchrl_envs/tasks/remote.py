@@ -29,6 +29,7 @@ def openenv_task(
     name: str | None = None,
     split: str | None = None,
     held_out_split: str | None = None,
+    skip_bad_rows: bool = False,
     reset_columns: Sequence[str] = (),
     reward: RewardOf = "sum",
     timeout_s: float = 60.0,
@@ -46,6 +47,7 @@ def openenv_task(
         name: of the configuration, for a hub id.
         split: which to train on; the only one, or ``"train"``, when not given.
         held_out_split: which to test on; when not given, rows of ``split`` are held out.
+        skip_bad_rows: leave out rows that can't be used, and log how many; else they are refused.
         reset_columns: columns of the data that ``reset`` gets, beside the group's seed.
         reward: ``"sum"`` of the steps' rewards, or the ``"last"`` one that the server gave.
         timeout_s: deadline of one answer of the server.
@@ -60,8 +62,9 @@ def openenv_task(
     train: Any = [{"prompt": prompt}] * num_rows
     held_out: Sequence[Row] = [{"prompt": prompt}] * num_held_out
     if dataset is not None:
-        splits: Any = {"split": split, "held_out_split": held_out_split}
-        train, held_out = load_task_rows(dataset, name=name, num_held_out=num_held_out, **splits)
+        splits: Any = {"name": name, "split": split, "held_out_split": held_out_split}
+        splits |= {"num_held_out": num_held_out, "skip_bad_rows": skip_bad_rows}
+        train, held_out = load_task_rows(dataset, **splits)
     settings: Any = {"reset_columns": reset_columns, "reward": reward, "timeout_s": timeout_s}
     return Task(
         name="openenv",
@@ -70,6 +73,7 @@ def openenv_task(
         tools=lambda shown: [OpenEnvTools(base_url, show_schemas=shown, **settings)],
         columns=("prompt", *reset_columns),
         prompt_column="prompt",
+        skip_bad_rows=skip_bad_rows,
         system_prompt=system_prompt,
         max_turns=max_turns,
     )

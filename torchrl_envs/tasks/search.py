@@ -273,6 +273,7 @@ def search_task(
     dataset: Any = None,
     split: str | None = None,
     held_out_split: str | None = None,
+    skip_bad_rows: bool = False,
     num_pages: int = 192,
     max_hops: int = 2,
     num_results: int = 1,
@@ -291,6 +292,7 @@ def search_task(
         dataset: its questions, with ``question`` and ``answer`` (one or a list of them): the same.
         split: of the data set, to train on; the only one, or ``"train"``, when not given.
         held_out_split: to test on; when not given, rows of ``split``.
+        skip_bad_rows: leave out rows that can't be used, and log how many; else they are refused.
         num_pages: that are made, where no corpus is given.
         max_hops: of the questions that are made, the most pages between question and answer.
         num_results: pages that a search shows.
@@ -333,7 +335,8 @@ def search_task(
         ]
     else:
         (titles, texts), demonstrations = _pages_of(corpus), []
-        splits = {"split": split, "held_out_split": held_out_split, "num_held_out": num_held_out}
+        splits: Any = {"split": split, "held_out_split": held_out_split}
+        splits |= {"num_held_out": num_held_out, "skip_bad_rows": skip_bad_rows}
         train, held_out = load_task_rows(dataset, prompt_column="question", **splits)
     index = BM25([f"{title} {text}" for title, text in zip(titles, texts, strict=True)])
     return Task(
@@ -342,6 +345,7 @@ def search_task(
         train_rows=train,
         held_out_rows=held_out,
         columns=("answer",),
+        skip_bad_rows=skip_bad_rows,
         prompt_column="prompt" if corpus is None else "question",
         system_prompt=system_prompt,
         demonstrations=demonstrations,

@@ -19,8 +19,8 @@ from torchrl_data.checks import check_columns, check_numbers
 from torchrl_data.conversation import Conversations
 from torchrl_data.messages import Message
 from torchrl_data.templates.encoder import ConversationEncoder, encode_demonstrations
+from torchrl_envs.datasets import rows as data
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.datasets.rows import load_rows, opening_messages
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import ChatEnv, EpisodeEnv
 from torchrl_envs.episode.transform import ToolSource
@@ -68,6 +68,8 @@ class Task:
     """The column with the prompt; see :class:`~torchrl_envs.DataLoadingPrimer`."""
     map_row: MapRow | None = None
     """Makes a row out of a row of the data."""
+    skip_bad_rows: bool = False
+    """Leave out rows that can't be used; see :class:`~torchrl_envs.DataOptions`."""
     system_prompt: str | None = None
     demonstrations: Sequence[Sequence[Message]] = field(default=(), repr=False)
     """Conversations about training rows that show the format, and little of the skill."""
@@ -153,6 +155,7 @@ class TaskEnv(EpisodeEnv):
             num_epochs=num_epochs,
             prompt_column=task.prompt_column,
             map_row=map_row or task.map_row,
+            options=data.DataOptions(skip_bad_rows=task.skip_bad_rows),
         )
         check_columns(type(self).__name__, primer.columns, task.columns)
         parts: list[Any] = [primer]
@@ -190,7 +193,7 @@ class TaskEnv(EpisodeEnv):
                 environments, so that nobody knows which tools a conversation is about.
         """
         task, tools, shown = self.task, self.task.demonstration_tools, None
-        chats: Any = [opening_messages(chat, self._opening) for chat in task.demonstrations]
+        chats: Any = [data.opening_messages(chat, self._opening) for chat in task.demonstrations]
         shows = any(source.show_schemas for source in self.transforms_of(ToolSource))
         if shows and (not tools or None in tools):  # those in the prompt of an episode
             if task.parts or len(getattr(task.environment, "keys", tuple)()) > 1:
@@ -208,7 +211,7 @@ class TaskEnv(EpisodeEnv):
 
 def split_rows(
     rows: Sequence[Row], num_held_out: int, prompt_column: str = "prompt"
-) -> tuple[Any, list[Row]]:
+) -> tuple[Any, data.NumberedRows]:
     """Rows without repeated prompts, split into training and held-out rows.
 
     Args:
@@ -218,14 +221,16 @@ def split_rows(
 
     Returns:
         Training rows, a list unless ``rows`` have ``select``, and held-out rows; no prompt is in
-        both.
+        both, and ``numbers`` of each are those in ``rows``. What is no prompt is kept, for
+        :class:`~torchrl_envs.DataLoadingPrimer` to name.
 
     Raises:
         ValueError: too few different prompts are there to hold that many out and train on others.
     """
-    prompts = (str(row[prompt_column]).encode(errors="surrogatepass") for row in rows)
-    last = {hashlib.sha256(text).digest(): number for number, text in enumerate(prompts)}
-    distinct = list(last.values())
+    column = prompt_column
+    texts = (f"{data.prompt_error(row, column) and n}\0{row[column]}" for n, row in enumerate(rows))
+    keys = (hashlib.sha256(text.encode(errors="surrogatepass")).digest() for text in texts)
+    distinct = list({key: n for n, key in enumerate(keys)}.values())
     if len(distinct) < 2 * num_held_out:
         raise ValueError(
             f"Only {len(distinct)} of {len(rows)} rows have different prompts, too few to hold "
@@ -233,8 +238,11 @@ def split_rows(
             f"{len(distinct) // 2}: num_held_out, which is evaluate.num_prompts= of a recipe; "
             "held_out_split=train tests on a file as it is."
         )
-    select: Any = getattr(rows, "select", lambda numbers: [rows[n] for n in numbers])
-    return select(distinct[num_held_out:]), [rows[n] for n in distinct[:num_held_out]]
+    select: Any = getattr(rows, "select", lambda its: data.NumberedRows(rows[n] for n in its))
+    train = select(distinct[num_held_out:])
+    held_out = data.NumberedRows(rows[n] for n in distinct[:num_held_out])
+    train.numbers, held_out.numbers = distinct[num_held_out:], distinct[:num_held_out]
+    return train, held_out
 
 
 def load_task_rows(
@@ -245,6 +253,7 @@ def load_task_rows(
     held_out_split: str | None = None,
     num_held_out: int = 0,
     prompt_column: str = "prompt",
+    skip_bad_rows: bool = False,
 ) -> tuple[Any, Sequence[Row]]:
     """The training and held-out rows of a data set.
 
@@ -255,6 +264,7 @@ def load_task_rows(
         held_out_split: which to hold out; when not given, rows of ``split`` are held out.
         num_held_out: how many rows; 0 for none.
         prompt_column: the column with the prompt.
+        skip_bad_rows: leave out lines that can't be read, see :func:`~torchrl_envs.load_rows`.
 
     Returns:
         Data to train on, as they are where nothing is held out of them; and held-out rows.
@@ -262,15 +272,17 @@ def load_task_rows(
     Raises:
         ValueError: there are too few rows, no such split, or no column with the prompt.
     """
-    train = load_rows(dataset, name=name, split=split)
+    options: dict[str, Any] = {"name": name, "skip_bad_rows": skip_bad_rows}
+    train = data.load_rows(dataset, split=split, **options)
     if num_held_out == 0:
         return train, ()
     if held_out_split is None:
         rows = train if hasattr(train, "select") else [dict(row) for row in train]
         if len(rows):
-            check_columns("the task", rows[0], [prompt_column], " That one holds the prompts.")
+            hint = " That one holds the prompts: rename it, or name another with prompt_column=."
+            check_columns("the task", rows[0], [prompt_column], hint)
         return split_rows(rows, num_held_out, prompt_column)
-    rows = load_rows(dataset, name=name, split=held_out_split)
+    rows = data.load_rows(dataset, split=held_out_split, **options)
     held_out = [dict(row) for row in islice(rows, num_held_out)]
     if len(held_out) < num_held_out:
         raise ValueError(
@@ -287,12 +299,12 @@ def with_solutions(task: Task, count: int, solution: Callable[[Row], str | None]
         count: most conversations.
         solution: what the assistant says, of a row; ``None`` leaves the row out.
     """
-    column = task.prompt_column or "prompt"
-    answered = ((row[column], solution(row)) for row in islice(task.train_rows, count))
+    column, system = task.prompt_column or "prompt", task.system_prompt
+    rows = (row for row in islice(task.train_rows, count) if not data.prompt_error(row, column))
     chats: Any = [
-        [*opening_messages(asked, task.system_prompt), {"role": "assistant", "content": text}]
-        for asked, text in answered
-        if text is not None
+        [*data.opening_messages(row[column], system), {"role": "assistant", "content": text}]
+        for row in rows
+        if (text := solution(row)) is not None
     ]
     return replace(task, demonstrations=chats)
 

@@ -80,5 +80,5 @@ def test_their_settings_are_the_experiments(script):
     recorded = plain_settings(composed("expert-iteration", "experiment=lora"))
     assert recorded["optim.learning_rate"] == 5e-3
     for name in ("multi-environment", "search-agent"):
-        alias = command.ALIASES[name]
-        assert settings(alias.recipe, f"experiment={alias.experiment}").name == alias.experiment
+        recipe, experiment, _ = command.ALIASES[name]
+        assert settings(recipe, f"experiment={experiment}").name == experiment

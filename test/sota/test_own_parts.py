@@ -1,0 +1,191 @@
+"""What is wrong with a user's own rewards, data and words is said in a line, from the terminal."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchrl_agents.settings import command_line
+from torchrl_agents.settings.command_line import compose_config, groups, setting_names
+
+MINE = """
+import torch
+from torchrl_envs import row_reward
+
+def scalar(completions, **_): return 1.0
+def nothing(completions, **_): return None
+def strings(completions, **_): return ["good"] * len(completions)
+def table(completions, **_): return torch.zeros(len(completions), 2)
+def few(completions, **_): return [1.0]
+def nans(completions, **_): return [float("nan")] * len(completions)
+def shape(completions, **_): return [float(i) for i, _ in enumerate(completions)]
+@row_reward
+def never(completion): return None
+"""
+OWN = ("debug=tiny", "logger=none", "train.num_steps=1", "task.dataset=rows.jsonl")
+
+
+@pytest.fixture
+def run(run_script, tmp_path):
+    """Runs grpo where ``mine.py`` and ``rows.jsonl`` are; row 29 has no prompt."""
+    (tmp_path / "mine.py").write_text(MINE)
+    rows = [{"prompt": 7 if i == 29 else f"{i}?", "answer": str(i)} for i in range(40)]
+    rows[3]["prompt"] = rows[1]["prompt"]  # one of the two is left
+    (tmp_path / "bad.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    good = [row for row in rows if row["prompt"] != 7]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in good))
+    return lambda *arguments, name="grpo": run_script(*arguments, cwd=tmp_path, name=name)
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("scalar", "function scalar must return one reward per completion: .* got 1.0"),
+        ("nothing", "function nothing must return one reward per completion: .* got None"),
+        ("strings", "function strings gave 'good', which is not a number"),
+        ("table", r"function table gave tensor\(\[0., 0.\]\), which is not a number"),
+        ("few", r"function few must return one reward .* list of 8, got \[1.0\]"),
+    ],
+)
+def test_what_is_no_reward_is_refused_in_a_line_before_training(run, reward, words):
+    done = run(*OWN, f"task.rewards=mine:{reward}")
+    *_, phase, last = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert phase == "first evaluation ..."
+    assert re.match(f"grpo.py: The reward {words}", last)
+    assert "or None where the function does not apply" in last
+
+
+@pytest.mark.parametrize("mode", ["sync", "streaming"])
+def test_too_many_rewards_that_are_nan_are_told_without_a_traceback(run, mode):
+    done = run(*OWN, "task.rewards=mine:nans", f"collector={mode}", "train.num_steps=9")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert re.search(r"^grpo.py: The rewards of \d+ of the last", done.stderr, re.MULTILINE)
+    assert "x nans gave nan\n" in done.stderr
+    assert "None, not NaN, says that it does not apply" in done.stderr
+
+
+def test_a_reward_that_never_applies_is_told_of_before_and_after_the_first_step(run):
+    done = run(*OWN, "task.rewards=mine:never", "policy.max_new_tokens=32")
+    before, after = done.stderr.split("grpo step 1/1")
+    assert "No signal in the first test: no rollout could be scored" in before
+    assert "A reward function that gives None does not apply" in before
+    assert "No signal in 1 step(s): no rollout could be scored" in after
+
+
+def test_a_reward_may_have_a_name_that_specs_have_taken(run):
+    done = run(*OWN, "task.rewards=mine:shape", "policy.max_new_tokens=32")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "before/rewards/shape_2" in json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_bad_row_has_its_number_in_the_file_and_can_be_left_out(run, tmp_path):
+    own = (*OWN, "task.dataset=bad.jsonl", "task.rewards=mine:shape", "dry_run=true")
+    done = run(*own)
+    assert done.returncode == 1
+    assert "1 rows can't be used: row 29: column 'prompt' must hold" in done.stderr
+    assert "task.skip_bad_rows=true" in done.stderr.splitlines()[-1]
+    done = run(*own, "task.skip_bad_rows=true")
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.glob("outputs/grpo/environment/*/grpo.log")
+    assert "1 of 31 rows are left out, which can't be used" in log.read_text()  # 8 are held out
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "bad"),
+    [
+        ("gsm8k", {"question": "1 + 1?", "answer": "so\n#### 2"}, {"question": 7}),
+        ("math", {"problem": "1 + 1?", "solution": r"so \boxed{2}"}, {"solution": 7}),
+    ],
+)
+def test_a_bad_row_is_in_no_demonstration(run, tmp_path, task, row, bad):
+    asked = next(iter(row))
+    rows = [{**row, asked: f"{i} + 1?"} | (bad if i == 20 else {}) for i in range(40)]
+    (tmp_path / "own.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    own = ("debug=tiny", "logger=none", "dry_run=true", f"task={task}", "task.dataset=own.jsonl")
+    done = run(*own)
+    assert "1 rows can't be used: row 20: " in done.stderr.splitlines()[-1]
+    assert run(*own, "task.skip_bad_rows=true").returncode == 0
+
+
+def test_lines_that_hold_no_conversation_can_be_left_out(run, tmp_path):
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes."}]
+    rows = [{"messages": "Yes." if i in (3, 5) else said} for i in range(12)]
+    lines = [*map(json.dumps, rows), '{"messages": [']
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    own = ("data.dataset=chats.jsonl", "data.num_held_out=4", "task=spell_backward")
+    own += (
+        "task.num_rows=64",
+        "evaluate.num_prompts=4",
+        "debug=tiny",
+        "logger=none",
+        "train.num_steps=1",
+    )
+    done = run(*own, name="sft")
+    assert "chats.jsonl can't be read: line 13" in done.stderr.splitlines()[-1]
+    assert "data.skip_bad_rows" in done.stderr.splitlines()[-1]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines[:12]))
+    assert "row 3 has no list of messages in the column 'messages'" in run(*own, name="sft").stderr
+    done = run(*own, "data.skip_bad_rows=true", name="sft")
+    assert done.returncode == 0, done.stderr
+    told = "2 of 12 rows (the first is row 0) hold no conversation, and are left out: [3, 5]"
+    assert told in done.stderr
+
+
+def test_the_column_of_the_prompts_has_any_name(run, tmp_path):
+    rows = [{"question": f"{i}?"} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    own = (*OWN, "task.rewards=mine:shape", "dry_run=true")
+    assert "name another with prompt_column=" in run(*own).stderr.splitlines()[-1]
+    assert run(*own, "task.prompt_column=question").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(["task.rewards=wrong:f"], "'wrong:f' can't be found: .*line 1", id="syntax"),
+        pytest.param(["task.rewards=mine.py:few"], "of mine.py mine:name", id="a file"),
+        pytest.param(
+            ["task.rewards=mine:few", "engine=vllm", "engine.url=http://127.0.0.1:1"],
+            "engine: No answer from http://127.0.0.1:1",
+            id="no server",
+        ),
+    ],
+)
+def test_what_is_not_there_is_told_in_a_line(run, tmp_path, arguments, words):
+    (tmp_path / "wrong.py").write_text("def f(:\n")
+    done = run(*OWN, *arguments)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert re.search(words, done.stderr.splitlines()[-1])
+
+
+def test_a_folder_without_a_model_is_told_from_a_model_that_is_broken(run, tmp_path):
+    done = run(*OWN, "task.rewards=mine:shape", f"policy.model={tmp_path}")
+    wanted = f"policy.model='{tmp_path}' can't be loaded: the folder has no config.json"
+    assert wanted in done.stderr.splitlines()[-1]
+
+
+def test_the_card_of_a_run_that_went_on_has_the_steps_that_it_was_given_last(run, tmp_path):
+    own = (*OWN, "task.rewards=mine:shape", "policy.max_new_tokens=32", "warm_start.num_steps=0")
+    first = run(*own)
+    folder = json.loads(first.stdout.splitlines()[-1])["output_dir"]
+    assert run(f"resume={folder}", "train.num_steps=2").returncode == 0
+    card = (Path(folder) / "model/README.md").read_text()
+    (command,) = [line for line in card.splitlines() if line.startswith("torchrl-agents grpo")]
+    assert "task.rewards=mine:shape" in command
+    assert "train.num_steps=2" in command
+    assert "train.num_steps=1" not in command
+
+
+def test_names_of_other_libraries_stand_for_settings_that_there_are(script):
+    known, table = set(), OmegaConf.load(command_line._ELSEWHERE)
+    for name, task in (("grpo", "environment"), ("sft", "gcd"), ("self-play", "nim")):
+        recipe = script(name).RECIPE
+        command_line.store_task(task)
+        known |= {*setting_names(compose_config(recipe, [f"task={task}"])), *groups(recipe)}
+    told = {text.split()[0] for texts in table.values() for text in texts}
+    assert told - known == {"hydra.run.dir"}
+    assert known.isdisjoint(table)  # what is a setting here is never looked up
