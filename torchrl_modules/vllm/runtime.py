@@ -61,6 +61,8 @@ _USED: Final = (
     ("vllm", ("LLM", "SamplingParams")),
     ("vllm.exceptions", ("VLLMClientError",)),
     ("vllm.config", ("set_current_vllm_config",)),
+    ("vllm.distributed.device_communicators.shm_broadcast", ("SpinCondition",)),
+    ("vllm.envs", ("environment_variables",)),
     ("vllm.inputs", ("tokens_input",)),
     ("vllm.lora.request", ("LoRARequest",)),
     ("vllm.model_executor.layers.vocab_parallel_embedding", ("VocabParallelEmbedding",)),
@@ -170,10 +172,7 @@ CPU_DEFAULTS: Final = {
 ADAPTER_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as ``max_lora_rank``."""
 
-LORA_DEFAULTS: Final = {
-    # Responses that began under the last versions go on beside new ones.
-    "max_loras": 4
-}
+LORA_DEFAULTS: Final = {"max_loras": 4}  # what began under the last versions goes on beside new
 """Of an engine that is pushed adapters, where the user has not said otherwise."""
 
 

@@ -80,8 +80,6 @@ finally:
     if os.getppid() != parent:  # who would have removed it
         shutil.rmtree(sys.argv[2], ignore_errors=True)
 """
-# vLLM counts ranks, which nobody reads, in a helper that is compiled as the first batch comes.
-_EAGER_ENVIRONMENT: Final = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def main() -> None:
@@ -96,12 +94,18 @@ def main() -> None:
         sys.argv += _access(_command_line_options(), folder)
         # An engine inside the process that started this one sets it to 0; here it has its own.
         os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        environment = dict(_ENVIRONMENT)
-        is_cpu = import_vllm(in_process=False).current_platform.is_cpu()
+        vllm = import_vllm(in_process=False)
+        os.environ.update({n: v for n, v in _ENVIRONMENT.items() if n not in os.environ})
+        if is_cpu := vllm.current_platform.is_cpu():
+            # Its processes are forks, which need not import everything again as those would that
+            # vLLM spawns on a CPU. One that waits for another one spins for 2 ms, in the place of
+            # a second, in which it would take a core that the other one, or a trainer, needs.
+            vllm.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
+            vllm.SpinCondition.__init__.__defaults__ = (0.002,)
         if is_cpu and "--no-enforce-eager" not in sys.argv:
-            environment |= _EAGER_ENVIRONMENT
-        for name, value in environment.items():
-            os.environ.setdefault(name, value)
+            # vLLM counts ranks, which nobody reads, in a helper that is compiled as the first
+            # batch comes.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         given = _command_line_options()
         settings = (_OPTIONS | (CPU_DEFAULTS if is_cpu else {})).items()
         sys.argv += as_options({n: v for n, v in settings if _plain(f"--{n}") not in given})

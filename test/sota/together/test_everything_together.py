@@ -53,11 +53,13 @@ def engines_of(run):
     """The processes of vLLM's servers, in the order in which they were started."""
     found = [
         process
-        for process in psutil.process_iter(["cmdline", "environ", "create_time"])
+        for process in psutil.process_iter(["cmdline", "environ", "create_time", "ppid"])
         if "torchrl_modules.vllm.server" in (process.info["cmdline"] or [])
         and (process.info["environ"] or {}).get(MARK) == run
     ]
-    return sorted(found, key=lambda process: process.info["create_time"])
+    started = {process.pid for process in found}
+    servers = [each for each in found if each.info["ppid"] not in started]  # the others are forks
+    return sorted(servers, key=lambda process: process.info["create_time"])
 
 
 def steps_of(result):
