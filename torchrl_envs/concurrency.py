@@ -236,6 +236,8 @@ class _Loop:
 # Sync and async; results in order.
 
 Call = Callable[[], Any]
+_NAMED: Final = weakref.WeakKeyDictionary[Any, tuple[set[str], bool]]()
+"""What methods name, and whether they take any argument, see :func:`accepted_arguments`."""
 _LOOK_S: Final = 0.25
 """How often one looks whether a loop is blocked that has not begun what it was given."""
 
@@ -269,6 +271,8 @@ class ConcurrentCalls:
             raise ValueError(f"timeout_s must be positive and max_threads at least 1, {given}.")
         self.timeout_s = timeout_s
         self.max_threads = max_threads
+        self.lanes = weakref.WeakValueDictionary[Any, asyncio.Lock]()
+        """Of events in a loop: what one of them runs there, no other one runs beside it."""
         self._threads = DaemonThreads(max_threads)
         self._loop = LoopThread()
         self._awaited: set[_Chain] = set()
@@ -316,41 +320,23 @@ class ConcurrentCalls:
                     self._give_up(chain, only_if_late=True)
                 if any(chain.is_async for chain in running):
                     self._loop.replace_if_blocked()
-                running = [chain for chain in running if not chain.done.done()]
                 self._start_apart(running)
         finally:
             self._waited_for.difference_update(started)
         return [chain.outcomes for chain in started]
 
-    async def run_async(
-        self, chains: Sequence[Sequence[Call]], timeouts_s: Sequence[Sequence[float]]
-    ) -> list[list[Outcome]]:
-        """Run all chains as :meth:`run` does, awaited in an event loop that goes on meanwhile."""
+    async def run_async(self, calls: Sequence[Call], timeouts_s: Sequence[float]) -> list[Outcome]:
+        """Run one chain as :meth:`run` does, awaited in an event loop that goes on meanwhile."""
         # Cancelling the caller gives up what still runs. To be called in one event loop only, which
         # is not the one that runs the calls.
-        started = [_Chain(calls, limits) for calls, limits in zip(chains, timeouts_s, strict=True)]
-        running = [chain for chain in started if chain.calls]
-        for chain in running:
-            self._start(chain)
-        try:
-            if len(running) == 1:
-                await self._await(running[0])
-            elif running:
-                await asyncio.gather(*map(self._await, running))
-        finally:
-            for chain in running:
-                if not chain.done.done():  # the caller was cancelled
-                    self._give_up(chain)
-        return [chain.outcomes for chain in started]
-
-    async def _await(self, chain: "_Chain") -> None:
-        loop = asyncio.get_running_loop()
-        done = asyncio.Event()
+        chain = _Chain(calls, timeouts_s)
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
 
         def notify(_: Any) -> None:
             with contextlib.suppress(RuntimeError):  # The loop is closed, and nobody waits.
                 loop.call_soon_threadsafe(done.set)
 
+        self._start(chain)
         chain.done.add_done_callback(notify)
         if chain.is_async:
             self._awaited.add(chain)
@@ -358,14 +344,16 @@ class ConcurrentCalls:
                 self._watch = loop.create_task(self._watch_loop())
         try:
             while not done.is_set():
-                try:
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(chain.remaining_s()):
                         await done.wait()
-                except TimeoutError:
-                    if self._give_up(chain, only_if_late=True):
-                        return
+                if not done.is_set() and self._give_up(chain, only_if_late=True):
+                    break
         finally:
             self._awaited.discard(chain)
+            if not chain.done.done():  # the caller was cancelled
+                self._give_up(chain)
+        return chain.outcomes
 
     async def _watch_loop(self) -> None:
         """Leave a loop that is blocked, as long as somebody awaits what runs there."""
@@ -481,7 +469,7 @@ class _Chain:
             if not self._is_given_up:
                 now = time.monotonic()
                 assert self._began_at is not None
-                self.outcomes.append(outcome._replace(seconds=now - self._began_at))
+                self.outcomes.append(Outcome(*outcome[:2], now - self._began_at))
                 self._began_at = None
                 # Until the next one begins: the loop that has to begin it may be blocked.
                 self.deadline = now + self._limit_s()
@@ -543,11 +531,13 @@ def is_async(call: Callable[..., Any]) -> bool:
     """Whether a call has to be awaited."""
     while isinstance(call, functools.partial):
         call = call.func
-    if isinstance(call, types.FunctionType | types.MethodType):
-        return inspect.iscoroutinefunction(call)
-    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
-        getattr(call, "__call__", None)  # noqa: B004
-    )
+    plain = getattr(call, "__func__", call)
+    if isinstance(plain, types.FunctionType):
+        # Only one that has attributes can have been marked as a coroutine function.
+        is_marked = plain.__dict__ and inspect.iscoroutinefunction(plain)
+        return bool(plain.__code__.co_flags & inspect.CO_COROUTINE or is_marked)
+    its = getattr(call, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(its)
 
 
 def _guarded(call: Call) -> Outcome:
@@ -562,13 +552,16 @@ def accepted_arguments(
     function: Callable[..., Any], arguments: Mapping[str, Any], *, drop: str = ""
 ) -> dict[str, Any]:
     """The arguments that a function names, or all but ``drop`` if it takes ``**kwargs``."""
-    parameters = inspect.signature(function).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {
-        name: value
-        for name, value in arguments.items()
-        if name in parameters or (takes_any and name != drop)
-    }
+    # Of a method that is written in Python, the same for all objects: each row of a batch asks.
+    its = getattr(function, "__func__", None) if isinstance(function, types.MethodType) else None
+    named = _NAMED.get(its) if isinstance(its, types.FunctionType) else None
+    if named is None:
+        parameters = inspect.signature(function).parameters
+        named = {*parameters}, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if isinstance(its, types.FunctionType):
+            _NAMED[its] = named
+    names, takes_any = named
+    return {n: v for n, v in arguments.items() if n in names or (takes_any and n != drop)}
 
 
 def run_all(steps: Iterable[Callable[[], object]]) -> None:

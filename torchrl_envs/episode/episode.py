@@ -8,7 +8,6 @@ import itertools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import (
     Callable,
     Coroutine,
@@ -19,7 +18,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import nullcontext
 from types import CoroutineType
 from typing import Any, Final, NamedTuple
 
@@ -116,9 +114,8 @@ class Resources:
 
     def _let_go(self, reason: str, owner: Any = None) -> Iterator[tuple[_Held, Call]]:
         """Hold nothing any more, or nothing of one owner: what has to be called, newest first."""
-        owners = list(reversed(self._held)) if owner is None else [owner]
-        taken = [self._held.pop(each) for each in owners if each in self._held]
-        for held in taken:
+        while self._held if owner is None else owner in self._held:
+            held = self._held.popitem()[1] if owner is None else self._held.pop(owner)
             try:
                 call = None if held.closing is None else held.closing(reason)
             except Exception as error:
@@ -128,15 +125,24 @@ class Resources:
                     yield held, call
 
 
-async def close_resources(
+def close_resources(
     resources: Resources, reason: str, timeout_s: float, *, owner: Any = None
-) -> None:
+) -> "EventCoroutine | None":
     """Give back what an episode holds, in reverse order; of one owner only, if there is one.
 
     An error or a missed deadline is logged: the rest is given back all the same, and whoever gives
     something back has nothing to repair.
+
+    Returns:
+        What is left to do, if there is something to wait for.
     """
-    for held, call in resources._let_go(reason, owner):
+    closing = resources._let_go(reason, owner)
+    first = next(closing, None)
+    return None if first is None else _close_each(itertools.chain([first], closing), timeout_s)
+
+
+async def _close_each(closing: Iterable[tuple[_Held, Call]], timeout_s: float) -> None:
+    for held, call in closing:
         limit = timeout_s if held.timeout_s is None else held.timeout_s
         (outcome,) = await PendingCalls([PendingCall(call, limit, None)])
         _log_error(held, outcome.error)
@@ -205,68 +211,68 @@ class PendingCalls(NamedTuple):
         return (yield self)
 
 
-async def run_event(event: Callable[["Episode"], Any], episode: "Episode") -> None:
-    """Run an event of an episode, sync or ``async``, to its end."""
-    waiting = event(episode)
-    if isinstance(waiting, CoroutineType):
-        await waiting
-
-
-def drive(coroutines: Sequence[EventCoroutine], calls: ConcurrentCalls) -> None:
-    """Run events to their ends, what they wait for at once; then raise what the first raised."""
-    errors: dict[int, Exception] = {}
-    running = dict(enumerate(coroutines))
-    answers: Mapping[int, list[Outcome] | None] = dict.fromkeys(running)
-    try:
-        while running:
-            asked: dict[int, PendingCalls] = {}
-            for number, coroutine in running.items():
-                try:
-                    asked[number] = _advance(coroutine, answers[number])
-                except StopIteration:
-                    pass
-                except Exception as error:
-                    errors[number] = error
-            running = {number: running[number] for number in asked}
-            if not running:
-                break
-            pending = [each for waiting in asked.values() for each in waiting.calls]
-            lanes = list(_by_lane(pending).values())
-            found = calls.run(
-                [[pending[place].call for place in lane] for lane in lanes],
-                [[pending[place].timeout_s for place in lane] for lane in lanes],
-            )
-            by_place = dict(zip(itertools.chain(*lanes), itertools.chain(*found), strict=True))
-            outcomes = iter([by_place[place] for place in range(len(pending))])
-            answers = {n: list(itertools.islice(outcomes, len(asked[n].calls))) for n in asked}
-    finally:
-        for coroutine in running.values():
-            coroutine.close()
-    if errors:
-        raise errors[min(errors)]
-
-
-class LoopDriver:
-    """Runs the coroutines of events in an event loop, each by itself: none waits for another.
+class EventDriver:
+    """Runs events, sync or ``async``: many in step with each other, or each by itself in a loop.
 
     Args:
         calls: runs what they wait for.
     """
 
     def __init__(self, calls: ConcurrentCalls) -> None:
-        self._calls = calls
-        self._lanes = weakref.WeakValueDictionary[Hashable, asyncio.Lock]()
+        self.calls = calls
 
-    async def drive(self, coroutine: EventCoroutine) -> None:
-        """Run an event to its end."""
-        answer: list[Outcome] | None = None
+    def run(self, event: Callable[[Any], Any], each: Sequence[Any]) -> None:
+        """Run an event on each episode to its end, in their order; what they wait for, at once.
+
+        What the first one raised is raised when all are at their ends.
+        """
+        errors: dict[int, Exception] = {}
+        running: dict[int, EventCoroutine] = {}
+        answers: dict[int, list[Outcome]] = {}
+        todo: Iterable[int] = range(len(each))
         try:
             while True:
-                answer = await self._run(_advance(coroutine, answer).calls)
-        except StopIteration:
-            return
+                asked: dict[int, Sequence[PendingCall]] = {}
+                for number in todo:
+                    try:
+                        if number not in answers:
+                            waiting = event(each[number])
+                            if not isinstance(waiting, CoroutineType):
+                                continue
+                            running[number] = waiting
+                        pending = _advance(running[number], answers.get(number))
+                        if pending is not None:
+                            asked[number] = pending.calls
+                    except Exception as error:
+                        errors[number] = error
+                if not asked:
+                    break
+                flat = [*itertools.chain(*asked.values())]
+                lanes = list(_by_lane(flat).values())
+                found = self.calls.run(
+                    [[flat[place].call for place in lane] for lane in lanes],
+                    [[flat[place].timeout_s for place in lane] for lane in lanes],
+                )
+                by_place = dict(zip(itertools.chain(*lanes), itertools.chain(*found), strict=True))
+                outcomes = map(by_place.__getitem__, range(len(flat)))
+                answers = {n: [*itertools.islice(outcomes, len(asked[n]))] for n in asked}
+                todo = asked
         finally:
-            coroutine.close()
+            for coroutine in running.values():
+                coroutine.close()
+        if errors:
+            raise errors[min(errors)]
+
+    async def drive(self, event: Callable[["Episode"], Any], episode: "Episode") -> None:
+        """Run an event of an episode to its end in an event loop; it waits for no other."""
+        waiting, answer = event(episode), None
+        if not isinstance(waiting, CoroutineType):
+            return
+        try:
+            while (asked := _advance(waiting, answer)) is not None:
+                answer = await self._run(asked.calls)
+        finally:
+            waiting.close()
 
     async def _run(self, pending: Sequence[PendingCall]) -> list[Outcome]:
         """Run calls, those of one lane in order, also among several events."""
@@ -276,10 +282,8 @@ class LoopDriver:
         async def run(key: Any, places: list[int]) -> None:
             lane = [pending[place] for place in places]
             chain, limits = [each.call for each in lane], [each.timeout_s for each in lane]
-            is_alone = key[0] == "alone"
-            lock = nullcontext() if is_alone else self._lanes.setdefault(key, asyncio.Lock())
-            async with lock:
-                (outcomes,) = await self._calls.run_async([chain], [limits])
+            async with self.calls.lanes.setdefault(key, asyncio.Lock()):
+                outcomes = await self.calls.run_async(chain, limits)
             for place, outcome in zip(places, outcomes, strict=True):
                 results[place] = outcome
 
@@ -290,17 +294,20 @@ class LoopDriver:
         return results
 
 
-def _advance(coroutine: EventCoroutine, answer: list[Outcome] | None) -> PendingCalls:
-    """What an event waits for next; ``StopIteration`` where it is at its end."""
-    asked: Any = coroutine.send(answer)  # type: ignore[arg-type]
-    while not isinstance(asked, PendingCalls):
-        asked = coroutine.throw(
-            TypeError(
-                f"An event of an episode awaits self.call(...) only, got {type(asked).__name__}. "
-                "Put what it waits for into a function, sync or async, and await "
-                "self.call(function)."
+def _advance(coroutine: EventCoroutine, answer: list[Outcome] | None) -> PendingCalls | None:
+    """What an event waits for next; nothing where it is at its end."""
+    try:
+        asked: Any = coroutine.send(answer)  # type: ignore[arg-type]
+        while not isinstance(asked, PendingCalls):
+            asked = coroutine.throw(
+                TypeError(
+                    f"An event of an episode awaits self.call(...) only, got {type(asked).__name__}"
+                    ". Put what it waits for into a function, sync or async, and await "
+                    "self.call(function)."
+                )
             )
-        )
+    except StopIteration:
+        return None
     return asked
 
 
@@ -308,8 +315,7 @@ def _by_lane(pending: Iterable[PendingCall]) -> dict[Hashable, list[int]]:
     """The places of calls that run one after the other; one without a lane is alone in its own."""
     lanes: dict[Hashable, list[int]] = {}
     for place, each in enumerate(pending):
-        key = ("alone", place) if each.lane is None else ("lane", each.lane)
-        lanes.setdefault(key, []).append(place)
+        lanes.setdefault(object() if each.lane is None else each.lane, []).append(place)
     return lanes
 
 
@@ -555,8 +561,7 @@ class Episode:
     @property
     def is_scorable(self) -> bool:
         """Whether what it got says anything about the policy: it began, and did not fail."""
-        kind = kind_of(self.stop_reason)
-        return self.num_turns > 0 and kind not in UNSCORABLE_REASONS
+        return self.num_turns > 0 and kind_of(self.stop_reason) not in UNSCORABLE_REASONS
 
     def terminate(self, reason: str = "") -> None:
         """It has come to its own end.

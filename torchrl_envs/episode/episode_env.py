@@ -28,7 +28,7 @@ from torchrl_envs.concurrency import ConcurrentCalls, run_all
 from torchrl_envs.entries import REWARD_KEYS, RewardSource
 
 from . import runner
-from .episode import Episode, LoopDriver, Resources, run_event
+from .episode import Episode, Resources
 from .transform import EpisodeTransform, overrides
 
 # A chat environment with transforms: TorchRL's face of the loop through episodes.
@@ -153,7 +153,7 @@ class EpisodeEnv(TransformedEnv):
         super().__init__(env, runner.StepOrder(entries, *parts))  # type: ignore[arg-type]
         self.calls = ConcurrentCalls()
         """Runs the calls of tools, environments and rewards."""
-        self._checked = False
+        self._found: list[Any] = []
         self.error_limit = RewardErrorLimit()
         parse = getattr(env, "parse_turn", parse_tool_calls)
         self.runner = runner.EpisodeRunner(self.calls, parse)
@@ -169,11 +169,19 @@ class EpisodeEnv(TransformedEnv):
         for part in runner.flat_transforms(transform):
             super().append_transform(part)
         self._find_parts()
-        self._checked = False
         return self
 
     def _find_parts(self) -> None:
-        """Tell the parts of our own what the others are."""
+        """Ask the transforms what they do, and tell the parts of our own, where there are others.
+
+        Called before each reset and step: transforms may come and go in TorchRL's ways too.
+
+        Raises:
+            ValueError: two of them have a tool of the same name.
+        """
+        if self._found == (found := [*self.transform]):  # type: ignore[misc]
+            return
+        self._found, self._checked, self._roles = found, False, ()
         transforms = list(self.episode_transforms())
         self.runner.set_transforms(transforms)
         self.entries.reward_names = self.reward_names
@@ -182,6 +190,7 @@ class EpisodeEnv(TransformedEnv):
         self.entries.has_tools = bool(self.runner.dispatcher.sources)
         self.entries.has_sources = any(isinstance(part, RewardSource) for part in transforms)
         self.entries.exporting = [part for part in transforms if overrides(part, "export")]
+        self._limit = next(self.transforms_of(RewardErrorLimit), self.error_limit)
         self.empty_cache()
 
     def episode_transforms(self) -> Iterator[EpisodeTransform]:
@@ -227,7 +236,7 @@ class EpisodeEnv(TransformedEnv):
         """
         for transform in self.episode_transforms():
             transform.check(self)
-        self._checked = True
+        self._checked, self._roles = True, ()
         # Checking gives sources of rewards their final names.
         self.entries.reward_names = self.reward_names
         self.empty_cache()
@@ -235,6 +244,7 @@ class EpisodeEnv(TransformedEnv):
     # Reset --------------------------------------------------------------------------------------
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        self._find_parts()
         if not self._checked:
             self.check()
         size = self.batch_size.numel()
@@ -291,7 +301,7 @@ class EpisodeEnv(TransformedEnv):
         reset = self.base_env._reset(batch, **kwargs)
         self.base_env._complete_done(self.base_env.full_done_spec, reset)
         run = functools.partial(self.transform._reset, batch)
-        if not any(map(runner.may_edit, self.transforms_of(Transform))):
+        if {"edits", "reads the reward"}.isdisjoint(map(runner.role_of, self._found)):
             return run(reset)
         return batch_io.edited(reset, run, who="EpisodeEnv.reset")
 
@@ -307,7 +317,7 @@ class EpisodeEnv(TransformedEnv):
             TooManyRewardErrors: the limit is exceeded.
         """
         if episodes:
-            next(self.transforms_of(RewardErrorLimit), self.error_limit).record(episodes)
+            self._limit.record(episodes)
 
     # The end ------------------------------------------------------------------------------------
 
@@ -381,20 +391,21 @@ class AsyncEpisodeRunner:
     """
 
     def __init__(self, env: "EpisodeEnv") -> None:
+        env._find_parts()
         self._env = env
         self.calls = env.calls
         """Runs the calls of all episodes."""
         self._runner = env.runner
-        self._driver = LoopDriver(env.calls)
         self._turn_steps: list[Callable[[Episode], Any]] = []
+        self._bounds: list[Callable[[Episode], Any]] = []
         self._late: list[Transform] = []
         run, dispatcher = self._runner.run_safely, self._runner.dispatcher
-        if dispatcher.sources:
-            self._turn_steps.append(functools.partial(run, dispatcher, "after_turn"))
-        for transform in env.transforms_of(Transform):
+        first = [dispatcher] if dispatcher.sources else []
+        for transform in [*first, *env.transforms_of(Transform)]:
             if isinstance(transform, EpisodeTransform):
-                if overrides(transform, "after_turn"):
-                    self._turn_steps.append(functools.partial(run, transform, "after_turn"))
+                for event, its in (("before_turn", self._bounds), ("after_turn", self._turn_steps)):
+                    if overrides(transform, event):
+                        its.append(functools.partial(run, transform, event))
             elif isinstance(transform, StepCounter):
                 if transform.max_steps is not None:
                     step = functools.partial(cut_after, max_turns=transform.max_steps)
@@ -443,15 +454,20 @@ class AsyncEpisodeRunner:
         Raises:
             EngineDied: the engine of the policy is gone.
         """
-        drive, events = self._driver.drive, self._runner
-        await drive(events.start(episode))
+        drive, events = self._runner.drive, self._runner
+        await drive(events.start, episode)
         try:
             base: Any = self._env.base_env
             episode.conversation = base.open(episode.query, episode.tools)
         except Exception as error:
-            runner.fail(episode, type(self._env.base_env).__name__, error)
-        await drive(events.before_turn(episode))
+            runner.fail(episode, error, self._env.base_env, "open")
         while not (episode.stop_reason or episode.is_done):
+            episode.max_new_tokens = None
+            for bound in self._bounds:
+                if not (episode.stop_reason or episode.is_done):
+                    await drive(bound, episode)
+            if episode.stop_reason or episode.is_done:
+                break
             episode.conversation, episode.finish_reason = await policy.take_turn(
                 episode.conversation, max_new_tokens=episode.max_new_tokens, session=episode.id
             )
@@ -460,9 +476,8 @@ class AsyncEpisodeRunner:
                 episode.truncate()
                 continue
             for step in self._turn_steps:
-                await drive(run_event(step, episode))
+                await drive(step, episode)
             episode.end_unanswered()
-            await drive(events.before_turn(episode))
         episode.settle()
         events.over([episode])
 
@@ -725,8 +740,7 @@ class ChatEnv(EnvBase):
             at = full.position(row)
             role = full.last_message(row)["role"] if at.num_messages else ""
             unanswered.append(at.awaits_response or role != "assistant")
-        failed = torch.tensor(unanswered)
-        failed = (failed & active).view(*self.batch_size, 1)
+        failed = (torch.tensor(unanswered) & active).view(*self.batch_size, 1)
         flags = {
             keys.DONE: failed,
             keys.TERMINATED: torch.zeros_like(failed),

@@ -3,7 +3,7 @@
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from types import CoroutineType
 from typing import Any, Final
 
@@ -30,14 +30,19 @@ from torchrl_envs.tool_results import error_line
 
 from .episode import (
     Episode,
-    EventCoroutine,
+    EventDriver,
     Resources,
     close_left_open,
     close_resources,
-    drive,
-    run_event,
 )
-from .transform import EpisodeStartError, EpisodeTransform, ToolDispatcher, ToolSource, overrides
+from .transform import (
+    EpisodeStartError,
+    EpisodeTransform,
+    Event,
+    ToolDispatcher,
+    ToolSource,
+    overrides,
+)
 
 # Episodes as entries of a batch, and back: read once, written once.
 #
@@ -71,10 +76,8 @@ def read_episodes(batch: TensorDictBase) -> list[Episode]:
 
 def read_flags(batch: TensorDictBase) -> Flags:
     """The flags of each row; False where an entry is absent."""
-    columns = []
-    for key in _FLAGS:
-        value = batch.get(key, None)
-        columns.append([False] * batch.numel() if value is None else value.view(-1).tolist())
+    held, absent = [batch.get(key, None) for key in _FLAGS], [False] * batch.numel()
+    columns = [absent if values is None else values.view(-1).tolist() for values in held]
     return list(zip(*columns, strict=True))
 
 
@@ -244,7 +247,7 @@ _EVENTS: Final = {
 _log = logging.getLogger(__name__)
 
 
-class EpisodeRunner:
+class EpisodeRunner(EventDriver):
     """Runs events of episodes, of all transforms in order.
 
     ``begin -> (before_turn -> the policy's turn -> after_turn)* -> finish -> close``
@@ -255,7 +258,7 @@ class EpisodeRunner:
     """
 
     def __init__(self, calls: ConcurrentCalls, parse: TurnParser = parse_tool_calls) -> None:
-        self.calls = calls
+        super().__init__(calls)
         self.dispatcher = ToolDispatcher(parse)
         """Answers turns that call tools; the first to see one."""
         self._parts: dict[str, list[EpisodeTransform]] = {event: [] for event in _EVENTS}
@@ -312,22 +315,16 @@ class EpisodeRunner:
     async def start(self, episode: Episode) -> None:
         """Start a drawn episode; one that can't start gets a ``stop_reason``."""
         for transform in self._parts["begin"]:
-            if transform.concerned([episode]):
-                try:
-                    await run_event(transform.begin, episode)
-                except (Exception, SystemExit) as error:
-                    where, cause = type(transform).__name__, error
-                    if isinstance(error, EpisodeStartError):
-                        where, cause = error.where, error.__cause__ or error
-                    _log.warning(
-                        "Row %d does not begin: %s failed", episode.row, where, exc_info=cause
-                    )
-                    reason = f"{ENVIRONMENT_ERROR}: {where}: {error_line(cause)}"
-                    episode.stop_reason = reason
-                    # What it holds of others stays until it is closed.
-                    limit = self.calls.timeout_s
-                    await close_resources(episode.resources, reason, limit, owner=transform)
-                    return
+            rest = self.run_safely(transform, "begin", episode)
+            if rest is not None:
+                await rest
+            if kind_of(episode.stop_reason) == ENVIRONMENT_ERROR:
+                # What it holds of others stays until it is closed.
+                own, reason = episode.resources, episode.stop_reason
+                rest = close_resources(own, reason, self.calls.timeout_s, owner=transform)
+                if rest is not None:
+                    await rest
+                return
         schemas = [
             tool.schema
             for source in self.dispatcher.sources
@@ -337,42 +334,33 @@ class EpisodeRunner:
         episode.tools = schemas or episode.tools
 
     def before_turns(self, episodes: Sequence[Episode]) -> None:
-        """Bound the next turns of episodes; where no transform does, there is nothing to run."""
-        if self._parts["before_turn"]:
-            self.run(self.before_turn, episodes)
-            return
-        for episode in episodes:
-            if not (episode.stop_reason or episode.is_done):
-                episode.max_new_tokens = None
-
-    async def before_turn(self, episode: Episode) -> None:
-        """Bound the next turn of an episode, if it goes on; or it gets a ``stop_reason``."""
-        if not (episode.stop_reason or episode.is_done):
+        """Bound the next turns of episodes that go on; or one gets a ``stop_reason``."""
+        running = [each for each in episodes if not (each.stop_reason or each.is_done)]
+        for episode in running:
             episode.max_new_tokens = None
         for transform in self._parts["before_turn"]:
-            if episode.stop_reason or episode.is_done:
-                return
-            await self.run_safely(transform, "before_turn", episode)
+            self.run(functools.partial(self.run_safely, transform, "before_turn"), running)
+            running = [each for each in running if not (each.stop_reason or each.is_done)]
 
-    async def run_safely(self, part: EpisodeTransform, event: str, episode: Episode) -> None:
-        """Run an event of an episode that has started, of a transform or of what tools answer.
+    def run_safely(self, part: EpisodeTransform, event: str, episode: Episode) -> Event:
+        """Run an event of an episode, of a transform or of what tools answer.
 
         What it raises ends this episode alone, truncated and unscorable, with ``stop_reason``
         ``"environment_error: <where>: <type>: <message>"``; nothing more takes part in it then.
+
+        Returns:
+            The rest of an event that is ``async``.
         """
         if episode.stop_reason and kind_of(episode.stop_reason) == ENVIRONMENT_ERROR:
-            return
+            return None
         try:
-            if part is self.dispatcher or part.concerned([episode]):
+            if part.concerned([episode]):
                 waiting = getattr(part, event)(episode)
                 if isinstance(waiting, CoroutineType):
-                    await waiting
+                    return _finish_safely(waiting, episode, part, event)
         except (Exception, SystemExit) as error:
-            fail(episode, "tools" if part is self.dispatcher else type(part).__name__, error)
-
-    def run(self, event: Callable[[Episode], EventCoroutine], episodes: Sequence[Episode]) -> None:
-        """Run an event on each episode to its end, then raise what the first raised."""
-        drive([event(episode) for episode in episodes], self.calls)
+            fail(episode, error, part, event)
+        return None
 
     def over(self, episodes: Sequence[Episode]) -> None:
         """Tell that episodes are over, each as soon as it is; to be told again says no more."""
@@ -393,7 +381,7 @@ class EpisodeRunner:
             if concerned and overrides(transform, "finish_batch"):
                 transform.finish_batch(concerned)
             if overrides(transform, "finish"):
-                self.run(functools.partial(run_event, transform.finish), concerned)
+                self.run(transform.finish, concerned)
         for episode in episodes:
             if not episode.is_scorable:
                 is_failed = kind_of(episode.stop_reason) in UNSCORABLE_REASONS
@@ -401,7 +389,8 @@ class EpisodeRunner:
 
     def close(self, episodes: Sequence[Episode]) -> None:
         """Give back what episodes hold, once; they are over, finished or given up."""
-        self._give_back({e.id: e.stop_reason if e.is_done else "" for e in episodes})
+        opened = [episode for episode in episodes if episode.id in self._open]
+        self._give_back({e.id: e.stop_reason if e.is_done else "" for e in opened})
 
     def close_rows(self, rows: Sequence[int] | None = None) -> None:
         """Give up the episodes that run in some rows of the environment's batch, or all."""
@@ -411,12 +400,8 @@ class EpisodeRunner:
 
     def _give_back(self, reasons: Mapping[int, str]) -> None:
         """Close episodes by their ids, each with the reason why it is over."""
-        limit, closing = self.calls.timeout_s, []
-        for i, reason in reasons.items():
-            _, resources = self._open.pop(i, (0, None))
-            if resources:
-                closing.append(close_resources(resources, reason, limit))
-        drive(closing, self.calls)
+        held = [(its[1], reasons[i]) for i in reasons if (its := self._open.pop(i, None))]
+        self.run(lambda own: close_resources(own[0], own[1], self.calls.timeout_s), held)
 
     def resources_in(self, row: int) -> Resources:
         """What the episode holds that runs in a row of the batch; nothing if none does."""
@@ -427,9 +412,20 @@ class EpisodeRunner:
         return self._open.get(episode.id, (0, Resources()))[1]
 
 
-def fail(episode: Episode, where: str, error: BaseException) -> None:
-    """An episode is over, because something of the environment raised."""
-    _log.warning("An episode ends: %s failed", where, exc_info=error)
+async def _finish_safely(waiting: Awaitable[None], episode: Episode, *about: Any) -> None:
+    """The rest of what :meth:`EpisodeRunner.run_safely` has begun."""
+    try:
+        await waiting
+    except (Exception, SystemExit) as error:
+        fail(episode, error, *about)
+
+
+def fail(episode: Episode, error: BaseException, part: Any, event: str) -> None:
+    """An episode is over, or does not begin, because a part of the environment raised."""
+    where = "tools" if isinstance(part, ToolDispatcher) else type(part).__name__
+    if isinstance(error, EpisodeStartError):
+        where, error = error.where, error.__cause__ or error
+    _log.warning("Row %d ends: %s failed in %s", episode.row, where, event, exc_info=error)
     episode.stop_reason = ""
     episode.truncate(f"{ENVIRONMENT_ERROR}: {where}: {error_line(error)}")
 
@@ -455,8 +451,7 @@ class EpisodeStep:
     def __init__(self, env: Any, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
         self.ended: list[Episode] = []
         """Episodes that this step ended."""
-        runner: EpisodeRunner = env.runner
-        self._runner = runner
+        self._runner = runner = env.runner
         self._entries: EpisodeEntries = env.entries
         self._given = tensordict
         self._episodes = read_episodes(tensordict)
@@ -577,25 +572,40 @@ class StepOrder(Compose):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         env: Any = self.container
+        env._find_parts()
+        others = [each for each in list[Any](self.transforms) if each is not env.entries]
+        roles = env._roles = env._roles or [(role_of(each), each) for each in others]
         step = EpisodeStep(env, tensordict, next_tensordict)
-        late: list[Transform] = []
-        for transform in list[Any](self.transforms):
-            if type(transform)._step is EpisodeTransform._step:
-                if overrides(transform, "after_turn"):
-                    step.after_turn(transform, next_tensordict)
-            elif keys.REWARD in (transform.in_keys or ()):
-                late.append(transform)
-            elif may_edit(transform):
+        for role, transform in roles:
+            if role == "answers":
+                step.after_turn(transform, next_tensordict)
+            elif role == "edits":
                 run = functools.partial(transform._step, tensordict)
                 next_tensordict = batch_io.edited(next_tensordict, run, who=_WHO)
-            elif not isinstance(transform, EpisodeEntries):
+            elif role == "writes":
                 next_tensordict = transform._step(tensordict, next_tensordict)
         next_tensordict = step.end(next_tensordict)
         env.record_ends(step.ended)
-        for transform in late:
-            next_tensordict = transform._step(tensordict, next_tensordict)
-            transform_past(transform, step.ended)
+        for role, transform in roles:
+            if role == "reads the reward":
+                next_tensordict = transform._step(tensordict, next_tensordict)
+                transform_past(transform, step.ended)
         return next_tensordict
+
+
+def role_of(transform: Any) -> str:
+    """What a transform does in a step; empty if nothing.
+
+    It may edit messages if it is a user's, says that it reads them, or holds other ones.
+    """
+    if type(transform)._step is EpisodeTransform._step:
+        return "answers" if overrides(transform, "after_turn") else ""
+    if keys.REWARD in (transform.in_keys or ()):
+        return "reads the reward"
+    is_known = type(transform).__module__.startswith(_KNOWN) and not isinstance(transform, Compose)
+    reads = any(keys.HISTORY in key for key in transform.in_keys or ())
+    may_edit = (reads or not is_known) and not isinstance(transform, EpisodeTransform)
+    return "edits" if may_edit else "writes"
 
 
 def transform_past(transform: Transform, episodes: Sequence[Episode]) -> None:
@@ -618,13 +628,6 @@ def flat_transforms(transform: Transform) -> list[Transform]:
         return [part for each in transform.transforms for part in flat_transforms(each)]  # type: ignore[arg-type]
     transform.reset_parent()
     return [transform]
-
-
-def may_edit(transform: Transform) -> bool:
-    """Whether a transform may change messages: it is a user's, or says that it reads them."""
-    is_known = type(transform).__module__.startswith(_KNOWN)
-    reads = any(keys.HISTORY in key for key in transform.in_keys or ())
-    return (reads or not is_known) and not isinstance(transform, EpisodeTransform | Compose)
 
 
 def in_shape(batch: TensorDictBase, shape: torch.Size) -> TensorDictBase:

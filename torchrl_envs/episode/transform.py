@@ -610,15 +610,36 @@ class ToolDispatcher(EpisodeTransform):
         self.sources: Sequence[ToolSource] = ()
         """All sources of the environment, in order; the runner keeps it up to date."""
 
-    async def after_turn(self, episode: Episode) -> None:
+    def after_turn(self, episode: Episode) -> Event:
         """Answer a turn: run what it asks for, say what comes of it in order, and count it.
 
         Args:
             episode: that has just taken one; nothing happens where the policy did not speak last.
         """
-        message = episode.last_message
-        if message["role"] != "assistant" or not (items := self._read(episode, message["content"])):
-            return
+        if (message := episode.last_message)["role"] != "assistant":
+            return None
+        text: str = message["content"]
+        items: list[Job | Answer] = []
+        tools: dict[int, Mapping[str, Tool]] = {}
+        for number, source in enumerate(self.sources):
+            if source.concerned([episode]):
+                tools[number] = source.tools_of(episode)
+        if any(tools.values()):
+            _, calls, places = self.parse(text)
+            for call, at in zip(calls, places or [0] * len(calls), strict=True):
+                items.append(self._bind(tools, episode, call, at))
+        for number in tools:
+            source = self.sources[number]
+            for item in source.read_turn(episode, text):
+                # Lanes belong to their source.
+                if isinstance(item, Job) and item.lane is not None:
+                    item = item._replace(lane=(number, item.lane))
+                items.append(item._replace(tool=item.tool or type(source).__name__))
+        items.sort(key=lambda item: item.position)
+        return self._answer(episode, items) if items else None
+
+    async def _answer(self, episode: Episode, items: Sequence[Job | Answer]) -> None:
+        """Run what a turn asks for, of all sources, and put it in the order of the text."""
         pending = [PendingCall(i.call, i.timeout_s, i.lane) for i in items if isinstance(i, Job)]
         outcomes = iter(await PendingCalls(pending) if pending else ())
         messages: list[Message] = []
@@ -638,24 +659,6 @@ class ToolDispatcher(EpisodeTransform):
             episode.say(*messages)
         if end is not None:
             (episode.truncate if end.is_truncation else episode.terminate)(end.stop_reason)
-
-    def _read(self, episode: Episode, text: str) -> list[Job | Answer]:
-        """What a turn asks for, of all sources, in the order of the text."""
-        items: list[Job | Answer] = []
-        concerned = [pair for pair in enumerate(self.sources) if pair[1].concerned([episode])]
-        tools = {number: source.tools_of(episode) for number, source in concerned}
-        if any(tools.values()):
-            _, calls, places = self.parse(text)
-            for call, at in zip(calls, places or [0] * len(calls), strict=True):
-                items.append(self._bind(tools, episode, call, at))
-        for number, source in concerned:
-            for item in source.read_turn(episode, text):
-                # Lanes belong to their source.
-                if isinstance(item, Job) and item.lane is not None:
-                    item = item._replace(lane=(number, item.lane))
-                items.append(item._replace(tool=item.tool or type(source).__name__))
-        items.sort(key=lambda item: item.position)
-        return items
 
     def _bind(
         self,

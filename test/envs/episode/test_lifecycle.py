@@ -234,18 +234,42 @@ def test_a_partial_reset_that_fails_leaves_the_running_rows(recorder, scripted, 
     env.close()
 
 
-def test_an_end_that_raises_keeps_no_other_from_ending(scripted):
+def test_a_choice_of_episodes_that_raises_ends_that_one_alone():
+    class Begins(EpisodeTransform):
+        def begin(self, episode):
+            begun.append(episode.row)
+
+    begun, part = [], Begins()
+    part.only_for = lambda episode: {0: True, 2: False}[episode.row]
+    data = DataLoadingPrimer([{"prompt": "a"}] * 3)
+    reset = ChatEnv(batch_size=3).append_transform(Compose(data, part)).reset()
+    reason = "environment_error: Begins: KeyError: 1"
+    assert read_objects(reset, "stop_reason") == ["", reason, ""]
+    assert begun == [0]
+
+
+@pytest.mark.parametrize("error", [OSError, StopIteration])  # which ends no loop in silence
+@pytest.mark.parametrize("async_rows", [(), (0, 1, 2), (1,)])
+def test_an_end_that_raises_keeps_no_other_from_ending(scripted, error, async_rows):
     class Ends(EpisodeTransform):
         def finish(self, episode):
+            return (self.later if episode.row in async_rows else self.now)(episode)
+
+        def now(self, episode):
             ended.append(episode.row)
             if episode.row < 2:
-                raise OSError(f"no disk for row {episode.row}")
+                raise error(f"no disk for row {episode.row}")
+
+        async def later(self, episode):
+            self.now(episode)
 
     ended = []
     parts = Compose(DataLoadingPrimer([{"prompt": "a"}] * 3), Ends())
     env = ChatEnv(batch_size=3, tokenizer=scripted([]).tokenizer).append_transform(parts)
-    with pytest.raises(OSError, match="no disk for row 0"):
+    with pytest.raises((error, RuntimeError)) as raised:
         LLMCollector(env, scripted(["done"], write_tokens=False)).collect()
+    causes = f"{raised.value} {raised.value.__cause__}"
+    assert "no disk for row 0" in causes or "StopIteration" in causes
     assert ended == [0, 1, 2]
     env.close()
 

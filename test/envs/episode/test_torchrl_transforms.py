@@ -17,7 +17,14 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector, OnPolicy, StreamingCollector
 from torchrl_data import History
-from torchrl_envs import ChatEnv, DataLoadingPrimer, RetrieveLogProb, RewardFunctions, StepCounter
+from torchrl_envs import (
+    ChatEnv,
+    DataLoadingPrimer,
+    EpisodeTransform,
+    RetrieveLogProb,
+    RewardFunctions,
+    StepCounter,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what TorchRL imports
@@ -65,9 +72,10 @@ class Asks(Transform):
 
 
 @pytest.mark.parametrize("how", ["in place", "set"])
-def test_messages_that_are_added_go_on_from_the_sampled_tokens(how, scripted):
+@pytest.mark.parametrize("around", [lambda part: part, lambda part: Begins(part)])
+def test_messages_that_are_added_go_on_from_the_sampled_tokens(how, around, scripted):
     policy = scripted(["hello"])
-    asked, *others = collect(policy, Asks(how), rewards()).unbind(0)
+    asked, *others = collect(policy, around(Asks(how)), rewards()).unbind(0)
     assert asked["history", "full"].to_chats() == [*SAID, AGAIN, SAID[1], AGAIN]
     assert asked["num_segments"] == 1
     # Each token that was drawn, where it was drawn, with its log-prob: none was encoded anew.
@@ -170,6 +178,42 @@ def test_transforms_of_the_reward_wait_for_it_inside_a_compose_too(scripted):
     rows = collect(scripted(["hello"]), Compose(Bundle()), rewards())
     assert rows["reward"].flatten().tolist() == [1.0 * 3.0 + 1.0] * 4
     assert rows["episode_reward"].flatten().tolist() == [4.0] * 4
+
+
+class Says(EpisodeTransform):
+    """Takes part in two events."""
+
+    def begin(self, episode):
+        episode.query += "!"
+
+    def after_turn(self, episode):
+        episode.say({"role": "user", "content": "go on"})
+
+
+@pytest.mark.parametrize("how", ["append_transform", "insert_transform", "append", "insert", "pop"])
+def test_transforms_may_come_and_go_between_steps(how):
+    def texts(step):
+        batch = env.reset()
+        if step:
+            batch = env.step(batch.set("text_response", ["hello"] * 4))["next"]
+        chats = batch["history"].prompt.to_chats()
+        return [[message["content"] for message in chat] for chat in chats[:2]]
+
+    env = ChatEnv(batch_size=4).append_transform(DataLoadingPrimer([{"prompt": "a"}] * 4))
+    env.append_transform(Compose(Says(), Asks("in place")))
+    if how != "pop":
+        asks, says = env.transform.pop(), env.transform.pop()
+        assert texts(step=True) == [["a", "hello"]] * 2
+        for part in (says, asks):  # the second reads what the first one said
+            place = (len(env.transform),) if "insert" in how else ()
+            part.reset_parent()
+            getattr(env if "transform" in how else env.transform, how)(*place, part)
+    said = ["a!", "hello", "go on"]
+    assert texts(step=True) == [[*said, AGAIN["content"]], said]
+    assert texts(step=False) == [["a!"]] * 2
+    env.transform.pop()
+    env.transform.pop()
+    assert texts(step=True) == [["a", "hello"]] * 2
 
 
 def test_a_sum_of_rewards_needs_no_batch(scripted):
