@@ -433,7 +433,7 @@ def test_a_conversation_longer_than_the_model_ends_and_the_run_goes_on(result_of
             ["train.num_setps=3"], "'train.num_setps'. Did you mean train.num_steps", id="setting"
         ),
         pytest.param(["engine=vlllm"], "'vlllm'. Did you mean vllm", id="choice"),
-        pytest.param(["optim.lr=1"], "There are optim.beta1, optim.beta2,", id="group"),
+        pytest.param(["optim.foo=1"], "There are optim.beta1, optim.beta2,", id="group"),
         pytest.param(["optim.learning_rate=fast"], "optim.learning_rate: Value 'fast'", id="type"),
         pytest.param(["~task.num_rows"], "task.num_rows can't be taken out", id="taken out"),
         pytest.param(["train.num_steps=two"], "num_steps", id="wrong type"),
