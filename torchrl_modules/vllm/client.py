@@ -506,8 +506,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             return Generation([], [], "error", str(error))
         first = self._labels[-1]
         body["cache_salt"] = first  # Cached prefixes of other weights are never met.
-        path = "/inference/v1/generate"
-        status, answer = await self._rows.ask("POST", path, body)
+        status, answer = await self._rows.ask("POST", "/inference/v1/generate", body)
         if status == 200:
             labels = self._labels
             return read_answer(answer, labels[labels.index(first) if first in labels else 0 :])

@@ -16,7 +16,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, Final
 
@@ -101,7 +101,8 @@ def main() -> None:
             # vLLM spawns on a CPU. One that waits for another one spins for 2 ms, in the place of
             # a second, in which it would take a core that the other one, or a trainer, needs.
             vllm.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
-            vllm.SpinCondition.__init__.__defaults__ = (0.002,)
+            spins = vllm.SpinCondition
+            spins.__init__ = partialmethod(spins.__init__, busy_loop_s=0.002)
         if is_cpu and "--no-enforce-eager" not in sys.argv:
             # vLLM counts ranks, which nobody reads, in a helper that is compiled as the first
             # batch comes.
