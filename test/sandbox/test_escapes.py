@@ -221,7 +221,7 @@ BOUNDED = {
                 for m in range(12):
                     held.append(b"1" * (8 << 20))
                     os.write(1, b"x")
-                    time.sleep(0.02)
+                    time.sleep(0.1)
                 time.sleep(30)
         time.sleep(30)""",
         lambda result: result.out_of_memory and 80 < result.stdout.count("x") * 8 <= 400,
