@@ -18,6 +18,7 @@ import argparse
 import ast
 import contextlib
 import copy
+import importlib
 import json
 import os
 import re
@@ -31,11 +32,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import hypothesis.strategies
-import jaxtyping  # noqa: F401  (these so that every fork has them, and torch)
 import pytest
-import torchrl.data  # noqa: F401
-
-import torchrl_modules.policies.transformers_wrapper  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONAL = (
@@ -57,11 +54,13 @@ TESTS = {
     "non_finite_gate.py": ("test_non_finite_gate.py",),
 }
 OPTIONS = [
-    *("-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "pytest_timeout"),
-    *("-p", "_hypothesis_pytestplugin"),
+    *("-x", "-q", "--assert=plain", "-p", "no:cacheprovider"),
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
     *("-o", "addopts=--import-mode=importlib"),
 ]
+# What every fork has already: no part of ``objectives``, of which each imports its own.
+IMPORTED = ("jaxtyping", "torchrl.data", "torchrl_modules.policies.transformers_wrapper")
+PLUGINS = "pytest_timeout,_hypothesis_pytestplugin"
 CPU_TIME_S = 300  # a mutant that loops for ever; not wall time, which a busy machine uses up
 MARK = re.compile(r"# mutate: equivalent ?(?P<kind>[^(]*?) ?\(")
 OPERATORS = {
@@ -215,10 +214,15 @@ def in_fork(function):
     return os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
 
 
+def survives(where, tests):
+    """Whether some tests pass in a tree."""
+    return in_fork(lambda: run_tests(where, tests))
+
+
 def run_tests(where, tests, plugins=()):
     os.chdir(where)
     sys.path.insert(0, str(where))
-    os.environ |= {"PYTHONPATH": str(where), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    os.environ["PYTHONPATH"] = str(where)  # for processes of the tests, too
     sys.dont_write_bytecode = True
     # A failure is enough: no search for the smallest one.
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
@@ -271,7 +275,7 @@ def survivors_of(path, function, share, num_shares):
             target.write_text(mutant)
             total += 1
             tests = entered.get(function_around(source, line), ())
-            if not tests or in_fork(lambda tests=tests: run_tests(where, tests)):
+            if not tests or survives(where, tests):
                 found.append(f"{path.name}:{line} {what}")
                 print("survived:", found[-1], flush=True)  # noqa: T201
     return found, total
@@ -295,6 +299,9 @@ def main():
         if path.name != "__init__.py"
         if (path.name in chosen if chosen else path.parent.name == "functional")
     ]
+    for name in IMPORTED:
+        importlib.import_module(name)
+    os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": PLUGINS}
     num_shares = os.cpu_count() or 1
     shares = [(*each, i, num_shares) for each in wanted for i in range(num_shares)]
     with ProcessPoolExecutor(num_shares, get_context("fork")) as pool:
