@@ -196,14 +196,18 @@ def _clip_epsilon(cfg: LossConfig, preset: Any) -> tuple[float, float] | None:
     from objectives.losses.options import SURROGATES
 
     surrogate = cfg.surrogate or preset.get("surrogate", "clipped")
+    # A name, or settings of one, as some presets have it.
     function = getattr(SURROGATES.get(surrogate, surrogate), "function", None)
     known = {} if function is None else signature(function).parameters
     if function is not None and "clip_high" not in known:
+        takes = {name: signature(kind.function).parameters for name, kind in SURROGATES.items()}
+        bounded = [name for name, its in takes.items() if "clip_high" in its]
         kinds = {name: getattr(objectives, kind).preset for name, kind in PRESETS.items()}
-        able = [n for n, own in kinds.items() if own.get("surrogate") in (None, "clipped", "gmpo")]
+        able = [n for n, own in kinds.items() if own.get("surrogate", "clipped") in bounded]
         raise ValueError(
-            f"clip_low and clip_high are for {', '.join(able)}, and surrogate=clipped or gmpo, "
-            f"not for {cfg.name} with the surrogate {surrogate}. Leave them out."
+            f"clip_low and clip_high are for {', '.join(able)}, and surrogate="
+            f"{' or '.join(bounded)}, not for {cfg.name} with the surrogate {surrogate}. Leave "
+            "them out."
         )
     bounds = [known[name].default if name in known else 0.2 for name in ("clip_low", "clip_high")]
     low, high = preset.get("clip_epsilon", bounds)

@@ -7,7 +7,7 @@ import urllib.request
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple, get_args
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from torchrl_data.checks import one_of
@@ -27,10 +27,6 @@ from .session import (
     OpenEnvSession,
     shown_url,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 # How a tool call becomes an action of an OpenEnv server, and what it answers becomes text.
 

@@ -4,7 +4,7 @@ import functools
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -19,10 +19,6 @@ from torchrl_envs.entries import REWARD_ERRORS, SCORED_BY, RewardSource, copied_
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeTransform, TrajectoryTransform
 from torchrl_envs.graders.answers import final_text, message_text, read_tags
-
-if TYPE_CHECKING:
-    pass
-
 
 # Rewards that are read off the policy's last message.
 #

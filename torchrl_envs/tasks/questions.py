@@ -550,6 +550,7 @@ class CountdownEnv(TaskEnv):
         **kwargs: Any,
     ) -> None:
         sizes = {"num_count": num_count, "max_number": max_number, "max_target": max_target}
-        opening = {"system_prompt": system_prompt}
-        task = countdown_task(num_rows=num_rows, **sizes, **opening, seed=seed, **_PLAIN)
+        task = countdown_task(
+            num_rows=num_rows, **sizes, system_prompt=system_prompt, seed=seed, **_PLAIN
+        )
         super().__init__(task, compute_reward=compute_reward, seed=seed, **kwargs)
