@@ -1,25 +1,22 @@
-"""How large the library is, and how much a reader has to enter: the figures of ``measures.toml``.
+"""How large the library is, and how much a reader has to enter.
 
-    python test/house/measures.py [--write]
+    python test/house/measures.py
 
 Of the library and its recipes: lines of code (those with a token that is neither a comment nor of a
 docstring), files, classes, functions and methods, files that a single other file imports, and
-functions whose body is one call. ``--write`` lowers the budgets to what was measured; they never
-grow.
+functions whose body is one call. Nothing bounds these figures: they are there to be looked at.
 """
 
 import ast
 import io
 import sys
 import tokenize
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = Path(__file__).with_name("measures.toml")
 LIBRARY = (
     "torchrl_data",
     "torchrl_modules",
@@ -93,7 +90,7 @@ def _is_one_call(function: Function) -> bool:
 
 
 def measure() -> dict[str, int]:
-    """The figures, by their names in ``measures.toml``."""
+    """The figures, by their names."""
     code = _sources(*LIBRARY, RECIPES)
     by_module = {
         name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in code
@@ -120,17 +117,8 @@ def measure() -> dict[str, int]:
 
 
 def main() -> None:
-    found = measure()
-    budgets = tomllib.loads(BUDGETS.read_text(encoding="utf-8")) if BUDGETS.exists() else {}
-    for name, value in found.items():
-        sys.stdout.write(f"{name:<30} {value:>9,}   budget {budgets.get(name, '-'):>9}\n")
-    if "--write" in sys.argv[1:]:
-        lowered = {name: min(value, budgets.get(name, value)) for name, value in found.items()}
-        head = (
-            "# At most so much, and only less: test/house/measures.py says what, and writes it.\n"
-        )
-        text = head + "".join(f"{name} = {value}\n" for name, value in lowered.items())
-        BUDGETS.write_text(text, encoding="utf-8")
+    for name, value in measure().items():
+        sys.stdout.write(f"{name:<30} {value:>9,}\n")
 
 
 if __name__ == "__main__":
