@@ -12,10 +12,10 @@ from torchrl.envs import Transform
 
 from torchrl_data.batch_io import one_dimension, row_tensordicts, write_conversations
 from torchrl_data.checks import check_counts
-from torchrl_data.conversation import NO_DATA
 from torchrl_data.keys import (
     DONE,
     EPISODE_ID,
+    FINISH_REASON,
     FULL,
     GROUP_ID,
     NUM_SEGMENTS,
@@ -28,12 +28,15 @@ from torchrl_data.keys import (
     SCORABLE,
     SEGMENT,
     STEP_MASK,
+    STOP_CODE,
+    STOP_LIMIT,
     STOP_REASON,
     TERMINATED,
     TOOL_CALLS,
     TRUNCATED,
 )
 from torchrl_data.ragged import read_objects
+from torchrl_data.stop_reason import StopReason, stop_reason_of
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.entries import REWARD_ERRORS, REWARD_KEYS, token_entries_of_row, turn_ends
 from torchrl_envs.episode.episode import Episode
@@ -78,6 +81,7 @@ def trajectory_rows(
     for number, (row, episode) in enumerate(zip(rows, wanted, strict=True)):
         shared = {key: values[number] for key, values in columns.items()}
         shared[STOP_REASON] = _object(episode.stop_reason)
+        shared[FINISH_REASON] = _object(episode.finish_reason)
         shared[REWARD_ERRORS] = _object(errors[row])
         if episode.example is not None:
             shared[ROW] = _object(episode.example)
@@ -111,6 +115,11 @@ def _columns(
         ],
         EPISODE_ID: [episode.id for episode in episodes],
         NUM_SEGMENTS: [len(episode.rows) for episode in episodes],
+        STOP_CODE: [
+            stop_reason_of(episode.stop_reason, StopReason.TRUNCATED)[0].number
+            for episode in episodes
+        ],
+        STOP_LIMIT: [episode.stop_limit for episode in episodes],
         POLICY_VERSION: [
             int(versions.min()) if len(versions) else -1
             for versions in (episode.sampled_versions for episode in episodes)
@@ -489,7 +498,9 @@ class LLMCollector(Collector):
                     f"LLMCollector: {int(active.sum())} episodes did not end within "
                     f"{self.max_turns} turns. Append a StepCounter(max_steps=...)."
                 )
-            episodes = [own for own in by_episode if own and own[-1][STOP_REASON] != NO_DATA]
+            episodes = [
+                own for own in by_episode if own and own[-1][STOP_REASON] != StopReason.NO_DATA
+            ]
         except BaseException:
             self.env.close_episodes()  # nothing stays open
             raise

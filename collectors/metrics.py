@@ -20,7 +20,6 @@ from torch import nn
 
 from objectives import GRPOLossOutput, SFTLossOutput
 from objectives.batching.non_finite_gate import StepOutcome
-from torchrl_data.conversation import kind_of
 from torchrl_data.keys import (
     ASSISTANT_MASK,
     GROUP_ID,
@@ -36,6 +35,7 @@ from torchrl_data.keys import (
     TRUNCATED,
 )
 from torchrl_data.ragged import read_objects
+from torchrl_data.stop_reason import kind_of
 from torchrl_envs.rewards.answer import reward_metrics
 from torchrl_envs.rewards.functions import LOGGED_METRICS
 

@@ -9,16 +9,9 @@ from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import ReplayBuffer
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_data.conversation import (
-    ANSWERED,
-    NO_DATA,
-    ROLLOUT_TRUNCATED,
-    ConversationRecord,
-    Conversations,
-    Position,
-    Source,
-)
+from torchrl_data.conversation import ConversationRecord, Conversations, Position, Source
 from torchrl_data.messages import Message
+from torchrl_data.stop_reason import StopReason
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode import Episode
@@ -276,7 +269,7 @@ class RolloutFunctionCollector(Collector):
         self._runner.begin(drawn)
         try:
             # Finite data may end inside a batch.
-            episodes = [episode for episode in drawn if episode.stop_reason != NO_DATA]
+            episodes = [episode for episode in drawn if episode.stop_reason != StopReason.NO_DATA]
             version = self.policy_version  # before the function may push another one
             size = getattr(self.policy, "vocab_size", None)
             outputs = self.rollout_func([episode.query for episode in episodes], self)
@@ -286,9 +279,9 @@ class RolloutFunctionCollector(Collector):
                     rollout, episode.query, self.processing_class, version
                 )
                 if rollout.truncated:
-                    episode.truncate(ROLLOUT_TRUNCATED)
+                    episode.truncate(StopReason.TRUNCATED)
                 else:
-                    episode.terminate(ANSWERED)
+                    episode.terminate(StopReason.ANSWERED)
                 episode.memory = {_FIELDS: rollout.extra}
             self._score(episodes)
         finally:

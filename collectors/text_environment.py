@@ -15,9 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from torchrl_data.checks import check_counts
 from torchrl_data.conversation import (
-    ANSWERED,
-    ERROR,
-    RESPONSE_LENGTH,
     ConversationRecord,
     Conversations,
     EncodedMessages,
@@ -26,6 +23,7 @@ from torchrl_data.conversation import (
     Turn,
 )
 from torchrl_data.display import TextHistory
+from torchrl_data.stop_reason import StopReason
 from torchrl_data.templates.control_tokens import ControlTokenGuard
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.episode.episode import Episode
@@ -271,8 +269,6 @@ class TextModel:
 
 # What happens in an episode in plain text: tools are called, room runs out, it is scored.
 
-MAX_LENGTH: Final = "max_length"
-"""No token is left of an episode's room."""
 _CUT: Final = "..."
 _REWARD: Final = "reward_fn"
 
@@ -438,8 +434,6 @@ def show(episode: Episode, history: TextHistory) -> TextHistory:
 # Shape legend: T tokens of an episode.
 
 Episodes = tuple[list[Tensor], list[Tensor], list[Tensor], list[float], list[TextHistory]]
-_SUBMITTED: Final = "submitted"
-_MAX_TURNS: Final = "max_turns"
 
 
 class TextEnvironment:
@@ -563,7 +557,7 @@ class TextEnvironment:
                 self._answer(_running(episodes))
             self._end_if_full(_running(episodes))
             for episode in _running(episodes):
-                episode.truncate(_MAX_TURNS)
+                episode.truncate(StopReason.MAX_STEPS)
             self._runner.finish(episodes)
         finally:
             self._runner.close(episodes)
@@ -595,7 +589,7 @@ class TextEnvironment:
     def _end_if_full(self, episodes: Sequence[Episode]) -> None:
         for episode in episodes:
             if self._left(episode) < 1:
-                episode.truncate(MAX_LENGTH)
+                episode.truncate(StopReason.CONTEXT_LENGTH)
 
     def _take_turns(self, episodes: Sequence[Episode]) -> None:
         """The model goes on with episodes that have room for a token."""
@@ -613,7 +607,7 @@ class TextEnvironment:
                 turn = Turn(drawn.ids, drawn.log_probs, said)
                 episode.conversation = episode.conversation.append_turns([turn])
             if drawn.error is not None:
-                episode.truncate(f"{ERROR}: {drawn.error}")
+                episode.truncate(f"{StopReason.ERROR}: {drawn.error}")
 
     def _answer(self, episodes: Sequence[Episode]) -> None:
         """Run the tools that the last turns ask for, all at once, and encode what they answer."""
@@ -639,14 +633,16 @@ class TextEnvironment:
         if episode.is_done:
             return
         if self.syntax.submit in said:
-            episode.terminate(_SUBMITTED)
+            episode.terminate(StopReason.ANSWERED)
         elif model_turn and not (self.syntax.request in said and self.syntax.call in said):
             if episode.conversation.last_id(0) in self._model.end_ids:
-                episode.terminate(ANSWERED)
+                episode.terminate(StopReason.ANSWERED)
             else:
-                episode.truncate(MAX_LENGTH if is_full else RESPONSE_LENGTH)
+                episode.truncate(
+                    StopReason.CONTEXT_LENGTH if is_full else StopReason.RESPONSE_LENGTH
+                )
         elif is_full:
-            episode.truncate(MAX_LENGTH)
+            episode.truncate(StopReason.CONTEXT_LENGTH)
 
     # The same on histories, one event at a time ---------------------------------------------------
 

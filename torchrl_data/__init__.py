@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from .ragged import pad as pad
     from .ragged import sequence_index as sequence_index
     from .ragged import unpack as unpack
+    from .stop_reason import FinishReason as FinishReason
+    from .stop_reason import StopReason as StopReason
     from .templates.control_tokens import ControlTokenGuard as ControlTokenGuard
     from .templates.encoder import ConversationEncoder as ConversationEncoder
     from .templates.encoder import ImageProcessor as ImageProcessor

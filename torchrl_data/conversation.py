@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -597,42 +597,3 @@ def conversations_from_states(states: Sequence[Mapping[str, Any]]) -> Conversati
         records.append(record)
         positions.append(position)
     return Conversations(records, positions)
-
-
-# Why an episode ended.
-
-ANSWERED: Final = "answered"
-"""The policy's turn was left without an answer by tools or anybody else: terminated."""
-MAX_STEPS: Final = "max_steps"
-"""A transform such as ``StepCounter`` truncated the episode."""
-RESPONSE_LENGTH: Final = "response_length"
-"""A turn was cut at the policy's own limit of one turn: truncated."""
-TOKEN_BUDGET: Final = "token_budget"
-"""The episode's token budget is used up: truncated."""
-CONTEXT_LENGTH: Final = "context_length"
-"""The conversation is as long as the model takes: truncated."""
-ERROR: Final = "error"
-"""``error: ...``: the engine could not serve the row: truncated, unscorable."""
-ENVIRONMENT_ERROR: Final = "environment_error"
-"""``environment_error: ...``: an environment could not be made or reset, or was lost: truncated,
-unscorable."""
-ENVIRONMENT_DONE: Final = "environment_done"
-"""The environment said that the episode is over: terminated."""
-ROLLOUT_TRUNCATED: Final = "truncated"
-"""A user's own rollout function says that it cut the rollout: truncated."""
-NO_DATA: Final = "no_data"
-"""The data ended before this row of the batch: it is no trajectory, and nobody gets it."""
-CUT_REASONS: Final = frozenset({RESPONSE_LENGTH, TOKEN_BUDGET, CONTEXT_LENGTH})
-"""Of episodes in which a limit of tokens cut a turn or left none."""
-UNSCORABLE_REASONS: Final = frozenset({ERROR, ENVIRONMENT_ERROR})
-"""Of episodes that failed, but not by the policy's doing: what they got says nothing of it."""
-
-
-def kind_of(reason: str) -> str:
-    """The reason without its detail.
-
-    Examples:
-        >>> kind_of("error: the prompt is empty")
-        'error'
-    """
-    return reason.partition(":")[0]

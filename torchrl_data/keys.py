@@ -78,9 +78,16 @@ TRUNCATED: Final = "truncated"
 STEP_MASK: Final = "_step"
 """bool ``[B]``: rows that take part in a step, all when absent (TorchRL's name)."""
 FINISH_REASON: Final = "finish_reason"
-"""Why a turn ended, a string per row: stop, length or ``error: ...``. Written by the policy."""
+"""Why a turn ended, a string per row: stop, length, context_length or ``error: ...`` (see
+``stop_reason.FinishReason``). Written by the policy; in rows of a collector the last
+turn's."""
 STOP_REASON: Final = "stop_reason"
-"""Why the episode ended, a string per row (see ``conversation``). Written by whatever ended it."""
+"""Why the episode ended, a string per row (see ``stop_reason.StopReason``). Written by the env."""
+STOP_CODE: Final = "stop_code"
+"""int64 ``[B]``: the number of ``stop_reason``. Written by the collector."""
+STOP_LIMIT: Final = "stop_limit"
+"""int64 ``[B]``: the limit that cut the episode, in tokens or turns, -1 where none did. Written by
+the collector."""
 MAX_NEW_TOKENS: Final = "max_new_tokens"
 """int64 ``[B]``: most tokens of the next turn; 0 for a row that gets none. Written by the env."""
 NO_LIMIT: Final = 1 << 40

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Set
 from typing import Any, Final, NamedTuple
 
+from torchrl_data.stop_reason import StopReason
+
 from .concurrency import Call, Outcome, is_async
 
 # What the model reads after a call: always valid text, never longer than its cap.
@@ -40,6 +42,16 @@ def result_text(outcome: Outcome, *, max_bytes: int = MAX_RESULT_BYTES) -> str:
 def error_line(error: BaseException) -> str:
     """The type and the message of an error, whatever its ``str`` does; at most 2 KiB."""
     return clean_text(f"{type(error).__name__}: {_safe_str(error)}", MAX_ERROR_BYTES)
+
+
+def environment_error(error: BaseException, *where: str) -> str:
+    """The ``stop_reason`` of an episode whose environment failed.
+
+    Args:
+        error: what was raised.
+        *where: names of what failed.
+    """
+    return ": ".join([StopReason.ENVIRONMENT_ERROR, *where, error_line(error)])
 
 
 def error_text(message: str) -> str:

@@ -30,7 +30,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import Drop, StreamingCollector, Wait
 from objectives import MCAdvantage
-from torchrl_data.conversation import kind_of
+from torchrl_data.stop_reason import kind_of
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

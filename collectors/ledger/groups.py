@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 from torchrl_data.checks import check_counts
-from torchrl_data.conversation import kind_of
+from torchrl_data.stop_reason import kind_of
 
 # Why a group was dropped, and what is raised when the ledger is misused.
 #

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from torchrl_data.checks import check_counts, check_type, one_of
-from torchrl_data.conversation import kind_of
+from torchrl_data.stop_reason import kind_of
 
 from .groups import (
     FAILED,

@@ -190,6 +190,11 @@ class RolloutSample(_Recorded):
     advantage: float | None = None
     """``None`` where it was not trained; the mean of the sampled tokens' where they differ."""
     stop_reason: str
+    """See :class:`~torchrl_data.StopReason`."""
+    stop_limit: int = -1
+    """The limit that cut it, in tokens or turns; -1 where none did."""
+    finish_reason: str = ""
+    """Of its last turn, see :class:`~torchrl_data.FinishReason`."""
     is_truncated: bool
     num_turns: int
     policy_version: int | str

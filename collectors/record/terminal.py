@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchrl_data.display import visible
+from torchrl_data.stop_reason import end_text
 
 from .samples import GroupSummary, PromptHistory, RolloutSample, RunRecord, StepSummary
 
@@ -178,7 +179,8 @@ def sample_view(sample: RolloutSample, colour: str) -> RenderableType:
         ("reward", number(sample.reward)),
         *((name, number(value)) for name, value in sample.rewards.items()),
         ("advantage", "not trained" if sample.advantage is None else number(sample.advantage)),
-        ("stop reason", sample.stop_reason),
+        ("stop reason", end_text(sample.stop_reason, sample.stop_limit)),
+        ("last turn", sample.finish_reason),
         ("turns", sample.num_turns),
         ("tokens", f"{sample.sampled_tokens} sampled of {sample.total_tokens}"),
         ("version", sample.policy_version),

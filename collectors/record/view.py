@@ -22,6 +22,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from torchrl_data.display import message_text, message_title, visible
+from torchrl_data.stop_reason import end_text
 
 from .samples import RolloutSample, RunRecord, StepSummary, find_prompts, finite
 from .terminal import COLOURS, Browser, prompt_view
@@ -184,6 +185,7 @@ def _sample(sample: RolloutSample) -> dict[str, Any]:
     return {
         "rewards": [[visible(name), value] for name, value in sample.rewards.items()],
         "reward_errors": visible(sample.reward_errors),
+        "end": visible(end_text(sample.stop_reason, sample.stop_limit)),
         "policy_version": sample.policy_version,
         "prompt_tokens": sample.prompt_tokens,
         "tool_calls": [[visible(tool), *rest] for tool, *rest in sample.tool_calls],

@@ -23,8 +23,8 @@ from collectors.composition_checks import check_fit
 from collectors.ledger import GroupLedger, GroupState, Refill, Ticket
 from collectors.ledger.groups import NO_SIGNAL, STALE
 from objectives import MCAdvantage
-from torchrl_data.conversation import NO_DATA
 from torchrl_data.keys import TOKEN_POLICY_VERSION
+from torchrl_data.stop_reason import StopReason
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer, rollout_rewards
 from torchrl_envs.datasets.rows import Place
 from torchrl_envs.episode.episode import Episode
@@ -277,7 +277,7 @@ class GroupQueue:
         """Episodes of the next prompt of the data; none if there is none."""
         with suppress(DataExhaustedError):
             episodes = self._runner.draw(self._ledger.group_size)
-            if not any(episode.stop_reason == NO_DATA for episode in episodes):
+            if not any(episode.stop_reason == StopReason.NO_DATA for episode in episodes):
                 return episodes
             self._runner.give_up(episodes)
         return []
@@ -527,7 +527,7 @@ async def _draw_rows(
 
     while True:
         episodes = await asyncio.to_thread(draw)
-        drawn = [episode for episode in episodes if episode.stop_reason != NO_DATA]
+        drawn = [episode for episode in episodes if episode.stop_reason != StopReason.NO_DATA]
         try:
             await run_together(runner.run(episode, policy) for episode in drawn)
             if drawn:

@@ -17,7 +17,8 @@ from torchrl_agents.models import transformers_policy
 from torchrl_agents.settings.command_line import num_ranks
 from torchrl_agents.settings.schema import RecipeConfig
 from torchrl_agents.training import Step
-from torchrl_data.conversation import ANSWERED, ERROR, Conversations, kind_of
+from torchrl_data.conversation import Conversations
+from torchrl_data.stop_reason import StopReason, kind_of
 from torchrl_data.tool_calls import ToolCall, parse_tool_calls
 from torchrl_envs import EnvironmentTools
 from torchrl_envs.entries import RowReward, Score, with_observation
@@ -231,7 +232,7 @@ class GameCollector(LLMCollector):
 
     def _move(self, game: Game, seats: Sequence[Episode], episode: Episode) -> None:
         """Do what a turn calls for, and show the other seat what it sees then."""
-        if kind_of(episode.finish_reason) == ERROR:
+        if kind_of(episode.finish_reason) == StopReason.ERROR:
             episode.truncate(episode.finish_reason)
             game.forfeit()
             return
@@ -260,7 +261,8 @@ def _score(game: Game, seats: Sequence[Episode], *, is_against_past: bool) -> No
             episode.truncate(failed)
             episode.score = Score(error=failed)
             continue
-        episode.terminate(ANSWERED)
+        episode.terminate(StopReason.ENVIRONMENT_DONE)
+        episode.settle()
         episode.score = Score()
         if episode.num_turns:  # or the other one lost before
             won = RowReward(float(game.winner == seat))

@@ -66,7 +66,7 @@ def test_held_out_programs_may_ask_for_the_policys_own_temperature(
         generate_kwargs={"max_new_tokens": 3, "temperature": 0.5},
     )
     with StreamingCollector(make_env(), policy) as collector:
-        assert set(collector.collect()["stop_reason"]) == {"environment_done"}
+        assert set(collector.collect()["stop_reason"]) == {"response_length"}
         point = collector.evaluate(make_env(num_epochs=1), wait=True)
     assert point.trajectories["reward"].flatten().tolist() == [1.0, 1.0]
 
@@ -156,7 +156,7 @@ def test_each_sampled_token_is_trained_once_with_ratio_one(kind, make_tiny_model
         # Two conversations of two turns each, and the one that left something out.
         assert sorted(int(row["num_turns"]) for row in own) == [5, 5, 5]
         assert len({float(row["reward"]) for row in own}) == 1
-        assert {row["stop_reason"] for row in own} == {"environment_done"}
+        assert {row["stop_reason"] for row in own} == {"response_length"}
     masks = [row["masks", "all_assistant_mask"] for row in chain(*episodes.values())]
     if kind == "batch":
         assert sum(int(mask.sum()) for mask in masks) == sum(told)

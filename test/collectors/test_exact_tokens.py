@@ -43,6 +43,8 @@ class Echo:
 class Nudge(EpisodeTransform):
     """A user who answers every turn, whatever the policy says."""
 
+    answers_cut_turns = True
+
     def _step(self, tensordict, next_tensordict):
         prompt = read_conversations(next_tensordict, "prompt", who="Nudge")
         active = (

@@ -33,6 +33,8 @@ N = 3  # rollouts of a prompt
 class Again(EpisodeTransform):
     """Asks again, so that episodes have up to three turns."""
 
+    answers_cut_turns = True
+
     def after_turn(self, episode):
         if episode.num_turns < 1 + (episode.group_id + episode.row) % 3:
             episode.say({"role": "user", "content": f"again, {episode.num_turns}"})

@@ -33,6 +33,8 @@ GROUP = 2
 class Asks(EpisodeTransform):
     """A user who answers so many turns."""
 
+    answers_cut_turns = True
+
     def __init__(self, num_answers):
         super().__init__()
         self.num_answers = num_answers
@@ -46,6 +48,8 @@ class Asks(EpisodeTransform):
 
 class FoldsEntries(EpisodeTransform):
     """Rewrites the entries of the batch, as a transform of TorchRL's would."""
+
+    answers_cut_turns = True
 
     def _step(self, tensordict, next_tensordict):
         prompt = read_conversations(next_tensordict, "prompt", who="test")

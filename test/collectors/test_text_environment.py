@@ -106,7 +106,7 @@ def test_an_episode(make, chatml_tokenizer):
     )
     assert decode(responses[1][masks[1] == 0]) == "4<response>"
     assert [(h.completed, h.truncated, h.stop_reason) for h in histories] == [
-        (True, False, "submitted")
+        (True, False, "answered")
     ] * 2
 
 
@@ -137,7 +137,7 @@ def test_what_the_model_hears_when_a_call_is_wrong(make):
         "Tool error: no such page<response>",
         "y" * 57 + "...<response>",  # 60 characters, the mark of the cut included
     ]
-    assert (history.truncated, history.stop_reason) == (True, "max_turns")
+    assert (history.truncated, history.stop_reason) == (True, "max_steps")
 
 
 @pytest.mark.parametrize("limit", [1, 3, 4, 10, 11])
@@ -164,7 +164,7 @@ def test_how_episodes_end(make):
     histories = text_env.run(list(turns))[4]
     assert [(h.stop_reason, h.truncated) for h in histories] == [
         ("answered", False),
-        ("submitted", False),
+        ("answered", False),
         ("response_length", True),
     ]
     # What a query or a tool says ends nothing.
@@ -187,7 +187,7 @@ def test_max_length_is_never_exceeded(make):
         )
         (history,) = text_env.run(["go"])[4]
         assert len(history.tokens) <= limit
-        assert (history.truncated, history.stop_reason) == (True, "max_length")
+        assert (history.truncated, history.stop_reason) == (True, "context_length")
     with pytest.raises(ValueError, match="reward"):
         make(["x"], reward_fn=lambda _: [1.0, 2.0]).run(["go"])
 
@@ -298,7 +298,7 @@ def test_an_episode_that_failed_has_no_reward(make):
     rewards, histories = text_env.run(["one", "bad", "two"], bonus=[1, 10, 100])[3:]
     assert rewards[0::2] == [12.0, 110.0]
     assert math.isnan(rewards[1])
-    assert [h.stop_reason for h in histories] == ["submitted", "error: out of memory", "submitted"]
+    assert [h.stop_reason for h in histories] == ["answered", "error: out of memory", "answered"]
     assert histories[1].reward_error == "error: out of memory"
 
 

@@ -14,13 +14,9 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from torchrl_data.checks import check_columns, check_counts, check_numbers
-from torchrl_data.conversation import (
-    ENVIRONMENT_DONE,
-    ENVIRONMENT_ERROR,
-    Conversations,
-    waiting_rows,
-)
+from torchrl_data.conversation import Conversations, waiting_rows
 from torchrl_data.messages import Message
+from torchrl_data.stop_reason import StopReason
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import ToolsNotShownError
 from torchrl_envs.concurrency import CallTimeoutError, Outcome
@@ -28,7 +24,7 @@ from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource
 from torchrl_envs.episode.episode import Episode, ToolCallRecord
 from torchrl_envs.episode.transform import EpisodeEnvironment, EpisodeStartError, ToolSource
-from torchrl_envs.tool_results import error_line
+from torchrl_envs.tool_results import environment_error
 from torchrl_envs.transforms.context import FoldContext, TokenBudget
 from torchrl_envs.transforms.thinking_prompt import AddThinkingPrompt
 
@@ -247,6 +243,9 @@ class AgentProgram(ToolSource, RewardSource):
         ['agent']
     """
 
+    answers_cut_turns = True
+    """The program is told that a turn was cut, and decides what comes of it."""
+
     def __init__(
         self,
         program: Program,
@@ -426,7 +425,7 @@ class AgentProgram(ToolSource, RewardSource):
             if error is not None and (agent.end is None or self.error_reward is None):
                 self._fail(episode, error)
             elif agent.end is not None:
-                episode.terminate(ENVIRONMENT_DONE)
+                episode.terminate(StopReason.ENVIRONMENT_DONE)
         except Exception as error:  # which is of this episode: the others of a batch go on
             _log.warning("An episode ends: %s failed", self.name, exc_info=error)
             self._fail(episode, error)
@@ -480,7 +479,7 @@ class AgentProgram(ToolSource, RewardSource):
         reply = turns.reply_to(
             asked,
             str(episode.last_message["content"]),
-            finish_reason=episode.finish_reason or "stop",
+            finish_reason=turns.LENGTH if episode.is_turn_cut else "stop",
             parse=base.parse_turn,
             num_prompt_tokens=start,
             num_tokens=num_tokens - start,
@@ -496,7 +495,7 @@ class AgentProgram(ToolSource, RewardSource):
         agent.session.answer(reply)
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
-        episode.truncate(f"{ENVIRONMENT_ERROR}: {self.name}: {error_line(error)}")
+        episode.truncate(environment_error(error, self.name))
 
 
 @dataclass

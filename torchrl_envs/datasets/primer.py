@@ -13,8 +13,8 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from torchrl_data.checks import check_columns, check_counts, check_not_none, check_numbers
-from torchrl_data.conversation import NO_DATA
 from torchrl_data.keys import GROUP_ID, REWARD, SCORABLE, SEGMENT
+from torchrl_data.stop_reason import StopReason
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeTransform, ToolSource
 
@@ -497,7 +497,7 @@ class DataLoadingPrimer(EpisodeTransform):
                 self._members.extend([(found, seed)] * self.group_size)
                 self._frontier.open((found.epoch, found.place), self.group_size)
             if not self._members:
-                episode.query, episode.example, episode.stop_reason = "", {}, NO_DATA
+                episode.query, episode.example, episode.stop_reason = "", {}, StopReason.NO_DATA
                 episode.group_id, episode.seed = -1, 0
                 continue
             num_drawn += 1

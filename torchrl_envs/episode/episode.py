@@ -25,17 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_data.conversation import (
-    ANSWERED,
-    CUT_REASONS,
-    ERROR,
-    MAX_STEPS,
-    RESPONSE_LENGTH,
-    UNSCORABLE_REASONS,
-    Conversations,
-    kind_of,
-)
+from torchrl_data.conversation import Conversations
 from torchrl_data.messages import Message
+from torchrl_data.stop_reason import FinishReason, StopReason, stop_reason_of
 from torchrl_envs.concurrency import Call, ConcurrentCalls, Outcome, run_call
 from torchrl_envs.entries import Score
 
@@ -323,6 +315,7 @@ def _by_lane(pending: Iterable[PendingCall]) -> dict[Hashable, list[int]]:
 #
 # Shape legend: T tokens of a row of an episode.
 
+_CUT: Final = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
 _NOTHING: Final = Conversations.from_messages([[]])
 _NO_MEMORY: Final[Mapping[str, Any]] = {}
 _ids = itertools.count()
@@ -369,14 +362,20 @@ class Episode:
         """JSON schemas that the prompt shows."""
         # Its conversation is one of a snapshot, usually that of a whole batch.
         self._snapshot, self._index = _NOTHING, 0
+        # What a turn of `max_new_tokens` would end the episode for, and the limit behind it.
+        self._turn_bound: tuple[str, int] | None = None
         self.segments: tuple[Conversations, ...] = ()
         """What was said before the past was rewritten, see :meth:`rewrite`; one of a row each."""
         self.max_new_tokens: int | None = None
         """Most tokens of the next turn; ``None`` leaves it to the policy."""
+        self.max_turns: int | None = None
+        """Most turns of the policy; ``None`` for no bound."""
         self.finish_reason: str = ""
-        """Why the newest turn ended: ``"stop"``, ``"length"`` or ``"error: ..."``."""
+        """Why the newest turn ended, see :class:`~torchrl_data.FinishReason`."""
         self.stop_reason: str = ""
-        """Why the episode is over, see ``torchrl_data.conversation``; empty while it runs."""
+        """Why the episode is over, see :class:`~torchrl_data.StopReason`; empty while it runs."""
+        self.stop_limit: int = -1
+        """The limit that cut it, in tokens or turns; -1 where none did."""
         self.is_terminated: bool = False
         """It has come to its own end."""
         self.is_truncated: bool = False
@@ -536,14 +535,32 @@ class Episode:
             self.segments = (*self.segments, self.conversation)
         self.conversation = conversation
 
-    def limit_turn(self, max_new_tokens: int) -> None:
+    def start_turn(self) -> None:
+        """Forget the bounds of the turn before."""
+        self.max_new_tokens, self._turn_bound = None, None
+
+    def limit_turn(self, max_new_tokens: int, reason: str = "", limit: int = -1) -> None:
         """Bound the next turn; the tightest bound counts.
 
         Args:
             max_new_tokens: most tokens of it.
+            reason: why the episode is over if the turn is cut there; ``response_length`` when not
+                given.
+            limit: the limit behind it, in tokens: that of a whole row, say.
         """
         held = self.max_new_tokens
-        self.max_new_tokens = max_new_tokens if held is None else min(held, max_new_tokens)
+        if held is None or max_new_tokens < held:
+            self.max_new_tokens = max_new_tokens
+            self._turn_bound = (reason, limit) if reason else None
+
+    def limit_turns(self, max_turns: int) -> None:
+        """Bound the number of turns; the tightest bound counts.
+
+        Args:
+            max_turns: most turns of the policy.
+        """
+        held = self.max_turns
+        self.max_turns = max_turns if held is None else min(held, max_turns)
 
     def drop_unanswered(self) -> None:
         """Leave a row out that began anew, and which the policy took no turn in."""
@@ -561,56 +578,102 @@ class Episode:
     @property
     def is_scorable(self) -> bool:
         """Whether what it got says anything about the policy: it began, and did not fail."""
-        return self.num_turns > 0 and kind_of(self.stop_reason) not in UNSCORABLE_REASONS
+        if not self.stop_reason:
+            return self.num_turns > 0
+        reason, _ = stop_reason_of(self.stop_reason, StopReason.TRUNCATED)
+        return self.num_turns > 0 and reason.is_scorable
+
+    @property
+    def is_last_turn(self) -> bool:
+        """Whether the policy has taken the last turn that :attr:`max_turns` allows."""
+        return self.max_turns is not None and self.num_turns >= self.max_turns
+
+    @property
+    def is_turn_cut(self) -> bool:
+        """Whether a limit of tokens cut the newest turn."""
+        return self.finish_reason in _CUT
 
     def terminate(self, reason: str = "") -> None:
-        """It has come to its own end.
+        """It has come to its own end; an episode that is truncated already stays so.
 
         Args:
-            reason: why; the first one stays.
+            reason: why, in words of your own (``environment_done: <reason>``) or a
+                :class:`~torchrl_data.StopReason`; the first one stays.
         """
-        self.is_terminated = True
-        self.stop_reason = self.stop_reason or reason
+        if not self.is_truncated:
+            self.is_terminated = True
+            self._end_for(reason, StopReason.ENVIRONMENT_DONE)
 
     def truncate(self, reason: str = "") -> None:
         """It is cut here; what it came to by itself does not count.
 
         Args:
-            reason: why; the first one stays.
+            reason: why, in words of your own (``truncated: <reason>``) or a
+                :class:`~torchrl_data.StopReason`; the first one that truncates stays.
+
+        Raises:
+            ValueError: the reason is one of an episode that came to its own end.
         """
-        self.is_truncated, self.is_terminated = True, False
-        self.stop_reason = self.stop_reason or reason
+        kind, _ = stop_reason_of(reason, StopReason.TRUNCATED)
+        if not kind.is_truncated:
+            raise ValueError(
+                f"Episode.truncate: {kind!s} is an end of the episode's own. Call terminate(), or "
+                "give a reason in words of your own."
+            )
+        if self.is_terminated:
+            self.is_terminated, self.stop_reason = False, ""
+        self.is_truncated = True
+        self._end_for(reason, StopReason.TRUNCATED)
+
+    def _end_for(self, reason: str, default: StopReason) -> None:
+        if reason and not self.stop_reason:
+            _, self.stop_reason = stop_reason_of(reason, default)
+
+    def cut_turn(self) -> None:
+        """End it because a limit of tokens cut the newest turn, and say which limit."""
+        conversation = self.conversation
+        total = conversation.num_tokens(0)
+        num_tokens = total - conversation.position(0).response_start
+        self.stop_reason, self.stop_limit = StopReason.RESPONSE_LENGTH.value, num_tokens
+        if self.finish_reason == FinishReason.CONTEXT_LENGTH:
+            self.stop_reason, self.stop_limit = StopReason.CONTEXT_LENGTH.value, total
+        elif self._turn_bound is not None and num_tokens >= (self.max_new_tokens or 0):
+            self.stop_reason, self.stop_limit = self._turn_bound
+        self.is_terminated, self.is_truncated = False, True
 
     def resume(self) -> None:
         """It is not over after all."""
         self.is_terminated = self.is_truncated = False
-        self.stop_reason = ""
+        self.stop_reason, self.stop_limit = "", -1
 
-    def end_unanswered(self) -> None:
-        """It has come to its end if nobody spoke after the policy: nothing would go on from."""
-        if not (self.is_done or self.stop_reason) and self.awaits_answer:
-            self.terminate()
+    def end_turn(self) -> None:
+        """End it where nobody spoke after the policy, or no turn is left to take."""
+        if self.is_done or self.stop_reason:
+            return
+        if self.awaits_answer:
+            self.terminate(StopReason.ANSWERED)
+        elif self.is_last_turn:
+            assert self.max_turns is not None
+            self.truncate(StopReason.MAX_STEPS)
+            self.stop_limit = self.max_turns
 
     def settle(self) -> bool:
-        """Cut it if there is a reason to, and say why it is over if nobody has.
+        """Say why it is over, and what follows from that: terminated or truncated.
 
         Returns:
             Whether it is over.
         """
-        if self.stop_reason and not self.is_done:
-            self.truncate()
-        if not self.is_done:
+        if not (self.is_done or self.stop_reason):
             return False
-        if not self.stop_reason:
-            if kind_of(self.finish_reason) == ERROR:
-                self.stop_reason = self.finish_reason
-            elif self.is_truncated:
-                self.stop_reason = MAX_STEPS
-            elif self.finish_reason == "length":
-                self.stop_reason = RESPONSE_LENGTH
-            else:
-                self.stop_reason = ANSWERED
-        # A turn cut at its budget did not end by itself.
-        if self.stop_reason in CUT_REASONS:
-            self.truncate()
+        default = StopReason.TRUNCATED
+        if self.is_terminated:
+            default = StopReason.ANSWERED if self.awaits_answer else StopReason.ENVIRONMENT_DONE
+        reason, text = stop_reason_of(self.stop_reason, default)
+        # A turn that was cut did not end the episode, whatever was said to it.
+        if self.is_turn_cut and (not self.stop_reason or not reason.is_truncated):
+            self.cut_turn()
+            return True
+        self.stop_reason = text
+        self.is_truncated = reason.is_truncated
+        self.is_terminated = not reason.is_truncated
         return True

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_data import batch_io, keys, page
 from torchrl_data.batch_io import one_dimension, read_conversations
 from torchrl_data.checks import MissingEntryError, check_counts, check_numbers, one_of
-from torchrl_data.conversation import ERROR, Conversations, Turn, kind_of
+from torchrl_data.conversation import Conversations, Turn
 from torchrl_data.history import History
 from torchrl_data.keys import GROUP_ID, HISTORY, PROMPT, QUERY, REWARD, ROW, SEED, TOOLS
 from torchrl_data.ragged import first_entries, read_objects, read_rows, write_objects
@@ -184,6 +184,9 @@ class EpisodeEnv(TransformedEnv):
         self._found, self._checked, self._roles = found, False, ()
         transforms = list(self.episode_transforms())
         self.runner.set_transforms(transforms)
+        counters = [c for c in self.transforms_of(StepCounter) if c.truncated_key == keys.TRUNCATED]
+        limits = [counter.max_steps for counter in counters if counter.max_steps is not None]
+        self.runner.max_turns = min(limits, default=None)
         self.entries.reward_names = self.reward_names
         self.entries.dense = any(part.by_token for part in transforms)
         self.entries.loads_data = any(overrides(part, "draw") for part in transforms)
@@ -343,7 +346,7 @@ class EpisodeEnv(TransformedEnv):
 # Shape legend: N episodes of a group.
 
 _OWN: Final = REWARD_KEYS | {"step_count"}
-_HARMLESS: Final = (runner.EpisodeEntries, RewardErrorLimit, Compose)
+_HARMLESS: Final = (runner.EpisodeEntries, RewardErrorLimit, Compose, StepCounter)
 _log = logging.getLogger(__name__)
 
 
@@ -406,10 +409,6 @@ class AsyncEpisodeRunner:
                 for event, its in (("before_turn", self._bounds), ("after_turn", self._turn_steps)):
                     if overrides(transform, event):
                         its.append(functools.partial(run, transform, event))
-            elif isinstance(transform, StepCounter):
-                if transform.max_steps is not None:
-                    step = functools.partial(cut_after, max_turns=transform.max_steps)
-                    self._turn_steps.append(step)
             elif REWARD in (transform.in_keys or ()):
                 self._late.append(transform)
             elif not isinstance(transform, _HARMLESS):
@@ -462,22 +461,19 @@ class AsyncEpisodeRunner:
         except Exception as error:
             runner.fail(episode, error, self._env.base_env, "open")
         while not (episode.stop_reason or episode.is_done):
-            episode.max_new_tokens = None
+            episode.start_turn()
             for bound in self._bounds:
                 if not (episode.stop_reason or episode.is_done):
                     await drive(bound, episode)
             if episode.stop_reason or episode.is_done:
                 break
-            episode.conversation, episode.finish_reason = await policy.take_turn(
+            episode.conversation, finish_reason = await policy.take_turn(
                 episode.conversation, max_new_tokens=episode.max_new_tokens, session=episode.id
             )
-            episode.num_turns += 1
-            if kind_of(episode.finish_reason) == ERROR:
-                episode.truncate()
-                continue
-            for step in self._turn_steps:
-                await drive(step, episode)
-            episode.end_unanswered()
+            if events.took_turn(episode, finish_reason):
+                for step in self._turn_steps:
+                    await drive(step, episode)
+                episode.end_turn()
         episode.settle()
         events.over([episode])
 
@@ -519,12 +515,6 @@ class AsyncEpisodeRunner:
             episodes: those that are closed already are left out.
         """
         self._runner.close(episodes)
-
-
-def cut_after(episode: Episode, max_turns: int) -> None:
-    """What TorchRL's ``StepCounter`` does after a turn."""
-    if episode.num_turns >= max_turns and not episode.is_done:
-        episode.truncate()
 
 
 def _queries(batch: TensorDictBase) -> list[Any] | None:

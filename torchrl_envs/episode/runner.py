@@ -11,22 +11,17 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.data import Binary, Composite, NonTensor, Unbounded
-from torchrl.envs import Transform
+from torchrl.envs import StepCounter, Transform
 from torchrl.envs.transforms import Compose
 
 from torchrl_data import batch_io, keys, page
-from torchrl_data.conversation import (
-    ENVIRONMENT_ERROR,
-    UNSCORABLE_REASONS,
-    Conversations,
-    continues,
-    kind_of,
-)
+from torchrl_data.conversation import Conversations, continues
 from torchrl_data.ragged import read_objects, write_objects
+from torchrl_data.stop_reason import FinishReason, StopReason, kind_of, stop_reason_of
 from torchrl_data.tool_calls import TurnParser, parse_tool_calls
 from torchrl_envs import entries
 from torchrl_envs.concurrency import ConcurrentCalls
-from torchrl_envs.tool_results import error_line
+from torchrl_envs.tool_results import environment_error
 
 from .episode import (
     Episode,
@@ -261,7 +256,10 @@ class EpisodeRunner(EventDriver):
         super().__init__(calls)
         self.dispatcher = ToolDispatcher(parse)
         """Answers turns that call tools; the first to see one."""
+        self.max_turns: int | None = None
+        """Most turns of each episode: the smallest ``max_steps`` of all ``StepCounter``."""
         self._parts: dict[str, list[EpisodeTransform]] = {event: [] for event in _EVENTS}
+        self._answer_cuts: Sequence[EpisodeTransform] = ()
         self._open: dict[int, tuple[int, Resources]] = {}
         weakref.finalize(self, close_left_open, self._open)
 
@@ -283,6 +281,7 @@ class EpisodeRunner(EventDriver):
                 )
             owners.update(own)
         self.dispatcher.sources = sources
+        self._answer_cuts = [part for part in transforms if part.answers_cut_turns]
         for number, transform in enumerate(transforms):
             transform.key = f"{type(transform).__name__}.{number}"
         self._parts = {
@@ -314,11 +313,13 @@ class EpisodeRunner(EventDriver):
 
     async def start(self, episode: Episode) -> None:
         """Start a drawn episode; one that can't start gets a ``stop_reason``."""
+        if self.max_turns is not None:
+            episode.limit_turns(self.max_turns)
         for transform in self._parts["begin"]:
             rest = self.run_safely(transform, "begin", episode)
             if rest is not None:
                 await rest
-            if kind_of(episode.stop_reason) == ENVIRONMENT_ERROR:
+            if kind_of(episode.stop_reason) == StopReason.ENVIRONMENT_ERROR:
                 # What it holds of others stays until it is closed.
                 own, reason = episode.resources, episode.stop_reason
                 rest = close_resources(own, reason, self.calls.timeout_s, owner=transform)
@@ -333,11 +334,33 @@ class EpisodeRunner(EventDriver):
         ]
         episode.tools = schemas or episode.tools
 
+    def took_turn(self, episode: Episode, finish_reason: str) -> bool:
+        """Count a turn that the policy has taken.
+
+        A turn that a limit of tokens cut ends its episode there, and so does one that the engine
+        could not serve. Neither tools nor environments see it, except for transforms with
+        ``answers_cut_turns``.
+
+        Args:
+            episode: whose conversation holds the turn.
+            finish_reason: of the turn.
+
+        Returns:
+            Whether the turn is to be answered.
+        """
+        episode.finish_reason = finish_reason
+        episode.num_turns += 1
+        if kind_of(finish_reason) == FinishReason.ERROR:
+            episode.truncate(finish_reason)
+        elif episode.is_turn_cut and not any(p.concerned([episode]) for p in self._answer_cuts):
+            episode.cut_turn()
+        return not episode.is_done
+
     def before_turns(self, episodes: Sequence[Episode]) -> None:
         """Bound the next turns of episodes that go on; or one gets a ``stop_reason``."""
         running = [each for each in episodes if not (each.stop_reason or each.is_done)]
         for episode in running:
-            episode.max_new_tokens = None
+            episode.start_turn()
         for transform in self._parts["before_turn"]:
             self.run(functools.partial(self.run_safely, transform, "before_turn"), running)
             running = [each for each in running if not (each.stop_reason or each.is_done)]
@@ -351,7 +374,7 @@ class EpisodeRunner(EventDriver):
         Returns:
             The rest of an event that is ``async``.
         """
-        if episode.stop_reason and kind_of(episode.stop_reason) == ENVIRONMENT_ERROR:
+        if episode.stop_reason and kind_of(episode.stop_reason) == StopReason.ENVIRONMENT_ERROR:
             return None
         try:
             if part.concerned([episode]):
@@ -384,8 +407,8 @@ class EpisodeRunner(EventDriver):
                 self.run(transform.finish, concerned)
         for episode in episodes:
             if not episode.is_scorable:
-                is_failed = kind_of(episode.stop_reason) in UNSCORABLE_REASONS
-                episode.score = entries.Score(error=episode.stop_reason if is_failed else "")
+                kind, _ = stop_reason_of(episode.stop_reason, StopReason.TRUNCATED)
+                episode.score = entries.Score(error=episode.stop_reason if kind.is_failure else "")
 
     def close(self, episodes: Sequence[Episode]) -> None:
         """Give back what episodes hold, once; they are over, finished or given up."""
@@ -427,7 +450,7 @@ def fail(episode: Episode, error: BaseException, part: Any, event: str) -> None:
         where, error = error.where, error.__cause__ or error
     _log.warning("Row %d ends: %s failed in %s", episode.row, where, event, exc_info=error)
     episode.stop_reason = ""
-    episode.truncate(f"{ENVIRONMENT_ERROR}: {where}: {error_line(error)}")
+    episode.truncate(environment_error(error, where))
 
 
 # One step of an environment: its episodes are read once, their events run, and written once.
@@ -472,15 +495,12 @@ class EpisodeStep:
                 continue
             self._active.append(episode)
             episode.resources = runner.resources_of(episode)
-            episode.finish_reason = reasons[row]
-            if not episode.stop_reason:
-                episode.num_turns += 1
-                if not episode.is_done:
-                    self._turns.append(episode)
+            if not episode.stop_reason and runner.took_turn(episode, reasons[row]):
+                self._turns.append(episode)
         if runner.dispatcher.sources:
             answer = functools.partial(runner.run_safely, runner.dispatcher, "after_turn")
             runner.run(answer, self._turns)
-        self._write(next_batch, flags=any(episode.is_done for episode in self._turns))
+        self._write(next_batch, flags=any(episode.is_done for episode in self._active))
 
     def after_turn(self, transform: EpisodeTransform, next_batch: TensorDictBase) -> None:
         """Run one transform's ``after_turn`` on the episodes that have just taken a turn.
@@ -494,6 +514,23 @@ class EpisodeStep:
         self._runner.run(event, self._turns)
         self._write(next_batch)
 
+    def count(self, counter: StepCounter, next_batch: TensorDictBase) -> TensorDictBase:
+        """Let a ``StepCounter`` count, after all others have answered.
+
+        Whether an episode that has no turn left ended by itself is decided at the end of the step,
+        so the flags stay as they were.
+
+        Args:
+            counter: which.
+            next_batch: what it counts in.
+        """
+        held = {key: next_batch.get(key) for key in _FLAGS}
+        counted = counter._step(self._given, next_batch)
+        for episode, (_, _, is_over) in zip(self._episodes, read_flags(counted), strict=True):
+            if is_over and not episode.is_done:
+                episode.limit_turns(episode.num_turns)
+        return counted.update(held)
+
     def end(self, next_batch: TensorDictBase) -> TensorDictBase:
         """End episodes, score them, and give back what they hold.
 
@@ -503,7 +540,7 @@ class EpisodeStep:
         batch = batch_io.one_dimension(next_batch)
         self._read_changes(batch)
         for episode in self._turns:
-            episode.end_unanswered()
+            episode.end_turn()
         self._runner.before_turns(self._turns)
         self.ended += [episode for episode in self._active if episode.settle()]
         self._runner.finish(self.ended)
@@ -584,6 +621,9 @@ class StepOrder(Compose):
                 next_tensordict = batch_io.edited(next_tensordict, run, who=_WHO)
             elif role == "writes":
                 next_tensordict = transform._step(tensordict, next_tensordict)
+        for role, transform in roles:
+            if role == "counts":
+                next_tensordict = step.count(transform, next_tensordict)
         next_tensordict = step.end(next_tensordict)
         env.record_ends(step.ended)
         for role, transform in roles:
@@ -602,6 +642,8 @@ def role_of(transform: Any) -> str:
         return "answers" if overrides(transform, "after_turn") else ""
     if keys.REWARD in (transform.in_keys or ()):
         return "reads the reward"
+    if isinstance(transform, StepCounter):
+        return "counts" if transform.max_steps is not None else "writes"
     is_known = type(transform).__module__.startswith(_KNOWN) and not isinstance(transform, Compose)
     reads = any(keys.HISTORY in key for key in transform.in_keys or ())
     may_edit = (reads or not is_known) and not isinstance(transform, EpisodeTransform)

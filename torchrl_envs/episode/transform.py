@@ -15,14 +15,19 @@ from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_data.checks import POSITIVE, MissingEntryError, check_counts, check_numbers
-from torchrl_data.conversation import ENVIRONMENT_ERROR
 from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, REWARD
 from torchrl_data.messages import Message
 from torchrl_data.ragged import TokenEntries, read_images
 from torchrl_data.tool_calls import MalformedCall, ToolCall, TurnParser
 from torchrl_envs.concurrency import Call, ConcurrentCalls, EpisodeLostError, Outcome
 from torchrl_envs.entries import RowReward, copied_rows, dense_reward, joined_rows
-from torchrl_envs.tool_results import MAX_RESULT_BYTES, as_text, error_line, error_text, result_text
+from torchrl_envs.tool_results import (
+    MAX_RESULT_BYTES,
+    as_text,
+    environment_error,
+    error_text,
+    result_text,
+)
 
 from .episode import Episode, PendingCall, PendingCalls, Resources, ToolCallRecord
 
@@ -70,8 +75,8 @@ class EpisodeTransform(Transform):
     2. ``begin``: it starts, and may add to the query; an episode in which that raises takes part
        in nothing more, and its first step ends it;
     3. ``before_turn``: the next turn is bounded, or is not to be;
-    4. ``after_turn``: the policy has spoken, and the calls of all :class:`ToolSource` have run;
-       it may answer, end the episode, or let it go on;
+    4. ``after_turn``: the policy has ended its turn, and the calls of all :class:`ToolSource` have
+       run; it may answer, end the episode, or let it go on;
     5. ``finish``: an episode that is over is scored. Then what it held is given back.
 
     An event works on one episode. It may be ``async`` and ``await self.call(...)``: what many
@@ -97,6 +102,9 @@ class EpisodeTransform(Transform):
     """Says in which episodes it takes part; ``None``: in all."""
     required_columns: Sequence[str] = ()
     """Columns that the data must have; their loader checks them."""
+    answers_cut_turns: bool = False
+    """Whether ``after_turn`` is to see a turn that a limit of tokens cut. Where no transform of an
+    episode wants that, such a turn ends the episode."""
 
     def concerned(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
         """Those of some episodes in which it takes part.
@@ -437,7 +445,7 @@ class Answer(NamedTuple):
         >>> env = ChatEnv(batch_size=(2,)).append_transform(data).append_transform(Dice())
         >>> out = env.step(env.reset().set("text_response", ["<roll>", "No."]))["next"]
         >>> out["history"].prompt.to_chats()[0][-1], out["stop_reason"]
-        ({'role': 'user', 'content': 'You rolled a 4.'}, ['', 'done'])
+        ({'role': 'user', 'content': 'You rolled a 4.'}, ['', 'environment_done: done'])
     """
 
     message: Message | None
@@ -446,7 +454,8 @@ class Answer(NamedTuple):
     is_error: bool = False
     """Counted in ``num_tool_errors``."""
     stop_reason: str = ""
-    """If not empty, the episode ends here, for this reason."""
+    """If not empty, the episode ends here, for this reason: a :class:`~torchrl_data.StopReason`, or
+    words of your own, which become its detail (``environment_done: solved``)."""
     is_truncation: bool = False
     """Whether that end is not the episode's own: it is truncated, not terminated."""
     position: int = 0
@@ -559,7 +568,7 @@ class ToolSource(EpisodeTransform):
             if error is None:
                 return Answer(tool_message(call, outcome.value))
             is_lost = isinstance(error, EpisodeLostError)
-            reason = f"{ENVIRONMENT_ERROR}: {error_line(error)}" if is_lost else ""
+            reason = environment_error(error) if is_lost else ""
             return Answer(tool_message(call, result_text(outcome)), True, reason, is_lost)
 
         return Job(as_text(function, self.max_result_bytes), phrase, self.timeout_s, lane)

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, get_args
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from torchrl_data.checks import one_of
-from torchrl_data.conversation import ENVIRONMENT_DONE
+from torchrl_data.stop_reason import StopReason
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.entries import RewardOf, RewardSource, reward_of_steps, with_observation
@@ -265,7 +265,7 @@ class OpenEnvTools(ToolSource, RewardSource):
 
         def phrase(outcome: Outcome) -> Answer:
             answer = job.phrase(outcome)
-            over = ENVIRONMENT_DONE if own.is_done else ""
+            over = StopReason.ENVIRONMENT_DONE if own.is_done else ""
             return answer._replace(stop_reason=answer.stop_reason or over)
 
         return job._replace(phrase=phrase, timeout_s=self.timeout_s + _MARGIN_S)

@@ -11,15 +11,15 @@ from typing import Any, Final
 
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.messages import Message
+from torchrl_data.stop_reason import StopReason
 from torchrl_envs.concurrency import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import ChatEnv, EpisodeEnv
 from torchrl_envs.episode.transform import Answer, Job, ToolSource
-from torchrl_envs.tool_results import clean_text, code_blocks, error_line
+from torchrl_envs.tool_results import clean_text, code_blocks, environment_error
 from torchrl_envs.tools.environments import Instance, start_instance
 
 # One MLGym environment, spoken to in the words of its own templates.
@@ -189,11 +189,11 @@ class MLGymActions(ToolSource, RewardSource):
 
     def _phrase(self, outcome: Outcome) -> Answer:
         if outcome.error is not None:
-            reason = f"{ENVIRONMENT_ERROR}: MLGym: {error_line(outcome.error)}"
+            reason = environment_error(outcome.error, "MLGym")
             return Answer(None, is_error=True, stop_reason=reason, is_truncation=True)
         text, is_over = outcome.value
         message = {"role": "user", "content": clean_text(text, self.max_result_bytes)}
-        return Answer(message, stop_reason=ENVIRONMENT_DONE if is_over else "")
+        return Answer(message, stop_reason=StopReason.ENVIRONMENT_DONE if is_over else "")
 
     async def finish(self, episode: Episode) -> None:
         """What the environment measured."""

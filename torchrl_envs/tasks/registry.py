@@ -14,7 +14,6 @@ from torchrl.envs import Transform
 from torchrl_data.checks import check_columns, check_numbers
 from torchrl_envs.datasets.rows import LazyRows, find_prompt_column, opening_messages
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_env import cut_after
 from torchrl_envs.episode.transform import EpisodeTransform
 
 from . import find_task, settings_of_task
@@ -127,15 +126,15 @@ def draw_schedule(
 
 
 class TurnLimit(EpisodeTransform):
-    """Cuts an episode after so many turns of the policy, as ``StepCounter`` does."""
+    """Bounds the turns of its episodes, as ``StepCounter`` does for all of an environment."""
 
     def __init__(self, max_turns: int) -> None:
         super().__init__()
         self.max_turns = max_turns
 
-    def after_turn(self, episode: Episode) -> None:
-        """Count."""
-        cut_after(episode, self.max_turns)
+    def begin(self, episode: Episode) -> None:
+        """Say how many turns there are."""
+        episode.limit_turns(self.max_turns)
 
 
 def _mixed_row(task: Task, says_system: bool, row: Mapping[str, Any]) -> Row:

@@ -10,15 +10,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchrl_data.checks import POSITIVE, check_columns, check_numbers, one_of
-from torchrl_data.conversation import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.messages import Message
+from torchrl_data.stop_reason import StopReason
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs import concurrency
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardOf, RewardSource, reward_of_steps, with_observation
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeStartError, EpisodeTransform, Job, ToolSource
-from torchrl_envs.tool_results import MAX_RESULT_BYTES, error_line
+from torchrl_envs.tool_results import MAX_RESULT_BYTES, environment_error
 from torchrl_envs.tool_schemas import Tool, environment_tools
 
 if TYPE_CHECKING:
@@ -451,19 +451,21 @@ class StepEnvironments(EpisodeTransform, RewardSource):
         step = functools.partial(instance.step, str(episode.last_message["content"]))
         (outcome,) = await self.call(step, timeout_s=self.timeout_s)
         if outcome.error is not None:
-            episode.truncate(f"{ENVIRONMENT_ERROR}: {self.name}: {error_line(outcome.error)}")
+            episode.truncate(environment_error(outcome.error, self.name))
             return
         messages, is_terminated, is_truncated = outcome.value
         episode.say(*messages)
         if is_terminated:
-            episode.terminate(ENVIRONMENT_DONE)
+            episode.terminate(StopReason.ENVIRONMENT_DONE)
         elif is_truncated:
-            episode.truncate(ENVIRONMENT_DONE)
+            episode.truncate(self.name)
 
     def finish(self, episode: Episode) -> None:
         """Add up what the steps gave."""
         instance: _Stepped | None = episode.resources.get(self)
-        total = reward_of_steps([] if instance is None else instance.rewards, self.reward)
+        # A first turn that was cut is the policy's doing, and earned nothing.
+        rewards = [] if instance is None else instance.rewards or [0.0]
+        total = reward_of_steps(rewards, self.reward)
         episode.score.add_outcome(self.name, concurrency.Outcome(total), who=f"{self.name}.step")
 
 

@@ -6,16 +6,17 @@ Dropped reasoning, folded turns, a budget of tokens.
 import functools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers
-from torchrl_data.conversation import CONTEXT_LENGTH, ENVIRONMENT_ERROR, TOKEN_BUDGET, Conversations
+from torchrl_data.conversation import Conversations
 from torchrl_data.messages import Message, split_reasoning
+from torchrl_data.stop_reason import StopReason
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs.entries import with_observation
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeTransform
-from torchrl_envs.tool_results import error_line
+from torchrl_envs.tool_results import environment_error
 
 if TYPE_CHECKING:
     from torchrl_envs.episode.transform import EpisodeEnvironment
@@ -140,7 +141,7 @@ class FoldContext(EpisodeTransform):
         if error is None and not (isinstance(summary, str) and summary):
             error = TypeError(f"it returned {summary!r:.80}, and not a text")
         if error is not None:
-            episode.stop_reason = f"{ENVIRONMENT_ERROR}: FoldContext: {error_line(error)}"
+            episode.stop_reason = environment_error(error, "FoldContext")
             return
         episode.memory = {**episode.memory, self.key: (prompt, summary)}
         episode.rewrite([*with_observation(prompt, summary), *later[len(folded) :]])
@@ -225,7 +226,7 @@ class TokenBudget(EpisodeTransform):
         assert self.encoder is not None
         waiting = episode.conversation
         fitted = self.encoder.encode_rows(waiting).conversations
-        excess = self.min_turn_tokens - self._left(fitted)[0]
+        excess = self.min_turn_tokens - self._left(fitted).num_tokens
         # What waited is cut so that a turn fits. An opening is the prompt's business, not an
         # observation's.
         if excess > 0 and waiting.position(0).num_encoded:
@@ -242,34 +243,37 @@ class TokenBudget(EpisodeTransform):
                         message = {**message, "content": kept + CUT_MARK}
                     shorter.append(message)
                 fitted = self.encoder.encode_waiting(waiting.replace_waiting([shorter]))
-                missing = self.min_turn_tokens - self._left(fitted)[0]
+                missing = self.min_turn_tokens - self._left(fitted).num_tokens
                 if missing <= 0 or cap == 0:
                     break
                 excess += missing
-        left, reason = self._left(fitted)
-        if left < self.min_turn_tokens:
-            episode.stop_reason = reason
+        left = self._left(fitted)
+        if left.num_tokens < self.min_turn_tokens:
+            episode.truncate(left.reason)
+            episode.stop_limit = left.limit
         else:
             episode.conversation = fitted
-            episode.limit_turn(left)
+            episode.limit_turn(*left)
 
-    def after_turn(self, episode: Episode) -> None:
-        """A turn that was cut for want of tokens ends its episode for that reason."""
-        if episode.finish_reason == "length" and not episode.stop_reason:
-            left, reason = self._left(episode.conversation)
-            if left <= 0:
-                episode.stop_reason = reason
-
-    def _left(self, conversation: Conversations) -> tuple[int, str]:
-        """Tokens that are left, and the reason to stop when there are none."""
+    def _left(self, conversation: Conversations) -> "_Left":
+        """What the tighter of the two bounds leaves."""
         total = conversation.num_tokens(0)
         bounds = []
         if self.max_tokens is not None:
             spent = total - conversation.num_tokens_before_policy(0)
-            bounds.append((self.max_tokens - spent, TOKEN_BUDGET))
+            left = self.max_tokens - spent
+            bounds.append(_Left(left, StopReason.TOKEN_BUDGET.value, self.max_tokens))
         if self.max_model_len is not None:
-            bounds.append((self.max_model_len - total, CONTEXT_LENGTH))
+            left = self.max_model_len - total
+            bounds.append(_Left(left, StopReason.CONTEXT_LENGTH.value, self.max_model_len))
         return min(bounds)
+
+
+class _Left(NamedTuple):
+    num_tokens: int
+    reason: str
+    """Why the episode is over when there are none."""
+    limit: int
 
 
 def _cap(lengths: Sequence[int], excess: int) -> int:

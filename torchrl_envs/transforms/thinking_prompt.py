@@ -114,6 +114,7 @@ class AddThinkingPrompt(EpisodeTransform):
         """Ask an episode that would end to think again."""
         ends = episode.is_done or episode.awaits_answer
         stays = episode.is_truncated or (episode.is_done and not self.undo_done)
+        stays |= episode.is_last_turn  # there would be no turn to think again in
         num_asked = episode.memory.get(self.key, 0)
         if stays or not ends or num_asked >= self.max_prompts:
             return

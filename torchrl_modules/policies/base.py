@@ -59,6 +59,7 @@ from torchrl_data.ragged import (
     view_of,
     write_objects,
 )
+from torchrl_data.stop_reason import FinishReason
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import check_same_rendering
 from torchrl_modules.engines.engine import AsyncEngine, Engine, Generation, checked
@@ -440,7 +441,7 @@ class LLMWrapperBase(TensorDictModuleBase):
                 answers[i] = Generation([], [], "error", error)
         given = [answers[i] for i in range(len(ids))]
         full = self.append_generations(encoded, given, version)
-        return encoded, full, [finish_reason_of(each) for each in given]
+        return encoded, full, list(map(finish_reason_of, given, budgets))
 
     def append_generations(
         self, prompt: Conversations, generations: Sequence[Generation], version: int
@@ -502,10 +503,18 @@ class LLMWrapperBase(TensorDictModuleBase):
         return self.policy_version
 
 
-def finish_reason_of(generation: Generation) -> str:
-    """Why a turn ended: ``"stop"``, ``"length"``, or ``"error: ..."``."""
+def finish_reason_of(generation: Generation, budget: int) -> str:
+    """Why a turn ended, see :class:`~torchrl_data.FinishReason`.
+
+    Args:
+        generation: of an engine.
+        budget: the tokens that it might have had: one that was cut before that was cut by the
+            model's own length.
+    """
     if generation.error is not None:
-        return f"error: {generation.error}"
+        return f"{FinishReason.ERROR.value}: {generation.error}"
+    if generation.finish_reason == FinishReason.LENGTH and len(generation.ids) < budget:
+        return FinishReason.CONTEXT_LENGTH.value
     return generation.finish_reason
 
 
@@ -604,7 +613,7 @@ class AsyncPolicy:
             return encoded, f"error: no response within {self.request_timeout_s:g} s"
         given = checked(self.engine, [generation], params, 1)
         full = self.policy.append_generations(encoded, given, version)
-        return full, finish_reason_of(generation)
+        return full, finish_reason_of(generation, budget)
 
     def _encode(self) -> None:
         waiting, self.waiting = self.waiting, []

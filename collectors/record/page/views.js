@@ -156,7 +156,7 @@ function groupBody(group, samples, again) {
 
 function chips(sample) {
   return [
-    h("span", { class: `chip ${sample.truncated ? "warn" : ""}` }, sample.stop || "no stop reason"),
+    h("span", { class: `chip ${sample.truncated ? "warn" : ""}` }, sample.end || "no stop reason"),
     sample.errors > 0 && h("span", { class: "chip bad" }, `${sample.errors} tool error${sample.errors > 1 ? "s" : ""}`),
   ];
 }

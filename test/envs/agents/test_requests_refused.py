@@ -117,7 +117,7 @@ def test_parameters_that_are_ignored_may_say_anything(chatml_tokenizer):
 def test_what_happens_anyway_may_be_asked_for(small_policy, chatml_tokenizer, parameters):
     told = []
     trajectories = collect(small_policy, chatml_tokenizer, lambda e: asks(told, e, **parameters))
-    assert trajectories["stop_reason"] == ["environment_done"]
+    assert trajectories["stop_reason"] == ["response_length"]
     assert len(told) == 1
 
 
@@ -243,7 +243,7 @@ def test_a_prompt_that_can_not_be_one_is_refused_and_the_program_goes_on(
     assert "Message 1 (assistant) has a call of 'add'" in str(refused[3])
     assert isinstance(told[2], str)
     assert isinstance(told[5], str)
-    assert trajectories["stop_reason"] == ["environment_done"] * 2
+    assert trajectories["stop_reason"] == ["response_length"] * 2
     assert trajectories["num_turns"].tolist() == [2, 2]
 
 
@@ -267,7 +267,7 @@ def test_a_prompt_that_is_too_long_can_be_shortened(make_tiny_model, chatml_toke
     assert told[0].code == "context_length_exceeded"
     assert "maximum context length is 59 tokens" in str(told[0])
     assert isinstance(told[1], str)
-    assert trajectories["stop_reason"] == ["environment_done"]
+    assert trajectories["stop_reason"] == ["response_length"]
 
 
 def encoded_by(agent, conversation):
