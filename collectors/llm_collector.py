@@ -252,8 +252,9 @@ class Collector(ABC):
             ``policy_version`` (when the trajectory began; as the tracker writes it, if there is
             one), ``num_turns``, ``num_tool_calls`` and ``num_tool_errors`` ``[1]`` where there are
             tools, ``episode_id``, ``segment`` and ``num_segments``, ``("rewards", source)``,
-            ``stop_reason``, ``reward_errors`` and ``("history", "full")``, and what transforms of
-            the user's declare in the specs of observations and rewards, as it was when the episode
+            ``stop_reason`` and its ``stop_code`` and ``stop_limit``, ``finish_reason`` of the last
+            turn, ``reward_errors`` and ``("history", "full")``, and what transforms of the user's
+            declare in the specs of observations and rewards, as it was when the episode
             ended. The same rows are in the replay buffer.
         """
         if self._restored_version is not None:

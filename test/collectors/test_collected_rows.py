@@ -9,7 +9,7 @@ from tensordict import lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose
 
-from collectors import CheckpointStore, LLMCollector, RunState
+from collectors import CheckpointStore, LLMCollector, RunState, StreamingCollector
 from objectives import MCAdvantage
 from torchrl_data import LogProbs, Masks, MissingEntryError, Tokens
 from torchrl_envs import (
@@ -243,3 +243,24 @@ def test_a_buffer_that_is_restored_writes_and_samples_as_the_one_that_was_saved(
     ahead = ReplayBuffer(storage=LazyStackStorage(4), batch_size=2, prefetch=1)
     with pytest.raises(ValueError, match="drawn ahead"):
         RunState(buffer=ahead)
+
+
+@pytest.mark.parametrize("collector", [LLMCollector, StreamingCollector])
+def test_a_row_has_what_is_documented_and_nothing_else(policy, collector):
+    env = make_env(RewardFunctions([one]), num_rows=4)
+    with collector(env, policy, total_trajectories=4) as collecting:
+        (row, *_) = collecting.collect().unbind(0)
+    ragged = [
+        *(("tokens", part) for part in ("prompt", "response", "full")),
+        *(("masks", f"all_{kind}_mask") for kind in ("assistant", "attention")),
+        *(("log_probs", part) for part in ("response", "full")),
+        ("policy_versions", "full"),
+        ("rewards", "one"),
+    ]
+    numbers = [
+        *("reward", "scorable", "done", "terminated", "truncated", "group_id", "policy_version"),
+        *("num_turns", "episode_id", "segment", "num_segments", "stop_code", "stop_limit"),
+    ]
+    assert set(row.keys(include_nested=True, leaves_only=True)) == {*ragged, *numbers}
+    objects = {"row", "stop_reason", "finish_reason", "reward_errors", "history"}
+    assert set(row.keys()) == {key[0] for key in ragged} | set(numbers) | objects

@@ -103,6 +103,7 @@ def test_S03_a_crash_at_any_point_leaves_the_old_or_the_new(
             disk.after_crash(left, choose)
             steps = whole_steps(left)
             assert tuple(steps) in possible, f"{name} after change {number}, {change}"
+            assert number < len(changes) or steps == after, "what was saved stays"
             seen.add(tuple(steps))
             save(left, 7)
             names = [path.name for path in left.iterdir() if path.name != ".lock"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
@@ -366,3 +367,25 @@ def test_tests_on_held_out_prompts_are_read_in_order_and_torn_lines_named(tmp_pa
         "evaluations.jsonl: line 4",
         "evaluations.jsonl: line 5",
     ]
+
+
+def test_the_advantage_of_a_sample_is_that_of_its_sampled_tokens(
+    trained_step, chatml_tokenizer, tmp_path
+):
+    """Where it differs from token to token; what stands beside them does not count."""
+    batch, trained, _, _ = trained_step
+    rows, expected = [], {}
+    for row in trained.unbind(0):
+        mask = row["masks", "all_assistant_mask"]
+        values = torch.where(mask, torch.arange(len(mask)).float(), 1000.0)
+        rows.append(row.clone().set("advantage", values[:, None]))
+        expected[row["episode_id"].item()] = float(values[mask].mean())
+    with RolloutRecorder(tmp_path / "by_token", chatml_tokenizer) as recorder:
+        recorder.write(1, batch, trained=lazy_stack(rows), metrics={})
+    samples = RunRecord(tmp_path / "by_token").samples(1)
+    for row, sample in zip(batch.unbind(0), samples, strict=True):
+        own = expected.get(row["episode_id"].item())
+        assert sample.advantage == (None if own is None else pytest.approx(own, 1e-4))
+        if own is not None:
+            mask = row["masks", "all_assistant_mask"].tolist()
+            assert [value is not None for value in sample.tokens.advantages] == mask

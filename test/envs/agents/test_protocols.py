@@ -281,9 +281,9 @@ JSON = st.recursive(
 )
 
 
-def reply_of(calls, tools=(ADD,), used_ids=()):
+def reply_of(calls, tools=(ADD,), used_ids=(), finish_reason="stop"):
     parsed = ParsedTurn("", list(calls))
-    options = {"finish_reason": "stop", "num_prompt_tokens": 1, "num_tokens": 1}
+    options = {"finish_reason": finish_reason, "num_prompt_tokens": 1, "num_tokens": 1}
     request = TurnRequest([], list(tools), None)
     return reply_to(request, "text", parse=lambda _: parsed, used_ids=used_ids, **options)
 
@@ -322,3 +322,14 @@ def test_a_call_that_can_not_be_sent_is_text():
         reply = reply_of([ToolCall("add", {}), call])
         assert reply.message == {"role": "assistant", "content": "text"}
         assert reply.finish_reason == "stop"
+
+
+def test_a_turn_that_was_cut_says_so_with_its_whole_calls():
+    reply = reply_of([ToolCall("add", {"a": 1})], finish_reason="length")
+    assert (reply.finish_reason, len(reply.message["tool_calls"])) == ("length", 1)
+    assert reply_of([ToolCall("add", {"a": 1})]).finish_reason == "tool_calls"
+
+
+def test_arguments_are_sent_in_the_order_in_which_the_model_wrote_them():
+    (call,) = reply_of([ToolCall("add", {"b": {"d": 1, "c": 2}, "a": 3})]).message["tool_calls"]
+    assert call["function"]["arguments"] == '{"b": {"d": 1, "c": 2}, "a": 3}'
