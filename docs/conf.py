@@ -3,6 +3,7 @@
 import ast
 import gc
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import urlopen
@@ -30,9 +31,11 @@ extensions = [
     "sphinx_design",
     "pages",
     "reference_pages",
+    "mathml",
     "terms",
     "links",
 ]
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtext"}
 exclude_patterns = ["site/**", "**/.ipynb_checkpoints"]
 nitpicky = False
 
@@ -74,6 +77,7 @@ with ThreadPoolExecutor(len(_OTHERS)) as _pool:
 intersphinx_mapping = {name: (url, None) for name, url in _OTHERS.items() if _answered[name]}
 intersphinx_timeout = 5
 
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = "torchrl-agents"
 html_static_path = ["site/static"]
@@ -95,5 +99,12 @@ html_theme_options = {
         "color-brand-visited": "#fed7aa",
     },
 }
+_project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+if _address := _project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["address"]:
+    html_theme_options |= {
+        "source_repository": f"{_address.rstrip('/')}/",
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"

@@ -1,17 +1,22 @@
 """The reference: every public name from its docstring, read from the source without importing it.
 
-``.. package:: torchrl_envs`` stands for all public names of a package, with signatures, members and
-links to the source. Names and members are those of ``test/house/public_api.txt``, which the same
-code writes.
+Each public class has a page, ``api/classes/<package>.<name>``, which is written before the site is
+built. ``.. entry:: <package>.<name>`` stands for such a name, with its signature, members and links
+to the source; ``.. package:: <package>`` for all public names of a package: a list of its classes,
+and its functions and constants. Names and members are those of ``test/house/public_api.txt``, which
+the same code writes.
 """
 
 import ast
+import copy
 import inspect
 import itertools
 import re
 import textwrap
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 import public_api
 import reference
@@ -23,6 +28,7 @@ from sphinx.ext.napoleon import Config, GoogleDocstring
 from sphinx.util.docutils import SphinxDirective
 
 NAPOLEON = Config(napoleon_use_rtype=False, napoleon_use_ivar=True, napoleon_google_docstring=True)
+CLASS_PAGES = "api/classes"
 NAMES = public_names()
 HOMES: dict[str, str] = {}
 ALSO: dict[str, list[str]] = {}
@@ -47,20 +53,64 @@ class Package(SphinxDirective):
             if name.rpartition(".")[0] == package and definitions[0].module is not None:
                 module = definitions[0].module
                 self.env.note_dependency(str(public_api.ROOT / _file_of(module)))
-        text = "\n".join(_page(package))
-        made = self.parse_text_to_nodes(text, allow_section_headings=True)
-        for signature in itertools.chain(*(node.findall(addnodes.desc_signature) for node in made)):
-            # Links back from a source lead to the first package that shows some of it.
-            home = _home_module(None, package, signature.get("fullname", ""))
-            shared = {each for each, place in SHOWN if place == home and each != package}
-            signature["ids"] += [f"{each}.{signature['fullname']}" for each in sorted(shared)]
-        domain = self.env.domains.python_domain
-        for home, others in ALSO.items():
-            if home.rpartition(".")[0] == package and home in domain.objects:
-                entry = domain.objects[home]
-                for other in others:
-                    domain.note_object(other, entry.objtype, entry.node_id, aliased=True)
-        return made
+        return _made(self, package, "\n".join(_page(package)))
+
+
+class Entry(SphinxDirective):
+    """A public name of a package."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        name = self.arguments[0]
+        package = name.rpartition(".")[0]
+        module = NAMES[name][0].module
+        if module is not None:
+            self.env.note_dependency(str(public_api.ROOT / _file_of(module)))
+        return _made(
+            self, package, f".. py:currentmodule:: {package}\n\n" + "\n".join(_entry(name))
+        )
+
+
+def _made(directive: SphinxDirective, package: str, text: str) -> list[nodes.Node]:
+    """Nodes of descriptions, which links by all of their names lead to."""
+    directive.env.note_dependency(__file__)
+    made = directive.parse_text_to_nodes(text, allow_section_headings=True)
+    for signature in itertools.chain(*(node.findall(addnodes.desc_signature) for node in made)):
+        # Links back from a source lead to the first package that shows some of it.
+        home = _home_module(None, package, signature.get("fullname", ""))
+        shared = {each for each, place in SHOWN if place == home and each != package}
+        signature["ids"] += [f"{each}.{signature['fullname']}" for each in sorted(shared)]
+    domain = directive.env.domains.python_domain
+    for home, others in ALSO.items():
+        own = home.rpartition(".")[0] == package and home in domain.objects
+        if own and domain.objects[home].docname == directive.env.docname:
+            entry = domain.objects[home]
+            for other in others:
+                domain.note_object(other, entry.objtype, entry.node_id, aliased=True)
+    return made
+
+
+def write_class_pages(app: Sphinx) -> None:
+    """Write the page of each class into the sources of the site, and remove those of others."""
+    folder = Path(app.srcdir) / CLASS_PAGES
+    folder.mkdir(exist_ok=True)
+    classes = [name for package in public_api.PUBLIC for name in _groups(package)["Classes"]]
+    pages = {f"{name}.rst": _class_page(name) for name in classes}
+    for path in folder.iterdir():
+        if path.name not in pages:
+            path.unlink()
+    for file, text in pages.items():
+        path = folder / file
+        if not path.exists() or path.read_text("utf-8") != text:  # others are not built again
+            path.write_text(text, "utf-8")
+
+
+def _class_page(name: str) -> str:
+    # Outside the tree of pages, whose sidebar each page repeats: it would take twice the time.
+    package, _, short = name.rpartition(".")
+    lead = f"A class of :doc:`{package} </api/{package}>`."
+    return f":orphan:\n\n{short}\n{'=' * len(short)}\n\n{lead}\n\n.. entry:: {name}\n"
 
 
 def _file_of(module: Module) -> str:
@@ -73,19 +123,14 @@ def _page(package: str) -> Iterator[str]:
     module = public_api.load(package, public_api.ROOT)
     assert module is not None
     yield from [_doc(module.tree), "", f".. py:currentmodule:: {package}", ""]
-    mine = [name for name in NAMES if name.rpartition(".")[0] == package]
-    groups: dict[str, list[str]] = {"Classes": [], "Functions": [], "Constants and types": []}
-    elsewhere = []
-    for name in mine:
-        definition = NAMES[name][0]
-        if HOMES[definition.place] != name:
-            elsewhere.append(name)
-        elif isinstance(definition.node, ast.ClassDef) or definition.node is None:
-            groups["Classes"].append(name)
-        elif isinstance(definition.node, Function):
-            groups["Functions"].append(name)
-        else:
-            groups["Constants and types"].append(name)
+    groups = _groups(package)
+    if classes := groups.pop("Classes"):
+        yield from ["Classes", "-------", ""]
+        for name in classes:
+            told = reference._first_line(name, NAMES[name][0]).replace("`", "``")
+            yield f"- :py:obj:`{name.rpartition('.')[2]} <{name}>`: {told}"
+        yield ""
+    elsewhere = groups.pop("Also here")
     for title, names in groups.items():
         if names:
             yield from [title, "-" * len(title), ""]
@@ -93,13 +138,29 @@ def _page(package: str) -> Iterator[str]:
     if package == public_api.UMBRELLA:
         yield from _by_package(elsewhere)
     elif elsewhere:
-        title = "Also here"
-        yield from [title, "-" * len(title), ""]
+        yield from ["Also here", "---------", ""]
         for name in elsewhere:
             home = HOMES[NAMES[name][0].place]
             package, _, short = home.rpartition(".")
             yield f"- :py:obj:`{short} <{home}>`, of ``{package}``"
         yield ""
+
+
+def _groups(package: str) -> dict[str, list[str]]:
+    """The public names of a package by the heading of its page under which they stand."""
+    titles = ("Classes", "Functions", "Constants and types", "Also here")
+    groups: dict[str, list[str]] = {title: [] for title in titles}
+    for name in (name for name in NAMES if name.rpartition(".")[0] == package):
+        definition = NAMES[name][0]
+        if HOMES[definition.place] != name:
+            groups["Also here"].append(name)
+        elif isinstance(definition.node, ast.ClassDef) or definition.node is None:
+            groups["Classes"].append(name)
+        elif isinstance(definition.node, Function):
+            groups["Functions"].append(name)
+        else:
+            groups["Constants and types"].append(name)
+    return groups
 
 
 def _by_package(names: list[str]) -> Iterator[str]:
@@ -180,7 +241,7 @@ def _function(name: str, found: list, kind: str, also: str = "", *, bound: bool 
 def _signature(node: ast.AST, *, bound: bool) -> str:
     assert isinstance(node, Function)
     node = _Unquoted().visit(ast.parse(ast.unparse(node)).body[0])
-    return public_api._signature("", node, bound=bound)
+    return public_api._signature("", node, bound=bound).removeprefix("async ")
 
 
 class _Unquoted(ast.NodeTransformer):
@@ -227,10 +288,15 @@ def _class(name: str, node: ast.ClassDef, module: Module, also: str) -> Iterator
         told = {key: _below(owner.body, own[key][-1]) for key in own} | told
         members = own | members
     constructor = [f for f in members.pop("__init__", []) if isinstance(f, Function)]
-    signatures = [_signature(f, bound=True).removesuffix(" -> None") for f in constructor]
+    settings = [_settings(f, module) for f in constructor]
+    signatures = [
+        _signature(_spelt_out(f, given) if given else f, bound=True).removesuffix(" -> None")
+        for f, given in zip(constructor, settings, strict=True)
+    ]
     signatures = signatures or [_fields_as_arguments(node, members, outside)]
     bases = [f":py:obj:`~{base}`" for base in dict.fromkeys(outside) if base not in ("object",)]
     parts = [_doc(node), also]
+    parts += [_arguments_of(given) for given in settings if given]
     parts += [f"Bases: {', '.join(bases)}"] if bases else []
     text = "\n\n".join(part for part in parts if part)
     yield from _described("class", name, signatures, text)
@@ -244,6 +310,57 @@ def _class(name: str, node: ast.ClassDef, module: Module, also: str) -> Iterator
             made = _described("attribute", f"{name}.{key}", [""], told[key], _value(found[-1]))
         yield textwrap.indent("\n".join(made), "   ")
     yield ""
+
+
+class _Settings(NamedTuple):
+    """What ``**settings: Unpack[Settings]`` takes."""
+
+    fields: dict[str, ast.AnnAssign]
+    record: ast.ClassDef
+    """The data class with the defaults and the descriptions, which the docstring names."""
+    module: Module
+
+
+def _settings(function: ast.AST, module: Module) -> _Settings | None:
+    assert isinstance(function, Function)
+    written = "" if function.args.kwarg is None else ast.unparse(function.args.kwarg)
+    if (found := re.search(r"Unpack\[(\w+)\]", written)) is None:
+        return None
+    (settings,) = module.find(found[1])
+    assert isinstance(settings.node, ast.ClassDef)
+    assert settings.module is not None
+    (named,) = set(re.findall(r":class:`(\w+)`", ast.get_docstring(settings.node) or ""))
+    (record,) = settings.module.find(named)
+    assert isinstance(record.node, ast.ClassDef)
+    fields = {
+        key: node
+        for key, (node, *_) in public_api._members(settings.node).items()
+        if isinstance(node, ast.AnnAssign)
+    }
+    return _Settings(fields, record.node, settings.module)
+
+
+def _spelt_out(function: ast.AST, given: _Settings) -> ast.AST:
+    """A function with each setting as an argument of its own."""
+    function = copy.deepcopy(function)
+    assert isinstance(function, Function)
+    defaults: dict[str, ast.expr | None] = {}
+    for owner, _ in reversed(list(public_api._lineage(given.record, given.module, {}))):
+        for key, (node, *_) in public_api._members(owner).items():
+            if isinstance(node, ast.AnnAssign):
+                defaults[key] = node.value
+    function.args.kwarg = None
+    for key, node in given.fields.items():
+        function.args.kwonlyargs.append(ast.arg(key, node.annotation))
+        function.args.kw_defaults.append(defaults[key])
+    return function
+
+
+def _arguments_of(given: _Settings) -> str:
+    """The section of the arguments in the docstring of the record."""
+    docstring = ast.get_docstring(given.record) or ""
+    found = re.search(r"^Args:\n((?:    .*\n|\n)+)", docstring + "\n", re.MULTILINE)
+    return _told(f"Keyword Args:\n{found[1]}") if found else ""
 
 
 def _fields_as_arguments(node: ast.ClassDef, members: dict, bases: list[str]) -> str:
@@ -359,6 +476,8 @@ def _forget_others(app: Sphinx) -> list[tuple]:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Add the directive, and tell viewcode where names are defined."""
     app.add_directive("package", Package)
+    app.add_directive("entry", Entry)
+    app.connect("builder-inited", write_class_pages)
     app.connect("viewcode-follow-imported", _home_module)
     app.connect("viewcode-find-source", _source)
     app.connect("html-collect-pages", _forget_others, priority=100)  # before viewcode writes them

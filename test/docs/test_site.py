@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import zlib
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -30,6 +31,8 @@ SHOWN = (
     "tutorials/coming-from-trl.html",
     "tutorials/coming-from-torchrl.html",
     "api/objectives.html",
+    "api/classes/objectives.GRPOLoss.html",
+    "losses.html",
     "api/torchrl_agents.html",
     "reference.html",
 )
@@ -121,6 +124,30 @@ def test_members_have_entries_with_their_types(site):
     assert "[source]" in entry[: entry.index("</dt>")]
 
 
+def test_a_class_has_a_page_with_every_setting_and_the_names_of_its_methods(site):
+    """The settings of a loss are in a record, and its constructor takes each by name."""
+    from objectives import GRPOOptions
+
+    text = (site / "api/classes/objectives.GRPOLoss.html").read_text("utf-8")
+    said = re.sub(r"<[^>]+>", "", text)
+    assert "Unpack" not in said
+    for field in fields(GRPOOptions):
+        assert re.search(rf"^{field.name}: .* = ", said, re.MULTILINE), field.name
+        assert re.search(rf"^{field.name}.* – ", said, re.MULTILINE), field.name
+    names = inventory(site)
+    assert not [name for name in names if name.endswith("async") and not name.endswith("_async")]
+    classes = {name for name, kind in names.items() if kind == "py:class"}
+    pages = {path.name.removesuffix(".html") for path in (site / "api/classes").glob("*.html")}
+    assert pages <= classes
+    assert len(pages) > 150
+
+
+def test_formulas_are_shown_without_a_script(site):
+    text = (site / "losses.html").read_text("utf-8")
+    assert text.count("<math") > 30
+    assert not re.search(r"src=\"[^\"]*mathjax", text, re.IGNORECASE)
+
+
 def test_broken_links_are_found(tmp_path):
     from links import broken
 
@@ -150,7 +177,7 @@ def test_search_finds_a_class_without_a_server_of_its_own(page, address):
     page.keyboard.press("Enter")
     first = page.locator("#search-results ul.search li a").first
     first.wait_for()
-    assert "api/objectives.html#objectives.GRPOLoss" in first.get_attribute("href")
+    assert "api/classes/objectives.GRPOLoss.html" in first.get_attribute("href")
     assert page.said == []
 
 
