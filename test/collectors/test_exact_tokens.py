@@ -96,9 +96,15 @@ def turns_of(engine, row_ids):
     return sorted(turns.items(), key=lambda turn: len(turn[0]))
 
 
+class Patient(EpisodeTransform):
+    """Has tools answer turns that were cut, too."""
+
+    answers_cut_turns = True
+
+
 def test_trained_tokens_are_the_sampled_ones_over_all_turns(scripted, scripts):
     policy = scripted(scripts)
-    batch = collect(make_env(), policy)
+    batch = collect(make_env(Patient()), policy)
     assert batch["num_turns"].tolist() == [2, 2, 3, 3, 2, 2]
     for row in batch.unbind(0):
         ids = row["tokens", "full"].tolist()

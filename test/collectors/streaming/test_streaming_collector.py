@@ -107,6 +107,8 @@ def story(batch):
 class Again(EpisodeTransform):
     """Asks again, after a while that differs; some episodes end earlier than others."""
 
+    answers_cut_turns = True
+
     async def after_turn(self, episode):
         seconds = 0.02 * random.random()
         await self.call(lambda: time.sleep(seconds), timeout_s=10.0)

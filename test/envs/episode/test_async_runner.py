@@ -197,7 +197,7 @@ def test_an_episode_alone_ends_as_in_a_batch(name, scripted, call_text):
             "environment_error: Breaks: ValueError: before_turn",
             "environment_error: Breaks: ValueError: after_turn",
             "environment_error: Breaks: SystemExit: begin",
-            "followed",
+            "environment_done: followed",
         ]
         assert [row["scorable"] for row in own] == [[False]] * 3 + [[True]]
     if name == "scaled":

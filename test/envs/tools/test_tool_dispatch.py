@@ -168,7 +168,7 @@ def test_an_answer_can_end_the_episode(scripted, call_text, play):
     call = call_text("echo", text="a")
     ends = play(env, scripted({"<0>": [call + "<submit>"], "<1>": [call, "done"]}))
     assert [read_objects(end, "stop_reason")[i] for i, end in enumerate(ends)] == [
-        "submitted",
+        "environment_done: submitted",
         "answered",
     ]
     assert answers(ends[0]) == [("tool", "a")], "what was called in the last turn was run"
