@@ -162,7 +162,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         >>> loss = GRPOLoss(TransformersWrapper(model, tokenizer=tokenizer), clip_epsilon=0.2)
         >>> output = loss(lazy_stack(rows))  # ratios are 1: the mean of -2, -2, 1, 1
         >>> values = (output.total(), output.ratio_mean, output.num_active_tokens)
-        >>> [round(float(value), 4) for value in values]
+        >>> [round(value.item(), 4) for value in values]
         [-0.5, 1.0, 4.0]
     """
 
