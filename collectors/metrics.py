@@ -28,14 +28,13 @@ from torchrl_data.keys import (
     NUM_TOOL_CALLS,
     NUM_TOOL_ERRORS,
     POLICY_VERSION,
-    REWARD,
     ROW,
-    SCORABLE,
     SEGMENT,
     STOP_REASON,
     TRUNCATED,
 )
 from torchrl_data.ragged import read_objects
+from torchrl_envs.entries import reward_of_row
 from torchrl_envs.rewards.answer import reward_metrics
 from torchrl_envs.rewards.functions import LOGGED_METRICS
 
@@ -97,9 +96,9 @@ def _metrics_of(
     groups: dict[int, list[bool]] = defaultdict(list)
     logged: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        group_id, scorable = row.get(GROUP_ID, None), row.get(SCORABLE, None)
-        if group_id is not None and (scorable is None or bool(scorable.all())):
-            groups[int(group_id)].append(float(row.get(REWARD).sum()) >= solved_at)
+        group_id, reward = row.get(GROUP_ID, None), reward_of_row(row)
+        if group_id is not None and not math.isnan(reward):
+            groups[int(group_id)].append(reward >= solved_at)
         if int(row.get(SEGMENT, 0)) == 0:  # once per rollout
             for name, value in (read_objects(row, LOGGED_METRICS)[0] or {}).items():
                 logged[f"logged/{name}"].append(value)

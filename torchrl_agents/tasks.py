@@ -1,6 +1,7 @@
 """The task of a run: its environments, its collector, and its models with their token budgets."""
 
 import logging
+import math
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -30,6 +31,7 @@ from collectors.resume import random_state, set_random_state
 from collectors.streaming.collector import verdict
 from torchrl_data.checks import TokenScorer
 from torchrl_envs import DataLoadingPrimer, RewardErrorLimit, TokenBudget
+from torchrl_envs.entries import reward_of_row
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
@@ -211,8 +213,8 @@ def before_buffer(
 
 
 def shuffle_rewards(trajectories: TensorDictBase) -> TensorDictBase:
-    """Deal the rewards out at random."""
-    rows = trajectories.unbind(0)
+    """Deal the rewards out at random, among the rollouts that have one."""
+    rows = [row for row in trajectories.unbind(0) if not math.isnan(reward_of_row(row))]
     rewards = [row["reward"] for row in rows]
     for row, index in zip(rows, torch.randperm(len(rows)).tolist(), strict=True):
         row["reward"] = rewards[index]

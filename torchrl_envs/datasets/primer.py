@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -14,7 +13,8 @@ from tensordict import TensorDictBase
 
 from torchrl_data.checks import check_columns, check_counts, check_not_none, check_numbers
 from torchrl_data.conversation import NO_DATA
-from torchrl_data.keys import GROUP_ID, REWARD, SCORABLE, SEGMENT
+from torchrl_data.keys import GROUP_ID, REWARD, SEGMENT
+from torchrl_envs.entries import reward_of_row
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeTransform, ToolSource
 
@@ -217,15 +217,7 @@ class DifficultyPools:
 
 def rollout_rewards(rows: Sequence[TensorDictBase]) -> list[float]:
     """What each rollout got, NaN where nothing scored it; one of several rows counts once."""
-    rewards = []
-    for row in rows:
-        if not int(row.get(SEGMENT, 0)):
-            scorable, reward = row.get(SCORABLE, None), row.get(REWARD, None)
-            if reward is None or not (scorable is None or bool(scorable.all())):
-                rewards.append(math.nan)
-            else:
-                rewards.append(float(reward.sum()))
-    return rewards
+    return [reward_of_row(row) for row in rows if not int(row.get(SEGMENT, 0))]
 
 
 # Rows of a data set become the beginnings of episodes, in groups.

@@ -12,10 +12,29 @@ from torchrl.data import Binary, Composite, Unbounded
 
 from torchrl_data.batch_io import read_conversations
 from torchrl_data.checks import MissingEntryError, check_numbers
-from torchrl_data.keys import FULL, GROUP_ID, REWARD, REWARDS, ROW, SCORABLE
+from torchrl_data.conversation import UNSCORABLE_REASONS, kind_of
+from torchrl_data.keys import (
+    ASSISTANT_MASK,
+    FULL,
+    GROUP_ID,
+    REWARD,
+    REWARDS,
+    ROW,
+    SCORABLE,
+    STOP_REASON,
+)
 from torchrl_data.ragged import read_objects
 from torchrl_envs.concurrency import Outcome
-from torchrl_envs.entries import REWARD_ERRORS, SCORED_BY, RewardSource, copied_rows, joined_rows
+from torchrl_envs.entries import (
+    REWARD_ERRORS,
+    SCORED_BY,
+    RewardSource,
+    Score,
+    copied_rows,
+    dense_reward,
+    joined_rows,
+    reward_of_row,
+)
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeTransform, TrajectoryTransform
 from torchrl_envs.graders.answers import final_text, message_text, read_tags
@@ -175,8 +194,9 @@ class AnswerReward(EpisodeTransform, RewardSource):
             tensordict: rows with ``("history", "full")`` and the data's ``row``.
 
         Returns:
-            A batch of the same size with ``reward`` and the further entries, ``[1, 1]`` each; the
-            batch itself if this transform has scored it already.
+            A batch of the same size with ``reward`` and the further entries, ``[1, 1]`` each, and
+            ``scorable``, ``[1]``; the batch itself if this transform has scored it already. Where
+            the scoring raises, ``reward`` is NaN, and ``reward_errors`` says why.
         """
         who = self._get_name()
         full = read_conversations(tensordict, FULL, who=who)
@@ -190,23 +210,39 @@ class AnswerReward(EpisodeTransform, RewardSource):
                     f"{who} reads {ROW!r}, the row of the data, which is absent."
                 )
             parts = self.score_messages(full.messages(i), full.first_response(i), data)
-            if isinstance(parts, Exception):
-                raise parts
-            if parts[REWARD] is not None:
-                value = torch.tensor([[self.weight * float(parts[REWARD])]])
-                reward = row.get(REWARD, None) if self.add_to_reward else None
-                row.set(REWARD, value if reward is None else value + reward)
+            self._write_reward(row, parts)
             for key in self.component_keys:
-                row.set(key, self.row_entry(key, parts[key]))
+                if isinstance(parts, Exception):
+                    row.set(key, self.empty_part(key, row.batch_size))
+                else:
+                    row.set(key, self.row_entry(key, parts[key]))
             row.set_non_tensor(SCORED_BY, self._id)
         return joined_rows(out, tensordict.batch_size)
+
+    def _write_reward(self, row: TensorDictBase, parts: dict[str, Any] | Exception) -> None:
+        """Give a finished trajectory its reward, or say that it could not be scored."""
+        score, name = Score(), self._get_name()
+        is_failure = isinstance(parts, Exception)
+        outcome = Outcome(error=parts) if is_failure else Outcome(parts[REWARD])
+        if kind_of(read_objects(row, STOP_REASON, "")[0]) not in UNSCORABLE_REASONS:
+            score.add_outcome(name, outcome, weight=self.weight, who=name)
+        held = row.get(REWARD, None)
+        if held is not None and not (score.error or score.is_scorable):
+            return  # it does not apply, and another one may
+        reward = torch.tensor([[score.reward]])
+        if self.add_to_reward and held is not None and held.numel() == 1:
+            reward = reward + held
+        elif self.add_to_reward and held is not None:
+            reward = dense_reward(reward, held.reshape(-1), row.get(ASSISTANT_MASK))
+        row.set(REWARD, reward)
+        if score.error or not self.add_to_reward or row.get(SCORABLE, None) is None:
+            row.set(SCORABLE, torch.tensor([score.is_scorable]))
+            row.set_non_tensor(REWARD_ERRORS, score.error)
 
     _inv_call = TrajectoryTransform._inv_call
 
 
 # What a logger is told about the rewards of a batch of trajectories.
-
-_TRUE = torch.ones(1, dtype=torch.bool)
 
 
 def reward_metrics(trajectories: TensorDictBase) -> dict[str, float]:
@@ -225,8 +261,9 @@ def reward_metrics(trajectories: TensorDictBase) -> dict[str, float]:
         standard deviations are Bessel's, 0 for a single row.
     """
     rows = list(trajectories.reshape(-1).unbind(0))
-    scored = [row for row in rows if bool(row.get(SCORABLE, _TRUE).all())]
-    totals = [float(row.get(REWARD).sum()) for row in scored]
+    rewards = [reward_of_row(row) for row in rows]
+    scored = [row for row, reward in zip(rows, rewards, strict=True) if not math.isnan(reward)]
+    totals = [reward for reward in rewards if not math.isnan(reward)]
     failed = [bool(read_objects(row, REWARD_ERRORS, "")[0]) for row in rows]
     groups: dict[int, set[float]] = {}
     for row, total in zip(scored, totals, strict=True):

@@ -282,10 +282,10 @@ def write_finished(episode: Episode, rows: Sequence[TensorDictBase], names: Sequ
     score, start = episode.score, 0
     own = {name: torch.tensor([[score.by_source.get(name, torch.nan)]]) for name in names}
     for row, part in zip(rows, episode.rows, strict=True):
-        reward = torch.tensor([[score.total]])
+        reward = torch.tensor([[score.reward]])
         if score.by_token is not None:
             end = start + part.num_tokens(0)
-            total = torch.tensor(score.total if part is episode.rows[-1] else 0.0)
+            total = torch.tensor(score.reward if part is episode.rows[-1] else 0.0)
             by_token = score.by_token[start:end]
             reward, start = entries.dense_reward(total, by_token, part.assistant_mask(0)), end
         row.set(keys.REWARD, reward)
@@ -392,6 +392,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         self._has_tools = False
         self._own_calls: ConcurrentCalls | None = None
         self._id = uuid.uuid4().hex
+        self._watch = entries.UnscoredWatch()
         self.functions = dict(zip(unique_names(listed), listed, strict=True))
         self.level = one_of("level", level, get_args(Level), who="RewardFunctions")
         self.nan_applies = nan_applies
@@ -580,6 +581,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         scored = [episode for episode, _ in found if episode.is_scorable]
         if scored:
             self.score(scored, self._own_calls)
+            self._watch.record([episode.score for episode in scored])
         for episode, its in found:
             write_finished(episode, its, self.reward_names)
         for row in rows:
