@@ -312,13 +312,18 @@ class DataLoadingPrimer(EpisodeTransform):
         self._system_prompt: str | None = None
         self._num_rows = 1
         self._shown_tools: list[str] = []
-        self.columns = data.columns_of(self._rows.sample(max(1, self.options.num_checked_rows)))
-        self.prompt_column = data.find_prompt_column(self.columns, prompt_column)
-        self._checks: dict[str, RowCheck] = {}
-        buffered = shuffle and self._rows.num_rows is None
         sample = [row for _, row in self._rows.sample(_SAMPLE_ROWS)]
         # Of what lies in memory and of a file of JSON all rows count, of others the sample.
         every = self.dataset if isinstance(self.dataset, list | tuple) else ()
+        first = self._rows.sample(max(1, self.options.num_checked_rows))
+        is_known = isinstance(self.dataset, data.LazyRows | data.TableStream) and not map_row
+        declared = self.dataset.columns if is_known else ()
+        self.columns = data.columns_of(first, [*sample, *(() if map_row else every)], declared)
+        """Those that a row may have."""
+        self.prompt_column = data.find_prompt_column(self.columns, prompt_column)
+        self._checks: dict[str, RowCheck] = {}
+        self._common: frozenset[str] | None = None
+        buffered = shuffle and self._rows.num_rows is None
         content = hashlib.sha256(getattr(self.dataset, "digest", "").encode())
         for row in (*sample, *every):
             shown = json.dumps(row, default=lambda value: type(value).__name__, skipkeys=True)
@@ -348,18 +353,22 @@ class DataLoadingPrimer(EpisodeTransform):
 
     # What the data are --------------------------------------------------------------------------
 
-    def require(self, who: str, check: RowCheck) -> None:
+    def require(self, who: str, check: RowCheck, do: str = "") -> None:
         """Check rows: a number of them now, and each one before it is used.
 
         Args:
             who: whose check it is; a later one of the same name replaces it.
             check: gives what is wrong with a row, or ``""``.
+            do: what else may be done than to mend the rows; a sentence after a space.
 
         Raises:
             ValueError: rows are bad, unless bad rows are to be skipped; the message names some.
         """
         self._checks[who] = check
         sample = list(self._rows.sample(self.options.num_checked_rows))
+        if self._common is None:  # what all rows have is looked up once
+            readable = [frozenset(row) for _, row in sample if not isinstance(row, data.BadRow)]
+            self._common = frozenset.intersection(*readable) if readable else frozenset()
         errors = ((number, data.row_error(row, [check])) for number, row in sample)
         if bad := [f"row {number}: {error}" for number, error in errors if error]:
             shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
@@ -371,8 +380,35 @@ class DataLoadingPrimer(EpisodeTransform):
                 return
             raise ValueError(
                 f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. (The first row is row "
-                f"0.) Mend the data, or leave such rows out with {data.SKIP}."
+                f"0.) Mend the data, or leave such rows out with {data.SKIP}.{do}"
             )
+
+    def require_columns(
+        self,
+        who: str,
+        columns: Sequence[str],
+        do: str = "",
+        *,
+        of: Callable[[Mapping[str, Any]], bool] | None = None,
+    ) -> None:
+        """Check that the data have columns, and that each row has them.
+
+        Args:
+            who: needs them, as an error names it.
+            columns: their names.
+            do: what may be done where some are missing; a sentence after a space.
+            of: which rows have to have them; all when not given.
+
+        Raises:
+            ValueError: the data lack a column; or rows do, unless bad rows are to be skipped; the
+                message names some.
+        """
+        check_columns(who, self.columns, columns, do)
+        name, check = f"columns of {who}", partial(data.column_error, who, columns, of)
+        if (self._common or frozenset()).issuperset(columns):
+            self._checks[name] = check
+        else:
+            self.require(name, check, do)
 
     def check(self, env: "EpisodeEnvironment") -> None:
         """The batch must hold whole groups, and its prompts tell of the tools that are shown.
@@ -388,7 +424,7 @@ class DataLoadingPrimer(EpisodeTransform):
                 f"groups of {self.group_size}. Make the batch size a multiple of group_size."
             )
         for part in env.transforms_of(EpisodeTransform):
-            check_columns(part._get_name(), self.columns, part.required_columns)
+            self.require_columns(part._get_name(), part.required_columns, of=part.takes_part_in_row)
         self._num_rows = size
         base: Any = env.base_env
         self._system_prompt = getattr(base, "system_prompt", None)

@@ -108,6 +108,18 @@ class EpisodeTransform(Transform):
             return episodes
         return [episode for episode in episodes if self.only_for(episode)]
 
+    def takes_part_in_row(self, row: Mapping[str, Any]) -> bool:
+        """Whether it takes part in the episodes that start from a row of the data.
+
+        Args:
+            row: of the data.
+        """
+        if self.only_for is None:
+            return True
+        episode = Episode()
+        episode.example = row
+        return bool(self.only_for(episode))
+
     @property
     def by_token(self) -> bool:
         """Whether it can make ``reward`` dense, ``[B, T, 1]``, at the end of an episode."""

@@ -58,7 +58,7 @@ def combine_tasks(
     sizes = [len(task.train_rows) for task in tasks]
     in_turn = _in_turn([[(k, i) for i in range(size)] for k, size in enumerate(sizes)])
     order = np.array(in_turn if shares is None else draw_schedule(sizes, shares, seed))
-    held_out = [[{**columns, **make(r)} for r in t.held_out_rows] for t, make in pairs]
+    held_out = [[make(row) for row in task.held_out_rows] for task, make in pairs]
     environments = {task.name: task.environment for task in tasks if task.environment is not None}
     answers = {task.final_answer for task in tasks}
     bonuses = [task.entropy_coeff for task in tasks if task.entropy_coeff is not None]

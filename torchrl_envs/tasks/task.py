@@ -157,7 +157,7 @@ class TaskEnv(EpisodeEnv):
             map_row=map_row or task.map_row,
             options=data.DataOptions(skip_bad_rows=task.skip_bad_rows),
         )
-        check_columns(type(self).__name__, primer.columns, task.columns)
+        primer.require_columns(type(self).__name__, task.columns)
         parts: list[Any] = [primer]
         if task.environment is not None:
             environments = EnvironmentTools(task.environment, show_schemas=show_schemas)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from torchrl_data.checks import POSITIVE, check_columns, check_numbers, one_of
+from torchrl_data.checks import POSITIVE, check_numbers, one_of
 from torchrl_data.conversation import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.messages import Message
 from torchrl_data.tool_calls import ToolCall
@@ -201,7 +201,10 @@ class EnvironmentTools(ToolSource, RewardSource):
         for loader in env.transforms_of(DataLoadingPrimer):
             if self.is_routed:
                 do = " Add what says of each row its environment, or name another one by "
-                check_columns("EnvironmentTools", loader.columns, [column], f"{do}route_column=.")
+                loader.require_columns(
+                    *("EnvironmentTools", [column], f"{do}route_column=."),
+                    of=self.takes_part_in_row,
+                )
                 if self.only_for is None:
                     loader.require(
                         "environment",
@@ -217,7 +220,8 @@ class EnvironmentTools(ToolSource, RewardSource):
                     raise ValueError(f"The environment {cls.__name__} has {missing}.")
                 needed = set(_required_arguments(cls.reset)[1:]) - {"seed"}
                 do = " Add them, or give the parameters a default."
-                check_columns(f"{name}.reset", loader.columns, sorted(needed), do)
+                of = functools.partial(self._has_environment, name)
+                loader.require_columns(f"{name}.reset", sorted(needed), do, of=of)
         sources = [s for s in env.transforms_of(EpisodeTransform) if isinstance(s, RewardSource)]
         if not any(source.reward_names for source in sources):
             raise ValueError(
@@ -225,6 +229,11 @@ class EnvironmentTools(ToolSource, RewardSource):
                 "there reward functions. Define get_reward(self) -> float on the environment, or "
                 "append RewardFunctions([...])."
             )
+
+    def _has_environment(self, name: str, row: Mapping[str, Any]) -> bool:
+        """Whether the episodes that start from a row have an environment of that name."""
+        its = row.get(self.route_column) if self.is_routed else name
+        return its == name and self.takes_part_in_row(row)
 
     # Lifecycle ----------------------------------------------------------------------------------
 
