@@ -542,8 +542,8 @@ def _separate_rows(rows: Any, seed: int, epoch: int) -> Iterator[Any]:
             yield from batch
 
 
-class NumberedRows(list[dict[str, Any]]):
-    """Rows of a data set."""
+class NumberedRows(list[Any]):
+    """Rows of a data set, or values of them."""
 
     numbers: Sequence[int] = ()
     """Of each, in that data set."""

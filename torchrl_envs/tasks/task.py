@@ -19,6 +19,7 @@ from torchrl_data.checks import check_columns, check_numbers
 from torchrl_data.conversation import Conversations
 from torchrl_data.messages import Message
 from torchrl_data.templates.encoder import ConversationEncoder, encode_demonstrations
+from torchrl_data.templates.template import ToolsNotShownError
 from torchrl_envs.datasets import rows as data
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode import Episode
@@ -179,7 +180,9 @@ class TaskEnv(EpisodeEnv):
         self.task = task
         self._opening = kwargs["system_prompt"]
 
-    def encode_demonstrations(self, encoder: ConversationEncoder) -> Conversations:
+    def encode_demonstrations(
+        self, encoder: ConversationEncoder, *, faults: dict[int, str] | None = None
+    ) -> Conversations:
         """The task's demonstrations, with the very prompts that its episodes have.
 
         A conversation without a system prompt gets the task's, and one without tools of its own
@@ -187,6 +190,8 @@ class TaskEnv(EpisodeEnv):
 
         Args:
             encoder: with the chat template.
+            faults: is told of those that can't be encoded, by their place, and they are left out;
+                ``None`` raises for the first one.
 
         Raises:
             ValueError: as :func:`~torchrl_data.encode_demonstrations`; or there are several
@@ -206,7 +211,23 @@ class TaskEnv(EpisodeEnv):
             with closing(TaskEnv(task, held_out=is_held_out, compute_reward=False)) as env:
                 shown = read_conversations(env.reset(), "prompt", who="TaskEnv").tools(0)
         schemas = [own or shown for own in tools or [None] * len(chats)]
-        return encode_demonstrations(encoder, chats, tools=schemas)
+        try:
+            return encode_demonstrations(encoder, chats, tools=schemas)
+        except ToolsNotShownError:
+            raise
+        except (ValueError, TypeError):
+            if faults is None:
+                raise
+        kept: list[Conversations] = []
+        numbers = getattr(task.demonstrations, "numbers", range(len(chats)))
+        for place, (chat, own) in enumerate(zip(chats, schemas, strict=True)):
+            try:
+                kept.append(
+                    encode_demonstrations(encoder, [chat], tools=[own], first_row=numbers[place])
+                )
+            except (ValueError, TypeError) as error:
+                faults[place] = str(error)
+        return Conversations.cat(kept) if kept else Conversations.from_messages([])
 
 
 def split_rows(
