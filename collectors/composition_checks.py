@@ -17,6 +17,7 @@ from torchrl_envs.entries import RewardSource
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.episode.runner import flat_transforms
 from torchrl_envs.episode.transform import overrides
+from torchrl_envs.rewards.answer import names_that_solve
 from torchrl_modules.policies.base import LLMWrapperBase
 
 
@@ -86,7 +87,8 @@ def check_fit(env: EpisodeEnv, policy: Any, *, who: str) -> None:
     Raises:
         TypeError: it is a bare model.
         ValueError: nothing draws data, or the policy scores, samples several responses per row,
-            reads another input mode, or spells conversations out otherwise.
+            reads another input mode, or spells conversations out otherwise; or difficulty pools
+            can't tell which reward says that a rollout is solved.
     """
     if isinstance(policy, LLMWrapperBase):
         base: Any = env.base_env
@@ -112,6 +114,11 @@ def check_fit(env: EpisodeEnv, policy: Any, *, who: str) -> None:
         )
     check_data(env, who=who)
     env.check()
+    for loader in env.transforms_of(DataLoadingPrimer):
+        if loader.pools is not None:
+            loader.pools.solved_by = names_that_solve(
+                env, loader.pools.solved_by, setting="DifficultyPools: solved_by"
+            )
     for transform in env.episode_transforms():
         transform.check_policy(policy)
 

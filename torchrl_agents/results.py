@@ -279,6 +279,7 @@ def scores_of(
         trajectories,
         ks=test.ks or (),
         solved_at=test.solved_at,
+        solved_by=test.solved_by,
         answer_of=None if answer is None else answer_of,
         level=test.level,
     )

@@ -32,6 +32,7 @@ from collectors.streaming.collector import verdict
 from torchrl_data.checks import TokenScorer
 from torchrl_envs import DataLoadingPrimer, RewardErrorLimit, TokenBudget
 from torchrl_envs.entries import reward_of_row
+from torchrl_envs.rewards.answer import names_that_solve
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
@@ -274,6 +275,7 @@ def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Set
         num_prompts = min(len(task.held_out_rows), max(1, test.max_rollouts // count))
         sizes = {"num_envs": num_prompts * count, "repeats": count, "num_epochs": 1}
         held_out_env = TaskEnv(task, held_out=True, **sizes, **common)
+        test.solved_by = _solved_by(held_out_env, test.solved_by)
         if not isinstance(cfg, schema.RolloutsConfig):
             return Setup(task, held_out_env, held_out_env)
         if cfg.warm_start.num_steps and not task.demonstrations:
@@ -283,6 +285,13 @@ def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Set
         size = cfg.collector.group_size
         env = TaskEnv(task, num_envs=cfg.collector.num_prompts * size, repeats=size, **common)
         return Setup(task, env, held_out_env)
+
+
+def _solved_by(env: TaskEnv, asked: Any) -> list[str]:
+    """The rewards that say whether a rollout is solved."""
+    if not (asked is None or isinstance(asked, str)):
+        asked = [str(name) for name in asked]
+    return names_that_solve(env, asked, usual=env.task.solved_by, setting="evaluate.solved_by")
 
 
 def _make_task(

@@ -61,7 +61,7 @@ class Step:
     @classmethod
     def from_state(cls, state: Mapping[str, Any], trainer: "Trainer") -> "Step":
         """The step of which :meth:`state` was kept."""
-        metrics = StepMetrics(trainer.timer)
+        metrics = trainer.new_metrics()
         metrics.load_state_dict(state["metrics"])
         return cls(trainer=trainer, is_drawn=True, **{**state, "metrics": metrics})
 
@@ -185,6 +185,11 @@ class Trainer:
         self.checkpoints = Checkpoints(cfg.checkpoint, run.jobs, state)
         self.checkpoints.open(run.folder)
 
+    def new_metrics(self) -> StepMetrics:
+        """The metrics of a step that begins."""
+        test = self.cfg.evaluate
+        return StepMetrics(self.timer, solved_at=test.solved_at, solved_by=test.solved_by)
+
     def push(self) -> None:
         """Hand the weights to the policy."""
         self.run.jobs.tell(GIVE_WEIGHTS)
@@ -297,7 +302,8 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
         if before is None:
             with log.phase("first evaluation"):
                 before = held_out.now(0)
-            first = rollout_metrics(before)
+            test = cfg.evaluate
+            first = rollout_metrics(before, solved_at=test.solved_at, solved_by=test.solved_by)
             if run.recipe.needs_groups and first["reward/unscorable_fraction"] == 1:
                 tell_of_no_signal(first, 0)
         step = None if pending is None else Step.from_state(pending, trainer)
@@ -316,7 +322,7 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
             def left() -> Iterator[Step]:
                 nonlocal done, last, num_flat, step
                 while done < num_steps and not recorder.reached(cfg.train.stop_at):
-                    step = step or Step(done + 1, trainer, StepMetrics(trainer.timer))
+                    step = step or Step(done + 1, trainer, trainer.new_metrics())
                     yield step
                     last = step.told()
                     recorder.write(step.number, last, step.trajectories, step.trained)

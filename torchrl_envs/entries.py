@@ -93,6 +93,15 @@ class RewardSource:
         """Name of each reward that it gives."""
         raise NotImplementedError
 
+    def reward_names_of(self, row: Mapping[str, Any]) -> list[str]:
+        """Name of each reward that it gives an episode which starts from a row of the data.
+
+        Args:
+            row: of the data.
+        """
+        del row
+        return self.reward_names
+
 
 class RowReward(NamedTuple):
     """What a source gave one row."""
@@ -242,6 +251,40 @@ def reward_of_row(row: TensorDictBase) -> float:
     if reward is None or not (scorable is None or bool(scorable.all())):
         return math.nan
     return float(reward.sum())
+
+
+def solving_rewards(
+    row: TensorDictBase, solved_by: Sequence[str] | None = None
+) -> dict[str, float]:
+    """The rewards of a finished rollout that say whether it is solved, by their names.
+
+    Args:
+        row: of the rollout.
+        solved_by: their names, of which those count that apply; ``"reward"`` is the sum of all.
+            ``None``: every reward that applies, of which only one can say so, or the sum where no
+            reward has a name.
+
+    Returns:
+        Without weights; none where the rollout was not scored, or none of them applies.
+    """
+    total, group = reward_of_row(row), row.get(REWARDS, None)
+    if math.isnan(total):
+        return {}
+    named = {} if group is None else {str(k): float(each.sum()) for k, each in group.items()}
+    applied = {name: value for name, value in named.items() if not math.isnan(value)}
+    if solved_by is None:
+        return applied or {REWARD: total}
+    return {name: value for name, value in {REWARD: total, **applied}.items() if name in solved_by}
+
+
+def several_rewards(names: Iterable[str], setting: str) -> str:
+    """What to say where several rewards are added, and nothing says which of them solves."""
+    listed = sorted(names)
+    return (
+        f"the rewards {listed} are added, and their sum does not say whether a rollout is solved. "
+        f"Set {setting} to the reward that does, such as {listed[0]}, to a list of rewards that "
+        f"all have to say so, or to {REWARD!r} for the sum."
+    )
 
 
 def dense_reward(total: Tensor, by_token: Tensor | None, assistant_mask: Tensor) -> Tensor:

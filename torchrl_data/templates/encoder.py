@@ -794,8 +794,8 @@ def encode_demonstrations(
     for row, (chat, new) in enumerate(zip(chats, encoded, strict=True)):
         if Source.MODEL not in new.sources:
             raise ValueError(
-                f"encode_demonstrations: the assistant says nothing in row {first_row + row}, whose "
-                f"roles are {[message['role'] for message in chat]}. Leave the row out."
+                f"encode_demonstrations: the assistant says nothing in row {first_row + row}, "
+                f"whose roles are {[message['role'] for message in chat]}. Leave the row out."
             )
         ids, sources = new
         end = len(sources) - sources[::-1].index(Source.MODEL)

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import logging
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -14,7 +15,7 @@ from tensordict import TensorDictBase
 from torchrl_data.checks import check_columns, check_counts, check_not_none, check_numbers
 from torchrl_data.conversation import NO_DATA
 from torchrl_data.keys import GROUP_ID, REWARD, SEGMENT
-from torchrl_envs.entries import reward_of_row
+from torchrl_envs.entries import several_rewards, solving_rewards
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeTransform, ToolSource
 
@@ -59,6 +60,8 @@ class DifficultyPools:
         admit_easy: chance of an easy row to be drawn in an epoch; 0 leaves it out for good.
         admit_hard: the same of a hard one.
         solved_at: a rollout with at least this reward is solved.
+        solved_by: the reward that is asked, by its name, or several, which all have to be so high;
+            ``"reward"`` is the weighted sum. ``None``: the one reward that there is.
 
     Raises:
         ValueError: a share or a chance lies outside [0, 1], the pools overlap, or every row would
@@ -76,6 +79,7 @@ class DifficultyPools:
         admit_easy: float = 1.0,
         admit_hard: float = 1.0,
         solved_at: float = 1.0,
+        solved_by: str | Sequence[str] | None = None,
     ) -> None:
         shares = {"easy_at": easy_at, "hard_at": hard_at}
         chances = {"admit_easy": admit_easy, "admit_hard": admit_hard}
@@ -91,6 +95,8 @@ class DifficultyPools:
                 "lower one, such as admit_easy=0.0."
             )
         self.settings: dict[str, float] = {**shares, **chances, "solved_at": solved_at}
+        self.solved_by = [solved_by] if isinstance(solved_by, str) else solved_by
+        """The rewards that are asked."""
         self.counts: Counter[str] = Counter(dict.fromkeys(POOLS, 0))
         """Rows that were drawn, by pool, and ``left_out``."""
         self._solved: dict[int, tuple[int, int, int]] = {}
@@ -194,8 +200,30 @@ class DifficultyPools:
             row[REWARD]  # without one it would never learn what is solved
             groups.setdefault(int(row[GROUP_ID]), []).append(row)
         for group_id, rows in groups.items():
-            self.observe_group(group_id, rollout_rewards(rows))
+            self.observe_group(group_id, self.rewards_of(rows))
         return trajectories
+
+    def rewards_of(self, rows: Sequence[TensorDictBase]) -> list[float]:
+        """What :meth:`observe_group` takes, of the rows of a group.
+
+        Args:
+            rows: of the rollouts; one of several rows counts once.
+
+        Returns:
+            Of each rollout the reward that is asked, the least of several; NaN where it was not
+            scored.
+
+        Raises:
+            ValueError: several rewards are added, and ``solved_by`` names none.
+        """
+        found = []
+        for row in rows:
+            if not int(row.get(SEGMENT, 0)):
+                rewards = solving_rewards(row, self.solved_by)
+                if self.solved_by is None and len(rewards) > 1:
+                    raise ValueError(f"DifficultyPools: {several_rewards(rewards, 'solved_by')}")
+                found.append(min(rewards.values(), default=math.nan))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The solve rates and counts, as JSON can hold them."""
@@ -213,11 +241,6 @@ class DifficultyPools:
             for row_id, epoch, solved, total in state["solved"]
         }
         self.counts = Counter(state["counts"])
-
-
-def rollout_rewards(rows: Sequence[TensorDictBase]) -> list[float]:
-    """What each rollout got, NaN where nothing scored it; one of several rows counts once."""
-    return [reward_of_row(row) for row in rows if not int(row.get(SEGMENT, 0))]
 
 
 # Rows of a data set become the beginnings of episodes, in groups.
@@ -382,6 +405,17 @@ class DataLoadingPrimer(EpisodeTransform):
                 f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. (The first row is row "
                 f"0.) Mend the data, or leave such rows out with {data.SKIP}.{do}"
             )
+
+    def sample_rows(self, count: int | None = None) -> Iterator[dict[str, Any]]:
+        """Rows that can be used, spread evenly over the data; nothing is drawn.
+
+        Args:
+            count: how many are looked at, at most; as many as are checked when not given.
+        """
+        most = self.options.num_checked_rows if count is None else count
+        for _, row in self._rows.sample(max(1, most)):
+            if not isinstance(row, data.BadRow):
+                yield row
 
     def require_columns(
         self,

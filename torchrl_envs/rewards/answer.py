@@ -3,7 +3,8 @@
 import functools
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,7 @@ from torchrl_data.keys import (
 )
 from torchrl_data.ragged import read_objects
 from torchrl_envs.concurrency import Outcome
+from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import (
     REWARD_ERRORS,
     SCORED_BY,
@@ -34,9 +36,14 @@ from torchrl_envs.entries import (
     dense_reward,
     joined_rows,
     reward_of_row,
+    several_rewards,
 )
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeTransform, TrajectoryTransform
+from torchrl_envs.episode.transform import (
+    EpisodeEnvironment,
+    EpisodeTransform,
+    TrajectoryTransform,
+)
 from torchrl_envs.graders.answers import final_text, message_text, read_tags
 
 # Rewards that are read off the policy's last message.
@@ -240,6 +247,73 @@ class AnswerReward(EpisodeTransform, RewardSource):
             row.set_non_tensor(REWARD_ERRORS, score.error)
 
     _inv_call = TrajectoryTransform._inv_call
+
+
+# Which reward says that a rollout is solved.
+
+
+def names_that_solve(
+    env: EpisodeEnvironment,
+    solved_by: str | Sequence[str] | None = None,
+    *,
+    usual: Sequence[str] = (),
+    setting: str,
+) -> list[str]:
+    """The names of the rewards that say whether a rollout of an environment is solved.
+
+    Args:
+        env: whose rewards, after :meth:`~torchrl_envs.EpisodeEnv.check`.
+        solved_by: what was asked for; ``None`` takes the one reward that counts for an episode.
+        usual: those that say so where several count, and none was asked for.
+        setting: what was asked for by, as an error names it.
+
+    Raises:
+        ValueError: several rewards count for an episode, and none was asked for; none of those
+            asked for is given to it; or there is no reward of a name.
+    """
+    asked = [solved_by] if isinstance(solved_by, str) else solved_by
+    parts = [part for part in env.transforms_of(EpisodeTransform) if isinstance(part, RewardSource)]
+    known = dict.fromkeys(name for part in parts for name in part.reward_names)
+    for name in asked or ():
+        if name not in known and name != REWARD:
+            raise ValueError(
+                f"{setting}={name!r} is no reward; there are {[*known]}, and {REWARD!r} for their "
+                "sum."
+            )
+    found: dict[str, None] = {}
+    for row in _rows_of_sources(env, parts):
+        weights: dict[str, float] = {}
+        for part in parts:
+            if part.takes_part_in_row(row):
+                own = dict(zip(part.reward_names, part.weights or repeat(1.0), strict=False))
+                weights |= {name: own[name] for name in part.reward_names_of(row)}
+        counted = [name for name, weight in weights.items() if weight]
+        chosen = counted
+        if asked is not None:
+            chosen = [name for name in asked if name in weights or name == REWARD]
+        elif len(counted) > 1:
+            chosen = [name for name in usual if name in weights]
+        if not chosen and asked is None and counted:
+            raise ValueError(several_rewards(counted, setting))
+        if not chosen and counted:
+            raise ValueError(
+                f"{setting}={asked}: an episode like that of the row {dict(row)!r:.160} has other "
+                f"rewards: {counted}. Name one of these, too."
+            )
+        found |= dict.fromkeys(chosen)
+    return [*found]
+
+
+def _rows_of_sources(
+    env: EpisodeEnvironment, parts: Sequence[EpisodeTransform]
+) -> Iterable[Mapping[str, Any]]:
+    """Rows of the data, as many as it takes to know which sources of rewards go together."""
+    is_alike = all(
+        part.only_for is None and type(part).reward_names_of is RewardSource.reward_names_of
+        for part in parts
+    )
+    for loader in env.transforms_of(DataLoadingPrimer):
+        yield from loader.sample_rows(1 if is_alike else None)
 
 
 # What a logger is told about the rewards of a batch of trajectories.

@@ -336,6 +336,7 @@ def math_task(
         train_rows=train,
         held_out_rows=held_out,
         rewards=rewards,
+        solved_by=("MathVerifyReward",),
         columns=("problem", "solution"),
         prompt_column="problem",
         map_row=with_answer,

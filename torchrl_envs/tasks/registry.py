@@ -75,6 +75,7 @@ def combine_tasks(
         environment=environments or None,  # type: ignore[arg-type]
         tools=tools,
         rewards=lambda: [each for task in tasks for each in _only_for(task, scoring_of(task))],
+        solved_by=tuple(name for task in tasks for name in task.solved_by),
         train_rows=LazyRows(lambda k, i: makers[k](tasks[k].train_rows[i]), order, columns),
         held_out_rows=_in_turn(held_out),
         prompt_column="prompt",

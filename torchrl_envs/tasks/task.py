@@ -63,6 +63,8 @@ class Task:
     """Makes what scores, where the environment does not do it itself."""
     metrics: Sequence[Callable[..., Any]] = ()
     """Reward functions that are only logged."""
+    solved_by: Sequence[str] = ()
+    """The rewards that say whether an episode is solved, where several are added."""
     columns: Sequence[str] = ()
     """Columns that the data must have."""
     prompt_column: str | None = None

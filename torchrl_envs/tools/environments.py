@@ -190,6 +190,12 @@ class EnvironmentTools(ToolSource, RewardSource):
         """Environments that own a reward."""
         return [name for name, cls in self.types.items() if hasattr(cls, "get_reward")]
 
+    def reward_names_of(self, row: Mapping[str, Any]) -> list[str]:
+        """The environment that a row has, where it owns a reward."""
+        if not self.is_routed:
+            return self.reward_names
+        return [name for name in self.reward_names if name == row.get(self.route_column)]
+
     def check(self, env: "EpisodeEnvironment") -> None:
         """Data and environments fit together, and somebody gives a reward.
 
