@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -285,6 +286,15 @@ def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Set
         size = cfg.collector.group_size
         env = TaskEnv(task, num_envs=cfg.collector.num_prompts * size, repeats=size, **common)
         return Setup(task, env, held_out_env)
+
+
+def tell_left_out(envs: Sequence[TaskEnv]) -> None:
+    """Say on the console which rows of the data are left out, if any are."""
+    loaders = [loader for env in envs for loader in env.transforms_of(DataLoadingPrimer)]
+    bad = {number: why for loader in loaders for number, why in loader.left_out.items()}
+    if bad:
+        first = "; ".join(f"row {number}: {bad[number]}" for number in sorted(bad)[:5])
+        _LOG.warning("%d row(s) are left out (the first row is row 0): %s", len(bad), first)
 
 
 def _solved_by(env: TaskEnv, asked: Any) -> list[str]:

@@ -264,6 +264,23 @@ def _leave(final: Path, save: Callable[[Path], Any]) -> None:
 _LOG = logging.getLogger("torchrl_agents")
 
 
+class LastTestError(RuntimeError):
+    """The test after training failed; the model is left all the same."""
+
+
+def _last_test(
+    held_out: HeldOut, run: Run, done: int
+) -> tuple[TensorDictBase | None, Exception | None]:
+    """The test after training, where no signal gives it up; or why it failed."""
+    after = None
+    try:
+        with suppress(StopRequested), run.stop.breaking(), run.log.phase("last evaluation"):
+            after = held_out.now(done)
+    except Exception as error:  # the steps are made: what they trained is left before it is told
+        return None, error
+    return after, None
+
+
 @contextmanager
 def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]]:
     """Test, let the caller make the steps, test again, and leave the model.
@@ -281,6 +298,7 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
 
     Raises:
         SettingsError: the run had all its steps, or its checkpoint can't be used.
+        LastTestError: the last test failed, after the model was left.
     """
     cfg, run, keep = trainer.cfg, trainer.run, trainer.checkpoints
     stop, log, collector = run.stop, run.log, trainer.data.collector
@@ -346,13 +364,17 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
             pending = None if step is None else step.state()
             keep.save(done, last, {"before": before, "pending": pending})
 
-            after = None
-            with suppress(StopRequested), stop.breaking(), log.phase("last evaluation"):
-                after = held_out.now(done)
+            after, failed = _last_test(held_out, run, done)
             recorder.write_tests(held_out.take(), now=done)
             end_collection(collector, run.folder, last)
             result |= _leave_results(trainer, recorder, before, after)
         run.jobs.tell(None)
+        if failed is not None:
+            raise LastTestError(
+                f"the last test failed: {type(failed).__name__}: {failed}\nAll {done} steps are "
+                f"made, and the model is in {run.folder / 'model'}. Mend what failed; "
+                f"resume={run.folder} makes the test again."
+            ) from failed
     result |= {"seconds": round(time.monotonic() - start, 1), "output_dir": str(run.folder)}
 
 

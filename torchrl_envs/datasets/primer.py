@@ -325,6 +325,8 @@ class DataLoadingPrimer(EpisodeTransform):
         self.seed = seed
         self.num_epochs = num_epochs
         self.skipped = data.SkippedRows()
+        self.left_out: dict[int, str] = {}
+        """Why rows are not used that were found bad before anything was drawn, by their number."""
         order: Any = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
         self._rows = data.RowStream(
             self.dataset, map_row, self.options, num_workers=num_workers, **order
@@ -393,17 +395,19 @@ class DataLoadingPrimer(EpisodeTransform):
             readable = [frozenset(row) for _, row in sample if not isinstance(row, data.BadRow)]
             self._common = frozenset.intersection(*readable) if readable else frozenset()
         errors = ((number, data.row_error(row, [check])) for number, row in sample)
-        if bad := [f"row {number}: {error}" for number, error in errors if error]:
-            shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
+        if bad := {number: error for number, error in errors if error}:
+            first = [f"row {number}: {error}" for number, error in bad.items()][:_SHOWN_ERRORS]
+            shown = "; ".join(first) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
             if self.options.skip_bad_rows:
+                self.left_out |= bad
                 told = (
                     "%d of %d rows are left out, which can't be used (the first row is row 0): %s"
                 )
                 _log.warning(told, len(bad), len(sample), shown)
                 return
             raise ValueError(
-                f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. (The first row is row "
-                f"0.) Mend the data, or leave such rows out with {data.SKIP}.{do}"
+                f"DataLoadingPrimer: {len(bad)} row(s) can't be used: {shown}. (The first row is "
+                f"row 0.) Mend the data, or leave such rows out with {data.SKIP}.{do}"
             )
 
     def sample_rows(self, count: int | None = None) -> Iterator[dict[str, Any]]:
