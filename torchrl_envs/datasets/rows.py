@@ -547,6 +547,8 @@ class NumberedRows(list[Any]):
 
     numbers: Sequence[int] = ()
     """Of each, in that data set."""
+    note: str = ""
+    """What has to be known of them."""
 
 
 class Item(NamedTuple):
