@@ -1,10 +1,12 @@
 """From messages and images to the tokens of a conversation, as the model's template has them."""
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import nan
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -223,6 +225,10 @@ def with_image_runs(
 # Shape legend: B rows, T tokens of a row.
 
 
+_OPENING_TAG: Final = re.compile(r"<((?:seed:)?think(?:ing)?|thoughts?|reasoning|scratchpad)>")
+"""Begins what a model thinks before it answers; headers have other tags."""
+
+
 class TemplateRenderer:
     """A chat template beside a tokenizer; :class:`~torchrl_data.ConversationEncoder` says more."""
 
@@ -330,6 +336,22 @@ class TemplateRenderer:
         eos = self.tokenizer.eos_token_id
         ids = [self.end_of_turn_id] + ([eos] if isinstance(eos, int) else [])
         return tuple(dict.fromkeys(ids))
+
+    @cached_property
+    def opened_text(self) -> str:
+        """What the generation prompt begins of the assistant's own text, such as ``<think>``.
+
+        It is a tag that a turn has to close. Empty where the prompt ends with the header.
+        """
+        asked = self._render_text([QUESTION], None, False).text
+        opened = self._render_text([QUESTION], None, True).text
+        prompt = opened[len(commonprefix([asked, opened])) :]  # noqa: RUF071 (of texts, not paths)
+        found = [
+            tag.start()
+            for tag in _OPENING_TAG.finditer(prompt)
+            if f"</{tag[1]}>" not in prompt[tag.end() :]
+        ]
+        return prompt[found[0] :] if found else ""
 
     # Rendering ----------------------------------------------------------------------------------
 

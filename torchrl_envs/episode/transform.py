@@ -241,6 +241,31 @@ def overrides(transform: EpisodeTransform, event: str) -> bool:
     return getattr(type(transform), event) is not getattr(EpisodeTransform, event)
 
 
+class OpenedTurns:
+    """Knows what prompts open of the assistant's turns: a part of a transform that reads them."""
+
+    opened_text: str = ""
+    """What every turn of the policy begins with, though the prompt has it: ``<think>``, say."""
+
+    def note_encoder(self, encoder: Any) -> None:
+        """Take over what the prompts of an environment, or of a policy, open.
+
+        Args:
+            encoder: a :class:`~torchrl_data.ConversationEncoder`, or ``None``.
+        """
+        if encoder is not None:
+            self.opened_text = encoder.opened_text
+
+    def note_environment(self, env: EpisodeEnvironment) -> None:
+        """The same of an environment that spells its prompts out itself.
+
+        Args:
+            env: may have a tokenizer.
+        """
+        if getattr(env.base_env, "tokenizer", None) is not None:
+            self.note_encoder(env.base_env.encoder)
+
+
 class EpisodeStartError(Exception):
     """An episode can't begin.
 

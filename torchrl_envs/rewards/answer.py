@@ -42,16 +42,17 @@ from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import (
     EpisodeEnvironment,
     EpisodeTransform,
+    OpenedTurns,
     TrajectoryTransform,
 )
-from torchrl_envs.graders.answers import final_text, message_text, read_tags
+from torchrl_envs.graders.answers import as_opened, final_text, message_text, read_tags
 
 # Rewards that are read off the policy's last message.
 #
 # Shape legend: B rows.
 
 
-class AnswerReward(EpisodeTransform, RewardSource):
+class AnswerReward(OpenedTurns, EpisodeTransform, RewardSource):
     """Scores the last message of the policy by its data row.
 
     In an environment it is one of the sources whose rewards are summed. It can also score finished
@@ -110,6 +111,14 @@ class AnswerReward(EpisodeTransform, RewardSource):
         return [self._get_name()]
 
     # In an environment --------------------------------------------------------------------------
+
+    def check(self, env: EpisodeEnvironment) -> None:
+        """Note what the prompts open of the policy's turns."""
+        self.note_environment(env)
+
+    def check_policy(self, policy: Any) -> None:
+        """Note what the policy's prompts open of its turns."""
+        self.note_encoder(getattr(policy, "encoder", None))
 
     def after_turn(self, episode: Episode) -> None:
         """End an episode whose turn has an ``<answer>`` block, whatever else might answer it."""
@@ -187,7 +196,8 @@ class AnswerReward(EpisodeTransform, RewardSource):
         query = message_text(messages[first - 1]) if first else ""
         # A row of data that can't be scored marks itself, never the batch.
         try:
-            turns = [m for m in messages[first:] if m["role"] == "assistant"]
+            said = as_opened(messages[first:], self.opened_text)
+            turns = [message for message in said if message["role"] == "assistant"]
             return self.components(message_text(turns[-1] if turns else None), row or {}, query)
         except Exception as error:
             return error

@@ -35,8 +35,13 @@ from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.datasets.rows import PROMPT_COLUMNS
 from torchrl_envs.entries import RewardSource
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeTransform, ToolSource, TrajectoryTransform
-from torchrl_envs.graders.answers import message_text
+from torchrl_envs.episode.transform import (
+    EpisodeTransform,
+    OpenedTurns,
+    ToolSource,
+    TrajectoryTransform,
+)
+from torchrl_envs.graders.answers import as_opened, message_text
 from torchrl_envs.tools.environments import EnvironmentTools
 
 if TYPE_CHECKING:
@@ -220,16 +225,18 @@ def shadowed_columns(
 def reward_inputs(
     episodes: Sequence[Episode],
     environments: Sequence[Any],
+    opened: str = "",
     *,
     as_text: bool,
     columns: Collection[str] = (),
 ) -> dict[str, list[Any]]:
     """Everything that a function of many rollouts may get, one item per rollout."""
-    # A rollout whose prompt is a string is shown as strings, if `as_text`. The columns are those
-    # of the data; None stands where a row lacks one.
+    # A rollout whose prompt is a string is shown as strings, if `as_text`. What the prompts opened
+    # of the policy's turns begins them. The columns are those of the data; None stands where a row
+    # lacks one.
     inputs: dict[str, list[Any]] = {name: [] for name in SINGULAR}
     for episode in episodes:
-        completion = episode.completion_messages
+        completion = as_opened(episode.completion_messages, opened)
         is_text = as_text and isinstance(episode.query, str)
         inputs["prompts"].append(episode.query if is_text else episode.prompt_messages)
         inputs["completions"].append("\n".join(map(_text, completion)) if is_text else completion)
@@ -353,7 +360,7 @@ Level = Literal["trajectory", "turn"]
 CompletionFormat = Literal["auto", "text", "messages"]
 
 
-class RewardFunctions(EpisodeTransform, RewardSource):
+class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
     """Scores finished episodes with functions of TRL's signature.
 
     A function gets lists, one item per episode that has just finished: ``prompts`` (what came
@@ -361,7 +368,8 @@ class RewardFunctions(EpisodeTransform, RewardSource):
     ``completion_ids`` (their tokens), ``environments`` (``None`` where there is none), and every
     column of the data. As with TRL prompts and completions are strings where the data's prompts
     are, and lists of messages where those are; with tools, which TRL's strings do not have, always
-    messages. It returns as many rewards; ``None`` means that it does not apply, an exception in the
+    messages. Where the chat template opens ``<think>`` in the prompt, the turns begin with it all
+    the same. It returns as many rewards; ``None`` means that it does not apply, an exception in the
     list that this rollout could not be scored. It may be ``async``, and an object with
     ``__call__``. A function marked with :func:`row_reward` scores one
     rollout at a time.
@@ -469,6 +477,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
                 one of those that all functions get.
         """
         self._has_tools = any(True for _ in env.transforms_of(ToolSource))
+        self.note_environment(env)
         functions = list(self.functions.values())
         # Earlier functions, and everything that is no function, have their names first.
         parts = list(env.transforms_of(EpisodeTransform))
@@ -485,6 +494,10 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             self._columns = [*dict.fromkeys([*self._columns, *loader.columns])]
             for name, function in self.functions.items():
                 self._check_columns(name, function, loader)
+
+    def check_policy(self, policy: Any) -> None:
+        """Note what the policy's prompts open of its turns."""
+        self.note_encoder(getattr(policy, "encoder", None))
 
     def _check_columns(
         self, name: str, function: RewardFunction, loader: DataLoadingPrimer
@@ -533,7 +546,9 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         found = [[source.instance(episode) for source in environments] for episode in episodes]
         own = [next((each for each in its if each is not None), None) for its in found]
         inputs = {
-            as_text: reward_inputs(episodes, own, as_text=as_text, columns=self._columns)
+            as_text: reward_inputs(
+                episodes, own, self.opened_text, as_text=as_text, columns=self._columns
+            )
             for as_text in {self._reads_text(function) for function in self.functions.values()}
         }
 

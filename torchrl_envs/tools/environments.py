@@ -17,7 +17,14 @@ from torchrl_envs import concurrency
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardOf, RewardSource, reward_of_steps, with_observation
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeStartError, EpisodeTransform, Job, ToolSource
+from torchrl_envs.episode.transform import (
+    EpisodeStartError,
+    EpisodeTransform,
+    Job,
+    OpenedTurns,
+    ToolSource,
+)
+from torchrl_envs.graders.answers import as_opened
 from torchrl_envs.tool_results import MAX_RESULT_BYTES, error_line
 from torchrl_envs.tool_schemas import Tool, environment_tools
 
@@ -97,7 +104,7 @@ def _log_close_error(closed: Any, outcome: concurrency.Outcome) -> None:
 # An environment per rollout: its methods are tools, and it owns its state and its reward.
 
 
-class EnvironmentTools(ToolSource, RewardSource):
+class EnvironmentTools(OpenedTurns, ToolSource, RewardSource):
     """Gives every rollout an environment of its own.
 
     An environment is plain Python: ``reset(**row)`` gets the columns of the data row that it names
@@ -203,6 +210,7 @@ class EnvironmentTools(ToolSource, RewardSource):
             ValueError: the routing column or a column that ``reset`` requires is missing, a row
                 names an unknown environment, or there is no reward at all.
         """
+        self.note_environment(env)
         known, column = sorted(self.factories), self.route_column
         for loader in env.transforms_of(DataLoadingPrimer):
             if self.is_routed:
@@ -235,6 +243,10 @@ class EnvironmentTools(ToolSource, RewardSource):
                 "there reward functions. Define get_reward(self) -> float on the environment, or "
                 "append RewardFunctions([...])."
             )
+
+    def check_policy(self, policy: Any) -> None:
+        """Note what the policy's prompts open of its turns."""
+        self.note_encoder(getattr(policy, "encoder", None))
 
     def _has_environment(self, name: str, row: Mapping[str, Any]) -> bool:
         """Whether the episodes that start from a row have an environment of that name."""
@@ -301,7 +313,9 @@ class EnvironmentTools(ToolSource, RewardSource):
         if instance is None or not hasattr(self.types[instance.name], "get_reward"):
             return
         get_reward = instance.environment.get_reward
-        arguments = concurrency.accepted_arguments(get_reward, {"messages": episode.messages})
+        messages, first = episode.messages, episode.first_response
+        messages = [*messages[:first], *as_opened(messages[first:], self.opened_text)]
+        arguments = concurrency.accepted_arguments(get_reward, {"messages": messages})
         ask = functools.partial(get_reward, **arguments)
         (outcome,) = await self.call(ask, timeout_s=self.timeout_s)
         episode.score.add_outcome(instance.name, outcome, who=f"{instance.name}.get_reward")

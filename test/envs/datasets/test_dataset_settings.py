@@ -127,7 +127,8 @@ def test_a_large_file_is_drawn_from_as_the_same_rows_in_memory(tmp_path, monkeyp
     large = load_task_rows(path, num_held_out=2)
     assert not isinstance(large[0], list)
     assert ([*large[0]], large[1]) == small
-    assert [row["number"] for row in large[1]] == [18, 19]  # the last of equal prompts
+    assert [row["number"] for row in large[1]] == [0, 1]  # a prompt of its own each
+    assert [row["number"] for row in large[0]] == [n for n in range(20) if n % 9 > 1]
     made = [
         DataLoadingPrimer(data[0], shuffle=True, num_workers=workers, num_epochs=2)
         for data, workers in ((small, 0), (large, 1))
