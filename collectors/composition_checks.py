@@ -16,7 +16,8 @@ from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.episode.runner import flat_transforms
-from torchrl_envs.episode.transform import overrides
+from torchrl_envs.episode.transform import EpisodeTransform, overrides
+from torchrl_envs.rewards.answer import names_that_solve
 from torchrl_modules.policies.base import LLMWrapperBase
 
 
@@ -35,21 +36,24 @@ def check_env(env: Any, *, who: str) -> None:
 
 
 def check_composition(
-    env: EpisodeEnv, policy: Any, buffer: ReplayBuffer | None, *, has_postproc: bool, who: str
+    env: EpisodeEnv, policy: Any, buffer: ReplayBuffer | None, *, postproc: Any, who: str
 ) -> list[DataLoadingPrimer]:
     """Check that an environment, a policy and a buffer fit together; gives the sources of data.
 
     GDPO gets the weights of the rewards, see :func:`weigh_sources`.
-    With ``has_postproc`` groups and rewards may be made on the way into the buffer.
+    With ``postproc`` groups and rewards may be made on the way into the buffer.
 
     Raises:
         TypeError: the policy is a bare model.
         ValueError: they don't fit; the message says what does not.
     """
     check_fit(env, policy, who=who)
+    for part in (*_transforms(buffer), postproc):
+        if isinstance(part, EpisodeTransform):
+            part.check_policy(policy)
     weigh_sources(buffer, reward_weights(env.episode_transforms()))
     loaders = list(env.transforms_of(DataLoadingPrimer))
-    if not has_postproc:
+    if postproc is None:
         check_groups([loader.group_size for loader in loaders], buffer, who=who)
         check_storage(buffer, env.batch_size.numel(), who=who)
         check_rewards(env, buffer, who=who)
@@ -86,7 +90,8 @@ def check_fit(env: EpisodeEnv, policy: Any, *, who: str) -> None:
     Raises:
         TypeError: it is a bare model.
         ValueError: nothing draws data, or the policy scores, samples several responses per row,
-            reads another input mode, or spells conversations out otherwise.
+            reads another input mode, or spells conversations out otherwise; or difficulty pools
+            can't tell which reward says that a rollout is solved.
     """
     if isinstance(policy, LLMWrapperBase):
         base: Any = env.base_env
@@ -112,6 +117,11 @@ def check_fit(env: EpisodeEnv, policy: Any, *, who: str) -> None:
         )
     check_data(env, who=who)
     env.check()
+    for loader in env.transforms_of(DataLoadingPrimer):
+        if loader.pools is not None:
+            loader.pools.solved_by = names_that_solve(
+                env, loader.pools.solved_by, setting="DifficultyPools: solved_by"
+            )
     for transform in env.episode_transforms():
         transform.check_policy(policy)
 

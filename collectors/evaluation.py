@@ -12,7 +12,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_data.keys import GROUP_ID, REWARD, SCORABLE, SEGMENT
+from torchrl_data.keys import GROUP_ID, REWARD, REWARDS, SEGMENT
+from torchrl_envs.entries import reward_of_row, several_rewards, solving_rewards
 
 
 class Estimate(NamedTuple):
@@ -178,6 +179,7 @@ def evaluation_estimates(
     *,
     ks: Sequence[int],
     solved_at: float = 1.0,
+    solved_by: str | Sequence[str] | None = None,
     answer_of: Callable[[TensorDictBase], str | None] | None = None,
     level: float = 0.95,
     seed: int = 0,
@@ -190,6 +192,10 @@ def evaluation_estimates(
             episode whose past was rewritten are left out.
         ks: sizes of the subsets.
         solved_at: the reward from which on a rollout is correct.
+        solved_by: the reward that is asked, by its name and without its weight, or several, of
+            which each that applies has to be so high; ``"reward"`` is the weighted sum. A rollout
+            to which none of them applies is no sample of what is correct. ``None``: the one reward
+            that there is.
         answer_of: the answer in a row, for the vote; ``None``: there is none.
         level: of the intervals.
         seed: of the bootstrap.
@@ -200,31 +206,37 @@ def evaluation_estimates(
         none has. n is the most that one has.
 
     Raises:
-        ValueError: k is below 1.
+        ValueError: k is below 1; rewards are added, and ``solved_by`` names none of them; or no
+            rollout has a reward of a name.
     """
+    asked = [solved_by] if isinstance(solved_by, str) else solved_by
+    _check_names(trajectories, asked)
     groups: dict[int, list[TensorDictBase]] = defaultdict(list)
     for row in trajectories.reshape(-1).unbind(0):
         if int(row.get(SEGMENT, 0)) == 0:
             groups[int(row.get(GROUP_ID))].append(row)
     most = max(map(len, groups.values()), default=0)
     reward = torch.zeros(len(groups), most, dtype=torch.float64)
-    valid = torch.zeros_like(reward, dtype=torch.bool)
+    valid, correct, judged = torch.zeros(3, *reward.shape, dtype=torch.bool)
     answer = torch.full(reward.shape, -1)
     for i, rows in enumerate(groups.values()):
         numbers: dict[str, int] = {}
         for j, row in enumerate(rows):
-            scorable = row.get(SCORABLE, None)
-            valid[i, j] = scorable is None or bool(scorable.all())
-            reward[i, j] = float(row.get(REWARD).sum())
+            total, rewards = reward_of_row(row), solving_rewards(row, asked)
+            if asked is None and len(rewards) > 1:
+                raise ValueError(f"evaluation_estimates: {several_rewards(rewards, 'solved_by')}")
+            valid[i, j], judged[i, j] = not math.isnan(total), bool(rewards)
+            reward[i, j] = total
+            # A sum of parts may be a rounding below.
+            correct[i, j] = min(rewards.values(), default=-math.inf) >= solved_at - 1e-6
             text = None if answer_of is None else answer_of(row)
             if text is not None:
                 answer[i, j] = numbers.setdefault(text, len(numbers))
-    correct = reward >= solved_at - 1e-6  # a sum of parts may be a rounding below
-    found = {"reward": mean_at_n(reward, valid), f"mean@{most}": mean_at_n(correct, valid)}
-    found |= {f"pass@{k}": pass_at_k(correct, valid, k=k) for k in ks}
-    found |= {f"pass^{k}": pass_hat_k(correct, valid, k=k) for k in ks}
+    found = {"reward": mean_at_n(reward, valid), f"mean@{most}": mean_at_n(correct, judged)}
+    found |= {f"pass@{k}": pass_at_k(correct, judged, k=k) for k in ks}
+    found |= {f"pass^{k}": pass_hat_k(correct, judged, k=k) for k in ks}
     if answer_of is not None:
-        found[f"maj@{most}"] = majority_at_n(correct, answer, valid)
+        found[f"maj@{most}"] = majority_at_n(correct, answer, judged)
     estimates = dict.fromkeys(found, Estimate(math.nan, math.nan, math.nan, 0))
     for name, values in found.items():
         kept = values[~values.isnan()]
@@ -232,6 +244,17 @@ def evaluation_estimates(
             low, high = bootstrap_interval(kept, level=level, seed=seed)
             estimates[name] = Estimate(float(kept.mean()), low, high, len(kept))
     return estimates
+
+
+def _check_names(trajectories: TensorDictBase, asked: Sequence[str] | None) -> None:
+    """Rewards that are asked for by name are there."""
+    groups = [row.get(REWARDS, None) for row in trajectories.reshape(-1).unbind(0)]
+    names = {str(name) for group in groups if group is not None for name in group.keys()}  # noqa: SIM118
+    if missing := [name for name in asked or () if name not in {*names, REWARD}]:
+        raise ValueError(
+            f"evaluation_estimates: no rollout has the reward {missing[0]!r}, which solved_by= "
+            f"names; there are {sorted(names)}, and {REWARD!r} for their sum."
+        )
 
 
 def _valid(values: Tensor, valid: Tensor | None) -> Tensor:

@@ -447,9 +447,7 @@ class LLMCollector(Collector):
         """Knows the policy's version, if it is tracked."""
         if tracker:
             env.append_transform(tracker)
-        loaders = check_composition(
-            env, policy, replay_buffer, has_postproc=postproc is not None, who=who
-        )
+        loaders = check_composition(env, policy, replay_buffer, postproc=postproc, who=who)
         self.env = env
         super().__init__(
             policy,

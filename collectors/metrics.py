@@ -27,15 +27,14 @@ from torchrl_data.keys import (
     NUM_TOOL_CALLS,
     NUM_TOOL_ERRORS,
     POLICY_VERSION,
-    REWARD,
     ROW,
-    SCORABLE,
     SEGMENT,
     STOP_REASON,
     TRUNCATED,
 )
 from torchrl_data.ragged import read_objects
 from torchrl_data.stop_reason import kind_of
+from torchrl_envs.entries import solving_rewards
 from torchrl_envs.rewards.answer import reward_metrics
 from torchrl_envs.rewards.functions import LOGGED_METRICS
 
@@ -56,17 +55,24 @@ _BY_TASK: Final = (
 """What is told of each task by itself, where there are several."""
 
 
-def rollout_metrics(trajectories: TensorDictBase, *, solved_at: float = 1.0) -> dict[str, float]:
+def rollout_metrics(
+    trajectories: TensorDictBase,
+    *,
+    solved_at: float = 1.0,
+    solved_by: str | Sequence[str] | None = None,
+) -> dict[str, float]:
     """What a batch of trajectories was like.
 
     Args:
         trajectories: rows ``[B]``, as a collector gives them.
         solved_at: the reward from which on a rollout counts as solved.
+        solved_by: the reward that is asked, see :func:`~collectors.evaluation_estimates`.
 
     Returns:
         All of :func:`~torchrl_envs.reward_metrics`, with ``reward`` for its ``reward/mean`` and
         ``groups/without_signal_fraction`` for its ``reward/zero_std_fraction``; of the groups
-        ``groups/solve_none_fraction`` and ``groups/solve_all_fraction`` (of the scored rows);
+        ``groups/solve_none_fraction`` and ``groups/solve_all_fraction`` (of the scored rows), NaN
+        where rollouts have several rewards, and ``solved_by`` names none of them;
         ``turns``, ``sampled_tokens`` and ``sampled_tokens/max`` of a rollout, ``tool_calls`` and
         ``tool_errors`` where there are tools; ``truncated_fraction`` and ``stop/<reason>``, the
         fraction of the rollouts that ended so; ``entropy``, the mean of minus the log-prob of the
@@ -77,29 +83,33 @@ def rollout_metrics(trajectories: TensorDictBase, *, solved_at: float = 1.0) -> 
         metrics of the groups and episodes, and ``<task>/share``, its fraction of the rollouts.
     """
     rows = list(trajectories.reshape(-1).unbind(0))
-    metrics = _metrics_of(trajectories, rows, solved_at)
+    asked = [solved_by] if isinstance(solved_by, str) else solved_by
+    metrics = _metrics_of(trajectories, rows, solved_at, asked)
     tasks: dict[str, list[TensorDictBase]] = defaultdict(list)
     for row in rows:
         name = (read_objects(row, ROW)[0] or {}).get("environment")
         if isinstance(name, str):
             tasks[name].append(row)
     for name, own in tasks.items():
-        of_task = _metrics_of(lazy_stack(own), own, solved_at)
+        of_task = _metrics_of(lazy_stack(own), own, solved_at, asked)
         metrics |= {f"{name}/{key}": of_task[key] for key in _BY_TASK}
         metrics[f"{name}/share"] = len(own) / len(rows)
     return metrics
 
 
 def _metrics_of(
-    trajectories: TensorDictBase, rows: Sequence[TensorDictBase], solved_at: float
+    trajectories: TensorDictBase,
+    rows: Sequence[TensorDictBase],
+    solved_at: float,
+    solved_by: Sequence[str] | None,
 ) -> dict[str, float]:
     metrics = {_RENAMED.get(k, k): v for k, v in reward_metrics(trajectories).items()}
     groups: dict[int, list[bool]] = defaultdict(list)
     logged: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        group_id, scorable = row.get(GROUP_ID, None), row.get(SCORABLE, None)
-        if group_id is not None and (scorable is None or bool(scorable.all())):
-            groups[int(group_id)].append(float(row.get(REWARD).sum()) >= solved_at)
+        group_id, rewards = row.get(GROUP_ID, None), solving_rewards(row, solved_by)
+        if group_id is not None and (len(rewards) == 1 or (rewards and solved_by is not None)):
+            groups[int(group_id)].append(min(rewards.values()) >= solved_at)
         if int(row.get(SEGMENT, 0)) == 0:  # once per rollout
             for name, value in (read_objects(row, LOGGED_METRICS)[0] or {}).items():
                 logged[f"logged/{name}"].append(value)
@@ -244,11 +254,19 @@ class StepMetrics:
         timer: is read by :meth:`reduce`, and begins anew; the policy's calls are best watched as
             ``"generate"`` and updates timed as ``"train"``.
         solved_at: see :func:`rollout_metrics`.
+        solved_by: see :func:`rollout_metrics`.
     """
 
-    def __init__(self, timer: PhaseTimer | None = None, *, solved_at: float = 1.0) -> None:
+    def __init__(
+        self,
+        timer: PhaseTimer | None = None,
+        *,
+        solved_at: float = 1.0,
+        solved_by: str | Sequence[str] | None = None,
+    ) -> None:
         self.timer = timer
         self.solved_at = solved_at
+        self.solved_by = solved_by
         self._rollouts: dict[str, float] = {}
         self._num_sampled = 0.0
         self._outputs: list[GRPOLossOutput | SFTLossOutput | Mapping[str, float]] = []
@@ -256,7 +274,9 @@ class StepMetrics:
 
     def add_rollouts(self, trajectories: TensorDictBase) -> TensorDictBase:
         """Take in the step's trajectories, and give them back."""
-        self._rollouts = rollout_metrics(trajectories, solved_at=self.solved_at)
+        self._rollouts = rollout_metrics(
+            trajectories, solved_at=self.solved_at, solved_by=self.solved_by
+        )
         self._num_sampled = self._rollouts["sampled_tokens"] * len(trajectories)
         return trajectories
 

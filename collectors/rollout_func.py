@@ -14,6 +14,7 @@ from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.entries import UnscoredWatch
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import is_ids
 from torchrl_envs.episode.runner import EpisodeRunner, batch_of_ended
@@ -244,6 +245,7 @@ class RolloutFunctionCollector(Collector):
         self.num_rollouts = num_rollouts
         self.reward_field = reward_field
         self.reward_functions = functions
+        self._watch = UnscoredWatch()
         super().__init__(
             policy,
             [data],
@@ -310,6 +312,7 @@ class RolloutFunctionCollector(Collector):
             for episode, own in zip(scored, fields, strict=True):
                 episode.example = {**(episode.example or {}), **own}
             self.reward_functions.score(scored, self._runner.calls)
+        self._watch.record([episode.score for episode in episodes])
 
     def shutdown(self) -> None:
         """Stop the threads of the reward functions."""

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import logging
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -424,7 +423,7 @@ def show(episode: Episode, history: TextHistory) -> TextHistory:
         history.complete(truncated=episode.is_truncated, stop_reason=episode.stop_reason)
     score = episode.score
     if score.is_scored or score.error:
-        history.reward = score.total if score.is_scorable else math.nan
+        history.reward = score.reward
         history.reward_error = score.error
     return history
 

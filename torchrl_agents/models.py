@@ -699,8 +699,21 @@ def warm_start(
         micro_batch_tokens: most tokens of one forward and backward pass; a conversation that is
             longer has one by itself.
         on_step: told the step and its loss, in nats per token.
+
+    Raises:
+        SettingsError: all demonstrations are longer than the model's inputs.
     """
-    rows = row_tensordicts(demonstrations)
+    rows, most = row_tensordicts(demonstrations), policy.engine.max_model_len
+    whole = [row for row in rows if most is None or row["tokens", "full"].shape[-1] <= most]
+    if len(whole) < len(rows):
+        told = (
+            f"{len(rows) - len(whole)} of {len(rows)} demonstrations are longer than the {most} "
+            "tokens that the model takes (policy.max_model_len=)"
+        )
+        if not whole:
+            raise SettingsError(f"warm_start.num_steps={num_steps}: {told}. Set it to 0.")
+        _LOG.warning("warm start: %s. They are left out.", told)
+    rows = whole
     loss_module = SFTLoss(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(

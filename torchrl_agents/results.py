@@ -253,7 +253,7 @@ def show_rollouts(tests: Mapping[str, TensorDictBase | None], count: int) -> Non
         console.print(Rule(title))
         for row in trajectories.unbind(0)[:count]:
             conversation = read_conversations(row, FULL, who="The recipe")
-            show_conversation(conversation, 0, reward=float(row.get(REWARD)), console=console)
+            show_conversation(conversation, 0, reward=row.get(REWARD).sum(), console=console)
 
 
 def scores_of(
@@ -279,6 +279,7 @@ def scores_of(
         trajectories,
         ks=test.ks or (),
         solved_at=test.solved_at,
+        solved_by=test.solved_by,
         answer_of=None if answer is None else answer_of,
         level=test.level,
     )

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
+from collectors.checkpoint.store import stored
 from collectors.composition_checks import check_fit
 from collectors.record.samples import finite
 from objectives import RankFailedError, Ranks
@@ -38,7 +39,7 @@ from torchrl_modules.vllm.runtime import import_vllm
 from . import models
 from .parallel import follow, loading_device
 from .results import MultirunSummary, check_loggers, open_loggers, reach_hub
-from .run import Run, RunLog, StopSignals, claim_folder, plain_settings, remove
+from .run import CHECKPOINTS, Run, RunLog, StopSignals, claim_folder, plain_settings, remove
 from .settings.command_line import check_rules, task_settings
 from .settings.schema import (
     Recipe,
@@ -49,7 +50,8 @@ from .settings.schema import (
     collects_on_ray,
     refusing,
 )
-from .tasks import build_task, set_limits, staleness_of
+from .tasks import build_task, set_limits, staleness_of, tell_left_out
+from .training import LastTestError
 
 
 class NoActor:
@@ -198,19 +200,21 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
             _run(recipe, train, build, typed, summary)
         except SettingsError as error:
             raise SystemExit(f"{recipe.name}.py: {error}") from error
+        except LastTestError as error:
+            raise SystemExit(f"{recipe.name}.py: {error}") from error
         except (BadRewardError, RuntimeError) as error:
             cause = error.__cause__  # of a collector beside training, and on Ray where it was
             chain = (error, cause, getattr(cause, "cause", None))
             told = [each for each in chain if isinstance(each, _TOLD)]
             if not told:
                 raise
-            raise SystemExit(f"{recipe.name}.py: {told[-1]}") from error
+            raise SystemExit(f"{recipe.name}.py: {told[-1]}{_how_to_go_on()}") from error
         except (OSError, SafetensorError) as error:
             if isinstance(error, OSError) and error.errno not in _OF_THE_DISK:
                 raise
             folder = HydraConfig.get().runtime.output_dir
             words = f"a file can't be written ({error}). What is whole so far is in {folder}."
-            raise SystemExit(f"{recipe.name}.py: {words}") from error
+            raise SystemExit(f"{recipe.name}.py: {words}{_how_to_go_on()}") from error
 
     claim_folder.cache_clear()  # an earlier run in this process has its folder
     decorate = hydra.main(
@@ -220,6 +224,13 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
         decorate(with_settings)()
     finally:
         summary.show()
+
+
+def _how_to_go_on() -> str:
+    """How a run that failed goes on, where it has a checkpoint; a line of its own."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    is_there = folder.is_dir() and bool(stored(folder / CHECKPOINTS))
+    return f"\nresume={folder} goes on from its last checkpoint." if is_there else ""
 
 
 def _run(
@@ -260,6 +271,7 @@ def _run(
         _LOG.info("%s on %s, seed %d; results in %s", recipe.name, cfg.task.id, cfg.seed, folder)
         with log.phase("loading the data"):
             setup = build(recipe, cfg, settings)
+            tell_left_out(setup.envs)
         run.note_files()
         for env in setup.envs:
             stack.callback(env.close, raise_if_closed=False)

@@ -1,6 +1,8 @@
 """The task of a run: its environments, its collector, and its models with their token budgets."""
 
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -30,6 +32,8 @@ from collectors.resume import random_state, set_random_state
 from collectors.streaming.collector import verdict
 from torchrl_data.checks import TokenScorer
 from torchrl_envs import DataLoadingPrimer, RewardErrorLimit, TokenBudget
+from torchrl_envs.entries import reward_of_row
+from torchrl_envs.rewards.answer import names_that_solve
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
@@ -211,8 +215,8 @@ def before_buffer(
 
 
 def shuffle_rewards(trajectories: TensorDictBase) -> TensorDictBase:
-    """Deal the rewards out at random."""
-    rows = trajectories.unbind(0)
+    """Deal the rewards out at random, among the rollouts that have one."""
+    rows = [row for row in trajectories.unbind(0) if not math.isnan(reward_of_row(row))]
     rewards = [row["reward"] for row in rows]
     for row, index in zip(rows, torch.randperm(len(rows)).tolist(), strict=True):
         row["reward"] = rewards[index]
@@ -250,6 +254,8 @@ def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Set
     test, count, limits = cfg.evaluate, cfg.evaluate.num_samples, cfg.limits
     with schema.refusing(f"task={cfg.task.id}"):
         task = _make_task(recipe, cfg, settings, num_held_out=test.num_prompts)
+        if note := getattr(task.held_out_rows, "note", ""):
+            _LOG.warning("%s", note)
         if isinstance(cfg, schema.TrainingConfig):
             for row in islice(task.held_out_rows, 1):
                 encoder = Encoder(known_tensorclasses())
@@ -272,6 +278,7 @@ def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Set
         num_prompts = min(len(task.held_out_rows), max(1, test.max_rollouts // count))
         sizes = {"num_envs": num_prompts * count, "repeats": count, "num_epochs": 1}
         held_out_env = TaskEnv(task, held_out=True, **sizes, **common)
+        test.solved_by = _solved_by(held_out_env, test.solved_by)
         if not isinstance(cfg, schema.RolloutsConfig):
             return Setup(task, held_out_env, held_out_env)
         if cfg.warm_start.num_steps and not task.demonstrations:
@@ -281,6 +288,22 @@ def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Set
         size = cfg.collector.group_size
         env = TaskEnv(task, num_envs=cfg.collector.num_prompts * size, repeats=size, **common)
         return Setup(task, env, held_out_env)
+
+
+def tell_left_out(envs: Sequence[TaskEnv]) -> None:
+    """Say on the console which rows of the data are left out, if any are."""
+    loaders = [loader for env in envs for loader in env.transforms_of(DataLoadingPrimer)]
+    bad = {number: why for loader in loaders for number, why in loader.left_out.items()}
+    if bad:
+        first = "; ".join(f"row {number}: {bad[number]}" for number in sorted(bad)[:5])
+        _LOG.warning("%d row(s) are left out (the first row is row 0): %s", len(bad), first)
+
+
+def _solved_by(env: TaskEnv, asked: Any) -> list[str]:
+    """The rewards that say whether a rollout is solved."""
+    if not (asked is None or isinstance(asked, str)):
+        asked = [str(name) for name in asked]
+    return names_that_solve(env, asked, usual=env.task.solved_by, setting="evaluate.solved_by")
 
 
 def _make_task(

@@ -61,7 +61,7 @@ class Step:
     @classmethod
     def from_state(cls, state: Mapping[str, Any], trainer: "Trainer") -> "Step":
         """The step of which :meth:`state` was kept."""
-        metrics = StepMetrics(trainer.timer)
+        metrics = trainer.new_metrics()
         metrics.load_state_dict(state["metrics"])
         return cls(trainer=trainer, is_drawn=True, **{**state, "metrics": metrics})
 
@@ -185,6 +185,11 @@ class Trainer:
         self.checkpoints = Checkpoints(cfg.checkpoint, run.jobs, state)
         self.checkpoints.open(run.folder)
 
+    def new_metrics(self) -> StepMetrics:
+        """The metrics of a step that begins."""
+        test = self.cfg.evaluate
+        return StepMetrics(self.timer, solved_at=test.solved_at, solved_by=test.solved_by)
+
     def push(self) -> None:
         """Hand the weights to the policy."""
         self.run.jobs.tell(GIVE_WEIGHTS)
@@ -259,6 +264,23 @@ def _leave(final: Path, save: Callable[[Path], Any]) -> None:
 _LOG = logging.getLogger("torchrl_agents")
 
 
+class LastTestError(RuntimeError):
+    """The test after training failed; the model is left all the same."""
+
+
+def _last_test(
+    held_out: HeldOut, run: Run, done: int
+) -> tuple[TensorDictBase | None, Exception | None]:
+    """The test after training, where no signal gives it up; or why it failed."""
+    after = None
+    try:
+        with suppress(StopRequested), run.stop.breaking(), run.log.phase("last evaluation"):
+            after = held_out.now(done)
+    except Exception as error:  # the steps are made: what they trained is left before it is told
+        return None, error
+    return after, None
+
+
 @contextmanager
 def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]]:
     """Test, let the caller make the steps, test again, and leave the model.
@@ -276,6 +298,7 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
 
     Raises:
         SettingsError: the run had all its steps, or its checkpoint can't be used.
+        LastTestError: the last test failed, after the model was left.
     """
     cfg, run, keep = trainer.cfg, trainer.run, trainer.checkpoints
     stop, log, collector = run.stop, run.log, trainer.data.collector
@@ -297,7 +320,8 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
         if before is None:
             with log.phase("first evaluation"):
                 before = held_out.now(0)
-            first = rollout_metrics(before)
+            test = cfg.evaluate
+            first = rollout_metrics(before, solved_at=test.solved_at, solved_by=test.solved_by)
             if run.recipe.needs_groups and first["reward/unscorable_fraction"] == 1:
                 tell_of_no_signal(first, 0)
         step = None if pending is None else Step.from_state(pending, trainer)
@@ -316,7 +340,7 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
             def left() -> Iterator[Step]:
                 nonlocal done, last, num_flat, step
                 while done < num_steps and not recorder.reached(cfg.train.stop_at):
-                    step = step or Step(done + 1, trainer, StepMetrics(trainer.timer))
+                    step = step or Step(done + 1, trainer, trainer.new_metrics())
                     yield step
                     last = step.told()
                     recorder.write(step.number, last, step.trajectories, step.trained)
@@ -340,13 +364,17 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
             pending = None if step is None else step.state()
             keep.save(done, last, {"before": before, "pending": pending})
 
-            after = None
-            with suppress(StopRequested), stop.breaking(), log.phase("last evaluation"):
-                after = held_out.now(done)
+            after, failed = _last_test(held_out, run, done)
             recorder.write_tests(held_out.take(), now=done)
             end_collection(collector, run.folder, last)
             result |= _leave_results(trainer, recorder, before, after)
         run.jobs.tell(None)
+        if failed is not None:
+            raise LastTestError(
+                f"the last test failed: {type(failed).__name__}: {failed}\nAll {done} steps are "
+                f"made, and the model is in {run.folder / 'model'}. Mend what failed; "
+                f"resume={run.folder} makes the test again."
+            ) from failed
     result |= {"seconds": round(time.monotonic() - start, 1), "output_dir": str(run.folder)}
 
 

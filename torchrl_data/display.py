@@ -78,6 +78,11 @@ def rewards_of_rows(reward: Any, rewards: Any, num_rows: int) -> list[float | No
     return [None if value is None else float(value) for value in rewards]
 
 
+def reward_text(reward: float) -> str:
+    """The line that shows a reward; NaN stands for an episode that could not be scored."""
+    return "reward: none (not scored)" if math.isnan(reward) else f"reward: {reward:g}"
+
+
 def token_texts(
     ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase", known: dict[int, str] | None = None
 ) -> list[str]:
@@ -224,7 +229,7 @@ def _panels(messages: Sequence[Message]) -> list[RenderableType]:
 def _print(
     shown: Sequence[RenderableType], reward: float | Tensor | None, console: Console | None
 ) -> None:
-    closing = [] if reward is None else [RichText(f"reward: {float(reward):g}", style="bold red")]
+    closing = [] if reward is None else [RichText(reward_text(float(reward)), style="bold red")]
     (console or Console()).print(Group(*shown, *closing))
 
 
@@ -323,7 +328,7 @@ def _page(
             title, text = escape(message_title(message)), escape(message_text(message))
             body += f'<section class="{role}"><h3>{title}</h3><pre>{text}</pre></section>\n'
         body += tokens[row] if tokens else ""
-        body += "" if reward is None else f'<p class="reward">reward: {reward:g}</p>'
+        body += "" if reward is None else f'<p class="reward">{reward_text(reward)}</p>'
         body += "</article>\n"
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"

@@ -1,7 +1,9 @@
 """The entries that environments write: rewards, observations, padded tokens, whole trajectories."""
 
+import logging
 import math
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +13,7 @@ import torch
 from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
+from torchrl_data import page
 from torchrl_data.keys import REWARD, REWARDS, SCORABLE
 from torchrl_data.ragged import write_objects
 
@@ -67,6 +70,8 @@ def token_entries_of_row(
 REWARD_ERRORS: Final = "reward_errors"
 """What went wrong, a string per row; empty where nothing did."""
 
+_log = logging.getLogger(__name__)
+
 SCORED_BY: Final = "scored_by"
 """Which transform scored a finished trajectory, so that it does so once."""
 
@@ -87,6 +92,15 @@ class RewardSource:
     def reward_names(self) -> list[str]:
         """Name of each reward that it gives."""
         raise NotImplementedError
+
+    def reward_names_of(self, row: Mapping[str, Any]) -> list[str]:
+        """Name of each reward that it gives an episode which starts from a row of the data.
+
+        Args:
+            row: of the data.
+        """
+        del row
+        return self.reward_names
 
 
 class RowReward(NamedTuple):
@@ -121,6 +135,11 @@ class Score:
         """Whether it was scored, and nothing failed."""
         return self.is_scored and not self.error
 
+    @property
+    def reward(self) -> float:
+        """The sum of the rewards of whole episodes; NaN where the episode could not be scored."""
+        return self.total if self.is_scorable else math.nan
+
     def add(
         self, name: str, reward: RowReward, *, weight: float = 1.0, scores: bool = True
     ) -> None:
@@ -147,6 +166,56 @@ class Score:
         self.add(name, given, weight=weight)
 
 
+def kinds_of(errors: Sequence[str]) -> list[str]:
+    """The most frequent kinds of errors of rewards, each with its count; at most five.
+
+    Args:
+        errors: what ``reward_errors`` says of rollouts, none of them empty.
+    """
+    # What errors of a kind have in common: who failed, and the last line of the traceback.
+    kinds: Counter[str] = Counter()
+    for first, *more in (error.splitlines() for error in errors):
+        kinds[f"{first.split(' raised ')[0]} raised {more[-1]}" if more else first] += 1
+    return [f"{count} x {kind}" for kind, count in kinds.most_common(5)]
+
+
+@dataclass(slots=True)
+class UnscoredWatch:
+    """Warns at once where none of the first rollouts could be scored, whatever the reason.
+
+    It warns again after 2, 4, 8, ... such batches in a row.
+    """
+
+    num_batches: int = 0
+    """In a row, of which no rollout could be scored."""
+    was_scored: bool = False
+    """Whether any rollout could be, ever."""
+
+    def record(self, scores: Sequence[Score]) -> None:
+        """Take note of rollouts that have just ended.
+
+        Args:
+            scores: of each of them; may be none.
+        """
+        if not scores:
+            return
+        if any(score.is_scorable for score in scores):
+            self.num_batches, self.was_scored = 0, True
+            return
+        self.num_batches = count = self.num_batches + 1
+        if count & (count - 1) or (count == 1 and self.was_scored):
+            return
+        errors = [score.error for score in scores if score.error]
+        why = kinds_of(errors)
+        if len(errors) < len(scores):
+            why.append(f"{len(scores) - len(errors)} x no reward applies (each is None)")
+        _log.warning(
+            "None of the %d rollouts that have just ended could be scored, so their reward is NaN "
+            "and nothing is learnt from them: %s. See %s.",
+            *(len(scores), "; ".join(why), page("docs/rewards.md")),
+        )
+
+
 def write_scores(
     batch: TensorDictBase,
     rows: Sequence[int],
@@ -155,15 +224,15 @@ def write_scores(
     names: Sequence[str],
 ) -> None:
     """Write the rewards of finished episodes: once, when all sources have scored."""
-    # batch: of B rows; gets `reward`, [B, 1, 1] or [B, T, 1], 0 outside `rows`; `scorable`,
-    # `("rewards", name)` and `reward_errors`.
+    # batch: of B rows; gets `reward`, [B, 1, 1] or [B, T, 1], 0 outside `rows` and NaN where an
+    # episode could not be scored; `scorable`, `("rewards", name)` and `reward_errors`.
     # dense: of each the reward by token, [T, 1], or `None` if no source gave it so.
     size = batch.batch_size[0]
     reward, scorable, errors = [0.0] * size, [False] * size, [""] * size
     everybody = dict.fromkeys([*names, *(name for score in scores for name in score.by_source)])
     by_source = {name: [math.nan] * size for name in everybody}
     for row, score in zip(rows, scores, strict=True):
-        reward[row], scorable[row], errors[row] = score.total, score.is_scorable, score.error
+        reward[row], scorable[row], errors[row] = score.reward, score.is_scorable, score.error
         for name, value in score.by_source.items():
             by_source[name][row] = value
     named = {name: torch.tensor(values).view(size, 1, 1) for name, values in by_source.items()}
@@ -174,6 +243,48 @@ def write_scores(
         batch.set(REWARD, torch.tensor(reward).view(size, 1, 1))
     else:
         write_token_entry(batch, REWARD, rows, dense)
+
+
+def reward_of_row(row: TensorDictBase) -> float:
+    """The reward of a finished rollout, summed where it is dense; NaN where it was not scored."""
+    reward, scorable = row.get(REWARD, None), row.get(SCORABLE, None)
+    if reward is None or not (scorable is None or bool(scorable.all())):
+        return math.nan
+    return float(reward.sum())
+
+
+def solving_rewards(
+    row: TensorDictBase, solved_by: Sequence[str] | None = None
+) -> dict[str, float]:
+    """The rewards of a finished rollout that say whether it is solved, by their names.
+
+    Args:
+        row: of the rollout.
+        solved_by: their names, of which those count that apply; ``"reward"`` is the sum of all.
+            ``None``: every reward that applies, of which only one can say so, or the sum where no
+            reward has a name.
+
+    Returns:
+        Without weights; none where the rollout was not scored, or none of them applies.
+    """
+    total, group = reward_of_row(row), row.get(REWARDS, None)
+    if math.isnan(total):
+        return {}
+    named = {} if group is None else {str(k): float(each.sum()) for k, each in group.items()}
+    applied = {name: value for name, value in named.items() if not math.isnan(value)}
+    if solved_by is None:
+        return applied or {REWARD: total}
+    return {name: value for name, value in {REWARD: total, **applied}.items() if name in solved_by}
+
+
+def several_rewards(names: Iterable[str], setting: str) -> str:
+    """What to say where several rewards are added, and nothing says which of them solves."""
+    listed = sorted(names)
+    return (
+        f"the rewards {listed} are added, and their sum does not say whether a rollout is solved. "
+        f"Set {setting} to the reward that does, such as {listed[0]}, to a list of rewards that "
+        f"all have to say so, or to {REWARD!r} for the sum."
+    )
 
 
 def dense_reward(total: Tensor, by_token: Tensor | None, assistant_mask: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from collectors.resume import random_state, set_random_state
 from collectors.streaming.group_runner import Group, GroupRunner, Timeline
 from collectors.streaming.load import GroupCap, LoadCap, cap_of, check_streaming, recomputes
 from objectives import MCAdvantage
-from torchrl_envs.datasets.primer import rollout_rewards
+from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase, TransformersEngine, open_async
@@ -206,7 +206,9 @@ class CollectorWorker:
             ends = [group.ends[index] for index in range(len(group.episodes))]
             wanted = not any(part.asks_again(group.rows) for part in self._settings.advantages)
             rows = [load_ray().put(group.rows)] if wanted else []
-            scored = Scored(rows, len(group.rows), rollout_rewards(group.rows))
+            pools = [loader.pools for loader in self._env.transforms_of(DataLoadingPrimer)]
+            rewards = [] if not pools or pools[0] is None else pools[0].rewards_of(group.rows)
+            scored = Scored(rows, len(group.rows), rewards)
             await ledger.finish.remote(worker, incarnation, ticket, ends, scored)
         del groups.groups[ticket]
         groups.wake.set()

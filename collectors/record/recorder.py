@@ -34,10 +34,8 @@ from torchrl_data.keys import (
     NUM_SEGMENTS,
     NUM_TOOL_ERRORS,
     POLICY_VERSION,
-    REWARD,
     REWARDS,
     ROW,
-    SCORABLE,
     SEGMENT,
     STOP_LIMIT,
     STOP_REASON,
@@ -47,7 +45,7 @@ from torchrl_data.keys import (
 from torchrl_data.messages import described, images_of
 from torchrl_data.ragged import read_objects
 from torchrl_envs.datasets.primer import IDS_PER_EPOCH
-from torchrl_envs.entries import REWARD_ERRORS
+from torchrl_envs.entries import REWARD_ERRORS, reward_of_row
 from torchrl_envs.rewards.functions import LOGGED_EXTRA, LOGGED_METRICS
 
 from .samples import (
@@ -151,10 +149,8 @@ def number(value: Tensor) -> float | None:
 
 def reward_of(row: TensorDictBase) -> float | None:
     """Of its episode; ``None`` where it could not be scored."""
-    scorable = row.get(SCORABLE, None)
-    if scorable is not None and not bool(scorable.all()):
-        return None
-    return number(row.get(REWARD))
+    reward = reward_of_row(row)
+    return reward if math.isfinite(reward) else None
 
 
 def group_name(group_id: int) -> str:

@@ -216,7 +216,7 @@ def check_streaming(
             f"{WHO}: the policy takes one turn at a time, so it has to be an LLMWrapperBase of "
             f"torchrl_modules (TransformersWrapper, vLLMWrapper), got {type(policy)}."
         )
-    return check_composition(env, policy, buffer, has_postproc=postproc is not None, who=WHO)
+    return check_composition(env, policy, buffer, postproc=postproc, who=WHO)
 
 
 def most_waiting(

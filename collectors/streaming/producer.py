@@ -25,7 +25,7 @@ from collectors.ledger.groups import NO_SIGNAL, STALE
 from objectives import MCAdvantage
 from torchrl_data.keys import TOKEN_POLICY_VERSION
 from torchrl_data.stop_reason import StopReason
-from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer, rollout_rewards
+from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.datasets.rows import Place
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv, Prompt, prompt_of
@@ -772,8 +772,8 @@ class Producer(LoopThread):
     async def _run_group(self, group: Group) -> None:
         given_up_for = await self.runner.run(group)
         is_wanted = not (given_up_for or any(a.asks_again(group.rows) for a in self._advantages))
-        has_pools = self.queue.pools is not None and not given_up_for
-        rewards = rollout_rewards(group.rows) if has_pools else ()
+        pools = self.queue.pools
+        rewards = () if pools is None or given_up_for else pools.rewards_of(group.rows)
         with self.changed:
             del self.runner.groups[group.ticket]
             if given_up_for:

@@ -84,6 +84,7 @@ def evaluate(cfg: EvaluationConfig, test: Setup, run: Run) -> dict[str, Any]:
 
     # Every held-out prompt num_samples times, in batches of whole prompts. What is done is saved
     # with the place in the data, twenty times at most: each save holds all of it.
+    solved: Any = {"solved_at": cfg.evaluate.solved_at, "solved_by": cfg.evaluate.solved_by}
     collector, data = LLMCollector(env, policy), [*env.transforms_of(DataLoadingPrimer)]
     kept = CheckpointConfig(every=-(-num_batches // 20))
     with closing(Checkpoints(kept, run.jobs, RunState()).open(run.folder)) as keep:
@@ -97,7 +98,7 @@ def evaluate(cfg: EvaluationConfig, test: Setup, run: Run) -> dict[str, Any]:
         with recorder, run.stop.held():
             for batch in collector:
                 batches.append(batch)
-                metrics = rollout_metrics(batch)
+                metrics = rollout_metrics(batch, **solved)
                 recorder.write(len(batches), batch, metrics=metrics)
                 tell(len(batches), metrics)
                 further = {"batches": batches, "data": [each.get_extra_state() for each in data]}
@@ -119,7 +120,7 @@ def evaluate(cfg: EvaluationConfig, test: Setup, run: Run) -> dict[str, Any]:
         "num_prompts": len(task.held_out_rows),
         "num_samples": cfg.evaluate.num_samples,
         "estimates": {name: finite(each._asdict(), str) for name, each in estimates.items()},
-        "rollouts": finite(rollout_metrics(trajectories, solved_at=cfg.evaluate.solved_at), str),
+        "rollouts": finite(rollout_metrics(trajectories, **solved), str),
         "seconds": round(time.monotonic() - start, 1),
         "output_dir": str(run.folder),
     }

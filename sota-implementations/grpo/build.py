@@ -252,7 +252,10 @@ def build_pools(
     dropped = {} if share is None else {"easy_at": share, "admit_easy": 0.0}
     if not (dropped or cfg.train.pools):
         return None
-    pools = torchrl_envs.DifficultyPools(**dropped, **cfg.train.pools)
+    test = cfg.evaluate
+    solved = {"solved_at": test.solved_at, "solved_by": test.solved_by}
+    own = {name: value for name, value in solved.items() if name not in cfg.train.pools}
+    pools = torchrl_envs.DifficultyPools(**own, **dropped, **cfg.train.pools)
     for primer in () if env is None else env.transforms_of(torchrl_envs.DataLoadingPrimer):
         primer.admit_by(pools)
     return pools

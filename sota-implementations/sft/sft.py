@@ -33,7 +33,8 @@ class DemonstrationsConfig:
     split: str | None = None
     """Of it; the only one, or train, when not given."""
     skip_bad_rows: bool = False
-    """Leave out rows that hold no conversation, and log how many; else they are refused."""
+    """Leave out rows that hold no conversation, that can't be shown in the chat template, or that
+    are too long for the model, and log how many; else they are refused."""
     num_held_out: int = 64
     """Conversations that are not trained on, whose loss is told."""
     shuffle_answers: bool = False
@@ -93,6 +94,7 @@ from torchrl_agents.tasks import Setup, build_task, load_models
 from torchrl_agents.training import Rollouts, Step, Trainer, learn
 from torchrl_data import row_tensordicts
 from torchrl_envs import load_rows
+from torchrl_envs.datasets.rows import NumberedRows
 from torchrl_modules import LLMWrapperBase
 
 _LOG = logging.getLogger("torchrl_agents")
@@ -101,65 +103,93 @@ _LOG = logging.getLogger("torchrl_agents")
 def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Setup:
     """The task, whose demonstrations are learnt, and the environment that tests."""
     test = build_task(recipe, cfg, settings)
-    chats, tools = list(test.task.demonstrations), list(test.task.demonstration_tools)
+    chats: Any = list(test.task.demonstrations)
+    tools, numbers = list(test.task.demonstration_tools), list(range(len(chats)))
     if cfg.data.dataset is not None:
         with refusing(f"data.dataset={cfg.data.dataset!r}"):
             options: Any = {"split": cfg.data.split, "skip_bad_rows": cfg.data.skip_bad_rows}
             loaded, column = list(load_rows(cfg.data.dataset, **options)), cfg.data.column
-            bad = {n: r for n, r in enumerate(loaded) if not isinstance(r.get(column), list)}
+            bad = {n for n, row in enumerate(loaded) if not is_conversation(row.get(column))}
             told = f"{len(bad)} of {len(loaded)} rows (the first is row 0)"
             if bad and (not cfg.data.skip_bad_rows or len(bad) == len(loaded)):
-                number, row = next(iter(bad.items()))
+                number = min(bad)
                 raise ValueError(
                     f"row {number} has no list of messages in the column {column!r}, which "
-                    f"data.column= names; its columns are {sorted(row)}. A prompt and its "
-                    "completion are the messages [*prompt, *completion]. So it is with "
+                    f"data.column= names; its columns are {sorted(loaded[number])}. A prompt and "
+                    "its completion are the messages [*prompt, *completion]. So it is with "
                     f"{told}; data.skip_bad_rows=true leaves them out, unless it is all."
                 )
             if bad:
-                _LOG.warning("%s hold no conversation, and are left out: %s", told, [*bad][:5])
-            rows = [row for n, row in enumerate(loaded) if n not in bad]
-            chats, tools = [row[column] for row in rows], [schemas_of(row) for row in rows]
-    if len(chats) <= cfg.data.num_held_out:
-        raise SettingsError(
-            f"Of {len(chats)} conversations data.num_held_out={cfg.data.num_held_out} leaves none "
-            "to train on: hold out fewer, set data.dataset, or another task."
-        )
+                _LOG.warning("%s hold no conversation, and are left out: %s", told, sorted(bad)[:5])
+            numbers = [number for number in range(len(loaded)) if number not in bad]
+            chats = [loaded[number][column] for number in numbers]
+            tools = [schemas_of(loaded[number]) for number in numbers]
+    check_enough(cfg, len(chats))
     if cfg.data.shuffle_answers:
         order = random.Random(cfg.seed).sample(range(len(chats)), len(chats))
         chats = [[*a[:-1], chats[i][-1]] for a, i in zip(chats, order, strict=True)]
+    chats = NumberedRows(chats)
+    chats.numbers = numbers
     task = replace(test.task, demonstrations=chats, demonstration_tools=tools)
     test.held_out_env.task = task
     return test._replace(task=task)
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a row of the data holds a list of messages."""
+    return isinstance(value, list) and bool(value)
+
+
+def check_enough(cfg: SFTConfig, num_conversations: int) -> None:
+    """Some conversations are left to train on.
+
+    Raises:
+        SettingsError: all of them would be held out.
+    """
+    if num_conversations <= cfg.data.num_held_out:
+        raise SettingsError(
+            f"Of {num_conversations} conversations data.num_held_out={cfg.data.num_held_out} "
+            "leaves none to train on: hold out fewer, set data.dataset, or another task."
+        )
 
 
 def schemas_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The column ``tools``, JSON schemas or JSON text of them, as TRL's data sets have it."""
     found = row.get("tools")
     found = json.loads(found) if isinstance(found, str) else found
-    each = [json.loads(tool) if isinstance(tool, str) else tool for tool in found or ()]
-    return [without_none(tool) for tool in each] or None
-
-
-def without_none(value: Any) -> Any:
-    """A value without the keys that a table of rows adds to each, with ``None``."""
-    if isinstance(value, Mapping):
-        return {key: without_none(each) for key, each in value.items() if each is not None}
-    return [without_none(each) for each in value] if isinstance(value, list) else value
+    return [json.loads(tool) if isinstance(tool, str) else tool for tool in found or ()] or None
 
 
 def encode(cfg: SFTConfig, test: Setup, policy: LLMWrapperBase) -> Sequence[TensorDictBase]:
     """The conversations as tokens, with the prompts that the task's episodes have."""
-    given = cfg.data.dataset
+    given, skips = cfg.data.dataset, cfg.data.skip_bad_rows
+    numbers: Sequence[int] = test.task.demonstrations.numbers  # type: ignore[attr-defined]
+    faults: dict[int, str] = {}
     with refusing(f"task={cfg.task.id}" if given is None else f"data.dataset={given!r}"):
-        rows = row_tensordicts(test.held_out_env.encode_demonstrations(policy.encoder))
+        conversations = test.held_out_env.encode_demonstrations(
+            policy.encoder, faults=faults if skips else None
+        )
+        rows = row_tensordicts(conversations)
+        places = [place for place in range(len(numbers)) if place not in faults]
         most = policy.engine.max_model_len
-        if long := [n for n, row in enumerate(rows) if row["tokens", "full"].shape[-1] > most]:
-            raise ValueError(
-                f"{len(long)} of {len(rows)} conversations are longer than the {most} tokens that "
-                f"the model takes (policy.max_model_len=): rows {long[:5]}. Leave them out."
-            )
-        return rows
+        lengths = [row["tokens", "full"].shape[-1] for row in rows]
+        is_long = [most is not None and length > most for length in lengths]
+        long = [numbers[place] for place, x in zip(places, is_long, strict=True) if x]
+        where = "(the first row is row 0)"
+        too_long = (
+            f"{len(long)} of {len(numbers)} conversations are longer than the {most} tokens that "
+            f"the model takes (policy.max_model_len=): rows {long[:5]} {where}"
+        )
+        if long and not skips:
+            raise ValueError(f"{too_long}. data.skip_bad_rows=true leaves them out.")
+        if long:
+            _LOG.warning("%s. They are left out.", too_long)
+        if faults:
+            told = "%d of %d conversations can't be encoded, and are left out %s: row %d: %s"
+            place, why = next(iter(faults.items()))
+            _LOG.warning(told, len(faults), len(numbers), where, numbers[place], why)
+    check_enough(cfg, len(rows) - len(long))
+    return [row for row, is_out in zip(rows, is_long, strict=True) if not is_out]
 
 
 class Conversations(Rollouts):

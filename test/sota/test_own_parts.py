@@ -86,7 +86,7 @@ def test_a_bad_row_has_its_number_in_the_file_and_can_be_left_out(run, tmp_path)
     own = (*OWN, "task.dataset=bad.jsonl", "task.rewards=mine:shape", "dry_run=true")
     done = run(*own)
     assert done.returncode == 1
-    assert "1 rows can't be used: row 29: column 'prompt' must hold" in done.stderr
+    assert "1 row(s) can't be used: row 29: column 'prompt' must hold" in done.stderr
     assert "task.skip_bad_rows=true" in done.stderr.splitlines()[-1]
     done = run(*own, "task.skip_bad_rows=true")
     assert done.returncode == 0, done.stderr
@@ -107,7 +107,7 @@ def test_a_bad_row_is_in_no_demonstration(run, tmp_path, task, row, bad):
     (tmp_path / "own.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     own = ("debug=tiny", "logger=none", "dry_run=true", f"task={task}", "task.dataset=own.jsonl")
     done = run(*own)
-    assert "1 rows can't be used: row 20: " in done.stderr.splitlines()[-1]
+    assert "1 row(s) can't be used: row 20: " in done.stderr.splitlines()[-1]
     assert run(*own, "task.skip_bad_rows=true").returncode == 0
 
 

@@ -247,6 +247,9 @@ class SamplesConfig:
     """Of pass@k and pass^k; none: 1, 2, 4, ... up to num_samples."""
     solved_at: float = 1.0
     """The reward from which on a rollout is correct."""
+    solved_by: Any = None
+    """The reward that is asked, where several are added: its name, without its weight; [a, b]: all
+    of these; reward: their weighted sum. None: the only one, or that of the task which says so."""
     level: float = 0.95
     """Of the bootstrap intervals."""
     max_rollouts: int = 256

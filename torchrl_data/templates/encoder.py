@@ -1,10 +1,12 @@
 """From messages and images to the tokens of a conversation, as the model's template has them."""
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import nan
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -223,6 +225,10 @@ def with_image_runs(
 # Shape legend: B rows, T tokens of a row.
 
 
+_OPENING_TAG: Final = re.compile(r"<((?:seed:)?think(?:ing)?|thoughts?|reasoning|scratchpad)>")
+"""Begins what a model thinks before it answers; headers have other tags."""
+
+
 class TemplateRenderer:
     """A chat template beside a tokenizer; :class:`~torchrl_data.ConversationEncoder` says more."""
 
@@ -330,6 +336,22 @@ class TemplateRenderer:
         eos = self.tokenizer.eos_token_id
         ids = [self.end_of_turn_id] + ([eos] if isinstance(eos, int) else [])
         return tuple(dict.fromkeys(ids))
+
+    @cached_property
+    def opened_text(self) -> str:
+        """What the generation prompt begins of the assistant's own text, such as ``<think>``.
+
+        It is a tag that a turn has to close. Empty where the prompt ends with the header.
+        """
+        asked = self._render_text([QUESTION], None, False).text
+        opened = self._render_text([QUESTION], None, True).text
+        prompt = opened[len(commonprefix([asked, opened])) :]  # noqa: RUF071 (of texts, not paths)
+        found = [
+            tag.start()
+            for tag in _OPENING_TAG.finditer(prompt)
+            if f"</{tag[1]}>" not in prompt[tag.end() :]
+        ]
+        return prompt[found[0] :] if found else ""
 
     # Rendering ----------------------------------------------------------------------------------
 
@@ -583,19 +605,25 @@ class ConversationEncoder(TemplateRenderer):
         return self.encode_each(chats, [tools] * len(chats), **options)
 
     def encode_each(
-        self, chats: Sequence[Sequence[Message]], tools: Sequence[Tools | None], **options: bool
+        self,
+        chats: Sequence[Sequence[Message]],
+        tools: Sequence[Tools | None],
+        *,
+        first_row: int = 0,
+        **options: bool,
     ) -> list[EncodedMessages]:
         """Like :meth:`encode_chats`, which says what the options are, with tools for each row.
 
         Args:
             chats: messages of each row.
             tools: JSON schemas that the template shows, per row.
+            first_row: the number of the first row, for errors.
             **options: ``add_generation_prompt`` and ``continue_final_message``.
         """
-        for row, chat in enumerate(chats):
+        for row, chat in enumerate(chats, first_row):
             check_messages(chat, row=row)
         runs = []
-        for row, (chat, schemas) in enumerate(zip(chats, tools, strict=True)):
+        for row, (chat, schemas) in enumerate(zip(chats, tools, strict=True), first_row):
             images, shown = self._images_apart(chat)
             chat_runs = self._chat_runs(shown, schemas, row=row, **options)
             runs.append(with_image_runs(chat_runs, images, self.images))
@@ -753,6 +781,7 @@ def encode_demonstrations(
     chats: Sequence[Sequence[Message]],
     *,
     tools: Sequence[Sequence[dict[str, Any]] | None] | None = None,
+    first_row: int = 0,
 ) -> Conversations:
     """Whole conversations to learn from: what the assistant says counts as the policy's.
 
@@ -760,6 +789,7 @@ def encode_demonstrations(
         encoder: with the chat template.
         chats: messages of each row; the assistant says something in each.
         tools: JSON schemas that the template shows, per row.
+        first_row: the number of the first row, for errors.
 
     Returns:
         The conversations; :func:`~torchrl_data.row_tensordicts` makes the rows that ``SFTLoss``
@@ -781,13 +811,13 @@ def encode_demonstrations(
         '4<|im_end|>'
     """
     tools = [None] * len(chats) if tools is None else tools
-    encoded = encoder.encode_each(chats, tools)
+    encoded = encoder.encode_each(chats, tools, first_row=first_row)
     records, positions = [], []
     for row, (chat, new) in enumerate(zip(chats, encoded, strict=True)):
         if Source.MODEL not in new.sources:
             raise ValueError(
-                f"encode_demonstrations: the assistant says nothing in row {row}, whose roles are "
-                f"{[message['role'] for message in chat]}. Leave the row out."
+                f"encode_demonstrations: the assistant says nothing in row {first_row + row}, "
+                f"whose roles are {[message['role'] for message in chat]}. Leave the row out."
             )
         ids, sources = new
         end = len(sources) - sources[::-1].index(Source.MODEL)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from torchrl_data.checks import check_columns, check_counts, check_numbers
+from torchrl_data.checks import check_counts, check_numbers
 from torchrl_data.conversation import Conversations, waiting_rows
 from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
@@ -351,7 +351,8 @@ class AgentProgram(ToolSource, RewardSource):
             needed = programs.required_columns(self.program)
             first = programs.first_argument(self.program) or "the first"
             do = f" The endpoint is its first parameter, here {first!r}; the others are columns."
-            check_columns("AgentProgram: the program", loader.columns, needed, do)
+            who = "AgentProgram: the program"
+            loader.require_columns(who, needed, do, of=self.takes_part_in_row)
         host = str(urlsplit(self.server.url).hostname)
         in_process = not isinstance(self.program, programs.AgentCommand)
         if in_process and "http" in getproxies() and not proxy_bypass(host):

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -13,8 +13,9 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from torchrl_data.checks import check_columns, check_counts, check_not_none, check_numbers
-from torchrl_data.keys import GROUP_ID, REWARD, SCORABLE, SEGMENT
+from torchrl_data.keys import GROUP_ID, REWARD, SEGMENT
 from torchrl_data.stop_reason import StopReason
+from torchrl_envs.entries import several_rewards, solving_rewards
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeTransform, ToolSource
 
@@ -59,6 +60,8 @@ class DifficultyPools:
         admit_easy: chance of an easy row to be drawn in an epoch; 0 leaves it out for good.
         admit_hard: the same of a hard one.
         solved_at: a rollout with at least this reward is solved.
+        solved_by: the reward that is asked, by its name, or several, which all have to be so high;
+            ``"reward"`` is the weighted sum. ``None``: the one reward that there is.
 
     Raises:
         ValueError: a share or a chance lies outside [0, 1], the pools overlap, or every row would
@@ -76,6 +79,7 @@ class DifficultyPools:
         admit_easy: float = 1.0,
         admit_hard: float = 1.0,
         solved_at: float = 1.0,
+        solved_by: str | Sequence[str] | None = None,
     ) -> None:
         shares = {"easy_at": easy_at, "hard_at": hard_at}
         chances = {"admit_easy": admit_easy, "admit_hard": admit_hard}
@@ -91,6 +95,8 @@ class DifficultyPools:
                 "lower one, such as admit_easy=0.0."
             )
         self.settings: dict[str, float] = {**shares, **chances, "solved_at": solved_at}
+        self.solved_by = [solved_by] if isinstance(solved_by, str) else solved_by
+        """The rewards that are asked."""
         self.counts: Counter[str] = Counter(dict.fromkeys(POOLS, 0))
         """Rows that were drawn, by pool, and ``left_out``."""
         self._solved: dict[int, tuple[int, int, int]] = {}
@@ -194,8 +200,30 @@ class DifficultyPools:
             row[REWARD]  # without one it would never learn what is solved
             groups.setdefault(int(row[GROUP_ID]), []).append(row)
         for group_id, rows in groups.items():
-            self.observe_group(group_id, rollout_rewards(rows))
+            self.observe_group(group_id, self.rewards_of(rows))
         return trajectories
+
+    def rewards_of(self, rows: Sequence[TensorDictBase]) -> list[float]:
+        """What :meth:`observe_group` takes, of the rows of a group.
+
+        Args:
+            rows: of the rollouts; one of several rows counts once.
+
+        Returns:
+            Of each rollout the reward that is asked, the least of several; NaN where it was not
+            scored.
+
+        Raises:
+            ValueError: several rewards are added, and ``solved_by`` names none.
+        """
+        found = []
+        for row in rows:
+            if not int(row.get(SEGMENT, 0)):
+                rewards = solving_rewards(row, self.solved_by)
+                if self.solved_by is None and len(rewards) > 1:
+                    raise ValueError(f"DifficultyPools: {several_rewards(rewards, 'solved_by')}")
+                found.append(min(rewards.values(), default=math.nan))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The solve rates and counts, as JSON can hold them."""
@@ -213,19 +241,6 @@ class DifficultyPools:
             for row_id, epoch, solved, total in state["solved"]
         }
         self.counts = Counter(state["counts"])
-
-
-def rollout_rewards(rows: Sequence[TensorDictBase]) -> list[float]:
-    """What each rollout got, NaN where nothing scored it; one of several rows counts once."""
-    rewards = []
-    for row in rows:
-        if not int(row.get(SEGMENT, 0)):
-            scorable, reward = row.get(SCORABLE, None), row.get(REWARD, None)
-            if reward is None or not (scorable is None or bool(scorable.all())):
-                rewards.append(math.nan)
-            else:
-                rewards.append(float(reward.sum()))
-    return rewards
 
 
 # Rows of a data set become the beginnings of episodes, in groups.
@@ -310,6 +325,8 @@ class DataLoadingPrimer(EpisodeTransform):
         self.seed = seed
         self.num_epochs = num_epochs
         self.skipped = data.SkippedRows()
+        self.left_out: dict[int, str] = {}
+        """Why rows are not used that were found bad before anything was drawn, by their number."""
         order: Any = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
         self._rows = data.RowStream(
             self.dataset, map_row, self.options, num_workers=num_workers, **order
@@ -320,13 +337,18 @@ class DataLoadingPrimer(EpisodeTransform):
         self._system_prompt: str | None = None
         self._num_rows = 1
         self._shown_tools: list[str] = []
-        self.columns = data.columns_of(self._rows.sample(max(1, self.options.num_checked_rows)))
-        self.prompt_column = data.find_prompt_column(self.columns, prompt_column)
-        self._checks: dict[str, RowCheck] = {}
-        buffered = shuffle and self._rows.num_rows is None
         sample = [row for _, row in self._rows.sample(_SAMPLE_ROWS)]
         # Of what lies in memory and of a file of JSON all rows count, of others the sample.
         every = self.dataset if isinstance(self.dataset, list | tuple) else ()
+        first = self._rows.sample(max(1, self.options.num_checked_rows))
+        is_known = isinstance(self.dataset, data.LazyRows | data.TableStream) and not map_row
+        declared = self.dataset.columns if is_known else ()
+        self.columns = data.columns_of(first, [*sample, *(() if map_row else every)], declared)
+        """Those that a row may have."""
+        self.prompt_column = data.find_prompt_column(self.columns, prompt_column)
+        self._checks: dict[str, RowCheck] = {}
+        self._common: frozenset[str] | None = None
+        buffered = shuffle and self._rows.num_rows is None
         content = hashlib.sha256(getattr(self.dataset, "digest", "").encode())
         for row in (*sample, *every):
             shown = json.dumps(row, default=lambda value: type(value).__name__, skipkeys=True)
@@ -356,31 +378,75 @@ class DataLoadingPrimer(EpisodeTransform):
 
     # What the data are --------------------------------------------------------------------------
 
-    def require(self, who: str, check: RowCheck) -> None:
+    def require(self, who: str, check: RowCheck, do: str = "") -> None:
         """Check rows: a number of them now, and each one before it is used.
 
         Args:
             who: whose check it is; a later one of the same name replaces it.
             check: gives what is wrong with a row, or ``""``.
+            do: what else may be done than to mend the rows; a sentence after a space.
 
         Raises:
             ValueError: rows are bad, unless bad rows are to be skipped; the message names some.
         """
         self._checks[who] = check
         sample = list(self._rows.sample(self.options.num_checked_rows))
+        if self._common is None:  # what all rows have is looked up once
+            readable = [frozenset(row) for _, row in sample if not isinstance(row, data.BadRow)]
+            self._common = frozenset.intersection(*readable) if readable else frozenset()
         errors = ((number, data.row_error(row, [check])) for number, row in sample)
-        if bad := [f"row {number}: {error}" for number, error in errors if error]:
-            shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
+        if bad := {number: error for number, error in errors if error}:
+            first = [f"row {number}: {error}" for number, error in bad.items()][:_SHOWN_ERRORS]
+            shown = "; ".join(first) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
             if self.options.skip_bad_rows:
+                self.left_out |= bad
                 told = (
                     "%d of %d rows are left out, which can't be used (the first row is row 0): %s"
                 )
                 _log.warning(told, len(bad), len(sample), shown)
                 return
             raise ValueError(
-                f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. (The first row is row "
-                f"0.) Mend the data, or leave such rows out with {data.SKIP}."
+                f"DataLoadingPrimer: {len(bad)} row(s) can't be used: {shown}. (The first row is "
+                f"row 0.) Mend the data, or leave such rows out with {data.SKIP}.{do}"
             )
+
+    def sample_rows(self, count: int | None = None) -> Iterator[dict[str, Any]]:
+        """Rows that can be used, spread evenly over the data; nothing is drawn.
+
+        Args:
+            count: how many are looked at, at most; as many as are checked when not given.
+        """
+        most = self.options.num_checked_rows if count is None else count
+        for _, row in self._rows.sample(max(1, most)):
+            if not isinstance(row, data.BadRow):
+                yield row
+
+    def require_columns(
+        self,
+        who: str,
+        columns: Sequence[str],
+        do: str = "",
+        *,
+        of: Callable[[Mapping[str, Any]], bool] | None = None,
+    ) -> None:
+        """Check that the data have columns, and that each row has them.
+
+        Args:
+            who: needs them, as an error names it.
+            columns: their names.
+            do: what may be done where some are missing; a sentence after a space.
+            of: which rows have to have them; all when not given.
+
+        Raises:
+            ValueError: the data lack a column; or rows do, unless bad rows are to be skipped; the
+                message names some.
+        """
+        check_columns(who, self.columns, columns, do)
+        name, check = f"columns of {who}", partial(data.column_error, who, columns, of)
+        if (self._common or frozenset()).issuperset(columns):
+            self._checks[name] = check
+        else:
+            self.require(name, check, do)
 
     def check(self, env: "EpisodeEnvironment") -> None:
         """The batch must hold whole groups, and its prompts tell of the tools that are shown.
@@ -396,7 +462,7 @@ class DataLoadingPrimer(EpisodeTransform):
                 f"groups of {self.group_size}. Make the batch size a multiple of group_size."
             )
         for part in env.transforms_of(EpisodeTransform):
-            check_columns(part._get_name(), self.columns, part.required_columns)
+            self.require_columns(part._get_name(), part.required_columns, of=part.takes_part_in_row)
         self._num_rows = size
         base: Any = env.base_env
         self._system_prompt = getattr(base, "system_prompt", None)

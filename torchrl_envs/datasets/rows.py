@@ -5,6 +5,7 @@ import json
 import logging
 import pickle
 import re
+import sys
 import threading
 from array import array
 from collections import Counter, deque
@@ -52,10 +53,12 @@ def load_rows(
 ) -> Any:
     """Load a data set, for :class:`~torchrl_envs.DataLoadingPrimer` or to look at.
 
+    What Arrow adds to the rows of a table is not in them: see :class:`TableRows`.
+
     Args:
         source: a folder that ``save_to_disk`` wrote, another folder or a file (JSON lines, CSV,
             Parquet, Arrow, text), or else an id on the hub. Several splits by name give one of
-            them; other data come back as they are.
+            them; a data set of ``datasets`` gives its rows, and other data come back as they are.
         name: of the configuration.
         split: which; the only one, or ``"train"``, when not given.
         streaming: read while iterating instead of loading first.
@@ -88,7 +91,7 @@ def load_rows(
                 "load_rows: name=, streaming= and load_options= are for a hub id or a path, and "
                 f"split= is for a hub id, a path or several splits, got {what}."
             )
-        return _pick_split(rows, split) if has_splits else rows
+        return _pick_split(rows, split) if has_splits else without_nulls(rows)
     import datasets.exceptions
 
     options = {"name": name, "split": split, "streaming": streaming, **(load_options or {})}
@@ -122,7 +125,7 @@ class LazyRows(Sequence[dict[str, Any]]):
     Args:
         make: gives a row, from its two numbers.
         places: the numbers, int64 ``[N, 2]``.
-        columns: of all rows; ``None`` in those that lack one.
+        columns: that a row may have.
         digest: of what the rows hold and of their order, where it is known.
     """
 
@@ -137,7 +140,7 @@ class LazyRows(Sequence[dict[str, Any]]):
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
             return [self[each] for each in range(*number.indices(len(self)))]
-        return {**self.columns, **self.make(*self.places[number].tolist())}
+        return dict(self.make(*self.places[number].tolist()))
 
     def select(self, numbers: Sequence[int]) -> "LazyRows":
         """Some of the rows.
@@ -225,12 +228,126 @@ def _written_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 def _pick_split(loaded: Any, split: str | None) -> Any:
     """One split of what may hold several: the one named, the only one, or ``"train"``."""
     if not isinstance(loaded, Mapping):
-        return loaded
+        return without_nulls(loaded)
     if split is None:
         split = next(iter(loaded)) if len(loaded) == 1 else "train"
     if split not in loaded:
         raise ValueError(f"There is no split {split!r}; there are {sorted(loaded)}. Name one.")
-    return loaded[split]
+    return without_nulls(loaded[split])
+
+
+# Rows of tables, without the nulls that a table adds to them.
+
+
+@dataclass(eq=False, repr=False)
+class TableStream(Iterable[dict[str, Any]]):
+    """The rows of a streamed table of ``datasets``, without the nulls that Arrow adds.
+
+    Attributes that it lacks are those of the table.
+
+    Args:
+        table: a ``datasets.IterableDataset``, or a ``datasets.Dataset``.
+    """
+
+    table: Any
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """That a row may have, as far as they are known."""
+        return self.table.column_names or ()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        features = getattr(self.table, "features", None)
+        return (plain_row(row, features) for row in self.table)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "table" or name.startswith("__"):  # while it is copied, it has none yet
+            raise AttributeError(name)
+        return getattr(self.table, name)
+
+
+class TableRows(TableStream, Sequence[dict[str, Any]]):
+    """The rows of a table of ``datasets``, without the nulls that Arrow adds.
+
+    In a table each row has all columns, and each dictionary all keys that one at its place has:
+    what a row lacks is null. Such columns and keys are left out, at any depth. Elements of lists
+    and what is inside of a column of the type ``Json`` stay as they are. Whether somebody wrote a
+    null himself can't be told in a table; in a file of JSON it can, and stays.
+
+    Args:
+        table: a ``datasets.Dataset``.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> calls = [{"name": "look", "arguments": {"key": "p"}}, {"arguments": {"a": 1}}]
+        >>> table = Dataset.from_list([{"call": call} for call in calls])
+        >>> table[0]["call"]
+        {'name': 'look', 'arguments': {'key': 'p', 'a': None}}
+        >>> [row["call"] for row in load_rows(table)] == calls
+        True
+    """
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return [row[key] for row in self]
+        if isinstance(key, slice):
+            return [self[number] for number in range(*key.indices(len(self)))]
+        return plain_row(self.table[int(key)], self.table.features)
+
+    def select(self, numbers: Sequence[int]) -> "TableRows":
+        """Some of the rows.
+
+        Args:
+            numbers: which, in the order that they are to have.
+        """
+        return TableRows(self.table.select(numbers))
+
+
+def without_nulls(rows: Any) -> Any:
+    """The rows of a table of ``datasets`` as they were before it had them; others as they are."""
+    library: Any = sys.modules.get("datasets")  # who has such a table has imported it
+    if library is not None and isinstance(rows, library.Dataset):
+        return TableRows(rows)
+    if library is not None and isinstance(rows, library.IterableDataset):
+        return TableStream(rows)
+    return rows
+
+
+def plain_row(row: Any, features: Mapping[str, Any] | None) -> Any:
+    """A row of a table without the nulls that Arrow adds, see :class:`TableRows`.
+
+    Args:
+        row: of the table.
+        features: of the table; ``None`` where they are not known: then every dictionary may be
+            Arrow's.
+    """
+    if not isinstance(row, Mapping):
+        return row  # of a table with another format, which is refused where it is used
+    return {
+        column: _plain(value, _ANY if features is None else features.get(column))
+        for column, value in row.items()
+        if value is not None
+    }
+
+
+_ANY: Final = object()
+"""Stands for a feature that is not known."""
+
+
+def _plain(value: Any, feature: Any) -> Any:
+    """A value of a table without the keys that Arrow adds."""
+    is_struct = feature is _ANY or isinstance(feature, Mapping)
+    if is_struct and isinstance(value, Mapping):
+        known = dict.fromkeys(value, _ANY) if feature is _ANY else feature
+        return {k: _plain(each, known.get(k)) for k, each in value.items() if each is not None}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        inner = _ANY if feature is _ANY else inner
+        return value if inner is None else [_plain(each, inner) for each in value]
+    return value
 
 
 def one_of(*, default: Any = None, **choices: Any) -> Any:
@@ -392,7 +509,14 @@ COUNTS: Final = ("drawn", "ended", "abandoned")
 
 def _rows_of(rows: Any, seed: int, epoch: int) -> Iterator[Any]:
     """The rows of a stream, or of what a function returns; batches are taken apart."""
-    rows = rows() if callable(rows) and not isinstance(rows, Iterable) else rows
+    table = without_nulls(getattr(rows, "dataset", None))  # of a torch DataLoader
+    is_table = isinstance(rows, torch.utils.data.DataLoader) and isinstance(table, TableStream)
+    found = _separate_rows(rows, seed, epoch)
+    return (plain_row(row, table.features) for row in found) if is_table else found
+
+
+def _separate_rows(rows: Any, seed: int, epoch: int) -> Iterator[Any]:
+    rows = without_nulls(rows() if callable(rows) and not isinstance(rows, Iterable) else rows)
     if hasattr(rows, "set_epoch"):
         rows.set_epoch(epoch)
     is_batched, batches = getattr(rows, "batch_size", None), rows
@@ -418,11 +542,13 @@ def _rows_of(rows: Any, seed: int, epoch: int) -> Iterator[Any]:
             yield from batch
 
 
-class NumberedRows(list[dict[str, Any]]):
-    """Rows of a data set."""
+class NumberedRows(list[Any]):
+    """Rows of a data set, or values of them."""
 
     numbers: Sequence[int] = ()
     """Of each, in that data set."""
+    note: str = ""
+    """What has to be known of them."""
 
 
 class Item(NamedTuple):
@@ -650,12 +776,21 @@ class SkippedRows:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-def columns_of(rows: Iterable[tuple[int, MadeRow]]) -> tuple[str, ...]:
-    """The columns of the first row that can be read."""
+def columns_of(
+    first: Iterable[tuple[int, MadeRow]], others: Iterable[Any], declared: Iterable[str]
+) -> tuple[str, ...]:
+    """The columns that rows have, those of the first row that can be read first.
+
+    Args:
+        first: rows until one can be read.
+        others: further rows; what is none is left out.
+        declared: columns that the data are known to have.
+    """
     reason = ""
-    for row_id, row in rows:
+    for row_id, row in first:
         if not isinstance(row, BadRow):
-            return tuple(row)
+            more = [column for each in others if isinstance(each, Mapping) for column in each]
+            return tuple(dict.fromkeys([*row, *declared, *more]))
         reason = reason or f"row {row_id}: {row.reason}"
     raise ValueError(f"DataLoadingPrimer: none of the rows can be read; {reason}.")
 
@@ -688,6 +823,19 @@ def prompt_error(row: Mapping[str, Any], column: str) -> str:
         found = f"{type(value).__name__}: {value!r:.80}"
         return f"column {column!r} must hold strings or lists of messages, got {found}"
     return "" if is_text(value) else f"column {column!r} is not text: it can't be encoded as UTF-8"
+
+
+def column_error(
+    who: str,
+    columns: Sequence[str],
+    of: Callable[[Mapping[str, Any]], bool] | None,
+    row: Mapping[str, Any],
+) -> str:
+    """That a row lacks columns which somebody needs, or ``""``."""
+    missing = [column for column in columns if column not in row]
+    if not missing or not (of is None or of(row)):
+        return ""
+    return f"it lacks {missing}, which {who} needs"
 
 
 def with_plain_prompt(row: Any, column: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
 
@@ -22,10 +22,11 @@ from torchrl_data.conversation import Conversations, Turn
 from torchrl_data.history import History
 from torchrl_data.keys import GROUP_ID, HISTORY, PROMPT, QUERY, REWARD, ROW, SEED, TOOLS
 from torchrl_data.ragged import first_entries, read_objects, read_rows, write_objects
+from torchrl_data.stop_reason import StopReason, kind_of
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.tool_calls import TurnParser, parse_tool_calls, tool_call_parser
 from torchrl_envs.concurrency import ConcurrentCalls, run_all
-from torchrl_envs.entries import REWARD_KEYS, RewardSource
+from torchrl_envs.entries import REWARD_KEYS, RewardSource, UnscoredWatch, kinds_of
 
 from . import runner
 from .episode import Episode, Resources
@@ -77,11 +78,7 @@ class RewardErrorLimit(Transform):
         window = self._recent.maxlen or 1
         if len(failed) <= self.max_error_fraction * window:
             return
-        # What errors of a kind have in common: who failed, and the last line of the traceback.
-        kinds: Counter[str] = Counter()
-        for first, *more in (error.splitlines() for error in failed):
-            kinds[f"{first.split(' raised ')[0]} raised {more[-1]}" if more else first] += 1
-        summary = "\n".join(f"  {count} x {kind}" for kind, count in kinds.most_common(5))
+        summary = "\n".join(f"  {each}" for each in kinds_of(failed))
         raise TooManyRewardErrors(
             f"The rewards of {len(failed)} of the last {len(self._recent)} rollouts failed; "
             f"{self.max_error_fraction:.0%} of {window} are allowed:\n{summary}\nThe last one:\n"
@@ -154,6 +151,7 @@ class EpisodeEnv(TransformedEnv):
         self.calls = ConcurrentCalls()
         """Runs the calls of tools, environments and rewards."""
         self._found: list[Any] = []
+        self._watch = UnscoredWatch()
         self.error_limit = RewardErrorLimit()
         parse = getattr(env, "parse_turn", parse_tool_calls)
         self.runner = runner.EpisodeRunner(self.calls, parse)
@@ -313,12 +311,18 @@ class EpisodeEnv(TransformedEnv):
     def record_ends(self, episodes: Sequence[Episode]) -> None:
         """Stop the run if the rewards of too many episodes failed.
 
+        Where none of the first episodes could be scored, a warning says so at once, and again
+        after 2, 4, 8, ... such batches in a row.
+
         Args:
             episodes: that have just ended.
 
         Raises:
             TooManyRewardErrors: the limit is exceeded.
         """
+        if self.entries.has_sources:
+            ended = [each for each in episodes if kind_of(each.stop_reason) != StopReason.NO_DATA]
+            self._watch.record([each.score for each in ended])
         if episodes:
             self._limit.record(episodes)
 

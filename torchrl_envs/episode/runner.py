@@ -104,7 +104,8 @@ class EpisodeEntries(Transform):
 
     ``stop_reason``, ``max_new_tokens``, what data loading carries, the counts of tools, and the
     rewards. Before the end of an episode ``reward`` is 0, ``("rewards", source)`` is NaN and
-    ``scorable`` is False. The environment keeps the attributes up to date.
+    ``scorable`` is False. Of an episode that could not be scored ``reward`` is NaN, too. The
+    environment keeps the attributes up to date.
     """
 
     def __init__(self) -> None:
@@ -162,7 +163,7 @@ class EpisodeEntries(Transform):
                 batch.set(entries.TOKEN_ENTRIES, NonTensorData({}, batch_size=batch.batch_size))
             if any(score.by_token is not None for score in scores):
                 for episode in ended:
-                    total, by_token = torch.tensor(episode.score.total), episode.score.by_token
+                    total, by_token = torch.tensor(episode.score.reward), episode.score.by_token
                     reward = entries.dense_reward(total, by_token, episode.assistant_mask)
                     episode.token_entries[keys.REWARD] = reward
                 dense = [last_row(e, e.token_entries[keys.REWARD]) for e in ended]

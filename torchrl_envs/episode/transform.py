@@ -116,6 +116,18 @@ class EpisodeTransform(Transform):
             return episodes
         return [episode for episode in episodes if self.only_for(episode)]
 
+    def takes_part_in_row(self, row: Mapping[str, Any]) -> bool:
+        """Whether it takes part in the episodes that start from a row of the data.
+
+        Args:
+            row: of the data.
+        """
+        if self.only_for is None:
+            return True
+        episode = Episode()
+        episode.example = row
+        return bool(self.only_for(episode))
+
     @property
     def by_token(self) -> bool:
         """Whether it can make ``reward`` dense, ``[B, T, 1]``, at the end of an episode."""
@@ -235,6 +247,31 @@ def overrides(transform: EpisodeTransform, event: str) -> bool:
         event: the name of the method.
     """
     return getattr(type(transform), event) is not getattr(EpisodeTransform, event)
+
+
+class OpenedTurns:
+    """Knows what prompts open of the assistant's turns: a part of a transform that reads them."""
+
+    opened_text: str = ""
+    """What every turn of the policy begins with, though the prompt has it: ``<think>``, say."""
+
+    def note_encoder(self, encoder: Any) -> None:
+        """Take over what the prompts of an environment, or of a policy, open.
+
+        Args:
+            encoder: a :class:`~torchrl_data.ConversationEncoder`, or ``None``.
+        """
+        if encoder is not None:
+            self.opened_text = encoder.opened_text
+
+    def note_environment(self, env: EpisodeEnvironment) -> None:
+        """The same of an environment that spells its prompts out itself.
+
+        Args:
+            env: may have a tokenizer.
+        """
+        if getattr(env.base_env, "tokenizer", None) is not None:
+            self.note_encoder(env.base_env.encoder)
 
 
 class EpisodeStartError(Exception):

@@ -55,6 +55,26 @@ def final_text(completion: Sequence[Message]) -> str:
     return message_text(last) if last is not None and last["role"] == "assistant" else ""
 
 
+def as_opened(messages: Sequence[Message], opened: str) -> list[Message]:
+    """Messages in which the assistant's texts begin with what the prompt opened of them.
+
+    Args:
+        messages: what the policy said, and what it was answered.
+        opened: such as ``<think>``; see ``ConversationEncoder.opened_text``. What begins with it
+            already stays.
+    """
+    if not opened:
+        return list(messages)
+    shown = []
+    for message in messages:
+        content = message.get("content")
+        is_own = message["role"] == "assistant" and isinstance(content, str)
+        if is_own and not content.lstrip().startswith(opened.strip()):
+            message = {**message, "content": opened + content}
+        shown.append(message)
+    return shown
+
+
 def read_tags(text: str) -> Tagged:
     """The reasoning and the answer of a text."""
     thinks, answers = _THINK.findall(text), _ANSWER.findall(text)

@@ -230,6 +230,13 @@ class OpenEnvTools(ToolSource, RewardSource):
         """The server's reward."""
         return [self.name]
 
+    def _is_here(self, row: Mapping[str, Any]) -> bool:
+        return all(row.get(name) == value for name, value in self.where.items())
+
+    def takes_part_in_row(self, row: Mapping[str, Any]) -> bool:
+        """Whether the episodes that start from a row have a session here."""
+        return super().takes_part_in_row(row) and self._is_here(row)
+
     async def begin(self, episode: Episode) -> None:
         """Open and reset a session; add what the server says to the query.
 
@@ -237,7 +244,7 @@ class OpenEnvTools(ToolSource, RewardSource):
             EpisodeStartError: the server did not answer, or refused.
         """
         columns = episode.example or {}
-        if any(columns[name] != value for name, value in self.where.items()):
+        if not self._is_here(columns):
             return
         own = _Session(self._session(), self.text_of)
         episode.resources.add(self, own, close=own.session.close, timeout_s=_MARGIN_S)

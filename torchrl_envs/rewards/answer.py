@@ -3,7 +3,8 @@
 import functools
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -12,20 +13,46 @@ from torchrl.data import Binary, Composite, Unbounded
 
 from torchrl_data.batch_io import read_conversations
 from torchrl_data.checks import MissingEntryError, check_numbers
-from torchrl_data.keys import FULL, GROUP_ID, REWARD, REWARDS, ROW, SCORABLE
+from torchrl_data.keys import (
+    ASSISTANT_MASK,
+    FULL,
+    GROUP_ID,
+    REWARD,
+    REWARDS,
+    ROW,
+    SCORABLE,
+    STOP_REASON,
+)
 from torchrl_data.ragged import read_objects
+from torchrl_data.stop_reason import StopReason, stop_reason_of
 from torchrl_envs.concurrency import Outcome
-from torchrl_envs.entries import REWARD_ERRORS, SCORED_BY, RewardSource, copied_rows, joined_rows
+from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.entries import (
+    REWARD_ERRORS,
+    SCORED_BY,
+    RewardSource,
+    Score,
+    copied_rows,
+    dense_reward,
+    joined_rows,
+    reward_of_row,
+    several_rewards,
+)
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeTransform, TrajectoryTransform
-from torchrl_envs.graders.answers import final_text, message_text, read_tags
+from torchrl_envs.episode.transform import (
+    EpisodeEnvironment,
+    EpisodeTransform,
+    OpenedTurns,
+    TrajectoryTransform,
+)
+from torchrl_envs.graders.answers import as_opened, final_text, message_text, read_tags
 
 # Rewards that are read off the policy's last message.
 #
 # Shape legend: B rows.
 
 
-class AnswerReward(EpisodeTransform, RewardSource):
+class AnswerReward(OpenedTurns, EpisodeTransform, RewardSource):
     """Scores the last message of the policy by its data row.
 
     In an environment it is one of the sources whose rewards are summed. It can also score finished
@@ -84,6 +111,14 @@ class AnswerReward(EpisodeTransform, RewardSource):
         return [self._get_name()]
 
     # In an environment --------------------------------------------------------------------------
+
+    def check(self, env: EpisodeEnvironment) -> None:
+        """Note what the prompts open of the policy's turns."""
+        self.note_environment(env)
+
+    def check_policy(self, policy: Any) -> None:
+        """Note what the policy's prompts open of its turns."""
+        self.note_encoder(getattr(policy, "encoder", None))
 
     def after_turn(self, episode: Episode) -> None:
         """End an episode whose turn has an ``<answer>`` block, whatever else might answer it."""
@@ -161,7 +196,8 @@ class AnswerReward(EpisodeTransform, RewardSource):
         query = message_text(messages[first - 1]) if first else ""
         # A row of data that can't be scored marks itself, never the batch.
         try:
-            turns = [m for m in messages[first:] if m["role"] == "assistant"]
+            said = as_opened(messages[first:], self.opened_text)
+            turns = [message for message in said if message["role"] == "assistant"]
             return self.components(message_text(turns[-1] if turns else None), row or {}, query)
         except Exception as error:
             return error
@@ -175,8 +211,9 @@ class AnswerReward(EpisodeTransform, RewardSource):
             tensordict: rows with ``("history", "full")`` and the data's ``row``.
 
         Returns:
-            A batch of the same size with ``reward`` and the further entries, ``[1, 1]`` each; the
-            batch itself if this transform has scored it already.
+            A batch of the same size with ``reward`` and the further entries, ``[1, 1]`` each, and
+            ``scorable``, ``[1]``; the batch itself if this transform has scored it already. Where
+            the scoring raises, ``reward`` is NaN, and ``reward_errors`` says why.
         """
         who = self._get_name()
         full = read_conversations(tensordict, FULL, who=who)
@@ -190,23 +227,107 @@ class AnswerReward(EpisodeTransform, RewardSource):
                     f"{who} reads {ROW!r}, the row of the data, which is absent."
                 )
             parts = self.score_messages(full.messages(i), full.first_response(i), data)
-            if isinstance(parts, Exception):
-                raise parts
-            if parts[REWARD] is not None:
-                value = torch.tensor([[self.weight * float(parts[REWARD])]])
-                reward = row.get(REWARD, None) if self.add_to_reward else None
-                row.set(REWARD, value if reward is None else value + reward)
+            self._write_reward(row, parts)
             for key in self.component_keys:
-                row.set(key, self.row_entry(key, parts[key]))
+                if isinstance(parts, Exception):
+                    row.set(key, self.empty_part(key, row.batch_size))
+                else:
+                    row.set(key, self.row_entry(key, parts[key]))
             row.set_non_tensor(SCORED_BY, self._id)
         return joined_rows(out, tensordict.batch_size)
+
+    def _write_reward(self, row: TensorDictBase, parts: dict[str, Any] | Exception) -> None:
+        """Give a finished trajectory its reward, or say that it could not be scored."""
+        score, name = Score(), self._get_name()
+        is_failure = isinstance(parts, Exception)
+        outcome = Outcome(error=parts) if is_failure else Outcome(parts[REWARD])
+        reason = read_objects(row, STOP_REASON, "")[0]
+        if not stop_reason_of(reason, StopReason.TRUNCATED)[0].is_failure:
+            score.add_outcome(name, outcome, weight=self.weight, who=name)
+        held = row.get(REWARD, None)
+        if held is not None and not (score.error or score.is_scorable):
+            return  # it does not apply, and another one may
+        reward = torch.tensor([[score.reward]])
+        if self.add_to_reward and held is not None and held.numel() == 1:
+            reward = reward + held
+        elif self.add_to_reward and held is not None:
+            reward = dense_reward(reward, held.reshape(-1), row.get(ASSISTANT_MASK))
+        row.set(REWARD, reward)
+        if score.error or not self.add_to_reward or row.get(SCORABLE, None) is None:
+            row.set(SCORABLE, torch.tensor([score.is_scorable]))
+            row.set_non_tensor(REWARD_ERRORS, score.error)
 
     _inv_call = TrajectoryTransform._inv_call
 
 
-# What a logger is told about the rewards of a batch of trajectories.
+# Which reward says that a rollout is solved.
 
-_TRUE = torch.ones(1, dtype=torch.bool)
+
+def names_that_solve(
+    env: EpisodeEnvironment,
+    solved_by: str | Sequence[str] | None = None,
+    *,
+    usual: Sequence[str] = (),
+    setting: str,
+) -> list[str]:
+    """The names of the rewards that say whether a rollout of an environment is solved.
+
+    Args:
+        env: whose rewards, after :meth:`~torchrl_envs.EpisodeEnv.check`.
+        solved_by: what was asked for; ``None`` takes the one reward that counts for an episode.
+        usual: those that say so where several count, and none was asked for.
+        setting: what was asked for by, as an error names it.
+
+    Raises:
+        ValueError: several rewards count for an episode, and none was asked for; none of those
+            asked for is given to it; or there is no reward of a name.
+    """
+    asked = [solved_by] if isinstance(solved_by, str) else solved_by
+    parts = [part for part in env.transforms_of(EpisodeTransform) if isinstance(part, RewardSource)]
+    known = dict.fromkeys(name for part in parts for name in part.reward_names)
+    for name in asked or ():
+        if name not in known and name != REWARD:
+            raise ValueError(
+                f"{setting}={name!r} is no reward; there are {[*known]}, and {REWARD!r} for their "
+                "sum."
+            )
+    found: dict[str, None] = {}
+    for row in _rows_of_sources(env, parts):
+        weights: dict[str, float] = {}
+        for part in parts:
+            if part.takes_part_in_row(row):
+                own = dict(zip(part.reward_names, part.weights or repeat(1.0), strict=False))
+                weights |= {name: own[name] for name in part.reward_names_of(row)}
+        counted = [name for name, weight in weights.items() if weight]
+        chosen = counted
+        if asked is not None:
+            chosen = [name for name in asked if name in weights or name == REWARD]
+        elif len(counted) > 1:
+            chosen = [name for name in usual if name in weights]
+        if not chosen and asked is None and counted:
+            raise ValueError(several_rewards(counted, setting))
+        if not chosen and counted:
+            raise ValueError(
+                f"{setting}={asked}: an episode like that of the row {dict(row)!r:.160} has other "
+                f"rewards: {counted}. Name one of these, too."
+            )
+        found |= dict.fromkeys(chosen)
+    return [*found]
+
+
+def _rows_of_sources(
+    env: EpisodeEnvironment, parts: Sequence[EpisodeTransform]
+) -> Iterable[Mapping[str, Any]]:
+    """Rows of the data, as many as it takes to know which sources of rewards go together."""
+    is_alike = all(
+        part.only_for is None and type(part).reward_names_of is RewardSource.reward_names_of
+        for part in parts
+    )
+    for loader in env.transforms_of(DataLoadingPrimer):
+        yield from loader.sample_rows(1 if is_alike else None)
+
+
+# What a logger is told about the rewards of a batch of trajectories.
 
 
 def reward_metrics(trajectories: TensorDictBase) -> dict[str, float]:
@@ -225,8 +346,9 @@ def reward_metrics(trajectories: TensorDictBase) -> dict[str, float]:
         standard deviations are Bessel's, 0 for a single row.
     """
     rows = list(trajectories.reshape(-1).unbind(0))
-    scored = [row for row in rows if bool(row.get(SCORABLE, _TRUE).all())]
-    totals = [float(row.get(REWARD).sum()) for row in scored]
+    rewards = [reward_of_row(row) for row in rows]
+    scored = [row for row, reward in zip(rows, rewards, strict=True) if not math.isnan(reward)]
+    totals = [reward for reward in rewards if not math.isnan(reward)]
     failed = [bool(read_objects(row, REWARD_ERRORS, "")[0]) for row in rows]
     groups: dict[int, set[float]] = {}
     for row, total in zip(scored, totals, strict=True):

@@ -6,12 +6,13 @@ What they are called with, what they may answer, and what an error costs.
 import contextlib
 import functools
 import inspect
+import logging
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -22,13 +23,25 @@ from torchrl_data.checks import POSITIVE, MissingEntryError, check_numbers, one_
 from torchrl_data.messages import Message
 from torchrl_data.ragged import read_objects
 from torchrl_envs import entries
-from torchrl_envs.concurrency import Call, ConcurrentCalls, Outcome, accepted_arguments, run_all
+from torchrl_envs.concurrency import (
+    Call,
+    CallTimeoutError,
+    ConcurrentCalls,
+    Outcome,
+    accepted_arguments,
+    run_all,
+)
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.datasets.rows import PROMPT_COLUMNS
 from torchrl_envs.entries import RewardSource
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeTransform, ToolSource, TrajectoryTransform
-from torchrl_envs.graders.answers import message_text
+from torchrl_envs.episode.transform import (
+    EpisodeTransform,
+    OpenedTurns,
+    ToolSource,
+    TrajectoryTransform,
+)
+from torchrl_envs.graders.answers import as_opened, message_text
 from torchrl_envs.tools.environments import EnvironmentTools
 
 if TYPE_CHECKING:
@@ -42,6 +55,7 @@ class BadRewardError(ValueError):
     """A reward function gave what can't be rewards, the first time that it was used."""
 
 
+_log = logging.getLogger(__name__)
 RewardFunction = Callable[..., Any]
 F = TypeVar("F", bound=RewardFunction)
 SINGULAR: Final = {
@@ -179,28 +193,50 @@ def unique_names(functions: Sequence[RewardFunction], taken: Sequence[str] = ())
     return names
 
 
-def missing_arguments(function: RewardFunction, columns: Sequence[str]) -> list[str]:
-    """Arguments that a function requires and nobody gives."""
-    required = [c for c in getattr(function, "required_columns", ()) if c not in columns]
+def given_names(function: RewardFunction) -> set[str]:
+    """What a function may name, beside the columns of the data."""
     lists = SINGULAR.values() if scores_one_rollout(function) else LISTS
-    available = {*columns, *lists, *OF_TRAINING}
-    return required + [
+    return {*lists, *OF_TRAINING}
+
+
+def needed_columns(function: RewardFunction) -> list[str]:
+    """Columns of the data without which a function can't be called."""
+    given = given_names(function)
+    named = [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        and parameter.name not in available
+        and parameter.name not in given
     ]
+    return list(dict.fromkeys([*getattr(function, "required_columns", ()), *named]))
+
+
+def shadowed_columns(
+    function: RewardFunction, columns: Collection[str], prompt_column: str
+) -> list[str]:
+    """Columns of the data that a function does not get, because something else has their name."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    own = given_names(function) - {prompt_column}  # which is the same
+    return sorted(name for name in own & {*columns} if takes_any or name in parameters)
 
 
 def reward_inputs(
-    episodes: Sequence[Episode], environments: Sequence[Any], *, as_text: bool
+    episodes: Sequence[Episode],
+    environments: Sequence[Any],
+    opened: str = "",
+    *,
+    as_text: bool,
+    columns: Collection[str] = (),
 ) -> dict[str, list[Any]]:
     """Everything that a function of many rollouts may get, one item per rollout."""
-    # A rollout whose prompt is a string is shown as strings, if `as_text`.
+    # A rollout whose prompt is a string is shown as strings, if `as_text`. What the prompts opened
+    # of the policy's turns begins them. The columns are those of the data; None stands where a row
+    # lacks one.
     inputs: dict[str, list[Any]] = {name: [] for name in SINGULAR}
     for episode in episodes:
-        completion = episode.completion_messages
+        completion = as_opened(episode.completion_messages, opened)
         is_text = as_text and isinstance(episode.query, str)
         inputs["prompts"].append(episode.query if is_text else episode.prompt_messages)
         inputs["completions"].append("\n".join(map(_text, completion)) if is_text else completion)
@@ -208,7 +244,7 @@ def reward_inputs(
         inputs["completion_ids"].append(episode.completion_ids)
     inputs["environments"] += environments
     own = [episode.example or {} for episode in episodes]
-    for column in dict.fromkeys(name for row in own for name in row):
+    for column in dict.fromkeys([*columns, *(name for row in own for name in row)]):
         inputs.setdefault(column, [row.get(column) for row in own])
     return inputs
 
@@ -219,25 +255,44 @@ def _text(message: Message) -> str:
     return f"<think>\n{thought}\n</think>\n\n{said}" if thought else said
 
 
-def scoring_calls(
+def _by_group(episodes: Sequence[Episode], places: Sequence[int]) -> list[list[int]]:
+    """The places of some episodes, those of each group together."""
+    groups: dict[int, list[int]] = {}
+    for place in places:
+        groups.setdefault(episodes[place].group_id, []).append(place)
+    return [*groups.values()]
+
+
+class ScoringCall(NamedTuple):
+    """A call of a function, which scores some of the episodes that are scored together."""
+
+    places: Sequence[int]
+    """Of these, among all."""
+    call: Call
+    log: RewardLog
+    """What the function logs of them."""
+
+
+def scoring_call(
     function: RewardFunction,
     inputs: Mapping[str, list[Any]],
     episodes: Sequence[Episode],
+    places: Sequence[int],
     trainer_state: TrainerState,
-) -> list[tuple[Call, RewardLog]]:
-    """The calls of a function: one for all rollouts, or one for each; and what each logs."""
-    is_single = scores_one_rollout(function)
-    calls: list[tuple[Call, RewardLog]] = []
-    for i, its in enumerate([[episode] for episode in episodes] if is_single else [episodes]):
-        log = RewardLog(its)
-        given: dict[str, Any] = dict(inputs)
-        if is_single:
-            given = {name: values[i] for name, values in inputs.items() if name not in SINGULAR}
-            given |= {single: inputs[many][i] for many, single in SINGULAR.items()}
-        log_extra = log.log_value if is_single else log.log_extra
-        given |= zip(OF_TRAINING, (trainer_state, log.log_metric, log_extra), strict=True)
-        calls.append((functools.partial(function, **accepted_arguments(function, given)), log))
-    return calls
+) -> ScoringCall:
+    """A call of a function of many rollouts for some, or of a function of one for one of them."""
+    log = RewardLog([episodes[place] for place in places])
+    if scores_one_rollout(function):
+        (place,) = places
+        given = dict(episodes[place].example or {})
+        given |= {single: inputs[many][place] for many, single in SINGULAR.items()}
+        log_extra: Callable[..., None] = log.log_value
+    else:
+        given = {name: [values[place] for place in places] for name, values in inputs.items()}
+        log_extra = log.log_extra
+    given |= zip(OF_TRAINING, (trainer_state, log.log_metric, log_extra), strict=True)
+    call = functools.partial(function, **accepted_arguments(function, given))
+    return ScoringCall(places, call, log)
 
 
 # Finished trajectories as episodes that can be scored, and their scores as entries of the rows.
@@ -282,10 +337,10 @@ def write_finished(episode: Episode, rows: Sequence[TensorDictBase], names: Sequ
     score, start = episode.score, 0
     own = {name: torch.tensor([[score.by_source.get(name, torch.nan)]]) for name in names}
     for row, part in zip(rows, episode.rows, strict=True):
-        reward = torch.tensor([[score.total]])
+        reward = torch.tensor([[score.reward]])
         if score.by_token is not None:
             end = start + part.num_tokens(0)
-            total = torch.tensor(score.total if part is episode.rows[-1] else 0.0)
+            total = torch.tensor(score.reward if part is episode.rows[-1] else 0.0)
             by_token = score.by_token[start:end]
             reward, start = entries.dense_reward(total, by_token, part.assistant_mask(0)), end
         row.set(keys.REWARD, reward)
@@ -305,7 +360,7 @@ Level = Literal["trajectory", "turn"]
 CompletionFormat = Literal["auto", "text", "messages"]
 
 
-class RewardFunctions(EpisodeTransform, RewardSource):
+class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
     """Scores finished episodes with functions of TRL's signature.
 
     A function gets lists, one item per episode that has just finished: ``prompts`` (what came
@@ -313,7 +368,8 @@ class RewardFunctions(EpisodeTransform, RewardSource):
     ``completion_ids`` (their tokens), ``environments`` (``None`` where there is none), and every
     column of the data. As with TRL prompts and completions are strings where the data's prompts
     are, and lists of messages where those are; with tools, which TRL's strings do not have, always
-    messages. It returns as many rewards; ``None`` means that it does not apply, an exception in the
+    messages. Where the chat template opens ``<think>`` in the prompt, the turns begin with it all
+    the same. It returns as many rewards; ``None`` means that it does not apply, an exception in the
     list that this rollout could not be scored. It may be ``async``, and an object with
     ``__call__``. A function marked with :func:`row_reward` scores one
     rollout at a time.
@@ -327,9 +383,11 @@ class RewardFunctions(EpisodeTransform, RewardSource):
     values)``, a value per rollout, which goes with its row (``logged_extra``).
 
     A wrong shape (not one number per rollout) is an error of the program: it is raised the first
-    time that the function is used. Later, and for everything else that goes wrong, the rollouts
-    concerned become unscorable; :class:`~torchrl_envs.RewardErrorLimit` says how
-    many may.
+    time that the function is used. Later, with a warning, and for everything else that goes wrong,
+    the rollouts concerned become unscorable, their reward NaN;
+    :class:`~torchrl_envs.RewardErrorLimit` says how many may. A function that raises when it gets
+    several groups is asked again for each group by itself, so that a row which it can't score costs
+    its own group.
 
     Args:
         functions: the functions, or one. Those that have a ``close`` are closed with the transform.
@@ -390,12 +448,15 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         self.trainer_state = TrainerState()
         """What functions get under this name; a collector keeps ``global_step`` up to date."""
         self._has_tools = False
+        self._columns: Sequence[str] = ()
         self._own_calls: ConcurrentCalls | None = None
         self._id = uuid.uuid4().hex
+        self._watch = entries.UnscoredWatch()
         self.functions = dict(zip(unique_names(listed), listed, strict=True))
         self.level = one_of("level", level, get_args(Level), who="RewardFunctions")
         self.nan_applies = nan_applies
         self._used: set[str] = set()
+        self._warned: set[str] = set()
         self.timeout_s = timeout_s
 
     @property
@@ -416,6 +477,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
                 one of those that all functions get.
         """
         self._has_tools = any(True for _ in env.transforms_of(ToolSource))
+        self.note_environment(env)
         functions = list(self.functions.values())
         # Earlier functions, and everything that is no function, have their names first.
         parts = list(env.transforms_of(EpisodeTransform))
@@ -429,13 +491,36 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         ]
         self.functions = dict(zip(unique_names(functions, taken), functions, strict=True))
         for loader in env.transforms_of(DataLoadingPrimer):
+            self._columns = [*dict.fromkeys([*self._columns, *loader.columns])]
             for name, function in self.functions.items():
-                if missing := missing_arguments(function, loader.columns):
-                    raise ValueError(
-                        f"The reward function {name} requires {missing}, which is neither a column "
-                        f"of the data, {sorted(loader.columns)}, nor given to every function. "
-                        "Rename it, or give it a default."
-                    )
+                self._check_columns(name, function, loader)
+
+    def check_policy(self, policy: Any) -> None:
+        """Note what the policy's prompts open of its turns."""
+        self.note_encoder(getattr(policy, "encoder", None))
+
+    def _check_columns(
+        self, name: str, function: RewardFunction, loader: DataLoadingPrimer
+    ) -> None:
+        """A function finds in the data the columns that it names."""
+        needed = needed_columns(function)
+        if missing := [column for column in needed if column not in loader.columns]:
+            of_one = set(missing) & {*SINGULAR.values()}
+            mark = " Mark a function of one rollout with @row_reward." if of_one else ""
+            raise ValueError(
+                f"The reward function {name} requires {missing}, which is neither a column "
+                f"of the data, {sorted(loader.columns)}, nor given to every function. "
+                f"Rename it, or give it a default.{mark}"
+            )
+        do = " Or give the parameter a default."
+        who = f"the reward function {name}"
+        loader.require_columns(who, needed, do, of=self.takes_part_in_row)
+        if shadowed := shadowed_columns(function, loader.columns, loader.prompt_column):
+            _log.warning(
+                "The data have the columns %s, and %s gets something else under these names: what "
+                "every reward function is given. Rename the columns to pass them. See %s.",
+                *(shadowed, who, page("docs/rewards.md")),
+            )
 
     def finish_batch(self, episodes: Sequence[Episode]) -> None:
         """Score episodes, see :meth:`score`."""
@@ -461,49 +546,94 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         found = [[source.instance(episode) for source in environments] for episode in episodes]
         own = [next((each for each in its if each is not None), None) for its in found]
         inputs = {
-            as_text: reward_inputs(episodes, own, as_text=as_text)
+            as_text: reward_inputs(
+                episodes, own, self.opened_text, as_text=as_text, columns=self._columns
+            )
             for as_text in {self._reads_text(function) for function in self.functions.values()}
         }
-        calls_of = {
-            name: scoring_calls(
-                function, inputs[self._reads_text(function)], episodes, self.trainer_state
+
+        def call_of(name: str, places: Sequence[int]) -> ScoringCall:
+            function = self.functions[name]
+            its = inputs[self._reads_text(function)]
+            return scoring_call(function, its, episodes, places, self.trainer_state)
+
+        rewards = {name: self._lacking(name, episodes) for name in self.functions}
+        made = [
+            (name, call_of(name, places))
+            for name, lacking in rewards.items()
+            for places in self._parts(name, [i for i in range(len(episodes)) if i not in lacking])
+        ]
+        outcomes = self._run(made, calls)
+        # A function of many rollouts that raised is asked again for each group by itself, so that a
+        # row that it can't score costs its own group.
+        again: list[tuple[str, ScoringCall]] = []
+        for number, (name, made_call) in enumerate(made):
+            groups = _by_group(episodes, made_call.places)
+            error = outcomes[number].error
+            if len(groups) > 1 and error and not isinstance(error, CallTimeoutError):
+                again += [(name, call_of(name, places)) for places in groups]
+        repeated = {name for name, _ in again}
+        for name in repeated - self._warned:
+            self._warned.add(name)
+            _log.warning(
+                "The reward function %s raised, and is asked again for each group by itself; what "
+                "it raises then costs that group.",
+                name,
             )
-            for name, function in self.functions.items()
-        }
-        made = [call for each in calls_of.values() for call in each]
-        results = iter(calls.run([[call] for call, _ in made], self.timeout_s))
-        for name, weight in zip(self.functions, self.weights, strict=True):
-            rewards = self._read(name, [next(results)[0] for _ in calls_of[name]], episodes)
-            for episode, reward in zip(episodes, rewards, strict=True):
-                episode.score.add(name, reward, weight=weight)
-        for _, log in made:
-            log.write()
+        scored = [pair for pair in zip(made, outcomes, strict=True) if pair[0][0] not in repeated]
+        scored += zip(again, self._run(again, calls), strict=True)
+        for (name, call), outcome in scored:
+            its = self._read(name, outcome, [episodes[place] for place in call.places])
+            rewards[name] |= dict(zip(call.places, its, strict=True))
+            call.log.write()
+        for (name, own_rewards), weight in zip(rewards.items(), self.weights, strict=True):
+            for place, episode in enumerate(episodes):
+                episode.score.add(name, own_rewards[place], weight=weight)
+
+    def _parts(self, name: str, places: Sequence[int]) -> list[Sequence[int]]:
+        """Which rollouts the calls of a function score: all at once, or each."""
+        if scores_one_rollout(self.functions[name]):
+            return [[place] for place in places]
+        return [places] if places else []
+
+    def _run(
+        self, made: Sequence[tuple[str, ScoringCall]], calls: ConcurrentCalls
+    ) -> list[Outcome]:
+        results = calls.run([[each.call] for _, each in made], self.timeout_s) if made else []
+        return [outcome for (outcome,) in results]
+
+    def _lacking(self, name: str, episodes: Sequence[Episode]) -> dict[int, entries.RowReward]:
+        """Rollouts whose row lacks a column that a function needs: it is not asked about them."""
+        needed = needed_columns(self.functions[name])
+        found = {}
+        for place, episode in enumerate(episodes):
+            if missing := [column for column in needed if column not in (episode.example or {})]:
+                error = f"{name} needs the columns {missing}, which the row of the data lacks"
+                found[place] = entries.RowReward(error=error)
+        return found
 
     def _read(
-        self, name: str, outcomes: Sequence[Outcome], episodes: Sequence[Episode]
+        self, name: str, outcome: Outcome, episodes: Sequence[Episode]
     ) -> list[entries.RowReward]:
-        """Check what a function returned; a wrong shape is raised the first time it is used."""
-        if not scores_one_rollout(self.functions[name]):
-            (outcome,) = outcomes
-            outcomes = [outcome] * len(episodes)
-            if outcome.error is None:
-                what = "one reward per completion"
-                items = self._items(name, outcome.value, len(episodes), what)
-                if isinstance(items, entries.RowReward):
-                    return [items] * len(episodes)
-                # An exception in place of a reward: that rollout alone failed.
-                outcomes = [
-                    Outcome(error=item) if isinstance(item, BaseException) else Outcome(item)
-                    for item in items
-                ]
+        """Check what a call returned; a wrong shape is raised the first time it is used."""
+        outcomes = [outcome] * len(episodes)
+        if not scores_one_rollout(self.functions[name]) and outcome.error is None:
+            items = self._items(name, outcome.value, len(episodes), "one reward per completion")
+            if isinstance(items, entries.RowReward):
+                return [items] * len(episodes)
+            # An exception in place of a reward: that rollout alone failed.
+            outcomes = [
+                Outcome(error=item) if isinstance(item, BaseException) else Outcome(item)
+                for item in items
+            ]
         rewards = []
-        for episode, outcome in zip(episodes, outcomes, strict=True):
-            if outcome.error is not None:
-                reward = entries.RowReward(error=entries.raised_text(outcome.error, name))
+        for episode, each in zip(episodes, outcomes, strict=True):
+            if each.error is not None:
+                reward = entries.RowReward(error=entries.raised_text(each.error, name))
             elif self.by_token:
-                reward = self._by_turn(name, outcome.value, episode)
+                reward = self._by_turn(name, each.value, episode)
             else:
-                reward = self._number(name, outcome.value)
+                reward = self._number(name, each.value)
             rewards.append(reward)
         self._used.add(name)
         return rewards
@@ -527,8 +657,8 @@ class RewardFunctions(EpisodeTransform, RewardSource):
 
     def _number(self, name: str, value: Any) -> entries.RowReward:
         number, error = entries.number_or_error(value, name, self.nan_applies)
-        if "not a number" in error and name not in self._used:
-            raise BadRewardError(f"The reward function {error}. {_WANTED}")
+        if "not a number" in error:
+            self._refuse(name, f"{error}.")
         return entries.RowReward(number, error)
 
     def _items(self, name: str, value: Any, count: int, what: str) -> list[Any] | entries.RowReward:
@@ -539,10 +669,19 @@ class RewardFunctions(EpisodeTransform, RewardSource):
                 items = list(value)
         if items is not None and len(items) == count:
             return items
+        if items is None and count == 1 and entries.number_or_error(value, name)[0] is not None:
+            return [value]  # of a batch of one, squeezed
         error = f"{name} must return {what}: expected a list of {count}, got {value!r:.80}."
+        self._refuse(name, error)
+        return entries.RowReward(error=error)
+
+    def _refuse(self, name: str, error: str) -> None:
+        """Raise that a function gave what can't be rewards; later, say so the first time."""
         if name not in self._used:
             raise BadRewardError(f"The reward function {error} {_WANTED}")
-        return entries.RowReward(error=error)
+        if name not in self._warned:
+            self._warned.add(name)
+            _log.warning("The reward function %s These rollouts are not scored. %s", error, _WANTED)
 
     # On finished trajectories -------------------------------------------------------------------
 
@@ -580,6 +719,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         scored = [episode for episode, _ in found if episode.is_scorable]
         if scored:
             self.score(scored, self._own_calls)
+            self._watch.record([episode.score for episode in scored])
         for episode, its in found:
             write_finished(episode, its, self.reward_names)
         for row in rows:

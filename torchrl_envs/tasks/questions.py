@@ -336,6 +336,7 @@ def math_task(
         train_rows=train,
         held_out_rows=held_out,
         rewards=rewards,
+        solved_by=("MathVerifyReward",),
         columns=("problem", "solution"),
         prompt_column="problem",
         map_row=with_answer,
@@ -504,7 +505,7 @@ def countdown_task(
     """
     sizes = {"num_count": num_count, "max_number": max_number, "max_target": max_target}
     rows = countdown_rows(num_rows, **sizes, seed=seed)
-    train, held_out = load_task_rows(rows, num_held_out=num_held_out)
+    train, held_out = load_task_rows(rows, num_held_out=num_held_out, told_apart_by=["prompt"])
     task = Task(
         name="countdown",
         train_rows=train,

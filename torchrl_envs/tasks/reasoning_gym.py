@@ -137,7 +137,7 @@ def question_task(
         right_fraction = easy.right_fraction if easy else RIGHT_FRACTION
     settings = {**(easy.settings if easy else {}), **(config or {})}
     rows = question_rows(generator, size=num_rows, seed=seed, config=settings)
-    train, held_out = split_rows(rows, num_held_out)
+    train, held_out = split_rows(rows, num_held_out, told_apart_by=["prompt"])
     rng, slips = random.Random(seed), Slips([row["answer"] for row in train], right_fraction)
     shown = [rng.choice(train) for _ in range(num_demonstrations)]
     return Task(
@@ -274,7 +274,7 @@ def calculator_task(
             by_tool[row["tool"]].append(row)
     # In turn, so that no tool is right more often than another one.
     rows = [row for turn in zip(*by_tool.values(), strict=False) for row in turn]
-    train, held_out = split_rows(rows[:num_rows], num_held_out)
+    train, held_out = split_rows(rows[:num_rows], num_held_out, told_apart_by=["prompt"])
     demonstrations: list[list[Message]] = []
     for _ in range(num_demonstrations):
         prompt = rng.choice(train)["prompt"]

@@ -57,7 +57,7 @@ def combine_tasks(
     sizes = [len(task.train_rows) for task in tasks]
     in_turn = _in_turn([[(k, i) for i in range(size)] for k, size in enumerate(sizes)])
     order = np.array(in_turn if shares is None else draw_schedule(sizes, shares, seed))
-    held_out = [[{**columns, **make(r)} for r in t.held_out_rows] for t, make in pairs]
+    held_out = [[make(row) for row in task.held_out_rows] for task, make in pairs]
     environments = {task.name: task.environment for task in tasks if task.environment is not None}
     answers = {task.final_answer for task in tasks}
     bonuses = [task.entropy_coeff for task in tasks if task.entropy_coeff is not None]
@@ -74,6 +74,7 @@ def combine_tasks(
         environment=environments or None,  # type: ignore[arg-type]
         tools=tools,
         rewards=lambda: [each for task in tasks for each in _only_for(task, scoring_of(task))],
+        solved_by=tuple(name for task in tasks for name in task.solved_by),
         train_rows=LazyRows(lambda k, i: makers[k](tasks[k].train_rows[i]), order, columns),
         held_out_rows=_in_turn(held_out),
         prompt_column="prompt",

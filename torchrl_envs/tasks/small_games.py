@@ -140,7 +140,7 @@ def echo_task(
     for _ in range(num_rows):
         message = " ".join(rng.sample(games.WORDS, 2))
         rows.append({"prompt": f"Echo: {message}", "message": message})
-    train, held_out = split_rows(rows, num_held_out)
+    train, held_out = split_rows(rows, num_held_out, told_apart_by=["prompt"])
     demonstrations = []
     for _ in range(num_demonstrations):
         row = rng.choice(train)

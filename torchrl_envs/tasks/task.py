@@ -1,6 +1,8 @@
 """A task: an environment, its data and, where a model starts from nothing, demonstrations."""
 
 import hashlib
+import json
+import pickle
 import random
 import re
 from collections import Counter
@@ -19,6 +21,7 @@ from torchrl_data.checks import check_columns, check_numbers
 from torchrl_data.conversation import Conversations
 from torchrl_data.messages import Message
 from torchrl_data.templates.encoder import ConversationEncoder, encode_demonstrations
+from torchrl_data.templates.template import ToolsNotShownError
 from torchrl_envs.datasets import rows as data
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode import Episode
@@ -62,6 +65,8 @@ class Task:
     """Makes what scores, where the environment does not do it itself."""
     metrics: Sequence[Callable[..., Any]] = ()
     """Reward functions that are only logged."""
+    solved_by: Sequence[str] = ()
+    """The rewards that say whether an episode is solved, where several are added."""
     columns: Sequence[str] = ()
     """Columns that the data must have."""
     prompt_column: str | None = None
@@ -157,7 +162,7 @@ class TaskEnv(EpisodeEnv):
             map_row=map_row or task.map_row,
             options=data.DataOptions(skip_bad_rows=task.skip_bad_rows),
         )
-        check_columns(type(self).__name__, primer.columns, task.columns)
+        primer.require_columns(type(self).__name__, task.columns)
         parts: list[Any] = [primer]
         if task.environment is not None:
             environments = EnvironmentTools(task.environment, show_schemas=show_schemas)
@@ -179,7 +184,9 @@ class TaskEnv(EpisodeEnv):
         self.task = task
         self._opening = kwargs["system_prompt"]
 
-    def encode_demonstrations(self, encoder: ConversationEncoder) -> Conversations:
+    def encode_demonstrations(
+        self, encoder: ConversationEncoder, *, faults: dict[int, str] | None = None
+    ) -> Conversations:
         """The task's demonstrations, with the very prompts that its episodes have.
 
         A conversation without a system prompt gets the task's, and one without tools of its own
@@ -187,6 +194,8 @@ class TaskEnv(EpisodeEnv):
 
         Args:
             encoder: with the chat template.
+            faults: is told of those that can't be encoded, by their place, and they are left out;
+                ``None`` raises for the first one.
 
         Raises:
             ValueError: as :func:`~torchrl_data.encode_demonstrations`; or there are several
@@ -206,43 +215,110 @@ class TaskEnv(EpisodeEnv):
             with closing(TaskEnv(task, held_out=is_held_out, compute_reward=False)) as env:
                 shown = read_conversations(env.reset(), "prompt", who="TaskEnv").tools(0)
         schemas = [own or shown for own in tools or [None] * len(chats)]
-        return encode_demonstrations(encoder, chats, tools=schemas)
+        try:
+            return encode_demonstrations(encoder, chats, tools=schemas)
+        except ToolsNotShownError:
+            raise
+        except (ValueError, TypeError):
+            if faults is None:
+                raise
+        kept: list[Conversations] = []
+        numbers = getattr(task.demonstrations, "numbers", range(len(chats)))
+        for place, (chat, own) in enumerate(zip(chats, schemas, strict=True)):
+            try:
+                kept.append(
+                    encode_demonstrations(encoder, [chat], tools=[own], first_row=numbers[place])
+                )
+            except (ValueError, TypeError) as error:
+                faults[place] = str(error)
+        return Conversations.cat(kept) if kept else Conversations.from_messages([])
 
 
 def split_rows(
-    rows: Sequence[Row], num_held_out: int, prompt_column: str = "prompt"
+    rows: Sequence[Row],
+    num_held_out: int,
+    prompt_column: str = "prompt",
+    *,
+    told_apart_by: Sequence[str] | None = None,
 ) -> tuple[Any, data.NumberedRows]:
-    """Rows without repeated prompts, split into training and held-out rows.
+    """Rows without repetitions, split into training and held-out rows.
+
+    Where there are enough different prompts, each held-out row has one of its own, and no row with
+    that prompt is trained on. Otherwise only whole rows are never in both, and the ``note`` of the
+    held-out rows says so.
 
     Args:
         rows: with a prompt each.
         num_held_out: how many are held out.
         prompt_column: the column with the prompt.
+        told_apart_by: rows that agree in these columns are the same row; all columns when not
+            given.
 
     Returns:
-        Training rows, a list unless ``rows`` have ``select``, and held-out rows; no prompt is in
-        both, and ``numbers`` of each are those in ``rows``. What is no prompt is kept, for
+        Training rows, a list unless ``rows`` have ``select``, and held-out rows; ``numbers`` of
+        each are those in ``rows``. What is no prompt is kept, for
         :class:`~torchrl_envs.DataLoadingPrimer` to name.
 
     Raises:
-        ValueError: too few different prompts are there to hold that many out and train on others.
+        ValueError: too few different rows are there to hold that many out and train on others.
     """
-    column = prompt_column
-    texts = (f"{data.prompt_error(row, column) and n}\0{row[column]}" for n, row in enumerate(rows))
-    keys = (hashlib.sha256(text.encode(errors="surrogatepass")).digest() for text in texts)
-    distinct = list({key: n for n, key in enumerate(keys)}.values())
+    first: dict[bytes, int] = {}
+    by_prompt: dict[bytes, list[int]] = {}
+    for number, row in enumerate(rows):
+        prompt = digest_of(row.get(prompt_column), number)
+        whole = row if told_apart_by is None else {name: row.get(name) for name in told_apart_by}
+        if first.setdefault(digest_of(whole, number), number) == number:
+            by_prompt.setdefault(prompt, []).append(number)
+    distinct, note = [*first.values()], ""
     if len(distinct) < 2 * num_held_out:
+        most = len(distinct) // 2
+        fewer = (
+            f", or hold out at most {most}: num_held_out, evaluate.num_prompts={most} of a recipe"
+        )
         raise ValueError(
-            f"Only {len(distinct)} of {len(rows)} rows have different prompts, too few to hold "
-            f"{num_held_out} out and keep as many. Generate more rows, or hold out at most "
-            f"{len(distinct) // 2}: num_held_out, which is evaluate.num_prompts= of a recipe; "
-            "held_out_split=train tests on a file as it is."
+            f"Only {len(distinct)} of {len(rows)} rows are different, too few to hold "
+            f"{num_held_out} out and keep as many. Give more rows{fewer if most else ''}; "
+            "held_out_split=train tests on the rows that are trained on."
+        )
+    if len(by_prompt) >= 2 * num_held_out:
+        held = [numbers[0] for numbers in [*by_prompt.values()][:num_held_out]]
+        kept = sorted(n for numbers in [*by_prompt.values()][num_held_out:] for n in numbers)
+    else:
+        held, kept = distinct[:num_held_out], distinct[num_held_out:]
+        note = (
+            f"{len(distinct)} different rows have {len(by_prompt)} prompt(s) in all: the held-out "
+            "rows differ from the training rows, but have the same prompts."
         )
     select: Any = getattr(rows, "select", lambda its: data.NumberedRows(rows[n] for n in its))
-    train = select(distinct[num_held_out:])
-    held_out = data.NumberedRows(rows[n] for n in distinct[:num_held_out])
-    train.numbers, held_out.numbers = distinct[num_held_out:], distinct[:num_held_out]
+    train, held_out = select(kept), data.NumberedRows(rows[n] for n in held)
+    train.numbers, held_out.numbers, held_out.note = kept, held, note
     return train, held_out
+
+
+def digest_of(value: Any, number: int) -> bytes:
+    """A digest of a value of a row, equal where values are; of what has no content, of its number.
+
+    Args:
+        value: of plain values, dates, arrays, images and the like.
+        number: of the row.
+    """
+
+    def plain(thing: Any) -> Any:
+        if isinstance(thing, bytes | bytearray | memoryview):
+            return hashlib.sha256(thing).hexdigest()
+        if hasattr(thing, "tobytes"):  # an array, an image
+            about = [str(getattr(thing, name, "")) for name in ("dtype", "shape", "mode", "size")]
+            return [*about, hashlib.sha256(thing.tobytes()).hexdigest()]
+        try:
+            return hashlib.sha256(pickle.dumps(thing)).hexdigest()
+        except Exception:  # the code of the user's objects
+            return f"row {number}"
+
+    try:
+        text = json.dumps(value, default=plain, sort_keys=True)
+    except (TypeError, ValueError):  # keys of several types, or a value that holds itself
+        text = f"row {number}"
+    return hashlib.sha256(text.encode()).digest()
 
 
 def load_task_rows(
@@ -254,6 +330,7 @@ def load_task_rows(
     num_held_out: int = 0,
     prompt_column: str = "prompt",
     skip_bad_rows: bool = False,
+    told_apart_by: Sequence[str] | None = None,
 ) -> tuple[Any, Sequence[Row]]:
     """The training and held-out rows of a data set.
 
@@ -265,6 +342,7 @@ def load_task_rows(
         num_held_out: how many rows; 0 for none.
         prompt_column: the column with the prompt.
         skip_bad_rows: leave out lines that can't be read, see :func:`~torchrl_envs.load_rows`.
+        told_apart_by: see :func:`split_rows`.
 
     Returns:
         Data to train on, as they are where nothing is held out of them; and held-out rows.
@@ -281,9 +359,11 @@ def load_task_rows(
         if len(rows):
             hint = " That one holds the prompts: rename it, or name another with prompt_column=."
             check_columns("the task", rows[0], [prompt_column], hint)
-        return split_rows(rows, num_held_out, prompt_column)
+        return split_rows(rows, num_held_out, prompt_column, told_apart_by=told_apart_by)
     rows = data.load_rows(dataset, split=held_out_split, **options)
-    held_out = [dict(row) for row in islice(rows, num_held_out)]
+    held_out = data.NumberedRows(dict(row) for row in islice(rows, num_held_out))
+    if held_out_split == (split or "train"):
+        held_out.note = f"{held_out_split=}: the held-out rows are trained on, too."
     if len(held_out) < num_held_out:
         raise ValueError(
             f"{held_out_split=} has only {len(held_out)} rows, too few to hold {num_held_out} out."

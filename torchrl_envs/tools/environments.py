@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from torchrl_data.checks import POSITIVE, check_columns, check_numbers, one_of
+from torchrl_data.checks import POSITIVE, check_numbers, one_of
 from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
 from torchrl_data.tool_calls import ToolCall
@@ -17,7 +17,14 @@ from torchrl_envs import concurrency
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardOf, RewardSource, reward_of_steps, with_observation
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeStartError, EpisodeTransform, Job, ToolSource
+from torchrl_envs.episode.transform import (
+    EpisodeStartError,
+    EpisodeTransform,
+    Job,
+    OpenedTurns,
+    ToolSource,
+)
+from torchrl_envs.graders.answers import as_opened
 from torchrl_envs.tool_results import MAX_RESULT_BYTES, environment_error
 from torchrl_envs.tool_schemas import Tool, environment_tools
 
@@ -97,7 +104,7 @@ def _log_close_error(closed: Any, outcome: concurrency.Outcome) -> None:
 # An environment per rollout: its methods are tools, and it owns its state and its reward.
 
 
-class EnvironmentTools(ToolSource, RewardSource):
+class EnvironmentTools(OpenedTurns, ToolSource, RewardSource):
     """Gives every rollout an environment of its own.
 
     An environment is plain Python: ``reset(**row)`` gets the columns of the data row that it names
@@ -190,6 +197,12 @@ class EnvironmentTools(ToolSource, RewardSource):
         """Environments that own a reward."""
         return [name for name, cls in self.types.items() if hasattr(cls, "get_reward")]
 
+    def reward_names_of(self, row: Mapping[str, Any]) -> list[str]:
+        """The environment that a row has, where it owns a reward."""
+        if not self.is_routed:
+            return self.reward_names
+        return [name for name in self.reward_names if name == row.get(self.route_column)]
+
     def check(self, env: "EpisodeEnvironment") -> None:
         """Data and environments fit together, and somebody gives a reward.
 
@@ -197,11 +210,15 @@ class EnvironmentTools(ToolSource, RewardSource):
             ValueError: the routing column or a column that ``reset`` requires is missing, a row
                 names an unknown environment, or there is no reward at all.
         """
+        self.note_environment(env)
         known, column = sorted(self.factories), self.route_column
         for loader in env.transforms_of(DataLoadingPrimer):
             if self.is_routed:
                 do = " Add what says of each row its environment, or name another one by "
-                check_columns("EnvironmentTools", loader.columns, [column], f"{do}route_column=.")
+                loader.require_columns(
+                    *("EnvironmentTools", [column], f"{do}route_column=."),
+                    of=self.takes_part_in_row,
+                )
                 if self.only_for is None:
                     loader.require(
                         "environment",
@@ -217,7 +234,8 @@ class EnvironmentTools(ToolSource, RewardSource):
                     raise ValueError(f"The environment {cls.__name__} has {missing}.")
                 needed = set(_required_arguments(cls.reset)[1:]) - {"seed"}
                 do = " Add them, or give the parameters a default."
-                check_columns(f"{name}.reset", loader.columns, sorted(needed), do)
+                of = functools.partial(self._has_environment, name)
+                loader.require_columns(f"{name}.reset", sorted(needed), do, of=of)
         sources = [s for s in env.transforms_of(EpisodeTransform) if isinstance(s, RewardSource)]
         if not any(source.reward_names for source in sources):
             raise ValueError(
@@ -225,6 +243,15 @@ class EnvironmentTools(ToolSource, RewardSource):
                 "there reward functions. Define get_reward(self) -> float on the environment, or "
                 "append RewardFunctions([...])."
             )
+
+    def check_policy(self, policy: Any) -> None:
+        """Note what the policy's prompts open of its turns."""
+        self.note_encoder(getattr(policy, "encoder", None))
+
+    def _has_environment(self, name: str, row: Mapping[str, Any]) -> bool:
+        """Whether the episodes that start from a row have an environment of that name."""
+        its = row.get(self.route_column) if self.is_routed else name
+        return its == name and self.takes_part_in_row(row)
 
     # Lifecycle ----------------------------------------------------------------------------------
 
@@ -286,7 +313,9 @@ class EnvironmentTools(ToolSource, RewardSource):
         if instance is None or not hasattr(self.types[instance.name], "get_reward"):
             return
         get_reward = instance.environment.get_reward
-        arguments = concurrency.accepted_arguments(get_reward, {"messages": episode.messages})
+        messages, first = episode.messages, episode.first_response
+        messages = [*messages[:first], *as_opened(messages[first:], self.opened_text)]
+        arguments = concurrency.accepted_arguments(get_reward, {"messages": messages})
         ask = functools.partial(get_reward, **arguments)
         (outcome,) = await self.call(ask, timeout_s=self.timeout_s)
         episode.score.add_outcome(instance.name, outcome, who=f"{instance.name}.get_reward")

@@ -144,7 +144,7 @@ def test_a_dataset_of_datasets_works():
                 DataLoadingPrimer([{**row, "kind": "bad"} for row in ROWS]),
                 EnvironmentTools({"good": Good}, route_column="kind"),
             ).check(),
-            r"4 rows can't be used: row 0: it names the environment 'bad'; there are \['good'\]",
+            r"4 row\(s\) can't be used: row 0: it names the environment 'bad'; there are \['go",
             id="unknown environment",
         ),
         pytest.param(

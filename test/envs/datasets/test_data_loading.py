@@ -11,6 +11,7 @@ import threading
 
 import cloudpickle
 import datasets
+import pyarrow
 import pytest
 import torch
 from hypothesis import given, settings
@@ -124,7 +125,7 @@ def test_a_file_is_streamed(on_disk, tmp_path):
         str(on_disk / "rows.jsonl"), streaming=True, load_options={"cache_dir": str(tmp_path)}
     )
     loader = DataLoadingPrimer(rows)
-    assert isinstance(loader.dataset, datasets.IterableDataset)
+    assert isinstance(loader.dataset.table, datasets.IterableDataset)
     assert [number for number, _, _ in draws(loader, 8)] == [*range(7), 0]
 
 
@@ -314,7 +315,7 @@ BAD = [
 
 @pytest.mark.parametrize(("bad", "words"), BAD)
 def test_D05_bad_rows_are_named_before_anything_runs(bad, words):
-    with pytest.raises(ValueError, match=f"1 rows can't be used: row 2: .*{words}"):
+    with pytest.raises(ValueError, match=rf"1 row\(s\) can't be used: row 2: .*{words}"):
         DataLoadingPrimer([*ROWS[:2], bad, *ROWS[3:]])
 
 
@@ -495,3 +496,65 @@ def test_the_frontier_loses_no_group_and_repeats_none(data):
         place += 1
     assert sorted(ended) == list(range(len(ended)))
     assert frontier.counts["ended"] == len(ended)
+
+
+# Rows of tables -----------------------------------------------------------------------------------
+
+
+def of_shape(shape):
+    """Values of a shape: a strategy of leaves, a list of one shape, or keys that may be absent."""
+    if isinstance(shape, list):
+        return st.lists(of_shape(shape[0]), max_size=3)
+    if isinstance(shape, dict):
+        return st.fixed_dictionaries({}, optional={k: of_shape(each) for k, each in shape.items()})
+    return shape
+
+
+names = st.sampled_from(["a", "b", "key", "name", "arguments", "content"])
+leaves = st.sampled_from([st.text("xy", max_size=3), st.integers(-9, 9), st.booleans()])
+shapes = st.recursive(
+    leaves,
+    lambda inner: (
+        inner.map(lambda each: [each]) | st.dictionaries(names, inner, min_size=1, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@st.composite
+def rows_of_one_table(draw):
+    """Rows in which any key may be absent; the first one says which columns there are."""
+    columns = {"prompt": st.text("pq", min_size=1, max_size=3)}
+    columns |= {
+        f"column {name}": of_shape(draw(shapes)) for name in "xyz"[: draw(st.integers(1, 3))]
+    }
+    optional = {name: each for name, each in columns.items() if name != "prompt"}
+    later = st.fixed_dictionaries({"prompt": columns["prompt"]}, optional=optional)
+    return [draw(st.fixed_dictionaries(columns)), *draw(st.lists(later, min_size=1, max_size=4))]
+
+
+@settings(max_examples=60)
+@given(rows_of_one_table())
+def test_a_table_gives_the_rows_that_were_put_into_it(tmp_path_factory, written):
+    """Arrow gives each dictionary all keys that one at its place has, with nulls."""
+    table = datasets.Dataset.from_list(written)
+    assert list(load_rows(table)) == written
+    assert [item.row for item in DataLoadingPrimer(table, num_epochs=1)._rows] == written
+    folder = tmp_path_factory.mktemp("table")
+    try:
+        table.to_parquet(folder / "rows.parquet")
+    except pyarrow.ArrowNotImplementedError:
+        return  # Parquet has no dictionary without any key
+    options = {"load_options": {"cache_dir": str(folder)}}
+    assert list(load_rows(folder / "rows.parquet", **options)) == written
+    assert list(load_rows(folder / "rows.parquet", streaming=True, **options)) == written
+
+
+def test_what_is_written_as_null_stays_where_it_can_be_told(tmp_path):
+    row = {"prompt": "a", "tools": [{"default": None, "enum": [1, None]}], "note": None}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    assert list(load_rows(path)) == [row]
+    features = datasets.Features({"prompt": datasets.Value("string"), "tools": datasets.Json()})
+    own = {name: row[name] for name in features}
+    assert list(load_rows(datasets.Dataset.from_list([own], features=features))) == [own]

@@ -59,7 +59,7 @@ def test_a_hanging_answer_costs_its_rollout_only_and_its_process(scripted, play)
     script = {"<0>": [r"\boxed{4}"], "<1>": [HANGS], "<2>": ["4"], "<3>": [r"\boxed{2+2}"]}
     end = play(env, scripted(script))[0]
     assert end["scorable"].view(-1).tolist() == [True, False, False, True]
-    assert end["reward"].view(-1).tolist() == [2.0, 0.25, 0.0, 2.0]
+    assert end["reward"].view(-1).nan_to_num(-9.0).tolist() == [2.0, -9.0, -9.0, 2.0]
     errors = read_objects(end, "reward_errors")
     assert "MathVerifyReward raised" in errors[1]
     assert "was not graded within 4 s" in errors[1]

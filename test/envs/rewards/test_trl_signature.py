@@ -35,15 +35,16 @@ class Seen:
         return [0.0] * len(completions)
 
 
-def run(scripted, rows, replies, functions, *tools, **settings):
+def run(scripted, rows, replies, functions, *tools, group_size=1, **settings):
     """The trajectories of one batch."""
     transforms = [
-        DataLoadingPrimer(rows),
+        DataLoadingPrimer(rows, group_size=group_size),
         *tools,
         RewardFunctions(functions, **settings),
         StepCounter(max_steps=1),
     ]
-    env = ChatEnv(batch_size=len(rows), system_prompt="sys").append_transform(Compose(*transforms))
+    size = len(rows) * group_size
+    env = ChatEnv(batch_size=size, system_prompt="sys").append_transform(Compose(*transforms))
     return LLMCollector(env, scripted(replies)).collect()
 
 
@@ -160,7 +161,7 @@ def test_wrong_logging_makes_the_rollouts_unscorable(scripted, method, arguments
         kwargs[method](*arguments)
         return [1.0] * len(completions)
 
-    batch = run(scripted, ROWS, REPLIES, [logs])
+    batch = run(scripted, ROWS[:1], {"<a>": ["four", "four"]}, [logs], group_size=2)
     assert not batch["scorable"].any()
     assert all(words in error for error in batch["reward_errors"])
 
