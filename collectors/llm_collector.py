@@ -11,7 +11,7 @@ from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 from torchrl.envs import Transform
 
 from torchrl_data.batch_io import one_dimension, row_tensordicts, write_conversations
-from torchrl_data.checks import check_counts
+from torchrl_data.checks import ChecksAttributes, check_counts
 from torchrl_data.conversation import NO_DATA
 from torchrl_data.keys import (
     DONE,
@@ -168,7 +168,7 @@ def states_of(parts: Iterable[nn.Module]) -> list[dict[str, Any]]:
     return [{"type": type(part).__name__, "state": part.get_extra_state()} for part in parts]
 
 
-class Collector(ABC):
+class Collector(ChecksAttributes, ABC):
     """Collects batches of finished episodes with a policy, and fills a replay buffer.
 
     Args:
@@ -210,6 +210,9 @@ class Collector(ABC):
         self._reward_functions = list(reward_functions)
         self._total = total_episodes
         self._restored_version: int | None = None
+        self._known_sampling = getattr(policy, "sampling", None)
+
+    changeable = frozenset({"postproc"})
 
     @abstractmethod
     def _run_batch(self) -> tuple[TensorDictBase, int]:
@@ -253,6 +256,7 @@ class Collector(ABC):
                 f"{self._restored_version} of the weights. Hand the restored model over first: "
                 "collector.update_policy_weights_(model)."
             )
+        self._check_sampling()
         states = [loader.get_extra_state() for loader in self._loaders]
         try:
             batch, num_episodes = self._run_batch()
@@ -269,6 +273,26 @@ class Collector(ABC):
             raise
         self.num_collected += num_episodes
         return batch
+
+    def _check_sampling(self) -> None:
+        """Check that a distribution that the policy was given later fits what reads its scores.
+
+        Raises:
+            ValueError: it does not.
+            RuntimeError: turns are drawn by copies of the policy, which have the one before.
+        """
+        sampling = getattr(self.policy, "sampling", None)
+        if sampling == self._known_sampling:
+            return
+        env: EpisodeEnv | None = getattr(self, "env", None)
+        if env is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: the policy's sampling was set after its copies were made, "
+                "and these draw as before. Make another collector."
+            )
+        for transform in env.episode_transforms():
+            transform.check_policy(self.policy)
+        self._known_sampling = sampling
 
     @property
     def policy_version(self) -> int:

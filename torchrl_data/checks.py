@@ -131,7 +131,7 @@ def check_names(who: str, names: Iterable[str], known: Collection[str]) -> None:
 
 
 class ChecksAttributes:
-    """Mixin of configurable objects: an attribute that is set after construction never has no effect.
+    """Mixin of configurable objects: an attribute that is set later takes effect, or raises.
 
     Once an object is made, an argument of its constructor can be set only where the class has a
     property with a setter of that name, or lists it in :attr:`changeable`. A name that the object
@@ -150,31 +150,39 @@ class ChecksAttributes:
         if (init := vars(cls).get("__init__")) is not None:
             cls.__init__ = _noting_its_end(init)
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if vars(self).get("_is_made") and not name.startswith("_"):
             self._check_settable(name)
+            if name in self.changeable:
+                value = self._checked_change(name, value)
         super().__setattr__(name, value)
+
+    def _checked_change(self, name: str, value: Any) -> Any:
+        """What one of :attr:`changeable` is set to, checked as at construction.
+
+        Raises:
+            ValueError: it is out of range, or can't take effect with the others.
+        """
+        del name
+        return value
 
     def _check_settable(self, name: str) -> None:
         cls, who = type(self), type(self).__name__
-        found = inspect.getattr_static(cls, name, None)
-        if isinstance(found, property):
-            if found.fset is None:
-                raise AttributeError(f"{who}: {name} can't be set; it follows from the others.")
-            return
-        if name in cls.changeable:
+        if name in (can := changeable_of(cls)):
             return
         arguments = arguments_of(cls)
         if name in arguments:
-            can = sorted(n for n in arguments if n in cls.changeable or _has_setter(cls, n))
-            more = f" These can be changed: {', '.join(can)}." if can else ""
+            more = f" These can be changed: {', '.join(sorted(can))}." if can else ""
             raise AttributeError(
                 f"{who}: {name} is fixed when it is made, and setting it later would have no "
                 f"effect, or half of one. Make another one with {name}=...{more}"
             )
+        found = inspect.getattr_static(cls, name, None)
+        if isinstance(found, property) and found.fset is None:
+            raise AttributeError(f"{who}: {name} can't be set; it follows from the others.")
         if _is_written_elsewhere(cls) or hasattr(self, name):
             return
-        known = sorted({n for n in (*arguments, *vars(self)) if not n.startswith("_")})
+        known = sorted({n for n in (*arguments, *can, *vars(self)) if not n.startswith("_")})
         hint = "".join(f" Did you mean {m!r}?" for m in get_close_matches(name, known, n=1))
         raise AttributeError(f"{who} has no attribute {name!r} to set.{hint} It has {known}.")
 
@@ -197,9 +205,21 @@ def _noting_its_end(init: Callable[..., None]) -> Callable[..., None]:
     return noting
 
 
-def _has_setter(cls: type, name: str) -> bool:
-    found = inspect.getattr_static(cls, name, None)
-    return isinstance(found, property) and found.fset is not None
+@functools.cache
+def changeable_of(cls: type[ChecksAttributes]) -> frozenset[str]:
+    """Attributes that can be set later: plain ones, and own properties with a setter.
+
+    Args:
+        cls: the class; a property of TorchRL's may set what nothing here reads.
+    """
+    setters = {
+        name
+        for base in cls.__mro__
+        if issubclass(base, ChecksAttributes)
+        for name, value in vars(base).items()
+        if isinstance(value, property) and value.fset is not None
+    }
+    return cls.changeable | setters
 
 
 @functools.cache

@@ -293,3 +293,53 @@ def test_logits_that_are_not_finite_are_refused(make_tiny_model):
         model.lm_head.weight[3] = torch.nan
     with pytest.raises(RuntimeError, match="logits that are not finite"):
         engine.generate([[1, 2]], params)
+
+
+# A policy's settings that are set later.
+
+
+def test_sampling_that_is_set_later_is_what_a_new_policy_draws_from(
+    make_tiny_model, chatml_tokenizer
+):
+    def build(**sampling):
+        kwargs = {"max_new_tokens": 6, "seed": 3, **sampling}
+        return TransformersWrapper(
+            make_tiny_model(), tokenizer=chatml_tokenizer, generate_kwargs=kwargs
+        )
+
+    asked = Conversations.from_messages([[{"role": "user", "content": "hi"}]] * 3)
+    policy, want = build(), build(temperature=0.3)
+    policy.temperature = 0.3
+    assert policy.sampling == want.sampling
+    policy.sampling = SamplingParameters(max_new_tokens=2, stop=("hello",))
+    assert policy.sampling.stop_token_ids == want.sampling.stop_token_ids
+    _, full, _ = policy.respond(asked)
+    assert all(int(full.assistant_mask(i).sum()) <= 2 for i in range(3))
+    assert policy.sampling.stop_matcher is not None, "stop strings are found"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "hint"),
+    [
+        ("temperature", -1.0, ValueError, "temperature must be a finite number"),
+        ("sampling", {"temperature": 1.0}, TypeError, r"sampling takes SamplingParameters"),
+        ("sampling", SamplingParameters(stop_token_ids=(9999,)), ValueError, "not in the vocab"),
+        ("num_samples", 0, ValueError, "num_samples must be a whole number"),
+        ("generate_kwargs", {"top_k": 3}, AttributeError, "generate_kwargs is fixed.*sampling"),
+        ("input_mode", "text", AttributeError, "input_mode is fixed when it is made"),
+        (
+            "temprature",
+            1.0,
+            AttributeError,
+            "no attribute 'temprature'.*Did you mean 'temperature'",
+        ),
+    ],
+)
+def test_what_a_policy_can_not_take_later_is_refused(
+    make_tiny_model, chatml_tokenizer, name, value, kind, hint
+):
+    policy = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer)
+    before = policy.sampling
+    with pytest.raises(kind, match=hint):
+        setattr(policy, name, value)
+    assert policy.sampling == before
