@@ -38,7 +38,7 @@ from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.entries import REWARD_ERRORS, REWARD_KEYS, token_entries_of_row, turn_ends
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import EpisodeEnv
-from torchrl_envs.episode.runner import EPISODE
+from torchrl_envs.episode.runner import EPISODE, EpisodeRunner
 from torchrl_envs.rewards.functions import LOGGED_EXTRA, LOGGED_METRICS, RewardFunctions
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
@@ -360,6 +360,7 @@ class Collector(ChecksAttributes, ABC):
             "policy_version": self.policy_version,
             "global_step": [f.trainer_state.global_step for f in self._reward_functions],
             "transforms": states_of(self._stateful()),
+            "num_draws": self._runner_of_env.num_draws if self._runner_of_env else 0,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -387,8 +388,15 @@ class Collector(ChecksAttributes, ABC):
             part.set_extra_state(each["state"])
         self.num_collected = state_dict["num_collected"]
         self._restored_version = state_dict["policy_version"] or None
+        if self._runner_of_env is not None:  # states of before had none
+            self._runner_of_env.num_draws = state_dict.get("num_draws", 0)
         for functions, step in zip(self._reward_functions, state_dict["global_step"], strict=True):
             functions.trainer_state.global_step = step
+
+    @property
+    def _runner_of_env(self) -> EpisodeRunner | None:
+        env: EpisodeEnv | None = getattr(self, "env", None)
+        return None if env is None else env.runner
 
     def _stateful(self) -> Sequence[nn.Module]:
         """What remembers something that a resumed run needs; not the data that run ahead."""

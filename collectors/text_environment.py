@@ -24,6 +24,7 @@ from torchrl_data.conversation import (
     Position,
     Source,
     Turn,
+    stream_number,
 )
 from torchrl_data.display import TextHistory
 from torchrl_data.templates.control_tokens import ControlTokenGuard
@@ -34,7 +35,7 @@ from torchrl_envs.episode.transform import Answer, EpisodeTransform, Job, ToolSo
 from torchrl_envs.rewards.functions import scores_one_rollout
 from torchrl_envs.tool_results import result_text
 from torchrl_modules import Generation, LLMWrapperBase, SamplingParameters
-from torchrl_modules.engines.engine import Engine, checked
+from torchrl_modules.engines.engine import Engine, checked, seeded
 
 from .rollout_func import COMPLETION_IDS, ENV_MASK, LOG_PROBS, PROMPT_IDS, TRUNCATED_ROWS
 
@@ -207,10 +208,18 @@ class TextModel:
         ]
         stops = tuple(sorted({*closers, *self.end_ids}))
         self._sampling = replace(sampling, stop_token_ids=stops)
+        self._num_calls = 0
         self._guard = ControlTokenGuard(tokenizer)
         bos = tokenizer.bos_token_id
         begins = list(tokenizer("x")["input_ids"])
         self._prefix = [bos] if isinstance(bos, int) and begins[:1] == [bos] else []
+
+    def _call_seeds(self, num_rows: int) -> list[int] | None:
+        """A seed for each row of the next call; none where sampling has none."""
+        self._num_calls += 1
+        if (seed := self._sampling.seed) is None:
+            return None
+        return [stream_number(seed, self._num_calls, row) for row in range(num_rows)]
 
     def sample(self, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> list[Generation]:
         """A turn for each prompt.
@@ -228,10 +237,12 @@ class TextModel:
         ends = [Generation([], [], "length")] * len(prompts)
         waiting = list(range(len(prompts)))
         while waiting:
+            params, own = seeded(self._engine, self._sampling, self._call_seeds(len(waiting)))
             drawn = self._engine.generate(
                 [[*prompts[i], *ids[i]] for i in waiting],
-                self._sampling,
+                params,
                 max_new_tokens=[budgets[i] - len(ids[i]) for i in waiting],
+                **own,
             )
             going_on = []
             drawn = checked(self._engine, drawn, self._sampling, len(waiting))

@@ -24,7 +24,7 @@ from torchrl_data.checks import (
     check_numbers,
     one_of,
 )
-from torchrl_data.conversation import ERROR, Conversations, Turn, kind_of
+from torchrl_data.conversation import ERROR, Conversations, Turn, kind_of, stream_number
 from torchrl_data.history import History
 from torchrl_data.keys import GROUP_ID, HISTORY, PROMPT, QUERY, REWARD, ROW, SEED, TOOLS
 from torchrl_data.ragged import first_entries, read_objects, read_rows, write_objects
@@ -274,8 +274,12 @@ class EpisodeEnv(TransformedEnv):
         try:
             reset = one_dimension(self._begin(batch, new, **kwargs))
             shown = read_conversations(reset, PROMPT, who="EpisodeEnv.reset")
+            begun = {episode.row for episode in new}
             for row, episode in enumerate(episodes):
-                episode.share(shown, row)
+                if row in begun:  # with a stream of random numbers of its own
+                    episode.conversation = shown.row(row)
+                else:
+                    episode.share(shown, row)
             self.runner.before_turns(new)
             for episode in new:
                 if episode.stop_reason:
@@ -453,7 +457,7 @@ class AsyncEpisodeRunner:
         episodes = [Episode(row) for row in range(num_episodes)]
         for episode in episodes:
             episode.example, episode.query, episode.group_id = prompt
-            episode.seed = seed
+            episode.seed, episode.stream = seed, stream_number(seed, episode.row)
         self._runner.hold(episodes)
         return episodes
 

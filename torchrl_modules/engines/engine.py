@@ -1,12 +1,15 @@
 """What an engine is, blocking or asynchronous, and how loaded it is."""
 
 import asyncio
+import inspect
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
+from torchrl_data.conversation import stream_number
 from torchrl_data.keys import ENTROPY, UNTEMPERED_LOG_PROBS
 from torchrl_modules.sampling import SamplingParameters
 
@@ -92,6 +95,9 @@ class Engine(Protocol):
     prompt and its response); without them the tokenizer's length counts, and no limit. One that
     reads images has ``images``, which is not ``None``, and ``generate`` takes ``images=``: those of
     each prompt in order, in base 64. It is given only where a row has any.
+    One whose ``generate`` takes ``seeds=``, one per prompt, is given them where ``params`` has a
+    seed: each row then depends on its own alone. Another one is given ``params`` with a seed that
+    is another one for each call.
     """
 
     @property
@@ -352,6 +358,27 @@ def log_prob_fault(given: Generation) -> str:
         return f"has {len(given.log_probs)} log-probs for {len(given.ids)} tokens"
     wrong = [x for x in given.log_probs if not -math.inf < x < _ROUNDING]
     return f"has a log-prob that is no finite number of at most 0: {wrong[0]}" if wrong else ""
+
+
+def seeded(
+    engine: Engine, params: SamplingParameters, seeds: Sequence[int] | None
+) -> tuple[SamplingParameters, dict[str, Any]]:
+    """With what an engine draws each row by a seed of its own.
+
+    Args:
+        engine: whose ``generate`` takes ``seeds=``, or not.
+        params: the distribution.
+        seeds: one per prompt; ``None`` without.
+
+    Returns:
+        Its parameters and further arguments. An engine that takes no seeds gets one that follows
+        from all of them.
+    """
+    if not seeds:
+        return params, {}
+    if "seeds" in inspect.signature(engine.generate).parameters:
+        return params, {"seeds": list(seeds)}
+    return replace(params, seed=stream_number(*seeds)), {}
 
 
 def can_keep_caches(engine: Any) -> bool:

@@ -61,7 +61,7 @@ from torchrl_data.ragged import (
 )
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import check_same_rendering
-from torchrl_modules.engines.engine import AsyncEngine, Engine, Generation, checked
+from torchrl_modules.engines.engine import AsyncEngine, Engine, Generation, checked, seeded
 from torchrl_modules.sampling import SamplingParameters, repeat_rows, requested_sampling
 from torchrl_modules.weights import AdapterWeights, LazyWeights, copied
 
@@ -463,7 +463,10 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         further: dict[str, Any] = {"images": media} if any(media) else {}
         further["max_new_tokens"] = [self.bounded_turn(budgets[i], len(ids[i])) for i in good]
         asked = [ids[i] for i in good]
-        drawn = self.engine.generate(asked, self.sampling, **further) if asked else []
+        all_seeds = self.sampling.turn_seeds(encoded)
+        seeds = None if all_seeds is None else [all_seeds[i] for i in good]
+        params, own = seeded(self.engine, self.sampling, seeds)
+        drawn = self.engine.generate(asked, params, **further, **own) if asked else []
         drawn = checked(self.engine, drawn, self.sampling, len(asked))
         never = set(() if self.encoder.images is None else self.encoder.images.never_drawn)
         answers = {i: Generation([], [], "error", str(why)) for i, why in refused.items()}
@@ -620,6 +623,8 @@ class AsyncPolicy:
             )
         ids = encoded.ids(0)
         params = self.policy.sampling
+        if (seeds := params.turn_seeds(encoded)) is not None:
+            params = replace(params, seed=seeds[0])
         limit = params.max_new_tokens
         budget = limit if max_new_tokens is None else min(limit, max_new_tokens)
         version = self.engine.version

@@ -254,7 +254,7 @@ def test_sharing_can_be_switched_off_later_and_a_misspelt_setting_is_refused(mod
         scorer.score_packed(ids, lengths, mask)
     hook.remove()
     assert read == [12 + 4 * 2, 4 * 14]
-    with pytest.raises(AttributeError, match="no attribute 'share_prefix' .*'share_prefixes'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'share_prefix' .*'share_prefixes'"):
         scorer.share_prefix = False
     with pytest.raises(AttributeError, match="head_dtype is fixed when it is made"):
         scorer.head_dtype = torch.float64
