@@ -136,8 +136,10 @@ class SamplingParameters:
         min_tokens: among the first so many tokens is no stop token, and no stop string ends there.
         stop: texts that end a turn. The response is kept as it was drawn, up to and with the token
             that completes one, and all of it is trained. They may hold control tokens.
-        stop_token_ids: tokens that end a turn; the one drawn is part of the response. ``None``
-            leaves the choice to the chat template.
+        stop_token_ids: tokens that end a turn; the one drawn is part of the response. ``None``: the
+            chat template's end of turn, the tokenizer's end of sequence and what the model's
+            ``generation_config.eos_token_id`` names, but for tokens that the template writes within
+            a turn, which is logged.
         seed: what is drawn follows from it, the prompts and the weights. Each rollout of an
             environment has a stream of random numbers of its own, made of the seed, of the seed of
             its group and of its place in the group, and each turn its part of the stream: whichever

@@ -91,9 +91,10 @@ class Generation(NamedTuple):
 class Engine(Protocol):
     """Draws tokens. One implementation per inference library.
 
-    It may have ``vocab_size`` (token ids are below it) and ``max_model_len`` (most tokens of a
-    prompt and its response); without them the tokenizer's length counts, and no limit. One that
-    reads images has ``images``, which is not ``None``, and ``generate`` takes ``images=``: those of
+    It may have ``vocab_size`` (token ids are below it), ``max_model_len`` (most tokens of a
+    prompt and its response) and ``end_token_ids`` (by the model's own settings they end a
+    response); without them the tokenizer's length counts, no limit, and its end of sequence. One
+    that reads images has ``images``, which is not ``None``, and ``generate`` takes ``images=``: those of
     each prompt in order, in base 64. It is given only where a row has any.
     One whose ``generate`` takes ``seeds=``, one per prompt, is given them where ``params`` has a
     seed: each row then depends on its own alone. Another one is given ``params`` with a seed that
@@ -152,7 +153,7 @@ class Engine(Protocol):
 class AsyncEngine(Protocol):
     """Draws one response at a time for each caller, for many at once; weights change in flight.
 
-    It may have ``vocab_size`` and ``max_model_len``, as an
+    It may have ``vocab_size``, ``max_model_len`` and ``end_token_ids``, as an
     :class:`Engine`. One whose ``can_keep_caches`` is true has
     ``update_weights(..., recompute=True)``: with ``False`` responses in flight go on with what the
     old weights have read.
@@ -248,6 +249,11 @@ class EngineOver:
     def max_model_len(self) -> int:
         """Most tokens of a prompt and its response together."""
         return self._inside.max_model_len
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response by the model's own settings; none where it does not say."""
+        return tuple(getattr(self._inside, "end_token_ids", ()))
 
     @property
     def update_dtype(self) -> Any:

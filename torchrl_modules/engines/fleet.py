@@ -435,6 +435,12 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
         return self._least("max_model_len")
 
     @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response by the model's own settings, where an engine says so."""
+        ends = (getattr(member.engine, "end_token_ids", ()) for member in self._members)
+        return next((tuple(each) for each in ends if each), ())
+
+    @property
     def update_dtype(self) -> Any:
         """In which type all take weights that are sent; ``None`` where they differ."""
         dtypes = {getattr(member.engine, "update_dtype", None) for member in self._members}

@@ -147,6 +147,13 @@ class TransformersEngine(ChecksAttributes):
         """Token ids are below it."""
         return self.inside.config.get_text_config().vocab_size
 
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response by the model's own settings, as for its ``generate()``."""
+        settings = getattr(self.inside, "generation_config", None)
+        ends = getattr(settings, "eos_token_id", None)
+        return (ends,) if isinstance(ends, int) else tuple(ends or ())
+
     @torch.no_grad()
     def generate(
         self,

@@ -283,12 +283,14 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         self.write_tokens = write_tokens
         self.pad_output: bool = self._checked_change("pad_output", pad_output)
         self.num_samples: int | None = self._checked_change("num_samples", num_samples)
+        own_ends: Sequence[int] = getattr(engine, "end_token_ids", ())
         self.encoder = ConversationEncoder(
             tokenizer,
             chat_template=chat_template,
             chat_template_name=chat_template_name,
             chat_template_kwargs=chat_template_kwargs,
             processor=getattr(engine, "images", None),
+            end_token_ids=[i for i in own_ends if 0 <= i < self.vocab_size],
         )
         # Whose rendering of shown text and tokens was found to be that of this encoder.
         self._compared: object = self.encoder

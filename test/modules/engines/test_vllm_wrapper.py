@@ -22,6 +22,7 @@ from torchrl_modules.vllm.engine import AsyncVLLMEngine
 
 pytestmark = pytest.mark.vllm
 
+STOP = 3  # what the model of these tests names as its end, and no template
 CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question", "x")]
 ENDLESS = {"max_new_tokens": 80, "stop_token_ids": ()}
 
@@ -135,6 +136,14 @@ def test_the_collector_tracks_the_version_that_the_engine_acknowledged(
             state_dict={**model.state_dict(), "model.norm.weight": torch.ones(3)}
         )
     assert collector.policy_version_tracker.version == start + 1
+
+
+def test_a_token_that_the_generation_config_names_ends_a_turn(make_policy):
+    policy = make_policy(generate_kwargs={"max_new_tokens": 6, "logit_bias": {STOP: 100.0}})
+    assert policy.encoder.end_of_turn_id != STOP
+    batch = policy(make_batch())
+    assert read_objects(batch, "finish_reason") == ["stop"] * 3
+    assert [row["tokens", "response"].tolist() for row in batch.unbind(0)] == [[STOP]] * 3
 
 
 @pytest.mark.parametrize("kind", [LLMCollector, StreamingCollector])
