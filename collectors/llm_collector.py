@@ -11,7 +11,7 @@ from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 from torchrl.envs import Transform
 
 from torchrl_data.batch_io import one_dimension, row_tensordicts, write_conversations
-from torchrl_data.checks import check_counts
+from torchrl_data.checks import ChecksAttributes, check_counts
 from torchrl_data.keys import (
     DONE,
     EPISODE_ID,
@@ -41,7 +41,7 @@ from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.entries import REWARD_ERRORS, REWARD_KEYS, token_entries_of_row, turn_ends
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import EpisodeEnv
-from torchrl_envs.episode.runner import EPISODE
+from torchrl_envs.episode.runner import EPISODE, EpisodeRunner
 from torchrl_envs.rewards.functions import LOGGED_EXTRA, LOGGED_METRICS, RewardFunctions
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
@@ -177,7 +177,7 @@ def states_of(parts: Iterable[nn.Module]) -> list[dict[str, Any]]:
     return [{"type": type(part).__name__, "state": part.get_extra_state()} for part in parts]
 
 
-class Collector(ABC):
+class Collector(ChecksAttributes, ABC):
     """Collects batches of finished episodes with a policy, and fills a replay buffer.
 
     Args:
@@ -219,6 +219,9 @@ class Collector(ABC):
         self._reward_functions = list(reward_functions)
         self._total = total_episodes
         self._restored_version: int | None = None
+        self._known_sampling = getattr(policy, "sampling", None)
+
+    changeable = frozenset({"postproc"})
 
     @abstractmethod
     def _run_batch(self) -> tuple[TensorDictBase, int]:
@@ -263,6 +266,7 @@ class Collector(ABC):
                 f"{self._restored_version} of the weights. Hand the restored model over first: "
                 "collector.update_policy_weights_(model)."
             )
+        self._check_sampling()
         states = [loader.get_extra_state() for loader in self._loaders]
         try:
             batch, num_episodes = self._run_batch()
@@ -279,6 +283,26 @@ class Collector(ABC):
             raise
         self.num_collected += num_episodes
         return batch
+
+    def _check_sampling(self) -> None:
+        """Check that a distribution that the policy was given later fits what reads its scores.
+
+        Raises:
+            ValueError: it does not.
+            RuntimeError: turns are drawn by copies of the policy, which have the one before.
+        """
+        sampling = getattr(self.policy, "sampling", None)
+        if sampling == self._known_sampling:
+            return
+        env: EpisodeEnv | None = getattr(self, "env", None)
+        if env is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: the policy's sampling was set after its copies were made, "
+                "and these draw as before. Make another collector."
+            )
+        for transform in env.episode_transforms():
+            transform.check_policy(self.policy)
+        self._known_sampling = sampling
 
     @property
     def policy_version(self) -> int:
@@ -346,6 +370,7 @@ class Collector(ABC):
             "policy_version": self.policy_version,
             "global_step": [f.trainer_state.global_step for f in self._reward_functions],
             "transforms": states_of(self._stateful()),
+            "num_draws": self._runner_of_env.num_draws if self._runner_of_env else 0,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -373,8 +398,15 @@ class Collector(ABC):
             part.set_extra_state(each["state"])
         self.num_collected = state_dict["num_collected"]
         self._restored_version = state_dict["policy_version"] or None
+        if self._runner_of_env is not None:  # states of before had none
+            self._runner_of_env.num_draws = state_dict.get("num_draws", 0)
         for functions, step in zip(self._reward_functions, state_dict["global_step"], strict=True):
             functions.trainer_state.global_step = step
+
+    @property
+    def _runner_of_env(self) -> EpisodeRunner | None:
+        env: EpisodeEnv | None = getattr(self, "env", None)
+        return None if env is None else env.runner
 
     def _stateful(self) -> Sequence[nn.Module]:
         """What remembers something that a resumed run needs; not the data that run ahead."""

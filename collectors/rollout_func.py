@@ -9,7 +9,13 @@ from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import ReplayBuffer
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_data.conversation import ConversationRecord, Conversations, Position, Source
+from torchrl_data.conversation import (
+    ConversationRecord,
+    Conversations,
+    Position,
+    Source,
+    stream_number,
+)
 from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
@@ -20,7 +26,7 @@ from torchrl_envs.episode.episode_env import is_ids
 from torchrl_envs.episode.runner import EpisodeRunner, batch_of_ended
 from torchrl_envs.rewards.functions import RewardFunction, RewardFunctions
 from torchrl_modules import LLMWrapperBase
-from torchrl_modules.engines.engine import checked
+from torchrl_modules.engines.engine import checked, seeded
 
 from .composition_checks import reward_weights, weigh_sources
 from .llm_collector import Collector, PostProcessing, trajectory_rows
@@ -258,6 +264,7 @@ class RolloutFunctionCollector(Collector):
         own = {} if reward_field is None else {reward_field: 1.0}
         weigh_sources(replay_buffer, own | reward_weights([functions]))
         self.total_rollouts = total_rollouts
+        self._num_calls = 0
         self._runner = EpisodeRunner(ConcurrentCalls())
         self._runner.set_transforms([data])
 
@@ -266,7 +273,13 @@ class RolloutFunctionCollector(Collector):
         """The policy's tokenizer, by the name that TRL's trainers have for it."""
         return self.policy.tokenizer
 
+    def next_call(self) -> int:
+        """Count a call of :func:`generate_rollout_completions` in this batch; from 0."""
+        self._num_calls += 1
+        return self._num_calls - 1
+
     def _run_batch(self) -> tuple[TensorDictBase, int]:
+        self._num_calls = 0
         drawn = [Episode(row) for row in range(self.num_rollouts)]
         self._runner.begin(drawn)
         try:
@@ -359,7 +372,13 @@ def generate_rollout_completions(owner: Any, prompts: Sequence[Any]) -> list[dic
             )
         ids |= {i: encoded.ids(k) for k, i in enumerate(by_messages)}
     asked = [ids[i] for i in range(len(prompts))]
-    given = policy.engine.generate(asked, policy.sampling)
+    params, own = policy.sampling, dict[str, Any]()
+    if params.seed is not None and isinstance(owner, RolloutFunctionCollector):
+        # Other numbers in each call of each batch, and the same ones in a resumed run.
+        call = (params.seed, owner.num_collected, owner.next_call())
+        seeds = [stream_number(*call, row) for row in range(len(asked))]
+        params, own = seeded(policy.engine, params, seeds)
+    given = policy.engine.generate(asked, params, **own)
     generations = checked(policy.engine, given, policy.sampling, len(prompts))
     texts = policy.encoder.decode_responses([g.ids for g in generations])
     return [

@@ -20,6 +20,7 @@ from torchrl_data.conversation import (
     Position,
     Source,
     Turn,
+    stream_number,
 )
 from torchrl_data.display import TextHistory
 from torchrl_data.stop_reason import StopReason
@@ -31,7 +32,7 @@ from torchrl_envs.episode.transform import Answer, EpisodeTransform, Job, ToolSo
 from torchrl_envs.rewards.functions import scores_one_rollout
 from torchrl_envs.tool_results import result_text
 from torchrl_modules import Generation, LLMWrapperBase, SamplingParameters
-from torchrl_modules.engines.engine import Engine, checked
+from torchrl_modules.engines.engine import Engine, checked, seeded
 
 from .rollout_func import COMPLETION_IDS, ENV_MASK, LOG_PROBS, PROMPT_IDS, TRUNCATED_ROWS
 
@@ -86,7 +87,7 @@ def named_tools(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
 
 
 def sampling_of(
-    model: Any, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None
+    model: Any, engine: Engine, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping | None
 ) -> SamplingParameters:
     """Sampling as ``generation_kwargs`` of TRL say it; a policy's own where there are none."""
     own = getattr(model, "sampling", None)
@@ -95,6 +96,8 @@ def sampling_of(
     kwargs = dict(kwargs or {})
     ends = kwargs.get("eos_token_id", tokenizer.eos_token_id)
     ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
+    if "eos_token_id" not in kwargs:
+        ends = tuple(dict.fromkeys([*ends, *getattr(engine, "end_token_ids", ())]))
     settings: dict[str, Any] = {"stop_token_ids": tuple(end for end in ends if end != -1)}
     settings |= {k: v for k, v in kwargs.items() if k not in _IGNORED and (k, v) not in _NONE}
     if str(kwargs.get("do_sample", True)).lower() in ("false", "0"):
@@ -204,10 +207,18 @@ class TextModel:
         ]
         stops = tuple(sorted({*closers, *self.end_ids}))
         self._sampling = replace(sampling, stop_token_ids=stops)
+        self._num_calls = 0
         self._guard = ControlTokenGuard(tokenizer)
         bos = tokenizer.bos_token_id
         begins = list(tokenizer("x")["input_ids"])
         self._prefix = [bos] if isinstance(bos, int) and begins[:1] == [bos] else []
+
+    def _call_seeds(self, num_rows: int) -> list[int] | None:
+        """A seed for each row of the next call; none where sampling has none."""
+        self._num_calls += 1
+        if (seed := self._sampling.seed) is None:
+            return None
+        return [stream_number(seed, self._num_calls, row) for row in range(num_rows)]
 
     def sample(self, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> list[Generation]:
         """A turn for each prompt.
@@ -225,10 +236,12 @@ class TextModel:
         ends = [Generation([], [], "length")] * len(prompts)
         waiting = list(range(len(prompts)))
         while waiting:
+            params, own = seeded(self._engine, self._sampling, self._call_seeds(len(waiting)))
             drawn = self._engine.generate(
                 [[*prompts[i], *ids[i]] for i in waiting],
-                self._sampling,
+                params,
                 max_new_tokens=[budgets[i] - len(ids[i]) for i in waiting],
+                **own,
             )
             going_on = []
             drawn = checked(self._engine, drawn, self._sampling, len(waiting))
@@ -519,8 +532,8 @@ class TextEnvironment:
         self.max_turns = max_turns
         self.max_length = max_length
         self.syntax = syntax
-        sampling = sampling_of(model, self.tokenizer, generation_kwargs)
         stops, engine = (syntax.call, syntax.submit), engine_of(model)
+        sampling = sampling_of(model, engine, self.tokenizer, generation_kwargs)
         self._model = TextModel(engine, self.tokenizer, sampling, stops)
         bounds = (max_length, getattr(engine, "max_model_len", None))
         self._max_tokens = min((bound for bound in bounds if bound is not None), default=1 << 62)

@@ -57,11 +57,13 @@ if TYPE_CHECKING:
     from .losses.mixed import MixedLossOutput as MixedLossOutput
     from .losses.options import CispoSurrogate as CispoSurrogate
     from .losses.options import ClippedSurrogate as ClippedSurrogate
+    from .losses.options import DistillationOptions as DistillationOptions
     from .losses.options import DivergenceSurrogate as DivergenceSurrogate
     from .losses.options import GmpoSurrogate as GmpoSurrogate
     from .losses.options import GRPOOptions as GRPOOptions
     from .losses.options import SamplerCorrection as SamplerCorrection
     from .losses.options import SapoSurrogate as SapoSurrogate
+    from .losses.options import SFTOptions as SFTOptions
     from .losses.options import TokenFilters as TokenFilters
     from .losses.options import VespoSurrogate as VespoSurrogate
     from .losses.supervised import DistillationLoss as DistillationLoss

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .conversation import Position as Position
     from .conversation import Source as Source
     from .conversation import Turn as Turn
+    from .conversation import stream_number as stream_number
     from .display import TextHistory as TextHistory
     from .display import conversation_html as conversation_html
     from .display import messages_html as messages_html

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
@@ -91,12 +92,29 @@ class Turn(NamedTuple):
                 )
 
 
+def stream_number(*parts: int | str) -> int:
+    """A number that names a stream of random numbers, made of others; the same in every process.
+
+    Args:
+        *parts: what tells the stream from others, such as a seed and the number of a rollout.
+
+    Returns:
+        62 bits.
+
+    Example:
+        >>> stream_number(7, 0) == stream_number(7, 0), stream_number(7, 0) == stream_number(7, 1)
+        (True, False)
+    """
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 2
+
+
 class ConversationRecord:
     """One row: tokens and messages, only ever appended to."""
 
     __slots__ = (
         *("ids", "sources", "log_probs", "versions", "extra"),
-        *("messages", "tools", "first_response"),
+        *("messages", "tools", "first_response", "stream"),
     )
 
     def __init__(self, tools: Sequence[dict[str, Any]] | None = None) -> None:
@@ -109,6 +127,8 @@ class ConversationRecord:
         self.messages: list[Message] = []
         self.tools = tuple(tools) if tools else None
         self.first_response: int | None = None
+        # Names the random numbers that its turns are drawn with, where sampling has a seed.
+        self.stream: int | None = None
 
     def extend_tokens(
         self,
@@ -142,6 +162,7 @@ class ConversationRecord:
     def copy_prefix(self, num_tokens: int, num_messages: int) -> "ConversationRecord":
         """A record of its own that starts like this one."""
         copy = ConversationRecord(self.tools)
+        copy.stream = self.stream
         copy.ids = self.ids[:num_tokens]
         copy.sources = self.sources[:num_tokens]
         copy.log_probs = self.log_probs[:num_tokens]
@@ -320,6 +341,26 @@ class Conversations:
     def split(self) -> list[Self]:
         """A snapshot of each row by itself."""
         return [self.row(index) for index in range(len(self))]
+
+    def stream(self, row: int) -> int | None:
+        """The stream of random numbers of a row; ``None`` where nobody has named one."""
+        return self._records[row].stream
+
+    def with_streams(self, streams: Sequence[int]) -> Self:
+        """A snapshot in which each row has a stream of random numbers of its own.
+
+        Where the sampling parameters have a seed, a turn is drawn with numbers that follow from the
+        seed, the stream and the number of tokens before the turn.
+
+        Args:
+            streams: one per row, see :func:`stream_number`.
+        """
+        records = []
+        for record, at, stream in zip(self._records, self._positions, streams, strict=True):
+            own = record.copy_prefix(at.num_tokens, at.num_messages)
+            own.stream = stream
+            records.append(own)
+        return type(self)(records, self._positions)
 
     # What is in a row ---------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 )
 
 from torchrl_data.checks import NOT_NEGATIVE, POSITIVE, check_counts, check_not_none, check_numbers
-from torchrl_data.conversation import Conversations
+from torchrl_data.conversation import Conversations, stream_number
 from torchrl_data.ragged import cumulative_lengths, read_objects, sequence_index, write_objects
 
 if TYPE_CHECKING:
@@ -136,10 +136,17 @@ class SamplingParameters:
         min_tokens: among the first so many tokens is no stop token, and no stop string ends there.
         stop: texts that end a turn. The response is kept as it was drawn, up to and with the token
             that completes one, and all of it is trained. They may hold control tokens.
-        stop_token_ids: tokens that end a turn; the one drawn is part of the response. ``None``
-            leaves the choice to the chat template.
-        seed: the same call with the same weights draws the same responses; each row has a stream of
-            its own. ``None``: torch's generator, for an engine of this process.
+        stop_token_ids: tokens that end a turn; the one drawn is part of the response. ``None``: the
+            chat template's end of turn, the tokenizer's end of sequence and what the model's
+            ``generation_config.eos_token_id`` names, but for tokens that the template writes within
+            a turn, which is logged.
+        seed: what is drawn follows from it, the prompts and the weights. Each rollout of an
+            environment has a stream of random numbers of its own, made of the seed, of the seed of
+            its group and of its place in the group, and each turn its part of the stream: whichever
+            collector and engine draw it, no batch repeats the numbers of another one, and a resumed
+            run goes on with those that an uninterrupted one has. Without an environment the same
+            call draws the same responses, each row with a stream of its own. ``None``: torch's
+            generator, for an engine of this process.
         untempered_log_probs: report also the log-prob of each token under the model's own softmax,
             at temperature 1, untruncated and without penalties.
         entropy: report also the entropy of the distribution that each token is drawn from.
@@ -230,6 +237,28 @@ class SamplingParameters:
         draw = random.Random(self.seed)
         return [draw.getrandbits(31) for _ in range(num_rows)]
 
+    def turn_seeds(self, prompts: Conversations) -> list[int] | None:
+        """A seed for the next turn of each conversation; ``None`` without a seed.
+
+        Args:
+            prompts: encoded, as a policy has them. One of a stream of its own
+                (:meth:`~torchrl_data.Conversations.with_streams`) is drawn with that; the others
+                with one of the call.
+        """
+        if self.seed is None:
+            return None
+        seeds: list[int] = []
+        for row, of_call in enumerate(self.row_seeds(len(prompts))):
+            assert of_call is not None
+            stream, num_tokens = prompts.stream(row), prompts.num_tokens(row)
+            if stream is not None:
+                seeds.append(stream_number(self.seed, stream, num_tokens))
+            elif prompts.was_sampled(row):  # a later turn
+                seeds.append(stream_number(of_call, num_tokens))
+            else:
+                seeds.append(of_call)
+        return seeds
+
     def check_stops_are_found(self) -> None:
         """Check that an engine, which has no tokenizer, can find ``stop`` in tokens.
 
@@ -317,11 +346,19 @@ def repeat_rows(
         for key, value in (() if isinstance(batch, LazyStackedTensorDict) else batch.items())
         if type(value) is NonTensorData and isinstance(value.data, list)
     }
+    repeated_prompt = prompt[index]
+    streams = [
+        stream if stream is None else stream_number(stream, number)
+        for row in range(len(prompt))
+        for number, stream in enumerate([prompt.stream(row)] * num_samples)
+    ]
+    if None not in streams:
+        repeated_prompt = repeated_prompt.with_streams([s for s in streams if s is not None])
     size = (*batch.batch_size, num_samples)
     repeated = batch.exclude(*values).reshape(-1)[index].reshape(size)
     for key, column in values.items():
         write_objects(repeated, key, [column[i] for i in index.tolist()])
-    return repeated, prompt[index]
+    return repeated, repeated_prompt
 
 
 # What changes logits because of the tokens so far: penalties, a bias, stop tokens too early.

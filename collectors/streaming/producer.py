@@ -23,6 +23,7 @@ from collectors.composition_checks import check_fit
 from collectors.ledger import GroupLedger, GroupState, Refill, Ticket
 from collectors.ledger.groups import NO_SIGNAL, STALE
 from objectives import MCAdvantage
+from torchrl_data.conversation import stream_number
 from torchrl_data.keys import TOKEN_POLICY_VERSION
 from torchrl_data.stop_reason import StopReason
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
@@ -286,7 +287,12 @@ class GroupQueue:
         """Offer a prompt to the ledger, and start its group; gives its ticket."""
         group_id = drawn.prompt.group_id
         if drawn.episodes:
-            ticket = self._ledger.offer(group_id, drawn.ordinal, seed=drawn.episodes[0].seed)
+            # Where something else draws, its episodes may have no seed.
+            seed = drawn.episodes[0].seed or (None if self._loader is None else 0)
+            ticket = self._ledger.offer(group_id, drawn.ordinal, seed=seed)
+            for episode in drawn.episodes:  # as if they were drawn again
+                episode.seed = ticket.seed
+                episode.stream = stream_number(ticket.seed, episode.row)
             self._note_place(drawn.ordinal, group_id)
         else:
             ticket = self._ledger.offer(group_id, drawn.ordinal)

@@ -17,7 +17,14 @@ from torch import Tensor
 from objectives import functional as F
 from torchrl_data import keys
 from torchrl_data.batch_io import row_from_state, row_state
-from torchrl_data.checks import POSITIVE, MissingEntryError, check_counts, check_numbers, one_of
+from torchrl_data.checks import (
+    POSITIVE,
+    ChecksAttributes,
+    MissingEntryError,
+    check_counts,
+    check_numbers,
+    one_of,
+)
 from torchrl_data.keys import EPISODE_ID, NUM_SEGMENTS, SEGMENT
 
 # How complete groups become advantages: one small class for each way, which reads rows.
@@ -43,7 +50,7 @@ class RewardedGroup(NamedTuple):
         return [not math.isnan(value) for value in self.returns]
 
 
-class AdvantageEstimator:
+class AdvantageEstimator(ChecksAttributes):
     """From groups to advantages."""
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> Sequence[Tensor]:
@@ -444,14 +451,19 @@ class RoleBaseline(AdvantageEstimator):
     """
 
     def __init__(self, *, by: Sequence[NestedKey] = ("agent",), decay: float = 0.95) -> None:
-        check_numbers("RoleBaseline", "[0, 1)", decay=decay)
         if isinstance(by, str) or not by:
             raise ValueError(f"RoleBaseline: by takes a tuple of entries, got {by!r}.")
         self.by = tuple(by)
         self._by = [key if isinstance(key, str) else list(key) for key in by]
-        self.decay = decay
+        self.decay: float = self._checked_change("decay", decay)
         self.baselines: dict[Role, float] = {}
         """Of each role that was met; 0 for one that was not."""
+
+    changeable = frozenset({"decay"})
+
+    def _checked_change(self, name: str, value: Any) -> Any:
+        check_numbers("RoleBaseline", "[0, 1)", **{name: value})
+        return value
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> Sequence[Tensor]:
         """See the base class; ``[1, 1]`` each."""

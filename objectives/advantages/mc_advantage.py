@@ -18,7 +18,7 @@ from torchrl.envs.transforms import Transform
 
 from objectives import functional as F
 from torchrl_data import keys
-from torchrl_data.checks import check_counts, check_numbers, one_of, pair
+from torchrl_data.checks import ChecksAttributes, check_counts, check_numbers, one_of, pair
 
 from .estimators import (
     TRAJECTORY_RETURNS,
@@ -56,7 +56,7 @@ NO_SIGNAL: Final[tuple[NoSignal, ...]] = ("keep", "drop", "refill")
 ON_EXPIRY: Final[tuple[OnExpiry, ...]] = ("drop", "release")
 
 
-class _ByGroups(Transform):
+class _ByGroups(ChecksAttributes, Transform):
     """What takes rows in, and gives complete groups out.
 
     Args:
@@ -258,29 +258,48 @@ class MCAdvantage(_ByGroups):
         self.advantage_key = advantage_key
         self.assistant_mask_key = assistant_mask_key
         self.credit = one_of("credit", credit, CREDITS)
-        self.estimator = self._build_estimator(estimator, scale)
-        self.zero_variance = one_of("zero_variance", zero_variance, NO_SIGNAL)
-        self.unscorable = one_of("unscorable", unscorable, NO_SIGNAL)
-        bounds = keep_return_bounds
-        self.keep_return_bounds = None if bounds is None else pair("keep_return_bounds", bounds)
-        self.on_expiry = one_of("on_expiry", on_expiry, ON_EXPIRY)
         self._refills: Counter[Hashable] = Counter()
-        if self.group_size == 1 and self.zero_variance != "keep":
+        self.estimator: AdvantageEstimator = self._build_estimator(estimator, scale)
+        self.zero_variance: NoSignal = self._checked_change("zero_variance", zero_variance)
+        self.unscorable: NoSignal = self._checked_change("unscorable", unscorable)
+        bounds = self._checked_change("keep_return_bounds", keep_return_bounds)
+        self.keep_return_bounds: tuple[float, float] | None = bounds
+        self.on_expiry: OnExpiry = self._checked_change("on_expiry", on_expiry)
+
+    changeable = frozenset(
+        {"estimator", "zero_variance", "unscorable", "keep_return_bounds", "on_expiry"}
+    )
+
+    def _checked_change(self, name: str, value: Any) -> Any:
+        if name == "estimator":
+            return self._build_estimator(value, "group")
+        if name == "on_expiry":
+            return one_of(name, value, ON_EXPIRY)
+        if name == "keep_return_bounds":
+            bounds = None if value is None else pair(name, value)
+            if bounds is not None and not bounds[0] < bounds[1]:
+                raise ValueError(f"keep_return_bounds must be an increasing pair, got {bounds}.")
+            return bounds
+        if name == "zero_variance" and self.group_size == 1 and value != "keep":
             raise ValueError(
-                f"A group of one never has a signal: zero_variance={self.zero_variance!r} would "
-                "drop every row. Use 'keep'."
+                f"A group of one never has a signal: zero_variance={value!r} would drop every "
+                "row. Use 'keep'."
             )
-        if isinstance(self.estimator, PassAtK) and self.estimator.k > self.group_size:
-            raise ValueError(
-                f"PassAtK: k is {self.estimator.k}, but a group has {self.group_size} rows. Every "
-                "advantage would be 0."
-            )
-        if bounds is not None and not bounds[0] < bounds[1]:
-            raise ValueError(f"keep_return_bounds must be an increasing pair, got {bounds}.")
+        return one_of(name, value, NO_SIGNAL)
 
     def _build_estimator(
         self, estimator: str | AdvantageEstimator, scale: str
     ) -> AdvantageEstimator:
+        """The estimator that is meant, checked beside what the groups are."""
+        built = self._estimator_of(estimator, scale)
+        if isinstance(built, PassAtK) and built.k > self.group_size:
+            raise ValueError(
+                f"PassAtK: k is {built.k}, but a group has {self.group_size} rows. Every "
+                "advantage would be 0."
+            )
+        return built
+
+    def _estimator_of(self, estimator: str | AdvantageEstimator, scale: str) -> AdvantageEstimator:
         if self.credit == "turn":
             if (estimator, scale) != ("group", "group"):
                 raise ValueError("credit 'turn' goes with estimator 'group' and scale 'group'.")
@@ -464,7 +483,7 @@ def start_ray(config: Mapping[str, Any] | None) -> bool:
     return True
 
 
-class RayMCAdvantage(Transform):
+class RayMCAdvantage(ChecksAttributes, Transform):
     """:class:`~objectives.MCAdvantage` whose groups are shared by buffers in several processes.
 
     Rows of one group may be written through any of them; whoever writes the last one gets the
@@ -605,15 +624,21 @@ class TopKRewardSelector(_ByGroups):
             group_size=group_size,
             total_dialog_turns=total_dialog_turns,
         )
-        check_counts(topk_size=topk_size)
-        if topk_size > self.group_size:
-            raise ValueError(f"topk_size must lie in [1, {self.group_size}], got {topk_size}.")
-        self.topk_size = topk_size
-        if isinstance(above, str):
-            above = one_of("above", above, ABOVE)
+        self.topk_size: int = self._checked_change("topk_size", topk_size)
+        self.above: Above | float = self._checked_change("above", above)
+
+    changeable = frozenset({"topk_size", "above"})
+
+    def _checked_change(self, name: str, value: Any) -> Any:
+        if name == "topk_size":
+            check_counts(topk_size=value)
+            if value > self.group_size:
+                raise ValueError(f"topk_size must lie in [1, {self.group_size}], got {value}.")
+        elif isinstance(value, str):
+            return one_of("above", value, ABOVE)
         else:
-            check_numbers(above=above)
-        self.above: Above | float = above
+            check_numbers(above=value)
+        return value
 
     def _take(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
         """Queue rows; the best of complete groups."""

@@ -10,12 +10,18 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from torchrl_data.checks import POSITIVE, check_counts, check_numbers, check_type
+from torchrl_data.checks import (
+    POSITIVE,
+    ChecksAttributes,
+    check_counts,
+    check_numbers,
+    check_type,
+)
 
 from .packed_batch import PackedBatch
 from .ranks import Ranks, clip_over, norm_over, num_shards
@@ -45,7 +51,7 @@ class NonFiniteStepError(RuntimeError):
     """Too many steps in a row were not finite."""
 
 
-class NonFiniteGate:
+class NonFiniteGate(ChecksAttributes):
     """Runs ``backward`` and ``optimizer.step`` while everything is finite.
 
     A step whose loss or gradient is not finite is skipped: parameters and the optimizer's state
@@ -94,12 +100,12 @@ class NonFiniteGate:
         max_skipped_in_a_row: int = 2,
         ranks: Ranks | None = None,
     ) -> None:
-        check_numbers("NonFiniteGate", POSITIVE, max_grad_norm=max_grad_norm)
-        check_counts("NonFiniteGate", 0, max_skipped_in_a_row=max_skipped_in_a_row)
         self.optimizer = optimizer
-        self.max_grad_norm = max_grad_norm
-        self.dump_dir = None if dump_dir is None else Path(dump_dir)
-        self.max_skipped_in_a_row = max_skipped_in_a_row
+        self.max_grad_norm: float | None = self._checked_change("max_grad_norm", max_grad_norm)
+        self.max_skipped_in_a_row: int = self._checked_change(
+            "max_skipped_in_a_row", max_skipped_in_a_row
+        )
+        self.dump_dir: Path | None = self._checked_change("dump_dir", dump_dir)
         self._ranks = ranks or Ranks.alone()
         sharded = sum(num_shards(p) > 1 for p in self._parameters())
         if sharded and self._ranks.size == 1:
@@ -119,6 +125,17 @@ class NonFiniteGate:
         self._in_a_row = 0
         self._batches: list[PackedBatch] = []
         self._bad_loss = ""
+
+    changeable = frozenset({"max_grad_norm", "max_skipped_in_a_row", "dump_dir"})
+
+    def _checked_change(self, name: str, value: Any) -> Any:
+        if name == "dump_dir":
+            return None if value is None else Path(value)
+        if name == "max_grad_norm":
+            check_numbers("NonFiniteGate", POSITIVE, max_grad_norm=value)
+        else:
+            check_counts("NonFiniteGate", 0, max_skipped_in_a_row=value)
+        return value
 
     def backward(self, output: LossOutput, batch: PackedBatch | None = None) -> Tensor:
         """Add the gradient of a loss to those of the step.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import chain
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase
@@ -22,9 +24,17 @@ from objectives.batching.packed_batch import (
     resolve_masking_strategy,
 )
 from objectives.batching.ranks import Ranks
-from torchrl_data.checks import TokenScorer, TokenScores, check_scorer, check_type, image_arguments
+from torchrl_data.checks import (
+    ChecksAttributes,
+    MissingEntryError,
+    TokenScorer,
+    TokenScores,
+    check_scorer,
+    check_type,
+    image_arguments,
+)
 
-from .options import TokenOptions, aggregation_name
+from .options import TokenOptions
 
 # What the losses give back: named terms, of which only the ``loss_*`` ones are optimised.
 #
@@ -335,7 +345,7 @@ def scorer_device(actor: object) -> torch.device | None:
     return None if first is None else first.device
 
 
-class TokenLoss(TensorDictModuleBase, Generic[Keys, Output]):
+class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
     """Base of the losses that train tokens of packed sequences.
 
     A batch can be read once and trained in parts, as often as wanted::
@@ -345,44 +355,132 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys, Output]):
         for part in packed.micro_batches(max_tokens=8192):
             loss(part, window=window).total().backward()
 
+    Every option is an attribute, which may be set at any time: ``loss.kl_to_ref_coeff = 0.01``. It
+    is checked as at construction, and the loss is then what a new one with it would be. Several at
+    once: ``loss.options = dataclasses.replace(loss.options, ...)``.
+
     Args:
         actor_network: scores packed tokens (:class:`~torchrl_data.checks.TokenScorer`).
-        options: which tokens are trained, how they are reduced, and the temperature.
+        settings: options by name.
+        options: what ``settings`` are added to.
         read: entry names.
         allow_empty: a batch without a trained token has loss 0; otherwise it raises.
 
     Raises:
-        TypeError: the actor cannot score.
-        ValueError: there is no temperature.
+        TypeError: the actor cannot score, or settings are of another class.
+        ValueError: an option is unknown, out of range, or cannot take effect with the others.
+        AttributeError: there is no option of the name that is set.
     """
 
+    option_type: ClassVar[type[TokenOptions]]
+    """Class of its options."""
+    key_type: ClassVar[type[TokenKeys]] = TokenKeys
+    """Class of its entry names."""
+    output_type: ClassVar[type[TensorClass]]
+    """Class of what it gives back."""
+    takes_own_temperature: ClassVar[bool] = False
+    """Without a temperature it takes the actor's own."""
+    changeable = frozenset({"allow_empty"})
+
     def __init__(
-        self, actor_network: TokenScorer, options: TokenOptions, *, read: Keys, allow_empty: bool
+        self,
+        actor_network: TokenScorer,
+        settings: Mapping[str, Any],
+        *,
+        options: TokenOptions | None = None,
+        read: Keys,
+        allow_empty: bool,
     ) -> None:
         super().__init__()
+        self._made_options(options, settings)  # what is wrong with them is told first
         check_scorer(self._get_name(), actor_network)
-        check_type("read", read, TokenKeys)
-        if options.temperature is None:
-            raise ValueError("temperature must be a positive number, got None.")
+        check_type("read", read, self.key_type)
         self.actor_network = actor_network
-        self.aggregation: F.Aggregation = aggregation_name(options.aggregation)
-        self.max_tokens = options.max_tokens
-        self.masking_strategy: MaskingStrategy = resolve_masking_strategy(options.masking_strategy)
-        self.temperature = options.temperature
         self.read = read
         self.allow_empty = allow_empty
         self.on_scores: Callable[[PackedBatch, TokenScores], None] | None = None
         """Told of the scores of trained tokens, detached, whenever they were computed."""
+        self._configure(options, settings)
+
+    # Options ------------------------------------------------------------------------------------
+
+    @property
+    def options(self) -> Any:
+        """All options as one record, which can be set as a whole."""
+        return self._options
+
+    @options.setter
+    def options(self, options: TokenOptions) -> None:
+        if not isinstance(options, self.option_type):
+            raise TypeError(
+                f"{self._get_name()}: options takes {self.option_type.__name__}(...), got "
+                f"{options!r}."
+            )
+        self._configure(options, {})
+
+    def _made_options(
+        self, options: TokenOptions | None, settings: Mapping[str, Any]
+    ) -> TokenOptions:
+        """The record of settings by name, added to another one."""
+        return self.option_type(**settings) if options is None else replace(options, **settings)
+
+    def _configure(self, options: TokenOptions | None, settings: Mapping[str, Any]) -> None:
+        """Take options, all or, where they are refused, none."""
+        made = self._made_options(options, settings)
+        if made.temperature is None and not self.takes_own_temperature:
+            raise ValueError("temperature must be a positive number, got None.")
+        # What was given, so that an option that is set later meets what a constructor would.
+        self._options, self._given = made, (options, dict(settings))
+        self._options_changed()
+
+    def _options_changed(self) -> None:
+        """Make what follows from the options."""
+        entries = chain.from_iterable(named.values() for named in self._entries())
+        self.in_keys: list[NestedKey] = [self.read.tokens, self.read.assistant_mask, *entries]  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.out_keys = sorted(self.output_type.__annotations__)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _option_names(type(self)):
+            return getattr(self.options, name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _option_names(type(self)):
+            options, settings = self._given
+            self._configure(options, {**settings, name: value})
+        elif name == "actor_network" and "actor_network" in self._modules | vars(self):
+            check_scorer(self._get_name(), value)
+            TensorDictModuleBase.__setattr__(self, name, value)
+        elif name == "read" and "read" in vars(self):
+            check_type("read", value, self.key_type, who=self._get_name())
+            TensorDictModuleBase.__setattr__(self, name, value)
+            self._options_changed()
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def aggregation(self) -> F.Aggregation:
+        """How values of tokens become one number, by its own name."""
+        return self._options.named_aggregation
+
+    @property
+    def masking_strategy(self) -> MaskingStrategy:
+        """Which tokens are trained, by its own name."""
+        return resolve_masking_strategy(self._options.masking_strategy)
+
+    @property
+    def temperature(self) -> float:
+        """What the logits are divided by."""
+        given = self._options.temperature
+        if given is not None:
+            return given
+        return float(getattr(self.actor_network, "temperature", 1.0)) or 1.0
+
+    # Batches ------------------------------------------------------------------------------------
 
     def _entries(self) -> Entries:
         """What is read beside tokens and masks, by the fields of ``read``."""
         raise NotImplementedError
-
-    def _declare_keys(self, output: type[TensorClass]) -> None:
-        """Set ``in_keys`` and ``out_keys``; called once the options are known."""
-        entries = chain.from_iterable(named.values() for named in self._entries())
-        self.in_keys: list[NestedKey] = [self.read.tokens, self.read.assistant_mask, *entries]  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.out_keys = sorted(output.__annotations__)
 
     def pack(self, batch: TensorDictBase | PackedBatch) -> PackedBatch:
         """Read what the loss needs of a batch, without padding.
@@ -392,13 +490,21 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys, Output]):
                 padded ``[B, T]`` with an attention mask; the entries of ``read``.
 
         Returns:
-            The packed batch, on the actor's device; one that is packed already as it is.
+            The packed batch, on the actor's device; one that is packed already as it is, with the
+            tokens that were to be trained when it was packed.
 
         Raises:
-            MissingEntryError: an entry is missing.
+            MissingEntryError: an entry is missing, also of a batch that was packed before an
+                option was set that reads it.
             ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
         """
         if isinstance(batch, PackedBatch):
+            wanted = chain.from_iterable(self._entries())
+            if missing := [name for name in wanted if name not in batch.entries]:
+                raise MissingEntryError(
+                    f"{self._get_name()} needs {missing}, which the packed batch lacks: it was "
+                    "packed for other options. Pack the rows again: loss.pack(rows)."
+                )
             return batch
         return pack_batch(
             batch,
@@ -539,7 +645,14 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys, Output]):
             values,
             lengths=batch.target_lengths,
             aggregation=self.aggregation,
-            max_tokens=self.max_tokens,
+            max_tokens=self._options.max_tokens,
             num_active_tokens=window.num_active_tokens,
             num_sequences=window.num_sequences,
         )
+
+
+@functools.cache
+def _option_names(cls: type[TokenLoss[Any, Any]]) -> frozenset[str]:
+    """The options of a loss, each of which can be set."""
+    kind = getattr(cls, "option_type", None)
+    return frozenset() if kind is None else frozenset(field.name for field in fields(kind))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, NamedTuple, Unpack
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from objectives import functional as F
 from objectives.batching.packed_batch import Entries, GRPOLossKeys, PackedBatch, rows_with
 from objectives.batching.ranks import Ranks, gathered_rows
-from torchrl_data.checks import TokenScorer, TokenScores
+from torchrl_data.checks import TokenScorer, TokenScores, check_type
 
 from .base import GRPOLossOutput, TokenLoss, Window, make_output
 from .options import (
@@ -25,6 +24,7 @@ from .options import (
     GRPOSettings,
     PolicyTokens,
     TokenFilters,
+    TokenOptions,
     options_of,
     signature_with,
     surrogate_inputs,
@@ -168,6 +168,10 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
 
     preset: ClassVar[GRPOSettings] = {}
     """What a subclass sets itself."""
+    option_type = GRPOOptions
+    key_type = GRPOLossKeys
+    output_type = GRPOLossOutput
+    takes_own_temperature = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -182,18 +186,21 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         read: GRPOLossKeys | None = None,
         **settings: Unpack[GRPOSettings],
     ) -> None:
-        options = options_of(self._get_name(), self.preset, options, settings)
-        drawn = options
-        if options.temperature is None:  # that of the actor, as it says
-            own = float(getattr(actor_network, "temperature", 1.0)) or 1.0
-            drawn = replace(options, temperature=own)
         read = read or GRPOLossKeys()
-        super().__init__(actor_network, drawn, read=read, allow_empty=True)
-        self.options = options
-        self.filters = options.all_filters()
-        self._surrogate = options.surrogate_function()
+        super().__init__(actor_network, settings, options=options, read=read, allow_empty=True)
+
+    def _made_options(
+        self, options: TokenOptions | None, settings: Mapping[str, Any]
+    ) -> GRPOOptions:
+        check_type("options", options, GRPOOptions, who=self._get_name())
+        is_record = isinstance(options, GRPOOptions)
+        return options_of(self._get_name(), self.preset, options if is_record else None, settings)
+
+    def _options_changed(self) -> None:
+        self._filters = self.options.all_filters()
+        self._surrogate = self.options.surrogate_function()
         self._surrogate_inputs = surrogate_inputs(self._surrogate)
-        self._declare_keys(GRPOLossOutput)
+        super()._options_changed()
 
     def pack(self, batch: TensorDictBase | PackedBatch) -> PackedBatch:
         """Read what the loss needs of a batch, without padding.
@@ -226,8 +233,8 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
             options.old_policy == "sampler"
             or options.sampler_correction is not None
             or options.kl_to_inference_coeff
-            or self.filters.trust_region is not None
-            or self.filters.off_policy_threshold is not None
+            or self._filters.trust_region is not None
+            or self._filters.off_policy_threshold is not None
         )
         if not reads_sampler:
             return packed
@@ -293,7 +300,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
     @property
     def wants_entropy(self) -> bool:
         """Whether a bonus or a filter goes by the entropy of the trained tokens."""
-        return self.options.entropy_bonus or self.filters.top_entropy_fraction is not None
+        return self.options.entropy_bonus or self._filters.top_entropy_fraction is not None
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> GRPOLossOutput:
         """See the base class."""
@@ -333,14 +340,17 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
             "ref_log_probs": self.options.kl_to_ref_coeff,
             "teacher_log_probs": self.options.teacher_coeff is not None,
         }
-        rows = {"advantage": self.options.advantage_coeff, "truncated": self.filters.drop_truncated}
+        rows = {
+            "advantage": self.options.advantage_coeff,
+            "truncated": self._filters.drop_truncated,
+        }
         wanted = ({n: getattr(self.read, n) for n, on in c.items() if on} for c in (tokens, rows))
         return Entries(*wanted)
 
     def _pack_window(
         self, batch: TensorDictBase | PackedBatch, window: Window | None
     ) -> tuple[PackedBatch, Window]:
-        filtered = self.filters.top_entropy_fraction is not None
+        filtered = self._filters.top_entropy_fraction is not None
         if filtered and window is not None and window.entropy_threshold is None:
             raise ValueError(
                 "GRPOLoss: with TokenFilters(top_entropy_fraction=...) the window needs an "
@@ -361,7 +371,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
     def _statistics(self, batches: Sequence[PackedBatch], ranks: Ranks | None) -> dict[str, float]:
         """See the base class; scores the batches one by one where that is needed."""
         found: dict[str, float] = {}
-        fraction = self.filters.top_entropy_fraction
+        fraction = self._filters.top_entropy_fraction
         if fraction is not None:
             scores = [self._score(batch, entropy=True).entropy for batch in batches]
             entropy = torch.cat([torch.zeros(0)] + [p.cpu() for p in scores if p is not None])
@@ -417,7 +427,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         loss = surrogate.loss
         if weights is not None and "sampler_log_ratio" not in self._surrogate_inputs:
             loss = loss * weights.weight
-        keep = filter_tokens(self.filters, scores, batch, window)
+        keep = filter_tokens(self._filters, scores, batch, window)
         metrics = {
             "clip_fraction": surrogate.clipped_low | surrogate.clipped_high,
             "clip_fraction_low": surrogate.clipped_low,

@@ -24,7 +24,7 @@ from objectives.batching.packed_batch import (
 )
 from objectives.batching.ranks import Ranks
 from objectives.losses.base import Window
-from torchrl_data.checks import TokenScores, check_type
+from torchrl_data.checks import ChecksAttributes, TokenScores, check_type
 
 from .base import TokenLoss, scorer_device
 
@@ -74,7 +74,7 @@ class MixedLossOutput:
         return cls({name: type(each[0]).combine(each, ranks=ranks) for name, each in parts.items()})
 
 
-class MixedLoss(TensorDictModuleBase):
+class MixedLoss(ChecksAttributes, TensorDictModuleBase):
     """Reinforcement learning, fine-tuning and distillation as streams of tokens of one batch.
 
     Each stream is a loss of its own with its own normaliser: what it divides by is counted over
@@ -110,9 +110,14 @@ class MixedLoss(TensorDictModuleBase):
             raise ValueError("MixedLoss needs at least one stream, {'rl': GRPOLoss(policy)}.")
         for name, loss in streams.items():
             check_type(f"stream {name!r}", loss, TokenLoss, who="MixedLoss")
-            _check_weighable(name, loss)
         self.streams = torch.nn.ModuleDict(streams)
-        (first, one), *others = streams.items()
+        self._check_streams()
+
+    def _check_streams(self) -> None:
+        """Check that the streams fit together, whose options may have been set meanwhile."""
+        for name, loss in self._losses():
+            _check_weighable(name, loss)
+        (first, one), *others = self._losses()
         for name, loss in others:
             other = [what for what, of in _SAME.items() if of(loss) != of(one)]
             if other:
@@ -120,10 +125,18 @@ class MixedLoss(TensorDictModuleBase):
                     f"MixedLoss: streams {first!r} and {name!r} differ in {', '.join(other)}. One "
                     "pass scores the tokens of all streams: give them the same."
                 )
-        keys = [key for loss in streams.values() for key in loss.in_keys]
-        weights: list[NestedKey] = [(STREAMS, name) for name in streams]
-        self.in_keys: list[NestedKey] = list(dict.fromkeys([*keys, *weights]))  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.out_keys = [f"{name}.{key}" for name, loss in streams.items() for key in loss.out_keys]
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """Entries that the streams read, by their options as they are."""
+        keys = [key for _, loss in self._losses() for key in loss.in_keys]
+        weights: list[NestedKey] = [(STREAMS, name) for name in self.streams]
+        return list(dict.fromkeys([*keys, *weights]))
+
+    @property
+    def out_keys(self) -> list[str]:
+        """Terms of all streams, as ``"stream.term"``."""
+        return [f"{name}.{key}" for name, loss in self._losses() for key in loss.out_keys]
 
     @property
     def _first(self) -> TokenLoss[Any, Any]:
@@ -154,6 +167,7 @@ class MixedLoss(TensorDictModuleBase):
             MissingEntryError: a row lacks an entry of a stream in which it takes part.
             ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
         """
+        self._check_streams()
         if isinstance(batch, PackedBatch):
             return batch
         packed = pack_streams(

@@ -59,13 +59,18 @@ class TokenOptions:
     def __post_init__(self) -> None:
         resolve_masking_strategy(self.masking_strategy)
         check_numbers("", POSITIVE, temperature=self.temperature)
-        fixed = aggregation_name(self.aggregation) == "fixed_length"
+        fixed = self.named_aggregation == "fixed_length"
         if fixed != (self.max_tokens is not None):
             raise ValueError(
                 "max_tokens goes with aggregation 'fixed_length': give both or none, got "
                 f"aggregation={self.aggregation!r} and max_tokens={self.max_tokens}."
             )
         check_counts(max_tokens=self.max_tokens)
+
+    @property
+    def named_aggregation(self) -> F.Aggregation:
+        """The aggregation by its own name, without aliases."""
+        return aggregation_name(self.aggregation)
 
 
 # The parts that :class:`~objectives.GRPOLoss` is put together from: settings, no arithmetic.
@@ -347,6 +352,91 @@ class SamplerCorrection:
         return F.sampler_correction(*packed, level=self.level, mode=self.mode, **bounds)
 
 
+# The options of the losses with a target for each token.
+
+SFTFunction = Literal["sft", "minor_sft"]
+SFT_FUNCTIONS: Final[tuple[SFTFunction, ...]] = ("sft", "minor_sft")
+_MINOR_AGGREGATIONS: Final[tuple[F.Aggregation, ...]] = ("sequence_mean", "sequence_sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTOptions(TokenOptions):
+    """Options of :class:`~objectives.SFTLoss`, checked when they are made.
+
+    Args:
+        aggregation: ``None`` is ``"token_mean"``, and ``"sequence_mean"`` for minor SFT; see
+            :class:`~objectives.SFTLoss`.
+        max_tokens: what ``"fixed_length"`` divides by.
+        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``.
+        temperature: the logits are divided by it.
+        loss_function: ``"sft"`` or ``"minor_sft"``.
+        kl_to_ref_coeff: weight of the KL (k3) to the reference; None or 0 for none.
+        beta: of minor SFT; None is 0.1.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or cannot take effect with the others.
+
+    Example:
+        >>> SFTOptions(loss_function="minor_sft").named_aggregation
+        'sequence_mean'
+    """
+
+    aggregation: str | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    temperature: float | None = 1.0
+    loss_function: SFTFunction | str = "sft"
+    kl_to_ref_coeff: float | None = None
+    beta: float | None = None
+
+    def __post_init__(self) -> None:
+        one_of("loss_function", self.loss_function, SFT_FUNCTIONS)
+        super().__post_init__()
+        check_numbers("", NOT_NEGATIVE, kl_to_ref_coeff=self.kl_to_ref_coeff)
+        check_numbers("", POSITIVE, beta=self.beta)
+        if self.is_minor:
+            one_of("aggregation", self.named_aggregation, _MINOR_AGGREGATIONS)
+        elif self.beta is not None:
+            raise ValueError(f"beta={self.beta} goes with loss_function 'minor_sft': leave it out.")
+
+    @property
+    def is_minor(self) -> bool:
+        """Whether the loss goes by whole answers."""
+        return self.loss_function == "minor_sft"
+
+    @property
+    def named_aggregation(self) -> F.Aggregation:
+        """See the base class."""
+        return aggregation_name(
+            self.aggregation or ("sequence_mean" if self.is_minor else "token_mean")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationOptions(TokenOptions):
+    """Options of :class:`~objectives.DistillationLoss`, checked when they are made.
+
+    Args:
+        aggregation: see :class:`~objectives.DistillationLoss`.
+        max_tokens: what ``"fixed_length"`` divides by.
+        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``.
+        temperature: the student's logits are divided by it.
+        kl_direction: ``"reverse"`` or ``"forward"``.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
+
+    Example:
+        >>> DistillationOptions(kl_direction="forward").temperature
+        1.0
+    """
+
+    temperature: float | None = 1.0
+    kl_direction: F.KLDirection | str = "reverse"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("kl_direction", self.kl_direction, F.KL_DIRECTIONS)
+
+
 # The options of the GRPO loss: one frozen record that checks itself.
 
 ClipEpsilon = float | tuple[float, float]
@@ -465,12 +555,13 @@ class GRPOOptions(TokenOptions):
             )
         self._check_ratio()
         one_of("kl_estimator", self.kl_estimator or "k3", F.KL_ESTIMATORS)
-        if self.kl_estimator and not (self.kl_to_ref_coeff or self.kl_to_inference_coeff):
+        # A coefficient of 0 may be a value of a schedule, which comes to another one.
+        if self.kl_estimator and self.kl_to_ref_coeff is None is self.kl_to_inference_coeff:
             raise ValueError(
                 f"kl_estimator={self.kl_estimator!r} has no effect without kl_to_ref_coeff or "
                 "kl_to_inference_coeff."
             )
-        if self.kl_bias_correction and not self.kl_to_ref_coeff:
+        if self.kl_bias_correction and self.kl_to_ref_coeff is None:
             raise ValueError("kl_bias_correction has no effect without kl_to_ref_coeff.")
         if self.entropy_coeff is not None and not self.entropy_bonus:
             raise ValueError(

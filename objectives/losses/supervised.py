@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
-
 from objectives import functional as F
 from objectives.batching.packed_batch import DistillationLossKeys, Entries, PackedBatch, SFTLossKeys
-from torchrl_data.checks import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    TokenScorer,
-    TokenScores,
-    check_numbers,
-    one_of,
-)
+from torchrl_data.checks import TokenScorer, TokenScores
 
 from .base import DistillationLossOutput, SFTLossOutput, TokenLoss, Window, make_output
-from .options import TokenOptions, aggregation_name
+from .options import DistillationOptions, SFTFunction, SFTOptions
 
 # Supervised fine-tuning on the trained tokens of conversations.
 #
 # Shape legend: B rows, K trained tokens of all of them.
-
-SFTFunction = Literal["sft", "minor_sft"]
-SFT_FUNCTIONS: Final[tuple[SFTFunction, ...]] = ("sft", "minor_sft")
-_MINOR_AGGREGATIONS: Final[tuple[F.Aggregation, ...]] = ("sequence_mean", "sequence_sum")
 
 
 class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
@@ -75,6 +62,10 @@ class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
         (torch.Size([]), 5.8201, 5.8201)
     """
 
+    option_type = SFTOptions
+    key_type = SFTLossKeys
+    output_type = SFTLossOutput
+
     def __init__(
         self,
         actor_network: TokenScorer,
@@ -89,43 +80,33 @@ class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
         read: SFTLossKeys | None = None,
         allow_empty: bool = False,
     ) -> None:
-        check_numbers("", NOT_NEGATIVE, kl_to_ref_coeff=kl_to_ref_coeff)
-        function = one_of("loss_function", loss_function, SFT_FUNCTIONS)
-        minor = function == "minor_sft"
-        check_numbers("", POSITIVE, beta=beta)
-        if beta is not None and not minor:
-            raise ValueError(f"beta={beta} goes with loss_function 'minor_sft': leave it out.")
-        aggregation = aggregation or ("sequence_mean" if minor else "token_mean")
-        if minor:
-            one_of("aggregation", aggregation_name(aggregation), _MINOR_AGGREGATIONS)
-        options = TokenOptions(
-            aggregation=aggregation,
-            max_tokens=max_tokens,
-            masking_strategy=masking_strategy,
-            temperature=temperature,
-        )
-        super().__init__(
-            actor_network, options, read=read or SFTLossKeys(), allow_empty=allow_empty
-        )
-        self.loss_function: SFTFunction = function
-        self.kl_to_ref_coeff = kl_to_ref_coeff or None
-        self.beta = 0.1 if beta is None else beta
-        self._declare_keys(SFTLossOutput)
+        settings = {
+            "loss_function": loss_function,
+            "aggregation": aggregation,
+            "max_tokens": max_tokens,
+            "masking_strategy": masking_strategy,
+            "kl_to_ref_coeff": kl_to_ref_coeff,
+            "beta": beta,
+            "temperature": temperature,
+        }
+        read = read or SFTLossKeys()
+        super().__init__(actor_network, settings, read=read, allow_empty=allow_empty)
 
     def _entries(self) -> Entries:
-        reference = self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft"
+        reference = bool(self.options.kl_to_ref_coeff) or self.options.is_minor
         return Entries({"ref_log_probs": self.read.ref_log_probs} if reference else {}, {})
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> SFTLossOutput:
         """See the base class."""
-        log_prob, lengths = scores.log_prob, batch.target_lengths
-        if self.loss_function == "sft":
+        log_prob, lengths, options = scores.log_prob, batch.target_lengths, self.options
+        if not options.is_minor:
             objective = self._reduce(F.negative_log_likelihood(log_prob), batch, window)
         else:
             answer = F.sequence_mean if self.aggregation == "sequence_mean" else F.sequence_sum
             reference = batch.entries["ref_log_probs"].to(log_prob.dtype)
             answers = (answer(each, lengths=lengths) for each in (log_prob, reference))
-            per_row = F.minor_sft(*answers, beta=self.beta)
+            beta = 0.1 if options.beta is None else options.beta
+            per_row = F.minor_sft(*answers, beta=beta)
             objective = per_row.masked_fill(lengths == 0, 0.0).sum() / window.num_sequences
         terms = {
             "loss_sft": objective,
@@ -133,11 +114,11 @@ class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
             "num_active_tokens": log_prob.new_tensor(batch.num_targets).detach(),
             "num_sequences": log_prob.new_tensor(batch.num_rows).detach(),
         }
-        if self.kl_to_ref_coeff is not None:
+        if options.kl_to_ref_coeff:
             reference = batch.entries["ref_log_probs"].to(log_prob.dtype)
             kl = F.kl_estimate(log_prob, reference)
             terms["kl_to_ref"] = F.token_mean(kl.detach())
-            terms["loss_kl_to_ref"] = self.kl_to_ref_coeff * self._reduce(kl, batch, window)
+            terms["loss_kl_to_ref"] = options.kl_to_ref_coeff * self._reduce(kl, batch, window)
         return make_output(SFTLossOutput, terms)
 
 
@@ -187,6 +168,10 @@ class DistillationLoss(TokenLoss[DistillationLossKeys, DistillationLossOutput]):
         tensor(0.3069)
     """
 
+    option_type = DistillationOptions
+    key_type = DistillationLossKeys
+    output_type = DistillationLossOutput
+
     def __init__(
         self,
         actor_network: TokenScorer,
@@ -199,16 +184,15 @@ class DistillationLoss(TokenLoss[DistillationLossKeys, DistillationLossOutput]):
         read: DistillationLossKeys | None = None,
         allow_empty: bool = False,
     ) -> None:
-        options = TokenOptions(
-            aggregation=aggregation,
-            max_tokens=max_tokens,
-            masking_strategy=masking_strategy,
-            temperature=temperature,
-        )
+        settings = {
+            "kl_direction": kl_direction,
+            "aggregation": aggregation,
+            "max_tokens": max_tokens,
+            "masking_strategy": masking_strategy,
+            "temperature": temperature,
+        }
         read = read or DistillationLossKeys()
-        super().__init__(actor_network, options, read=read, allow_empty=allow_empty)
-        self.kl_direction: F.KLDirection = one_of("kl_direction", kl_direction, F.KL_DIRECTIONS)
-        self._declare_keys(DistillationLossOutput)
+        super().__init__(actor_network, settings, read=read, allow_empty=allow_empty)
 
     def _entries(self) -> Entries:
         teacher = self.read.teacher_log_probs
@@ -220,7 +204,7 @@ class DistillationLoss(TokenLoss[DistillationLossKeys, DistillationLossOutput]):
         """See the base class."""
         log_prob = scores.log_prob
         teacher = batch.entries["teacher_log_probs"].to(log_prob.dtype)
-        kl = F.sampled_distillation(log_prob, teacher, direction=self.kl_direction)
+        kl = F.sampled_distillation(log_prob, teacher, direction=self.options.kl_direction)
         terms = {
             "loss_distill": self._reduce(kl, batch, window),
             "kl_to_teacher": F.token_mean(kl.detach()),

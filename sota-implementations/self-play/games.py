@@ -228,7 +228,7 @@ class GameCollector(LLMCollector):
             episode.tools = [tool.schema for tool in self._tools.values()]
         base: Any = self.env.base_env
         query = with_observation(episode.query, game.view())
-        episode.conversation = base.open(query, episode.tools)
+        episode.conversation = base.open(query, episode.tools)  # with the stream of its draw
 
     def _move(self, game: Game, seats: Sequence[Episode], episode: Episode) -> None:
         """Do what a turn calls for, and show the other seat what it sees then."""

@@ -164,6 +164,30 @@ def train_forever(collector):
 
 
 class TestRay:
+    def test_with_a_seed_every_rollout_of_two_collectors_differs(
+        self, ray, chatml_tokenizer, make_tiny_model
+    ):
+        sampling = {"max_new_tokens": 12, "min_tokens": 12, "seed": 7}
+        model = make_tiny_model(0)
+
+        def make_policy():
+            return TransformersWrapper(model, tokenizer=chatml_tokenizer, generate_kwargs=sampling)
+
+        def make_questions():
+            data = DataLoadingPrimer([{"prompt": "question"}, {"prompt": "tool"}], group_size=N)
+            parts = Compose(data, RewardFunctions([length_reward]), StepCounter(max_steps=1))
+            return ChatEnv(batch_size=GROUPS * N).append_transform(parts)
+
+        said = []
+        with RayLLMCollector(
+            make_questions, policy_factory=make_policy, num_collectors=2
+        ) as collector:
+            for _ in range(3):
+                for row in collector.collect().unbind(0):
+                    mask = row["masks", "all_assistant_mask"]
+                    said.append(tuple(row["tokens", "full"][mask].tolist()))
+        assert len(set(said)) == len(said) == 3 * GROUPS * N
+
     def test_two_collectors_one_killed_in_the_midst(
         self, ray, chatml_tokenizer, make_tiny_model, check_balance
     ):

@@ -11,6 +11,7 @@ from objectives import GRPOLoss
 from torchrl_data.batch_io import write_conversations
 from torchrl_data.conversation import Conversations
 from torchrl_modules import SamplingParameters, TransformersEngine, TransformersWrapper, sampling
+from torchrl_modules.engines.bridges import BlockingEngine, open_async
 from torchrl_modules.engines.decoding import drawn_at
 from torchrl_modules.sampling import StopStrings
 
@@ -293,3 +294,100 @@ def test_logits_that_are_not_finite_are_refused(make_tiny_model):
         model.lm_head.weight[3] = torch.nan
     with pytest.raises(RuntimeError, match="logits that are not finite"):
         engine.generate([[1, 2]], params)
+
+
+# A policy's settings that are set later.
+
+
+def test_sampling_that_is_set_later_is_what_a_new_policy_draws_from(
+    make_tiny_model, chatml_tokenizer
+):
+    def build(**sampling):
+        kwargs = {"max_new_tokens": 6, "seed": 3, **sampling}
+        return TransformersWrapper(
+            make_tiny_model(), tokenizer=chatml_tokenizer, generate_kwargs=kwargs
+        )
+
+    asked = Conversations.from_messages([[{"role": "user", "content": "hi"}]] * 3)
+    policy, want = build(), build(temperature=0.3)
+    policy.temperature = 0.3
+    assert policy.sampling == want.sampling
+    policy.sampling = SamplingParameters(max_new_tokens=2, stop=("hello",))
+    assert policy.sampling.stop_token_ids == want.sampling.stop_token_ids
+    _, full, _ = policy.respond(asked)
+    assert all(int(full.assistant_mask(i).sum()) <= 2 for i in range(3))
+    assert policy.sampling.stop_matcher is not None, "stop strings are found"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "hint"),
+    [
+        ("temperature", -1.0, ValueError, "temperature must be a finite number"),
+        ("sampling", {"temperature": 1.0}, TypeError, r"sampling takes SamplingParameters"),
+        ("sampling", SamplingParameters(stop_token_ids=(9999,)), ValueError, "not in the vocab"),
+        ("num_samples", 0, ValueError, "num_samples must be a whole number"),
+        ("generate_kwargs", {"top_k": 3}, AttributeError, "generate_kwargs is fixed.*sampling"),
+        ("input_mode", "text", AttributeError, "input_mode is fixed when it is made"),
+        (
+            "temprature",
+            1.0,
+            AttributeError,
+            "no attribute 'temprature'.*Did you mean 'temperature'",
+        ),
+    ],
+)
+def test_what_a_policy_can_not_take_later_is_refused(
+    make_tiny_model, chatml_tokenizer, name, value, kind, hint
+):
+    policy = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer)
+    before = policy.sampling
+    with pytest.raises(kind, match=hint):
+        setattr(policy, name, value)
+    assert policy.sampling == before
+
+
+# End tokens that the model alone names.
+
+
+def with_ends(model, *ends):
+    model.generation_config.eos_token_id = list(ends)
+    return model
+
+
+@pytest.mark.parametrize("way", ["batch", "continuous"])
+def test_a_token_that_the_generation_config_names_ends_a_turn(
+    make_tiny_model, chatml_tokenizer, way
+):
+    end, other, unknown = 5, 9, 10_000
+    model = with_ends(make_tiny_model(), end, other, unknown)
+    engine = TransformersEngine(model)
+    policy = TransformersWrapper(
+        model,
+        tokenizer=chatml_tokenizer,
+        generate_kwargs={"max_new_tokens": 6, "logit_bias": {other: 100.0}},
+    )
+    assert set(policy.sampling.stop_token_ids) >= {end, other, policy.encoder.end_of_turn_id}
+    if way == "continuous":
+        policy.engine = BlockingEngine(open_async(engine))
+    asked = Conversations.from_messages([[{"role": "user", "content": "hi"}]] * 2)
+    _, full, reasons = policy.respond(asked)
+    assert reasons == ["stop", "stop"]
+    for row in range(2):
+        assert full.token_ids(row)[full.assistant_mask(row)].tolist() == [other]
+        assert full.last_message(row)["content"] == "", "the end is no part of what is said"
+    policy.sampling = SamplingParameters(
+        max_new_tokens=6, logit_bias={other: 100.0}, stop_token_ids=(end,)
+    )
+    assert policy.respond(asked)[2] == ["length", "length"], "what is asked for counts alone"
+    getattr(policy.engine, "close", lambda: None)()
+
+
+def test_an_end_that_the_template_writes_within_a_turn_ends_none_and_is_told(
+    make_tiny_model, chatml_tokenizer, caplog
+):
+    inside, header = chatml_tokenizer.convert_tokens_to_ids(["<tool_call>", "<|im_start|>"])
+    model = with_ends(make_tiny_model(), inside, header, 9)
+    policy = TransformersWrapper(model, tokenizer=chatml_tokenizer)
+    assert set(policy.sampling.stop_token_ids) & {inside, header, 9} == {9}
+    assert f"<tool_call> ({inside})" in caplog.text
+    assert f"<|im_start|> ({header})" in caplog.text

@@ -11,7 +11,7 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from objectives import MCAdvantage, TopKRewardSelector
+from objectives import MCAdvantage, PassAtK, TopKRewardSelector
 from torchrl_data.checks import MissingEntryError
 
 
@@ -455,3 +455,27 @@ def test_top_k_of_another_size_raises_at_construction():
     for bad in ("average", math.nan):
         with pytest.raises(ValueError, match=f"above must be.*{bad}"):
             TopKRewardSelector(4, above=bad)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_setting_of_advantages_that_is_set_later_takes_effect_or_raises():
+    advantage = MCAdvantage(2)
+    advantage.zero_variance = "drop"
+    assert advantage.inv(lazy_stack([make_row(1, 1.0), make_row(1, 1.0)])) is None
+    advantage.estimator = "maxrl"  # (R - mean) / mean
+    released = advantage.inv(lazy_stack([make_row(2, 1.0), make_row(2, 0.0)]))
+    assert released["advantage"].flatten().tolist() == [1.0, -1.0]
+    for name, value, kind, hint in (
+        ("zero_variance", "dorp", ValueError, "zero_variance must be one of"),
+        ("keep_return_bounds", (1.0, 0.0), ValueError, "increasing pair"),
+        ("estimator", PassAtK(k=3), ValueError, "PassAtK: k is 3, but a group has 2"),
+        ("group_size", 4, AttributeError, "group_size is fixed when it is made"),
+        ("scale", "none", AttributeError, "scale is fixed when it is made"),
+        ("zero_varience", "drop", AttributeError, "Did you mean 'zero_variance'"),
+    ):
+        with pytest.raises(kind, match=hint):
+            setattr(advantage, name, value)
+    assert (advantage.zero_variance, advantage.group_size) == ("drop", 2)
+    selector = TopKRewardSelector(group_size=2, topk_size=1)
+    with pytest.raises(ValueError, match="topk_size must lie in"):
+        selector.topk_size = 3

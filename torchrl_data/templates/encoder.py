@@ -1,6 +1,7 @@
 """From messages and images to the tokens of a conversation, as the model's template has them."""
 
 import json
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
 
 
 Tools = Sequence[dict[str, Any]]
+_LOG: Final = logging.getLogger(__name__)
 
 
 # What a vision-language model reads of images: their places in the tokens, and their pixels.
@@ -241,6 +243,7 @@ class TemplateRenderer:
         chat_template_kwargs: dict[str, Any] | None = None,
         reasoning_in_content: bool = False,
         processor: "ProcessorMixin | ImageProcessor | None" = None,
+        end_token_ids: Sequence[int] = (),
     ) -> None:
         if processor is not None and not isinstance(processor, ImageProcessor):
             processor = ImageProcessor(processor)
@@ -282,6 +285,7 @@ class TemplateRenderer:
                 "its end-of-turn token with {% generation %} ... {% endgeneration %}. See "
                 f"{page('docs/chat-templates.md')}."
             )
+        self._end_token_ids = self._ending(end_token_ids)
         self._deltas = CompiledShapes(self._pieces_after_answer, self.guard, self.template)
         self._openings: dict[str, CompiledShapes] = {}
 
@@ -332,10 +336,42 @@ class TemplateRenderer:
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens at which the policy's turn stops: the end of turn and the end of sequence."""
+        """Tokens at which the policy's turn stops.
+
+        The template's end of turn, the tokenizer's end of sequence, and the model's own ends.
+        """
         eos = self.tokenizer.eos_token_id
         ids = [self.end_of_turn_id] + ([eos] if isinstance(eos, int) else [])
-        return tuple(dict.fromkeys(ids))
+        return tuple(dict.fromkeys([*ids, *self._end_token_ids]))
+
+    def _ending(self, end_token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The model's own ends that end a turn of this template, too.
+
+        One that the template writes where a turn goes on, in its header or before its end, ends
+        none, and is told.
+        """
+        if not end_token_ids:
+            return ()
+        call = {"type": "function", "function": {"name": "Tool7", "arguments": {"a": 1}}}
+        whole = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        thinks = [{**ANSWER, "reasoning_content": "Thought7"}]
+        within = {piece.control_id for piece in self.guard.split(self._shape.header)}
+        for answer in ([ANSWER], thinks, whole):
+            try:
+                runs = self._chat_runs([QUESTION, *answer], None)
+            except (ValueError, TypeError):  # nothing that this template shows
+                continue
+            said = [i for run in runs if run.source == Source.MODEL for i in run.ids or ()]
+            within.update(said[:-1])
+        names = self.tokenizer.convert_ids_to_tokens
+        if wrong := [i for i in end_token_ids if i in within - {self.end_of_turn_id}]:
+            _LOG.warning(
+                "The model names %s as ends of a turn, which the chat template writes where a turn "
+                "goes on: a turn does not end there. SamplingParameters(stop_token_ids=...) says "
+                "otherwise.",
+                [f"{names(i)} ({i})" for i in wrong],
+            )
+        return tuple(i for i in end_token_ids if i not in wrong)
 
     @cached_property
     def opened_text(self) -> str:
@@ -526,6 +562,9 @@ class ConversationEncoder(TemplateRenderer):
             ``reasoning_content`` holds, and all content stays content.
         processor: of a vision-language model, for messages with images; without one a row that
             has any is refused.
+        end_token_ids: tokens that end a turn by the model's own settings
+            (``generation_config.eos_token_id``), beside those of template and tokenizer. One that
+            the template writes within a turn does not end it, which is logged.
 
     Raises:
         ValueError: the template does not show what the assistant wrote.

@@ -13,6 +13,7 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from torchrl_data.checks import check_columns, check_counts, check_not_none, check_numbers
+from torchrl_data.conversation import stream_number
 from torchrl_data.keys import GROUP_ID, REWARD, SEGMENT
 from torchrl_data.stop_reason import StopReason
 from torchrl_envs.entries import several_rewards, solving_rewards
@@ -372,7 +373,8 @@ class DataLoadingPrimer(EpisodeTransform):
 
     def _start(self) -> None:
         self._frontier = data.Frontier()
-        self._members: deque[tuple[data.Item, int]] = deque()  # of the group, each with its seed
+        # Of the group, each with the group's seed and its own place.
+        self._members: deque[tuple[data.Item, int, int]] = deque()
         """One for each rollout of a group that is still to come."""
         self._last_good_epoch = 0
 
@@ -548,7 +550,7 @@ class DataLoadingPrimer(EpisodeTransform):
         return "too_long", self._prompt_limit.error(prompt, self._system_prompt)
 
     def draw(self, episodes: Sequence[Episode]) -> None:
-        """Give episodes their ``example``, ``query``, ``group_id`` and ``seed``.
+        """Give episodes their ``example``, ``query``, ``group_id``, ``seed`` and ``stream``.
 
         Those for which there are no data left get a ``stop_reason`` instead, and -1 as their group.
 
@@ -560,14 +562,15 @@ class DataLoadingPrimer(EpisodeTransform):
             if not self._members and (found := self._next_good_item()) is not None:
                 key = (self.seed, found.epoch, found.row_id)
                 seed = int(np.random.SeedSequence(key).generate_state(1)[0])
-                self._members.extend([(found, seed)] * self.group_size)
+                self._members.extend((found, seed, place) for place in range(self.group_size))
                 self._frontier.open((found.epoch, found.place), self.group_size)
             if not self._members:
                 episode.query, episode.example, episode.stop_reason = "", {}, StopReason.NO_DATA
                 episode.group_id, episode.seed = -1, 0
                 continue
             num_drawn += 1
-            item, episode.seed = self._members.popleft()
+            item, episode.seed, member = self._members.popleft()
+            episode.stream = stream_number(episode.seed, member)
             place = (item.epoch, item.place)
             episode.resources.add(self, place, closing=self._frontier.begin(place))
             assert isinstance(item.row, dict)

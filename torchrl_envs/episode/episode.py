@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_data.conversation import Conversations
+from torchrl_data.conversation import Conversations, stream_number
 from torchrl_data.messages import Message
 from torchrl_data.stop_reason import FinishReason, StopReason, stop_reason_of
 from torchrl_envs.concurrency import Call, ConcurrentCalls, Outcome, run_call
@@ -356,6 +356,9 @@ class Episode:
         """Equal for the episodes of one draw."""
         self.seed: int = 0
         """Equal for the episodes of one draw."""
+        self.stream: int | None = None
+        """Names the random numbers that its turns are drawn with, its own alone, see
+        :func:`~torchrl_data.stream_number`. Whoever draws it may give it one."""
         self.query: Any = None
         """What opens the conversation: a string, messages or token ids; for ``begin``."""
         self.tools: Sequence[dict[str, Any]] | None = None
@@ -421,7 +424,16 @@ class Episode:
 
     @conversation.setter
     def conversation(self, conversation: Conversations) -> None:
+        if conversation.stream(0) is None and self.stream is not None:
+            conversation = conversation.with_streams([self._next_stream(self.stream)])
         self._snapshot, self._index = conversation, 0
+
+    def _next_stream(self, stream: int) -> int:
+        """That of a record that begins now; another one than those before it had."""
+        before = self._snapshot.stream(self._index) if self._snapshot is not _NOTHING else None
+        if before is None:
+            return stream
+        return stream_number(before, self._snapshot.num_tokens(self._index))
 
     def share(self, conversations: Conversations, index: int) -> None:
         """Its conversation is one of several, which takes no object for each row."""

@@ -17,8 +17,14 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_data import batch_io, keys, page
 from torchrl_data.batch_io import one_dimension, read_conversations
-from torchrl_data.checks import MissingEntryError, check_counts, check_numbers, one_of
-from torchrl_data.conversation import Conversations, Turn
+from torchrl_data.checks import (
+    ChecksAttributes,
+    MissingEntryError,
+    check_counts,
+    check_numbers,
+    one_of,
+)
+from torchrl_data.conversation import Conversations, Turn, stream_number
 from torchrl_data.history import History
 from torchrl_data.keys import GROUP_ID, HISTORY, PROMPT, QUERY, REWARD, ROW, SEED, TOOLS
 from torchrl_data.ragged import first_entries, read_objects, read_rows, write_objects
@@ -41,7 +47,7 @@ class TooManyRewardErrors(RuntimeError):
     """More of the recent rollouts could not be scored than the limit allows."""
 
 
-class RewardErrorLimit(Transform):
+class RewardErrorLimit(ChecksAttributes, Transform):
     """Stops the run when the rewards of more than a fraction of the recent rollouts fail.
 
     Every :class:`~torchrl_envs.EpisodeEnv` has one with the defaults; append another
@@ -59,10 +65,17 @@ class RewardErrorLimit(Transform):
 
     def __init__(self, max_error_fraction: float = 0.05, *, window: int = 200) -> None:
         super().__init__()
-        check_numbers("RewardErrorLimit", "[0, 1]", max_error_fraction=max_error_fraction)
         check_counts("RewardErrorLimit", window=window)
-        self.max_error_fraction = max_error_fraction
+        self.max_error_fraction: float = self._checked_change(
+            "max_error_fraction", max_error_fraction
+        )
         self._recent: deque[str] = deque(maxlen=window)
+
+    changeable = frozenset({"max_error_fraction"})
+
+    def _checked_change(self, name: str, value: Any) -> Any:
+        check_numbers("RewardErrorLimit", "[0, 1]", **{name: value})
+        return value
 
     def record(self, episodes: Sequence[Episode]) -> None:
         """Take note of rollouts that have just ended.
@@ -262,8 +275,12 @@ class EpisodeEnv(TransformedEnv):
         try:
             reset = one_dimension(self._begin(batch, new, **kwargs))
             shown = read_conversations(reset, PROMPT, who="EpisodeEnv.reset")
+            begun = {episode.row for episode in new}
             for row, episode in enumerate(episodes):
-                episode.share(shown, row)
+                if row in begun:  # with a stream of random numbers of its own
+                    episode.conversation = shown.row(row)
+                else:
+                    episode.share(shown, row)
             self.runner.before_turns(new)
             for episode in new:
                 if episode.stop_reason:
@@ -443,7 +460,7 @@ class AsyncEpisodeRunner:
         episodes = [Episode(row) for row in range(num_episodes)]
         for episode in episodes:
             episode.example, episode.query, episode.group_id = prompt
-            episode.seed = seed
+            episode.seed, episode.stream = seed, stream_number(seed, episode.row)
         self._runner.hold(episodes)
         return episodes
 

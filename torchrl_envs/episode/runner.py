@@ -15,7 +15,7 @@ from torchrl.envs import StepCounter, Transform
 from torchrl.envs.transforms import Compose
 
 from torchrl_data import batch_io, keys, page
-from torchrl_data.conversation import Conversations, continues
+from torchrl_data.conversation import Conversations, continues, stream_number
 from torchrl_data.ragged import read_objects, write_objects
 from torchrl_data.stop_reason import FinishReason, StopReason, kind_of, stop_reason_of
 from torchrl_data.tool_calls import TurnParser, parse_tool_calls
@@ -262,6 +262,8 @@ class EpisodeRunner(EventDriver):
         self._parts: dict[str, list[EpisodeTransform]] = {event: [] for event in _EVENTS}
         self._answer_cuts: Sequence[EpisodeTransform] = ()
         self._open: dict[int, tuple[int, Resources]] = {}
+        self.num_draws = 0
+        """How often episodes were drawn: names their random numbers where nothing else does."""
         weakref.finalize(self, close_left_open, self._open)
 
     def set_transforms(self, transforms: Sequence[EpisodeTransform]) -> None:
@@ -301,6 +303,10 @@ class EpisodeRunner(EventDriver):
         except Exception:  # no data are left, say: these never begin
             self.close(episodes)
             raise
+        for episode in episodes:
+            if episode.stream is None:
+                episode.stream = stream_number("draw", self.num_draws, episode.row)
+        self.num_draws += 1
 
     def hold(self, episodes: Sequence[Episode]) -> None:
         """Keep what new episodes will hold, until they are closed."""
@@ -560,9 +566,10 @@ class EpisodeStep:
             self._shown = shown
             for row, episode in enumerate(self._episodes):
                 # One that rewrites the past is a new row.
-                if not continues(shown.row(row), episode.conversation):
+                if continues(shown.row(row), episode.conversation):
+                    episode.share(shown, row)
+                else:
                     episode.replace_conversation(shown.row(row))
-                episode.share(shown, row)
         flags = read_flags(batch)
         if flags != self._flags:
             self._flags = flags

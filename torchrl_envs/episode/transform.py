@@ -14,7 +14,13 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.envs import Transform
 
-from torchrl_data.checks import POSITIVE, MissingEntryError, check_counts, check_numbers
+from torchrl_data.checks import (
+    POSITIVE,
+    ChecksAttributes,
+    MissingEntryError,
+    check_counts,
+    check_numbers,
+)
 from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, REWARD
 from torchrl_data.messages import Message
 from torchrl_data.ragged import TokenEntries, read_images
@@ -65,7 +71,7 @@ class EpisodeEnvironment(Protocol):
         ...
 
 
-class EpisodeTransform(Transform):
+class EpisodeTransform(ChecksAttributes, Transform):
     """A transform that an :class:`~torchrl_envs.EpisodeEnv` tells about its episodes.
 
     The events of an :class:`~torchrl_envs.Episode`, in this order, whatever the order in which

@@ -437,12 +437,9 @@ class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
         for function in listed:
             if not callable(function):
                 raise TypeError(f"RewardFunctions: {function!r:.80} can't be called.")
-        self.weights: Sequence[float] = [1.0] * len(listed) if weights is None else list(weights)
-        if len(self.weights) != len(listed):
-            found = f"{len(listed)} functions but {len(self.weights)} weights"
-            raise ValueError(f"RewardFunctions: {found}.")
-        check_numbers("RewardFunctions", **{f"weights[{i}]": w for i, w in enumerate(self.weights)})
-        check_numbers("RewardFunctions", POSITIVE, timeout_s=timeout_s)
+        self._functions = dict(zip(unique_names(listed), listed, strict=True))
+        self.weights: Sequence[float] = self._checked_change("weights", weights)
+        self.timeout_s: float = self._checked_change("timeout_s", timeout_s)
         formats: Sequence[CompletionFormat] = get_args(CompletionFormat)
         self.completion_format = one_of("completion_format", completion_format, formats)
         self.trainer_state = TrainerState()
@@ -451,13 +448,31 @@ class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
         self._columns: Sequence[str] = ()
         self._own_calls: ConcurrentCalls | None = None
         self._id = uuid.uuid4().hex
-        self._watch = entries.UnscoredWatch()
-        self.functions = dict(zip(unique_names(listed), listed, strict=True))
         self.level = one_of("level", level, get_args(Level), who="RewardFunctions")
         self.nan_applies = nan_applies
         self._used: set[str] = set()
         self._warned: set[str] = set()
-        self.timeout_s = timeout_s
+        self._watch = entries.UnscoredWatch()
+
+    changeable = frozenset({"weights", "nan_applies", "timeout_s"})
+
+    def _checked_change(self, name: str, value: Any) -> Any:
+        if name == "timeout_s":
+            check_numbers("RewardFunctions", POSITIVE, timeout_s=value)
+        if name != "weights":
+            return value
+        count = len(self.functions)
+        weights = [1.0] * count if value is None else list(value)
+        if len(weights) != count:
+            found = f"{count} functions but {len(weights)} weights"
+            raise ValueError(f"RewardFunctions: {found}.")
+        check_numbers("RewardFunctions", **{f"weights[{i}]": w for i, w in enumerate(weights)})
+        return weights
+
+    @property
+    def functions(self) -> Mapping[str, RewardFunction]:
+        """The functions by their unique names."""
+        return self._functions
 
     @property
     def reward_names(self) -> list[str]:
@@ -489,7 +504,7 @@ class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
             if part in before or not isinstance(part, RewardFunctions)
             for name in part.reward_names
         ]
-        self.functions = dict(zip(unique_names(functions, taken), functions, strict=True))
+        self._functions = dict(zip(unique_names(functions, taken), functions, strict=True))
         for loader in env.transforms_of(DataLoadingPrimer):
             self._columns = [*dict.fromkeys([*self._columns, *loader.columns])]
             for name, function in self.functions.items():

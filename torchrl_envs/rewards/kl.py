@@ -165,7 +165,7 @@ class KLComputation(TrajectoryTransform):
         kl_key: what is written under ``"next"``, float32 ``[T]``, in nats, 0 where nothing was
             sampled.
         add_to_reward: subtract ``coeff`` times the KL from the reward.
-        coeff: of the KL in the reward.
+        coeff: of the KL in the reward; it may be set later.
         dense: whether each token has its own KL in the reward, which becomes ``[T, 1]`` (the reward
             of the trajectory is then at its last sampled token); otherwise their sum is subtracted
             from the reward as it is.
@@ -189,7 +189,7 @@ class KLComputation(TrajectoryTransform):
         estimator: Estimator | None = None,
     ) -> None:
         super().__init__()
-        check_numbers(self._get_name(), coeff=coeff)
+        self._checked_change("coeff", coeff)
         self.gen_key = gen_log_probs_full_key
         self.ref_key = ref_log_probs_full_key
         self.kl_key = kl_key
@@ -200,6 +200,12 @@ class KLComputation(TrajectoryTransform):
         self.dense = dense
         self.estimator = estimator or log_ratio
         self._scorers: list[RetrieveLogProb] = []
+
+    changeable = frozenset({"coeff"})
+
+    def _checked_change(self, name: str, value: Any) -> Any:
+        check_numbers(self._get_name(), **{name: value})
+        return value
 
     def check(self, env: EpisodeEnvironment) -> None:
         """Note who scores the reference's log-probs."""
@@ -307,6 +313,15 @@ class RetrieveKL(TrajectoryTransform):
         self.penalty_name = self.kl.penalty_name
         self.dense = self.kl.dense
 
+    @property
+    def coeff(self) -> float:
+        """Of the KL in the reward; it may be set."""
+        return self.kl.coeff
+
+    @coeff.setter
+    def coeff(self, coeff: float) -> None:
+        self.kl.coeff = coeff
+
     def check_policy(self, policy: Any) -> None:
         """Recorded log-probs are of the distribution that the reference's will be of.
 
@@ -372,6 +387,15 @@ class KLRewardTransform(RetrieveKL):
             coeff=coef,
             **kwargs,
         )
+
+    @property
+    def coef(self) -> float:
+        """Of the KL in the reward; it may be set."""
+        return self.coeff
+
+    @coef.setter
+    def coef(self, coef: float) -> None:
+        self.coeff = coef
 
 
 def _one_model(

@@ -207,6 +207,8 @@ class TokenBudget(EpisodeTransform):
         self.min_turn_tokens = min_turn_tokens
         self.encoder: ConversationEncoder | None = encoder
 
+    changeable = frozenset({"encoder"})
+
     def check(self, env: "EpisodeEnvironment") -> None:
         """There must be something that counts tokens.
 

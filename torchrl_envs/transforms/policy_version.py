@@ -11,12 +11,13 @@ from tensordict import NonTensorData, TensorDictBase
 from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 from torchrl.envs import Transform
 
+from torchrl_data.checks import ChecksAttributes
 from torchrl_data.keys import POLICY_VERSION
 
 VersionType = Literal["int", "uuid"] | type[int] | type[uuid.UUID] | type[str]
 
 
-class PolicyVersion(Transform):
+class PolicyVersion(ChecksAttributes, Transform):
     """Writes the version of the policy at every reset and step, as ``policy_version``.
 
     By hand, call :meth:`increment_version` after each update of the weights. A collector with

@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
-from torchrl_data.checks import MissingEntryError
+from torchrl_data.checks import ChecksAttributes, MissingEntryError
 from torchrl_data.history import History
 from torchrl_data.ragged import pad, read_objects, write_objects
 from torchrl_data.templates.control_tokens import ControlTokenGuard
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class _EverywhereAlike(Transform):
+class _EverywhereAlike(ChecksAttributes, Transform):
     """Does the same at a reset, at a step, in a replay buffer, and by hand."""
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -89,6 +89,8 @@ class Tokenizer(_EverywhereAlike):
         self.control_tokens = control_tokens
         self.missing = missing_tolerance
         self._guard = ControlTokenGuard(tokenizer)
+
+    changeable = frozenset({"control_tokens", "skip_special_tokens"})
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of some texts.

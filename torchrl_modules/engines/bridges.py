@@ -26,6 +26,7 @@ from .engine import (
     EngineOver,
     Generation,
     checked,
+    seeded,
 )
 
 # Rows that are drawn together.
@@ -363,6 +364,15 @@ class _Request(NamedTuple):
     future: "asyncio.Future[Generation]"
 
 
+def _are_alike(first: SamplingParameters, other: SamplingParameters) -> bool:
+    """Whether two requests can be drawn in one batch: they differ in their seeds at most."""
+    if first is other:
+        return True
+    if None in (first.seed, other.seed):
+        return False
+    return replace(first, seed=0) == replace(other, seed=0)
+
+
 class BatchingEngine(EngineOver):
     """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over one that draws batches.
 
@@ -426,9 +436,11 @@ class BatchingEngine(EngineOver):
         try:
             await asyncio.sleep(0)  # whoever is ready now comes along
             await self._running.wait()
-            first = self._waiting[0].params if self._waiting else None
-            batch = [request for request in self._waiting if request.params is first]
-            self._waiting = [request for request in self._waiting if request.params is not first]
+            waiting, self._waiting = self._waiting, []
+            batch: list[_Request] = []
+            for request in waiting:
+                is_alike = not batch or _are_alike(batch[0].params, request.params)
+                (batch if is_alike else self._waiting).append(request)
             if self._num_expected is not None:
                 batch.sort(key=lambda request: request.session)
             if batch:
@@ -441,10 +453,13 @@ class BatchingEngine(EngineOver):
     async def _answer(self, batch: list[_Request]) -> None:
         def generate() -> list[Generation]:
             version = self._inside.version
+            seeds = [each.params.seed for each in batch if each.params.seed is not None]
+            params, own = seeded(self._inside, batch[0].params, seeds)
             generations = self._inside.generate(
                 [request.prompt for request in batch],
-                batch[0].params,
+                params,
                 max_new_tokens=[request.budget for request in batch],
+                **own,
             )
             given = checked(self._inside, generations, batch[0].params, len(batch))
             return [each.drawn_by(version) for each in given]
@@ -515,10 +530,26 @@ class BlockingEngine(EngineOver, ClosedOnLeaving):
         params: SamplingParameters,
         *,
         max_new_tokens: Sequence[int] | None = None,
+        seeds: Sequence[int | None] | None = None,
     ) -> list[Generation]:
-        """See :meth:`torchrl_modules.engines.engine.Engine.generate`."""
+        """See :meth:`torchrl_modules.engines.engine.Engine.generate`.
+
+        Args:
+            prompts: as there.
+            params: as there.
+            max_new_tokens: as there.
+            seeds: one per prompt, in place of the one in ``params``.
+
+        Raises:
+            ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt.
+        """
         budgets = max_new_tokens or [params.max_new_tokens] * len(prompts)
-        seeds = params.row_seeds(len(prompts))
+        seeds = seeds or params.row_seeds(len(prompts))
+        if not len(budgets) == len(seeds) == len(prompts):
+            raise ValueError(
+                f"{type(self).__name__}.generate: {len(prompts)} prompts, but {len(budgets)} "
+                f"max_new_tokens and {len(seeds)} seeds."
+            )
 
         async def draw_row(prompt: Sequence[int], budget: int, seed: int | None) -> Generation:
             seed = int(torch.randint(1 << 31, ())) if seed is None else seed

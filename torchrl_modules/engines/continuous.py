@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from torchrl_data.checks import check_counts
+from torchrl_data.checks import ChecksAttributes, check_counts
 from torchrl_modules.sampling import SamplingParameters, TokenHistory
 from torchrl_modules.scoring.models import evaluation_mode
 from torchrl_modules.weights import UpdateRefused
@@ -322,7 +322,7 @@ class ContinuousDecoding:
 # A Transformers model served to asyncio: rows join and leave between two tokens.
 
 
-class AsyncTransformersEngine(SteppedEngine):
+class AsyncTransformersEngine(ChecksAttributes, SteppedEngine):
     """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over a Transformers model.
 
     A thread draws one token of every running row at a time. Rows join and leave between two tokens,

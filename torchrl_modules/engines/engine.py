@@ -1,12 +1,15 @@
 """What an engine is, blocking or asynchronous, and how loaded it is."""
 
 import asyncio
+import inspect
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
+from torchrl_data.conversation import stream_number
 from torchrl_data.keys import ENTROPY, UNTEMPERED_LOG_PROBS
 from torchrl_modules.sampling import SamplingParameters
 
@@ -88,10 +91,14 @@ class Generation(NamedTuple):
 class Engine(Protocol):
     """Draws tokens. One implementation per inference library.
 
-    It may have ``vocab_size`` (token ids are below it) and ``max_model_len`` (most tokens of a
-    prompt and its response); without them the tokenizer's length counts, and no limit. One that
-    reads images has ``images``, which is not ``None``, and ``generate`` takes ``images=``: those of
-    each prompt in order, in base 64. It is given only where a row has any.
+    It may have ``vocab_size`` (token ids are below it), ``max_model_len`` (most tokens of a
+    prompt and its response) and ``end_token_ids`` (by the model's own settings they end a
+    response); without them the tokenizer's length counts, no limit, and its end of sequence. One
+    that reads images has ``images``, which is not ``None``, and ``generate`` takes ``images=``:
+    those of each prompt in order, in base 64. It is given only where a row has any. One whose
+    ``generate`` takes ``seeds=``, one per prompt, is given them where ``params`` has a seed: each
+    row then depends on its own alone. Another one is given ``params`` with a seed that is another
+    one for each call.
     """
 
     @property
@@ -146,7 +153,7 @@ class Engine(Protocol):
 class AsyncEngine(Protocol):
     """Draws one response at a time for each caller, for many at once; weights change in flight.
 
-    It may have ``vocab_size`` and ``max_model_len``, as an
+    It may have ``vocab_size``, ``max_model_len`` and ``end_token_ids``, as an
     :class:`Engine`. One whose ``can_keep_caches`` is true has
     ``update_weights(..., recompute=True)``: with ``False`` responses in flight go on with what the
     old weights have read.
@@ -242,6 +249,11 @@ class EngineOver:
     def max_model_len(self) -> int:
         """Most tokens of a prompt and its response together."""
         return self._inside.max_model_len
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response by the model's own settings; none where it does not say."""
+        return tuple(getattr(self._inside, "end_token_ids", ()))
 
     @property
     def update_dtype(self) -> Any:
@@ -352,6 +364,27 @@ def log_prob_fault(given: Generation) -> str:
         return f"has {len(given.log_probs)} log-probs for {len(given.ids)} tokens"
     wrong = [x for x in given.log_probs if not -math.inf < x < _ROUNDING]
     return f"has a log-prob that is no finite number of at most 0: {wrong[0]}" if wrong else ""
+
+
+def seeded(
+    engine: Engine, params: SamplingParameters, seeds: Sequence[int] | None
+) -> tuple[SamplingParameters, dict[str, Any]]:
+    """With what an engine draws each row by a seed of its own.
+
+    Args:
+        engine: whose ``generate`` takes ``seeds=``, or not.
+        params: the distribution.
+        seeds: one per prompt; ``None`` without.
+
+    Returns:
+        Its parameters and further arguments. An engine that takes no seeds gets one that follows
+        from all of them.
+    """
+    if not seeds:
+        return params, {}
+    if "seeds" in inspect.signature(engine.generate).parameters:
+        return params, {"seeds": list(seeds)}
+    return replace(params, seed=stream_number(*seeds)), {}
 
 
 def can_keep_caches(engine: Any) -> bool:

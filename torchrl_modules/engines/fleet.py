@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 
 from torch import Tensor
 
+from torchrl_data.checks import POSITIVE, ChecksAttributes, check_counts, check_numbers
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.weights import UpdateRefused, copied, next_version
 
@@ -310,7 +311,7 @@ def close_engine(engine: AsyncEngine) -> None:
 # Several engines that are one to whoever asks: :class:`EngineFleet`.
 
 
-class EngineFleet(ClosedOnLeaving):
+class EngineFleet(ChecksAttributes, ClosedOnLeaving):
     """Several engines behind one :class:`~torchrl_modules.AsyncEngine`.
 
     A conversation stays with its engine, which keeps what it has read of it; a new one goes to the
@@ -367,15 +368,9 @@ class EngineFleet(ClosedOnLeaving):
         for i, engine in enumerate(engines):  # The same function opens another one each time.
             if engine in engines[:i] and (isinstance(engine, str) or as_opener(engine) is None):
                 raise ValueError(f"EngineFleet: {engine!r} stands there twice.")
-        if max_restarts < 0 or min(probe_interval_s, suspect_timeout_s) <= 0:
-            raise ValueError(
-                "EngineFleet: max_restarts must be at least 0, probe_interval_s and "
-                f"suspect_timeout_s positive, got {max_restarts}, {probe_interval_s} and "
-                f"{suspect_timeout_s}."
-            )
-        self.max_restarts = max_restarts
-        self.probe_interval_s = probe_interval_s
-        self.suspect_timeout_s = suspect_timeout_s
+        self.max_restarts: int = self._checked_change("max_restarts", max_restarts)
+        self.probe_interval_s: float = self._checked_change("probe_interval_s", probe_interval_s)
+        self.suspect_timeout_s: float = self._checked_change("suspect_timeout_s", suspect_timeout_s)
         self.weights: Mapping[str, Tensor] | None = None
         """What was pushed last, for engines that come back."""
         self.is_paused = False
@@ -390,6 +385,15 @@ class EngineFleet(ClosedOnLeaving):
             member.known = known.acknowledged(known.incarnation, member.engine.version)
         for member in self._members:
             self._loop.submit(member.run())
+
+    changeable = frozenset({"max_restarts", "probe_interval_s", "suspect_timeout_s"})
+
+    def _checked_change(self, name: str, value: Any) -> Any:
+        if name == "max_restarts":
+            check_counts("EngineFleet", 0, max_restarts=value)
+        else:
+            check_numbers("EngineFleet", POSITIVE, **{name: value})
+        return value
 
     def _opened(self, engines: Sequence[object]) -> list[Member]:
         openers = [as_opener(engine) for engine in engines]
@@ -429,6 +433,12 @@ class EngineFleet(ClosedOnLeaving):
     def max_model_len(self) -> int | None:
         """Most tokens of a prompt and its response, where an engine knows it."""
         return self._least("max_model_len")
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response by the model's own settings, where an engine says so."""
+        ends = (getattr(member.engine, "end_token_ids", ()) for member in self._members)
+        return next((tuple(each) for each in ends if each), ())
 
     @property
     def update_dtype(self) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchrl_data.checks import check_counts
+from torchrl_data.checks import ChecksAttributes, check_counts
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.scoring.models import (
@@ -39,7 +39,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _malloc_trim: Any = getattr(_libc, "malloc_trim", None)  # glibc has it
 
 
-class TransformersEngine:
+class TransformersEngine(ChecksAttributes):
     """An :class:`~torchrl_modules.engines.engine.Engine` over a Transformers model.
 
     Args:
@@ -146,6 +146,13 @@ class TransformersEngine:
     def vocab_size(self) -> int:
         """Token ids are below it."""
         return self.inside.config.get_text_config().vocab_size
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response by the model's own settings, as for its ``generate()``."""
+        settings = getattr(self.inside, "generation_config", None)
+        ends = getattr(settings, "eos_token_id", None)
+        return (ends,) if isinstance(ends, int) else tuple(ends or ())
 
     @torch.no_grad()
     def generate(

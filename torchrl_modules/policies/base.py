@@ -28,7 +28,7 @@ from torchrl_data.batch_io import (
     stored_conversations,
     write_parts,
 )
-from torchrl_data.checks import check_counts, one_of
+from torchrl_data.checks import ChecksAttributes, check_counts, check_type, one_of
 from torchrl_data.conversation import Conversations, Source, Turn, ids_and_images
 from torchrl_data.keys import (
     ASSISTANT_MASK,
@@ -62,7 +62,7 @@ from torchrl_data.ragged import (
 from torchrl_data.stop_reason import FinishReason
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import check_same_rendering
-from torchrl_modules.engines.engine import AsyncEngine, Engine, Generation, checked
+from torchrl_modules.engines.engine import AsyncEngine, Engine, Generation, checked, seeded
 from torchrl_modules.sampling import SamplingParameters, repeat_rows, requested_sampling
 from torchrl_modules.weights import AdapterWeights, LazyWeights, copied
 
@@ -223,7 +223,7 @@ def write_scores(
 # Shape legend: B rows, T tokens of a row (ragged).
 
 
-class LLMWrapperBase(TensorDictModuleBase):
+class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
     """A policy: reads ``prompt``, samples, and writes ``response``, ``full``, masks and log-probs.
 
     Args:
@@ -277,44 +277,76 @@ class LLMWrapperBase(TensorDictModuleBase):
             generate_kwargs, untempered_log_probs=untempered_log_probs, entropy=entropy
         )
         who = self._get_name()
-        check_counts(who, num_samples=num_samples)
         self.input_mode = one_of("input_mode", input_mode, INPUT_MODES, who=who)
         """What prompts are: ``"history"``, ``"text"`` or ``"tokens"``."""
-        if pad_output and not write_tokens:
-            raise ValueError(
-                f"{who}: pad_output pads what write_tokens writes; write_tokens is False."
-            )
         self.engine = engine
         self.tokenizer = tokenizer
         self.write_tokens = write_tokens
-        self.pad_output = pad_output
+        self.pad_output: bool = self._checked_change("pad_output", pad_output)
+        self.num_samples: int | None = self._checked_change("num_samples", num_samples)
+        own_ends: Sequence[int] = getattr(engine, "end_token_ids", ())
         self.encoder = ConversationEncoder(
             tokenizer,
             chat_template=chat_template,
             chat_template_name=chat_template_name,
             chat_template_kwargs=chat_template_kwargs,
             processor=getattr(engine, "images", None),
+            end_token_ids=[i for i in own_ends if 0 <= i < self.vocab_size],
         )
         # Whose rendering of shown text and tokens was found to be that of this encoder.
         self._compared: object = self.encoder
-        if self.encoder.images is not None:
-            never = dict.fromkeys(self.encoder.images.never_drawn, -100.0)
-            requested = replace(requested, logit_bias={**requested.logit_bias, **never})
-        if requested.stop_token_ids is None:
-            requested = replace(requested, stop_token_ids=self.encoder.stop_token_ids)
-        for name in ("stop_token_ids", "logit_bias"):
-            beyond = [i for i in getattr(requested, name) or () if i >= self.vocab_size]
-            if beyond:
-                raise ValueError(
-                    f"{who}: {name} {beyond} are not in the vocabulary of "
-                    f"{self.vocab_size} tokens, so they would never be drawn."
-                )
-        self.sampling = requested.with_tokenizer(tokenizer)
-        if (check := getattr(engine, "check_sampling", None)) is not None:
-            check(self.sampling)
-        self.num_samples = num_samples
+        self.sampling = requested
         self.in_keys: list[NestedKey] = [(input_mode, PROMPT)]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.out_keys: list[NestedKey] = [(input_mode, FULL), FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    changeable = frozenset({"engine", "num_samples", "pad_output", "write_tokens"})
+
+    def _checked_change(self, name: str, value: Any) -> Any:
+        pads = value if name == "pad_output" else getattr(self, "pad_output", False)
+        writes = value if name == "write_tokens" else getattr(self, "write_tokens", True)
+        if pads and not writes:
+            raise ValueError(
+                f"{self._get_name()}: pad_output pads what write_tokens writes; write_tokens is "
+                "False."
+            )
+        if name == "engine" and (check := getattr(value, "check_sampling", None)) is not None:
+            check(self.sampling)
+        if name == "num_samples":
+            check_counts(self._get_name(), num_samples=value)
+        return value
+
+    @property
+    def sampling(self) -> SamplingParameters:
+        """The distribution that turns are drawn from, and where they end; it may be set.
+
+        What is drawn from then on is drawn from it: set it between two batches, because a loss
+        scores all of its rows at one temperature.
+        """
+        return self._sampling
+
+    @sampling.setter
+    def sampling(self, sampling: SamplingParameters) -> None:
+        check_type("sampling", sampling, SamplingParameters, who=self._get_name())
+        self._sampling = self._completed(sampling)
+
+    def _completed(self, sampling: SamplingParameters) -> SamplingParameters:
+        """Sampling parameters with what the model's template and engine add, checked."""
+        if self.encoder.images is not None:
+            never = dict.fromkeys(self.encoder.images.never_drawn, -100.0)
+            sampling = replace(sampling, logit_bias={**sampling.logit_bias, **never})
+        if sampling.stop_token_ids is None:
+            sampling = replace(sampling, stop_token_ids=self.encoder.stop_token_ids)
+        for name in ("stop_token_ids", "logit_bias"):
+            beyond = [i for i in getattr(sampling, name) or () if i >= self.vocab_size]
+            if beyond:
+                raise ValueError(
+                    f"{self._get_name()}: {name} {beyond} are not in the vocabulary of "
+                    f"{self.vocab_size} tokens, so they would never be drawn."
+                )
+        sampling = sampling.with_tokenizer(self.tokenizer)
+        if (check := getattr(self.engine, "check_sampling", None)) is not None:
+            check(sampling)
+        return sampling
 
     @property
     def policy_version(self) -> int:
@@ -334,6 +366,10 @@ class LLMWrapperBase(TensorDictModuleBase):
     def temperature(self) -> float:
         """What the logits are divided by when a token is drawn; 0 for the most likely one."""
         return self.sampling.temperature
+
+    @temperature.setter
+    def temperature(self, temperature: float) -> None:
+        self.sampling = replace(self.sampling, temperature=temperature)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Sample one turn for every row.
@@ -430,7 +466,10 @@ class LLMWrapperBase(TensorDictModuleBase):
         further: dict[str, Any] = {"images": media} if any(media) else {}
         further["max_new_tokens"] = [self.bounded_turn(budgets[i], len(ids[i])) for i in good]
         asked = [ids[i] for i in good]
-        drawn = self.engine.generate(asked, self.sampling, **further) if asked else []
+        all_seeds = self.sampling.turn_seeds(encoded)
+        seeds = None if all_seeds is None else [all_seeds[i] for i in good]
+        params, own = seeded(self.engine, self.sampling, seeds)
+        drawn = self.engine.generate(asked, params, **further, **own) if asked else []
         drawn = checked(self.engine, drawn, self.sampling, len(asked))
         never = set(() if self.encoder.images is None else self.encoder.images.never_drawn)
         answers = {i: Generation([], [], "error", str(why)) for i, why in refused.items()}
@@ -595,6 +634,8 @@ class AsyncPolicy:
             )
         ids = encoded.ids(0)
         params = self.policy.sampling
+        if (seeds := params.turn_seeds(encoded)) is not None:
+            params = replace(params, seed=seeds[0])
         limit = params.max_new_tokens
         budget = limit if max_new_tokens is None else min(limit, max_new_tokens)
         version = self.engine.version

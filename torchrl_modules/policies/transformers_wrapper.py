@@ -240,6 +240,8 @@ class TransformersWrapper(LLMWrapperBase):
             images=images,
         )
 
+    changeable = LLMWrapperBase.changeable | {"generate", "score_truncated"}
+
     @property
     def is_distributed(self) -> bool:
         """Whether other ranks take part in every scoring pass: all have to make equally many."""

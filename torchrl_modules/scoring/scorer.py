@@ -13,7 +13,13 @@ from torch.autograd import Function
 from torch.distributions import Distribution
 from torch.nn.functional import linear
 
-from torchrl_data.checks import POSITIVE, TokenScores, check_counts, check_numbers
+from torchrl_data.checks import (
+    POSITIVE,
+    ChecksAttributes,
+    TokenScores,
+    check_counts,
+    check_numbers,
+)
 from torchrl_data.ragged import cumulative_lengths, pack
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.sampling import (
@@ -349,7 +355,7 @@ class Reading(NamedTuple):
     """Faster ways that do not give the model's log-probs, and why."""
 
 
-class PackedScorer:
+class PackedScorer(ChecksAttributes):
     """Scores packed sequences with one causal language model.
 
     Args:
@@ -388,10 +394,11 @@ class PackedScorer:
         max_model_len: int | None = None,
         images: ImageProcessor | None = None,
     ) -> None:
-        check_counts("PackedScorer", micro_batch_tokens=micro_batch_tokens)
         self.model = unwrapped(model, who="PackedScorer")
         check_wrapped_whole(model, who="PackedScorer")
-        self.micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_tokens: int | None = self._checked_change(
+            "micro_batch_tokens", micro_batch_tokens
+        )
         self._wrapped = model
         self._autocast_dtype = autocast_dtype
         self._head_dtype = head_dtype
@@ -413,6 +420,21 @@ class PackedScorer:
                     "vision-language model in one process, or leave processor= out."
                 )
             check_image_reading(self._reader, images, who="PackedScorer")
+
+    changeable = frozenset({"micro_batch_tokens"})
+
+    def _checked_change(self, name: str, value: Any) -> Any:
+        check_counts("PackedScorer", **{name: value})
+        return value
+
+    @property
+    def share_prefixes(self) -> bool:
+        """Whether what sequences of a pass begin with in common is read once; it may be set."""
+        return self._reader.share_prefixes
+
+    @share_prefixes.setter
+    def share_prefixes(self, share: bool) -> None:
+        self._reader.share_prefixes = share
 
     @property
     def packed(self) -> bool:

@@ -164,6 +164,11 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
     _own_ends: frozenset[int] = frozenset()
     """Tokens that end a response by the model's own generation config."""
 
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response by the model's own generation config."""
+        return tuple(sorted(self._own_ends))
+
     def check_sampling(self, params: SamplingParameters) -> None:
         """Check that the log-probs will be those of the distribution sampled from.
 

@@ -23,6 +23,7 @@ from torchrl_envs import (
     RetrieveKL,
     RetrieveLogProb,
     RewardFunctions,
+    StepCounter,
 )
 from torchrl_modules import TransformersWrapper
 
@@ -328,3 +329,38 @@ def test_log_probs_that_are_scored_anew_may_have_another_temperature(scripted, m
 def test_a_missing_entry_is_named(collect):
     with pytest.raises(MissingEntryError, match=r"KLComputation reads \('ref_log_probs', 'full'\)"):
         KLComputation()(collect())
+
+
+def test_a_coefficient_that_is_set_later_is_that_of_the_next_rewards(models, collect):
+    transform = KLRewardTransform(models[1], coef=1.0)
+    rows = collect(postproc=None)
+    before = [row["reward"] for row in transform(rows.clone()).unbind(0)]
+    transform.coef = 0.5
+    want = KLRewardTransform(models[1], coef=0.5)(rows.clone())
+    got = transform(rows.clone())
+    for row, one, old in zip(got.unbind(0), want.unbind(0), before, strict=True):
+        torch.testing.assert_close(row["reward"], one["reward"])
+        assert not torch.equal(row["reward"], old)
+    with pytest.raises(ValueError, match="coeff must be a finite number"):
+        transform.coef = math.nan
+    with pytest.raises(AttributeError, match="has no attribute 'coefficient'"):
+        transform.coefficient = 0.1
+
+
+def test_a_temperature_that_the_reference_has_not_is_refused_when_it_is_set_later(
+    models, chatml_tokenizer
+):
+    policy = TransformersWrapper(models[0].model, tokenizer=chatml_tokenizer)
+    env = ChatEnv(batch_size=1).append_transform(
+        Compose(
+            DataLoadingPrimer([{"prompt": "a"}] * 4),
+            RetrieveKL(ref_model=models[1]),
+            RewardFunctions(lambda completions: [1.0] * len(completions)),
+            StepCounter(1),
+        )
+    )
+    with LLMCollector(env, policy) as collector:
+        collector.collect()
+        policy.temperature = 0.5
+        with pytest.raises(ValueError, match="temperature"):
+            collector.collect()

@@ -148,8 +148,8 @@ def test_a_row_that_can_not_be_scored_marks_itself(scripted):
     env.close()
     assert end["scorable"].all(), "None is text that is not the answer"
     assert end["reward"].view(-1).tolist() == pytest.approx([1.0, 0.1])
-    broken = GSM8KRewardParser()
-    broken.answer_column = "absent"
+    broken = GSM8KRewardParser(answer_column="absent")
+    broken.required_columns = ()
     env = ChatEnv(batch_size=1).append_transform(DataLoadingPrimer(GSM8K))
     env.append_transform(broken)
     end = env.step(scripted(REPLIES)(env.reset()))["next"]

@@ -345,7 +345,7 @@ def test_what_cannot_be_a_fleet_is_refused(servers):
         EngineFleet([])
     with pytest.raises(ValueError, match="stands there twice"):
         EngineFleet(["unix:///a", "unix:///a"])
-    with pytest.raises(ValueError, match="suspect_timeout_s positive"):
+    with pytest.raises(ValueError, match="suspect_timeout_s must be a finite number in"):
         EngineFleet(["unix:///a"], suspect_timeout_s=0)
     with pytest.raises(ConnectionError):
         EngineFleet([*opened(servers({}), wait_s=20), "unix:///nowhere"])

@@ -72,11 +72,11 @@ def engine_fixture(build_model):
     """An engine that counts the tokens that its model reads, padding included."""
     model = build_model(0).double()
     engine = TransformersEngine(model)
-    engine.num_read = 0
+    engine._num_read = 0
 
     def count(_module, _args, kwargs):
         if "input_ids" in kwargs:  # not of the reference
-            engine.num_read += kwargs["input_ids"].numel()
+            engine._num_read += kwargs["input_ids"].numel()
 
     model.register_forward_pre_hook(count, with_kwargs=True)
     return engine
@@ -84,9 +84,9 @@ def engine_fixture(build_model):
 
 def next_turn(engine, rows):
     """Rows after one more turn, and how many tokens their prompts' reading took."""
-    before = engine.num_read
+    before = engine._num_read
     drawn = engine.generate(rows, ENDLESS)
-    num_read = engine.num_read - before - len(rows) * (ENDLESS.max_new_tokens - 1)
+    num_read = engine._num_read - before - len(rows) * (ENDLESS.max_new_tokens - 1)
     for row, one in zip(rows, drawn, strict=True):
         assert_exact(engine.inside, row, one)
     return [[*row, *one.ids, 20, 21, 22] for row, one in zip(rows, drawn, strict=True)], num_read

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from collectors import LLMCollector
+from collectors import LLMCollector, StreamingCollector
 from collectors.weight_update import vLLMUpdater
 from objectives import GRPOLoss
 from torchrl_data.batch_io import write_conversations
@@ -22,6 +22,7 @@ from torchrl_modules.vllm.engine import AsyncVLLMEngine
 
 pytestmark = pytest.mark.vllm
 
+STOP = 3  # what the model of these tests names as its end, and no template
 CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question", "x")]
 ENDLESS = {"max_new_tokens": 80, "stop_token_ids": ()}
 
@@ -135,6 +136,34 @@ def test_the_collector_tracks_the_version_that_the_engine_acknowledged(
             state_dict={**model.state_dict(), "model.norm.weight": torch.ones(3)}
         )
     assert collector.policy_version_tracker.version == start + 1
+
+
+def test_a_token_that_the_generation_config_names_ends_a_turn(make_policy):
+    policy = make_policy(generate_kwargs={"max_new_tokens": 6, "logit_bias": {STOP: 100.0}})
+    assert policy.encoder.end_of_turn_id != STOP
+    batch = policy(make_batch())
+    assert read_objects(batch, "finish_reason") == ["stop"] * 3
+    assert [row["tokens", "response"].tolist() for row in batch.unbind(0)] == [[STOP]] * 3
+
+
+@pytest.mark.parametrize("kind", [LLMCollector, StreamingCollector])
+def test_with_a_seed_every_rollout_of_a_run_differs(make_policy, kind):
+    policy = make_policy(generate_kwargs={"max_new_tokens": 12, "stop_token_ids": (), "seed": 7})
+    rows = [{"prompt": "question"}, {"prompt": "tool"}]
+    env = ChatEnv(batch_size=8).append_transform(
+        Compose(
+            DataLoadingPrimer(rows, group_size=4),
+            RewardFunctions([lambda completions: [1.0] * len(completions)]),
+            StepCounter(max_steps=1),
+        )
+    )
+    said = []
+    with kind(env, policy) as collector:
+        for _ in range(3):
+            for row in collector.collect().unbind(0):
+                mask = row["masks", "all_assistant_mask"]
+                said.append(tuple(row["tokens", "full"][mask].tolist()))
+    assert len(set(said)) == len(said) == 24
 
 
 def test_rollout_buffer_and_loss_with_a_ratio_of_one(make_policy, chatml_tokenizer, model):

@@ -240,6 +240,26 @@ def test_a_prompt_is_read_once_by_models_that_allow_it(models):
     assert read == {"plain": 12 + 4 * 2, "sliding window": 4 * 14, "learnt positions": 12 + 4 * 2}
 
 
+def test_sharing_can_be_switched_off_later_and_a_misspelt_setting_is_refused(models):
+    prompt = torch.arange(12) % 16
+    rows = [torch.cat([prompt, torch.tensor([i, 3, 4])]) for i in range(4)]
+    ids, lengths = pack(rows)
+    mask, _ = pack([torch.arange(15) >= 12] * 4)
+    scorer, read = PackedScorer(models["plain"]), []
+    hook = scorer.model.base_model.register_forward_pre_hook(
+        lambda _, __, inputs: read.append(inputs["input_ids"].numel()), with_kwargs=True
+    )
+    for share in (True, False):
+        scorer.share_prefixes = share
+        scorer.score_packed(ids, lengths, mask)
+    hook.remove()
+    assert read == [12 + 4 * 2, 4 * 14]
+    with pytest.raises(AttributeError, match=r"no attribute 'share_prefix' .*'share_prefixes'"):
+        scorer.share_prefix = False
+    with pytest.raises(AttributeError, match="head_dtype is fixed when it is made"):
+        scorer.head_dtype = torch.float64
+
+
 def test_dropout_is_drawn_for_every_sequence():
     model = build("learnt positions").train()
     prompt = torch.arange(12)
