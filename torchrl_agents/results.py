@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,6 @@ import torch
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
@@ -529,7 +528,7 @@ def open_loggers(cfg: TrainingConfig, run: Run, recipe: str) -> Iterator[list[Lo
         SettingsError: a tracker can't be opened.
     """
     project = cfg.logger.project or recipe
-    settings: Any = OmegaConf.to_container(OmegaConf.structured(cfg))
+    settings: Any = asdict(cfg)
     with ExitStack() as stack:
         loggers = []
         for name in cfg.logger.backends:

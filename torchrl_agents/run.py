@@ -43,6 +43,7 @@ from collectors.checkpoint.store import stored
 from collectors.resume import installed_versions
 from objectives import Ranks
 
+from .settings import program
 from .settings.command_line import AUTO, OF_RANKS, RECORD, read_record
 from .settings.schema import Recipe, SettingsError
 
@@ -180,8 +181,8 @@ def claim_folder(recipe: str, *, _root_: DictConfig) -> str:
                 return str(folder)
     except OSError as error:  # inside Hydra, which would tell another error
         raise SystemExit(
-            f"{recipe}.py: no folder for the run can be made in {Path.cwd()}: {error}. Start it "
-            "where you can write, or give a folder with hydra.run.dir=."
+            f"{program(recipe)}: no folder for the run can be made in {Path.cwd()}: {error}. Start "
+            "it where you can write, or give a folder with hydra.run.dir=."
         ) from error
 
 

@@ -39,6 +39,7 @@ from . import models
 from .parallel import follow, loading_device
 from .results import MultirunSummary, check_loggers, open_loggers, reach_hub
 from .run import Run, RunLog, StopSignals, claim_folder, plain_settings, remove
+from .settings.arguments import settings_text
 from .settings.command_line import check_rules, task_settings
 from .settings.schema import (
     Recipe,
@@ -169,6 +170,26 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
         return policy
 
 
+def _summary(recipe: Recipe, cfg: RecipeConfig, setup: Any, folder: Path) -> str:
+    """What a run with these settings would be, in a few lines."""
+    policy, rows = cfg.policy, setup.task.train_rows
+    model = policy.model or "the embedded model"
+    adapters = f", adapters of rank {policy.lora_rank}" if policy.lora_rank else ""
+    count = f"{len(rows)} rows to train on, " if hasattr(rows, "__len__") else ""
+    lines = {
+        "model": f"{model}{adapters}; engine {cfg.engine.name}",
+        "task": f"{cfg.task.id}: {count}{len(setup.task.held_out_rows)} held out",
+    }
+    if isinstance(cfg, RolloutsConfig):
+        each = f"{cfg.collector.num_prompts} prompts x {cfg.collector.group_size} rollouts"
+        lines["steps"] = f"{cfg.train.num_steps}, each of {each} ({cfg.collector.mode})"
+    elif isinstance(cfg, TrainingConfig):
+        lines["steps"] = f"{cfg.train.num_steps}"
+    lines["settings"] = f"{folder / 'config.yaml'} has all of them"
+    told = "\n".join(f"  {name:<10}{text}" for name, text in lines.items())
+    return f"{recipe.name}: nothing is refused; no weights were loaded.\n{told}"
+
+
 # How a recipe runs: its settings are checked, its folder is its own, it is told how it ended.
 
 _LOG = logging.getLogger("torchrl_agents")
@@ -197,20 +218,20 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
         try:
             _run(recipe, train, build, typed, summary)
         except SettingsError as error:
-            raise SystemExit(f"{recipe.name}.py: {error}") from error
+            raise SystemExit(f"{recipe.program}: {error}") from error
         except (BadRewardError, RuntimeError) as error:
             cause = error.__cause__  # of a collector beside training, and on Ray where it was
             chain = (error, cause, getattr(cause, "cause", None))
             told = [each for each in chain if isinstance(each, _TOLD)]
             if not told:
                 raise
-            raise SystemExit(f"{recipe.name}.py: {told[-1]}") from error
+            raise SystemExit(f"{recipe.program}: {told[-1]}") from error
         except (OSError, SafetensorError) as error:
             if isinstance(error, OSError) and error.errno not in _OF_THE_DISK:
                 raise
             folder = HydraConfig.get().runtime.output_dir
             words = f"a file can't be written ({error}). What is whole so far is in {folder}."
-            raise SystemExit(f"{recipe.name}.py: {words}") from error
+            raise SystemExit(f"{recipe.program}: {words}") from error
 
     claim_folder.cache_clear()  # an earlier run in this process has its folder
     decorate = hydra.main(
@@ -263,13 +284,12 @@ def _run(
         run.note_files()
         for env in setup.envs:
             stack.callback(env.close, raise_if_closed=False)
-        config = OmegaConf.to_yaml(OmegaConf.structured(cfg))
-        (folder / "config.yaml").write_text(config, encoding="utf-8")
+        (folder / "config.yaml").write_text(settings_text(cfg), encoding="utf-8")
         if cfg.dry_run:
             with log.phase("checking the model and the trackers"):
                 check_run(recipe, cfg, setup)
             run.set_status("checked")
-            print(config)
+            print(_summary(recipe, cfg, setup, folder))
             return
         if isinstance(cfg, TrainingConfig):
             if cfg.push_to_hub is not None:

@@ -11,6 +11,8 @@ from typing import Any, Final
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from . import program
+
 # What is wrong with a command line.
 
 
@@ -402,6 +404,10 @@ GROUPS: Final[dict[str, dict[str, Any]]] = {
     },
 }
 """The choices of each group, by name."""
+SHARED: Final = Path(__file__).parent / "config"
+"""Files of settings that all recipes have."""
+FILES: Final = ("profile", "experiment", "debug")
+"""Groups whose choices are YAML files."""
 VALUES: Final[dict[str, Collection[str]]] = {
     "policy.dtype": ("float32", "bfloat16", "float16"),
     "collector.mode": GROUPS["collector"],
@@ -501,6 +507,16 @@ class Recipe:
         for group, choices in self.all_groups.items():
             for name, node in choices.items():
                 store.store(group=group, name=name, node=node)
+
+    @property
+    def folders(self) -> tuple[Path, Path]:
+        """Where its files of settings are: its own, and those of all recipes."""
+        return self.config_dir, SHARED
+
+    @property
+    def program(self) -> str:
+        """What was typed for it, with which its messages begin: ``torchrl-agents grpo``."""
+        return program(self.name)
 
     @property
     def all_groups(self) -> dict[str, Mapping[str, Any]]:
