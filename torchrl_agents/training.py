@@ -346,6 +346,7 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
             recorder.write_tests(held_out.take(), now=done)
             end_collection(collector, run.folder, last)
             result |= _leave_results(trainer, recorder, before, after)
+        run.failures |= {"checkpoint": keep.failures, **recorder.failures}
         run.jobs.tell(None)
     result |= {"seconds": round(time.monotonic() - start, 1), "output_dir": str(run.folder)}
 

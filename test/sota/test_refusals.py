@@ -99,6 +99,8 @@ def run(tmp_path):
         ("grpo resume=nowhere", "resume=nowhere: it holds no run"),
         ("grpo hydra/launcher=nosuch", "Could not find 'hydra/launcher/nosuch' Available options"),
         ("grpo hydra.run.dirr=x", "hydra.run.dirr: Key 'dirr' not in 'RunDir'"),
+        ("grpo name=../../../../x", "name='../../../../x' can't be the name of a folder: it needs"),
+        ("evaluate task=textarena/../../x", "task='..' can't be the name of a folder"),
         ("grpo own.yaml", "torchrl-agents grpo: There is no file own.yaml, from /"),
         (
             "grpo --config own.yaml seed=1",

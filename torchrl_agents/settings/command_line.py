@@ -41,6 +41,7 @@ from .schema import (
     SettingsError,
     TrainConfig,
     TrainingConfig,
+    check_path_parts,
     collects_on_ray,
     refusing,
 )
@@ -445,6 +446,7 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
     Raises:
         SettingsError: names the setting, what it must be, and what it is.
     """
+    check_path_parts(cfg.name, cfg.task.id)
     for words, holds, names in _RULES:
         for key in names.split():
             group, name = key.split(".")

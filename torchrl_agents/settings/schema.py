@@ -216,7 +216,10 @@ class CheckpointConfig:
     keep_last: int = 2
     """So many of the newest."""
     keep_best: int = 0
-    """And so many of those with the highest reward of their step; of sft, with the lowest loss."""
+    """Also keep this many checkpoints with the best step reward (sft: the lowest loss)."""
+    on_error: str = "warn"
+    """A checkpoint that can't be written: warn (the run goes on, and its status is not 0 where the
+    last one is missing), or stop."""
 
 
 @dataclass
@@ -349,6 +352,32 @@ class RolloutsConfig(TrainingConfig):
     record: RecordConfig = field(default_factory=RecordConfig)
 
 
+def check_path_parts(name: str | None, task: str) -> None:
+    """Refuse names that would be no folders of their own below that of the recipe's runs.
+
+    Args:
+        name: of the run, if it has one.
+        task: its name; a slash in it is a folder in a folder.
+
+    Raises:
+        SettingsError: names the setting, and what is wrong with it.
+    """
+    parts = [("name", part) for part in (() if name is None else (name,))]
+    parts += [("task", part) for part in task.split("/")]
+    for setting, part in parts:
+        is_odd = part in ("", ".", "..") or "/" in part or not part.isprintable()
+        if is_odd or len(part.encode()) > _LONGEST_NAME:
+            raise SettingsError(
+                f"{setting}={part!r} can't be the name of a folder: it needs 1 to {_LONGEST_NAME} "
+                "bytes of printable characters without '/', and more than '.' or '..'. A folder "
+                "elsewhere is hydra.run.dir=."
+            )
+
+
+_LONGEST_NAME: Final = 200
+"""Of a folder, in bytes: file systems take 255, with the number of a run and endings of files."""
+
+
 def collects_on_ray(cfg: RecipeConfig) -> bool:
     """Whether collectors on Ray have policies of their own."""
     return isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "ray"
@@ -414,6 +443,7 @@ VALUES: Final[dict[str, Collection[str]]] = {
     "collector.staleness_policy": ("wait", "drop"),
     "optim.name": GROUPS["optim"],
     "optim.schedule": SCHEDULES,
+    "checkpoint.on_error": ("warn", "stop"),
     "train.parallel": ("auto", "ddp", "fsdp2"),
     "train.reduce": ("auto", "step", "micro_batch"),
 }
