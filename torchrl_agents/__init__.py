@@ -12,6 +12,9 @@ from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torchrl_data import __version__ as __version__
+from torchrl_data import unknown_name
+
 from .command import recipes
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ def __getattr__(name: str) -> Any:
             )
         if name in module.__all__:
             return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise unknown_name(__name__, name, [] if name.startswith("_") else __dir__())
 
 
 def __dir__() -> list[str]:

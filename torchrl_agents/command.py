@@ -22,6 +22,8 @@ from typing import Final
 
 from torchrl_data import page
 
+from .settings import TYPED_AS
+
 RECIPES: Final = (
     Path(__file__).parent / "recipes",  # in a wheel
     Path(__file__).parents[1] / "sota-implementations",  # in a checkout
@@ -124,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    name, *rest = sys.argv[1:] if arguments is None else arguments or ["--help"]
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     scripts = recipes()
     if name in ("--help", "-h", "help"):
         print(help_text(scripts))
@@ -137,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
         return run(rest)
     if name in {**scripts, **ALIASES}:
+        os.environ[TYPED_AS] = f"torchrl-agents {name}"
         return _run_recipe(name, scripts, rest)
     close = get_close_matches(name, [*scripts, *ALIASES, *COMMANDS], n=1, cutoff=0.5)
     guess = f" Did you mean {close[0]}?" if close else ""

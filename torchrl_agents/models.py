@@ -32,6 +32,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from collectors.weight_update.weights import gathered_state_dict, unwrapped, whole
 from objectives import SFTLoss
+from torchrl_data import import_package
 from torchrl_data.batch_io import row_tensordicts
 from torchrl_data.checks import TokenScorer, TokenScores
 from torchrl_data.conversation import Conversations, Turn
@@ -265,10 +266,7 @@ class ChatServerPolicy(LLMWrapperBase):
     """
 
     def __init__(self, url: str, model: str, *, timeout_s: float = 600.0, **arguments: Any) -> None:
-        try:
-            import openai
-        except ImportError as error:
-            raise ImportError("it needs the package openai: pip install openai.") from error
+        openai = import_package("openai", who="engine=chat", install="pip install openai")
         engine: Any = SimpleNamespace(version=0, max_model_len=None)  # it draws no tokens
         super().__init__(engine, **arguments)
         if self.sampling.top_k or self.sampling.min_p:

@@ -1,11 +1,13 @@
 """Several processes train one model: what they share, what each does, and its checkpoints."""
 
 import copy
+import logging
 import math
 import signal
 import socket
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,6 +27,7 @@ from transformers import PreTrainedModel
 from collectors import (
     CheckpointMismatch,
     CheckpointStore,
+    CheckpointWarning,
     RunState,
     ShardedModel,
     ShardedOptimizer,
@@ -40,8 +43,10 @@ from torchrl_modules.engines.transformers import TransformersEngine
 
 from . import models
 from .models import transformers_policy
-from .run import CHECKPOINTS, SIGNALS, RankJobs, Run
+from .run import CHECKPOINTS, SIGNALS, Failures, RankJobs, Run
 from .settings.schema import CheckpointConfig, Recipe, SettingsError, TrainingConfig
+
+_LOG = logging.getLogger("torchrl_agents")
 
 # Passes over the rows of a step, each of which ends in an optimizer step; all ranks make them.
 
@@ -364,6 +369,8 @@ class Checkpoints:
         self._state = state
         self._mark: dict[str, Any] | None = None
         self._store: CheckpointStore | None = None
+        self.failures = Failures("checkpoint")
+        """Saves that failed."""
         jobs.known["open checkpoints"] = self.open
 
     def open(self, folder: Path) -> Self:
@@ -386,6 +393,7 @@ class Checkpoints:
             folder / CHECKPOINTS,
             self._cfg.keep_last,
             self._cfg.keep_best,
+            on_error="raise" if self._cfg.on_error == "stop" else "warn",
             process_group=None if ranks.size == 1 else dist.group.WORLD,
         )
         self._jobs.known |= {
@@ -398,6 +406,7 @@ class Checkpoints:
         """Wait for the last save, and let another run save into the folder."""
         if self._store is not None:
             self._store.close()
+            self.failures.note(self._store.last_error)
 
     def restore(self) -> tuple[int, Mapping[str, Any]]:
         """Go on from the newest checkpoint.
@@ -410,11 +419,18 @@ class Checkpoints:
             SettingsError: it belongs to another run.
         """
         try:
-            step = self._jobs.do("load checkpoint")
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                step = self._jobs.do("load checkpoint")
         except CheckpointMismatch as error:
             raise SettingsError(f"resume: {error}") from error
         except ValueError as error:  # of a part
             raise SettingsError(f"resume: the checkpoint can't be used here: {error}") from error
+        for each in told:
+            if issubclass(each.category, CheckpointWarning):  # of one that is damaged
+                _LOG.warning("resume: %s", each.message)
+            else:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         return step, self._state.further
 
     def mark(self) -> None:
@@ -446,9 +462,16 @@ class Checkpoints:
             metrics: of the last one; the best are kept by its reward, or else its loss.
             further: what to keep beside the parts.
             wait: until it is on the disk.
+
+        Raises:
+            CheckpointError: with ``checkpoint.on_error=stop``, this save or the one before failed.
         """
+        assert self._store is not None
+        self._store.wait()
+        self.failures.note(self._store.last_error)
         metric = metrics.get("reward", -metrics.get("loss", 0.0))
         metric = metric if math.isfinite(metric) else -sys.float_info.max
         about: Any = {"metric": metric, "wait": wait}
         self._jobs.tell("save checkpoint", step, **about)
         self._jobs.known["save checkpoint"](step, **about, further=further, since=self._mark)
+        self.failures.note(self._store.last_error)

@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,6 @@ import torch
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
@@ -40,8 +39,14 @@ from torchrl_data.ragged import read_objects
 from torchrl_envs.graders.answers import final_text
 from torchrl_envs.tasks.task import Task
 
-from .run import Run
-from .settings.schema import RolloutsConfig, SamplesConfig, TrainingConfig, refusing
+from .run import Failures, Run
+from .settings.schema import (
+    RolloutsConfig,
+    SamplesConfig,
+    SettingsError,
+    TrainingConfig,
+    refusing,
+)
 
 # What a run leaves: metrics, rollouts, the result.
 
@@ -69,6 +74,8 @@ class Recorder:
         self.score = partial(scores_of, test=cfg.evaluate, answer=task.final_answer)
         """What a test says."""
         self._loggers, folder = run.loggers, run.folder
+        self.failures = {name: Failures(f"logger.backends: {name}") for name in cfg.logger.backends}
+        """What trackers did not take, by their names."""
         self._num_shown = cfg.evaluate.num_shown
         self._rollouts: RolloutRecorder | None = None
         if isinstance(cfg, RolloutsConfig):
@@ -136,8 +143,15 @@ class Recorder:
             self._rollouts.write(step, trajectories, trained=trained, metrics=metrics)
         self._metrics.write(json.dumps({"step": step, **finite(metrics, str)}) + "\n")
         self._metrics.flush()
-        for logger in self._loggers:
-            logger.log_metrics(metrics, step)
+        self._to_each(lambda logger: logger.log_metrics(metrics, step))
+
+    def _to_each(self, send: Callable[[Logger], Any]) -> None:
+        """Hand something to each tracker; one that fails stops no run, whose own files have all."""
+        for failures, logger in zip(self.failures.values(), self._loggers, strict=False):
+            try:
+                send(logger)
+            except Exception as error:
+                failures.note(error)
 
     def write_tests(self, points: Sequence[collectors.EvaluationPoint], *, now: int) -> None:
         """Write what came of tests on held-out prompts.
@@ -160,10 +174,11 @@ class Recorder:
                     self.held_out[step] = reward
                 _LOG.info("held-out reward after step %d: %.3f (%.3f to %.3f)", step, *reward[:3])
                 names = {k: k.replace("@", "_at_").replace("^", "_hat_") for k in scores}
-                for logger in self._loggers:  # some take no other names
-                    logger.log_metrics({f"held_out/{names[k]}": scores[k] for k in scores}, step)
+                shown = {f"held_out/{names[k]}": scores[k] for k in scores}  # some take no other
+                self._to_each(lambda logger, m=shown, s=step: logger.log_metrics(m, s))
                 if self._loggers and self._num_shown:
-                    log_samples(self._loggers, point.trajectories[: self._num_shown], step)
+                    samples, rows = partial(log_samples, step=step), point.trajectories
+                    self._to_each(lambda x, f=samples, r=rows: f([x], r[: self._num_shown]))
             with self._evaluations.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -530,17 +545,26 @@ def open_loggers(cfg: TrainingConfig, run: Run, recipe: str) -> Iterator[list[Lo
         SettingsError: a tracker can't be opened.
     """
     project = cfg.logger.project or recipe
-    settings: Any = OmegaConf.to_container(OmegaConf.structured(cfg))
+    settings: Any = asdict(cfg)
     with ExitStack() as stack:
         loggers = []
         for name in cfg.logger.backends:
             with refusing(f"logger.backends: {name} can't be opened", foreign=True):
                 logger, end = LOGGERS[name][0](run, project, settings)
-            stack.push(
-                lambda kind, *_, end=end: end(kind is not None and not issubclass(kind, SystemExit))
-            )
+            stack.push(partial(_end, name, end))
             loggers.append(logger)
         yield loggers
+
+
+def _end(name: str, end: Callable[[bool], None], kind: type[BaseException] | None, *_: Any) -> None:
+    """End a tracker's run; what fails there does not hide why the run itself failed."""
+    try:
+        with refusing(f"logger.backends: {name} can't be ended", foreign=True):
+            end(kind is not None and not issubclass(kind, SystemExit))
+    except SettingsError as error:
+        if kind is None:
+            raise
+        _LOG.warning("%s", error)
 
 
 def check_loggers(cfg: TrainingConfig, recipe: str) -> None:

@@ -4,6 +4,7 @@ Its folder, its log, signals that stop it, and the run that it continues.
 """
 
 import fcntl
+import glob
 import json
 import logging
 import os
@@ -38,13 +39,14 @@ from rich.progress import (
 )
 from torchrl.record.loggers import Logger
 
-from collectors.checkpoint.files import sha256
+from collectors.checkpoint.files import CheckpointError, sha256
 from collectors.checkpoint.store import stored
 from collectors.resume import installed_versions
 from objectives import Ranks
 
+from .settings import program
 from .settings.command_line import AUTO, OF_RANKS, RECORD, read_record
-from .settings.schema import Recipe, SettingsError
+from .settings.schema import Recipe, SettingsError, check_path_parts
 
 # Which run goes on, and whether its settings are those that it began with.
 
@@ -153,17 +155,24 @@ def claim_folder(recipe: str, *, _root_: DictConfig) -> str:
             ``"auto"``.
 
     Raises:
-        SystemExit: no folder can be made here.
+        SystemExit: no folder can be made here, or of that name.
     """
     if os.environ.get("RANK", "0") != "0":  # of torchrun: the folder is rank 0's
         return tempfile.mkdtemp(prefix="torchrl-agents-rank-")
     if _root_.resume not in (None, AUTO):
         return str(_root_.resume)
+    try:
+        check_path_parts(_root_.name, _root_.task.id)
+    except SettingsError as error:  # inside Hydra, which would tell another error
+        raise SystemExit(f"{program(recipe)}: {error}") from error
     label = _root_.name or f"seed{_root_.seed}"
     parent = ROOT / recipe / _root_.task.id
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        tails = {path: path.name.removeprefix(f"{label}-") for path in parent.glob(f"{label}-*")}
+        tails = {
+            path: path.name.removeprefix(f"{label}-")
+            for path in parent.glob(f"{glob.escape(label)}-*")
+        }
         runs = {int(tail) if tail.isdecimal() else 0: path for path, tail in tails.items()}
         last = max(runs, default=0)
         if _root_.resume == AUTO:
@@ -180,8 +189,8 @@ def claim_folder(recipe: str, *, _root_: DictConfig) -> str:
                 return str(folder)
     except OSError as error:  # inside Hydra, which would tell another error
         raise SystemExit(
-            f"{recipe}.py: no folder for the run can be made in {Path.cwd()}: {error}. Start it "
-            "where you can write, or give a folder with hydra.run.dir=."
+            f"{program(recipe)}: no folder for the run can be made in {Path.cwd()}: {error}. Start "
+            "it where you can write, or give a folder with hydra.run.dir=."
         ) from error
 
 
@@ -225,6 +234,36 @@ class RankJobs:
             self.known[name](*args, **further)
 
 
+@dataclass
+class Failures:
+    """Failures of one kind, which a run survives: the 1st, 2nd, 4th, 8th, ... are on the console.
+
+    Args:
+        what: fails.
+    """
+
+    what: str
+    count: int = 0
+    """How many there were."""
+    last: BaseException | None = None
+    """Why the last one failed; ``None`` where it did not."""
+
+    @property
+    def told(self) -> str:
+        """The last failure in words."""
+        kind = "" if isinstance(self.last, CheckpointError) else f"{type(self.last).__name__}: "
+        return f"{kind}{self.last} Failures so far: {self.count}."
+
+    def note(self, error: BaseException | None) -> None:
+        """Note how it went: say what failed, if it is time to; the same error counts once."""
+        again, self.last = error is self.last, error
+        if error is None or again:
+            return
+        self.count += 1
+        if self.count.bit_count() == 1:
+            _LOG.warning("%s: %s", self.what, self.told)
+
+
 class Run(AbstractContextManager["Run", None]):
     """One run: a folder in which it and no other writes, and what is around its steps.
 
@@ -263,6 +302,8 @@ class Run(AbstractContextManager["Run", None]):
         """What the processes that train do together."""
         self.loggers: Sequence[Logger] = ()
         """TorchRL's, where its metrics go."""
+        self.failures: dict[str, Failures] = {}
+        """What could not be saved, by what it is; the run goes on without it."""
         self.record: dict[str, Any] = {
             "status": "running",
             "id": uuid4().hex[:8],

@@ -3,9 +3,11 @@
 import errno
 import gc
 import json
+import linecache
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,12 +27,10 @@ from transformers.utils.logging import disable_progress_bar
 from collectors.checkpoint.store import stored
 from collectors.composition_checks import check_fit
 from collectors.record.samples import finite
-from objectives import RankFailedError, Ranks
+from objectives import Ranks
 from torchrl_data import page
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import render_template
-from torchrl_envs import TooManyRewardErrors
-from torchrl_envs.rewards.functions import BadRewardError
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.transformers import TransformersEngine
@@ -40,6 +40,7 @@ from . import models
 from .parallel import follow, loading_device
 from .results import MultirunSummary, check_loggers, open_loggers, reach_hub
 from .run import CHECKPOINTS, Run, RunLog, StopSignals, claim_folder, plain_settings, remove
+from .settings.arguments import settings_text
 from .settings.command_line import check_rules, task_settings
 from .settings.schema import (
     Recipe,
@@ -171,11 +172,35 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
         return policy
 
 
+def _summary(recipe: Recipe, cfg: RecipeConfig, setup: Any, folder: Path) -> str:
+    """What a run with these settings would be, in a few lines."""
+    policy, rows = cfg.policy, setup.task.train_rows
+    model = policy.model or "the embedded model"
+    adapters = f", adapters of rank {policy.lora_rank}" if policy.lora_rank else ""
+    count = f"{len(rows)} rows to train on, " if hasattr(rows, "__len__") else ""
+    lines = {
+        "model": f"{model}{adapters}; engine {cfg.engine.name}",
+        "task": f"{cfg.task.id}: {count}{len(setup.task.held_out_rows)} held out",
+    }
+    if isinstance(cfg, RolloutsConfig):
+        each = f"{cfg.collector.num_prompts} prompts x {cfg.collector.group_size} rollouts"
+        lines["steps"] = f"{cfg.train.num_steps}, each of {each} ({cfg.collector.mode})"
+    elif isinstance(cfg, TrainingConfig):
+        lines["steps"] = f"{cfg.train.num_steps}"
+    lines["settings"] = f"{folder / 'config.yaml'} has all of them"
+    told = "\n".join(f"  {name:<10}{text}" for name, text in lines.items())
+    return f"{recipe.name}: nothing is refused; no weights were loaded.\n{told}"
+
+
 # How a recipe runs: its settings are checked, its folder is its own, it is told how it ended.
 
 _LOG = logging.getLogger("torchrl_agents")
-_TOLD: Final = (RankFailedError, TooManyRewardErrors, BadRewardError)
-"""Errors that say all."""
+_PACKAGES: Final = (
+    *("torchrl_agents", "torchrl_data", "torchrl_envs", "torchrl_modules", "objectives"),
+    "collectors",
+)
+_DELIBERATE: Final = (ValueError, TypeError, RuntimeError, OSError, ImportError)
+"""What our code raises with words for whoever reads them; other kinds are faults of the code."""
 _OF_THE_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 Build = Callable[[Recipe, Any, dict[str, Any]], Any]
 """Gives the task and its environments, a tuple."""
@@ -199,22 +224,16 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
         try:
             _run(recipe, train, build, typed, summary)
         except SettingsError as error:
-            raise SystemExit(f"{recipe.name}.py: {error}") from error
-        except LastTestError as error:
-            raise SystemExit(f"{recipe.name}.py: {error}") from error
-        except (BadRewardError, RuntimeError) as error:
-            cause = error.__cause__  # of a collector beside training, and on Ray where it was
-            chain = (error, cause, getattr(cause, "cause", None))
-            told = [each for each in chain if isinstance(each, _TOLD)]
-            if not told:
+            raise SystemExit(f"{recipe.program}: {error}") from error
+        except Exception as error:
+            words = _words_of(error)
+            if words is None or "HYDRA_FULL_ERROR" in os.environ:
                 raise
-            raise SystemExit(f"{recipe.name}.py: {told[-1]}{_how_to_go_on()}") from error
-        except (OSError, SafetensorError) as error:
-            if isinstance(error, OSError) and error.errno not in _OF_THE_DISK:
-                raise
-            folder = HydraConfig.get().runtime.output_dir
-            words = f"a file can't be written ({error}). What is whole so far is in {folder}."
-            raise SystemExit(f"{recipe.name}.py: {words}{_how_to_go_on()}") from error
+            log = Path(HydraConfig.get().runtime.output_dir) / f"{recipe.name}.log"
+            between = "\n" if "\n" in words else " "
+            where = f"{between}The traceback is in {log}." if log.is_file() else ""
+            where += "" if isinstance(error, LastTestError) else _how_to_go_on()
+            raise SystemExit(f"{recipe.program}: {words}{where}") from error
 
     claim_folder.cache_clear()  # an earlier run in this process has its folder
     decorate = hydra.main(
@@ -231,6 +250,33 @@ def _how_to_go_on() -> str:
     folder = Path(HydraConfig.get().runtime.output_dir)
     is_there = folder.is_dir() and bool(stored(folder / CHECKPOINTS))
     return f"\nresume={folder} goes on from its last checkpoint." if is_there else ""
+
+
+def _words_of(error: BaseException) -> str | None:
+    """What an error says of itself that needs no traceback; ``None`` where it does not say all.
+
+    Such is what our code raises in words: exceptions of its own, and those of Python where the
+    ``raise`` is ours. A fault of our code, or of the user's, has its traceback on the console.
+    """
+    if isinstance(error, SafetensorError) or (
+        isinstance(error, OSError) and error.errno in _OF_THE_DISK
+    ):
+        folder = HydraConfig.get().runtime.output_dir
+        return f"a file can't be written ({error}). What is whole so far is in {folder}."
+    # Of a collector beside training the cause tells; on Ray it is where it was raised.
+    cause = error.__cause__
+    chain = [e for e in (error, cause, getattr(cause, "cause", None)) if e is not None]
+    own = [e for e in chain if type(e).__module__.partition(".")[0] in _PACKAGES]
+    told = [*own, *(e for e in [error] if isinstance(e, _DELIBERATE) and _is_raised_here(e))]
+    return str(told[0]) if told else None
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether the statement that raised it is a ``raise`` of this library."""
+    *_, (frame, line) = [(None, 0), *traceback.walk_tb(error.__traceback__)]
+    if frame is None or frame.f_globals.get("__name__", "").partition(".")[0] not in _PACKAGES:
+        return False
+    return linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
 
 
 def _run(
@@ -275,13 +321,12 @@ def _run(
         run.note_files()
         for env in setup.envs:
             stack.callback(env.close, raise_if_closed=False)
-        config = OmegaConf.to_yaml(OmegaConf.structured(cfg))
-        (folder / "config.yaml").write_text(config, encoding="utf-8")
+        (folder / "config.yaml").write_text(settings_text(cfg), encoding="utf-8")
         if cfg.dry_run:
             with log.phase("checking the model and the trackers"):
                 check_run(recipe, cfg, setup)
             run.set_status("checked")
-            print(config)
+            print(_summary(recipe, cfg, setup, folder))
             return
         if isinstance(cfg, TrainingConfig):
             if cfg.push_to_hub is not None:
@@ -292,5 +337,11 @@ def _run(
         sys.stdout.flush()
         print(json.dumps(finite(result, str)), flush=True)
         summary.add(result)
+        if (failing := [each for each in run.failures.values() if each.last]) and not stop.received:
+            told = "; ".join(f"{each.what}: {each.told}" for each in failing)
+            where = f"the run came to its end, and what it made is in {folder}"
+            raise SystemExit(
+                f"{recipe.program}: {where}, but what was last to be saved is not: {told}"
+            )
         if stop.received:
             raise SystemExit(stop.status)

@@ -368,6 +368,7 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
             recorder.write_tests(held_out.take(), now=done)
             end_collection(collector, run.folder, last)
             result |= _leave_results(trainer, recorder, before, after)
+        run.failures |= {"checkpoint": keep.failures, **recorder.failures}
         run.jobs.tell(None)
         if failed is not None:
             raise LastTestError(

@@ -4,10 +4,14 @@ Every public name is imported when it is first used, so that importing this pack
 """
 
 import ast
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
+from dis import opmap
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -77,6 +81,65 @@ def page(path: str) -> str:
     return first.removesuffix("docs/index.md") + path
 
 
+def import_package(module: str, *, who: str, install: str) -> Any:
+    """Import a package that only some need.
+
+    Args:
+        module: its name, or that of a module in it.
+        who: needs it, named in the error.
+        install: what to do where it is missing, ``"pip install openai"``.
+
+    Returns:
+        The module.
+
+    Raises:
+        ImportError: the package is not installed; or it is, and lacks what it imports itself, which
+            the message names.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package, lacks = module.partition(".")[0], error.name or ""
+        if lacks == package:
+            words = f"{who} needs the package {package}, which is not installed: {install}."
+        elif isinstance(error, ModuleNotFoundError) and lacks.partition(".")[0] != package:
+            words = (
+                f"{who} needs the package {package}, which is installed but can't be imported, "
+                f"because the module {lacks} that it needs is missing: pip install {lacks}."
+            )
+        else:
+            words = (
+                f"{who} needs the package {package}, which is installed but can't be imported "
+                f"({error}). Another version may do: {install}."
+            )
+        raise ImportError(words, name=error.name) from error
+
+
+def unknown_name(package: str, name: str, known: Collection[str], hint: str = "") -> Exception:
+    """Give the error for a public name that there is not, with those that are like it.
+
+    ``from package import name`` shows an ``ImportError`` as it is, and hides the words of an
+    ``AttributeError``, which everything else expects.
+
+    Args:
+        package: that was asked.
+        name: it lacks.
+        known: names that it has.
+        hint: a sentence to say in place of names that are like it.
+    """
+    close = get_close_matches(name, known, n=3, cutoff=0.75)
+    guess = f" Did you mean {' or '.join(close)}?" if close else ""
+    guess = f" {hint}" if hint else guess
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and name not in frame.f_code.co_names:
+        frame = frame.f_back  # of a package's own functions
+    asks = None if frame is None else frame.f_code.co_code[frame.f_lasti]
+    if asks == opmap["IMPORT_FROM"] and f"{package}.{name}" not in sys.modules:
+        return ImportError(f"cannot import name {name!r} from {package!r}.{guess}", name=name)
+    have = guess or f" It has {', '.join(sorted(known))}."
+    return AttributeError(f"module {package!r} has no attribute {name!r}.{have}", name=name)
+
+
 @cache
 def _homes(file: str) -> dict[str, str]:
     """Of each name that a package imports ``if TYPE_CHECKING``, the module that it is in."""
@@ -106,8 +169,7 @@ def lazy_names(package: str, file: str) -> Callable[[str], Any]:
         if name == "__all__":
             return sorted(homes)
         if name not in homes:
-            have = ", ".join(homes)
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {have}.")
+            raise unknown_name(package, name, homes)
         module = import_module(homes[name], package)
         if homes[name] == f".{name}":
             return module
@@ -121,10 +183,8 @@ _find = lazy_names(__name__, __file__)
 
 def __getattr__(name: str) -> Any:
     if name == "TopKRewardSelector":  # where TorchRL has it
-        raise AttributeError(
-            f"module {__name__!r} has no {name}: it is made of advantages, so it is in "
-            "'objectives' (from objectives import TopKRewardSelector)."
-        )
+        hint = "It is in 'objectives': from objectives import TopKRewardSelector."
+        raise unknown_name(__name__, name, _find("__all__"), hint)
     globals()[name] = value = _find(name)  # found once
     return value
 

@@ -299,8 +299,17 @@ def missing_entry(
     remedy: str = _RESET,
 ) -> MissingEntryError:
     """The error for an entry that a batch lacks, such as a part of a mode."""
-    found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
-    return MissingEntryError(f"{who} reads {key}, {instead}. The batch holds {found}. {remedy}")
+    held = entries_of(batch)
+    return MissingEntryError(f"{who} reads {key}, {instead}. The batch holds {held}. {remedy}")
+
+
+def entries_of(batch: TensorDictBase) -> list[str]:
+    """Name the entries of a batch for an error: tensors, conversations and plain values."""
+    keys = [(k,) if isinstance(k, str) else k for k in batch.keys(include_nested=True)]
+    # A conversation is one entry, whatever it is made of.
+    short = {key[: 3 if key[0] == "next" else 2] for key in keys}
+    inner = {key[:end] for key in short for end in range(1, len(key))}
+    return sorted(str(key if len(key) > 1 else key[0]) for key in short - inner)
 
 
 # What packages ask of each other's objects, so that they need not import each other.

@@ -13,6 +13,8 @@ from urllib.parse import unquote
 
 import numpy as np
 
+from torchrl_data import import_package
+
 Message = dict[str, Any]
 """``role`` and ``content``, and where they apply ``tool_calls``, ``tool_call_id``, ``name``,
 ``reasoning_content``."""
@@ -265,10 +267,7 @@ def noise_image(seed: int, size: tuple[int, int] = (64, 64)) -> str:
 
 
 def _pillow() -> Any:
-    try:
-        return import_module("PIL.Image")
-    except ImportError as error:
-        raise ImportError("Images in messages need Pillow: pip install pillow.") from error
+    return import_package("PIL.Image", who="An image in a message", install="pip install pillow")
 
 
 # Small changes to messages before a template renders them.

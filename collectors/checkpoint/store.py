@@ -300,9 +300,9 @@ class Saver:
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         where = getattr(error, "filename", None) or self._folder
+        why = str(error).rstrip(".")
         failure = CheckpointError(
-            f"{where}: step {step} could not be saved ({error}). The checkpoints that are there "
-            "stay."
+            f"{where}: step {step} could not be saved ({why}). The checkpoints that are there stay."
         )
         failure.__cause__ = error
         return failure

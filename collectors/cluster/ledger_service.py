@@ -6,7 +6,6 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, Final, NamedTuple
 
 from tensordict import TensorDictBase
@@ -16,6 +15,7 @@ from collectors.ledger import GroupLedger, StalenessPolicy, Ticket
 from collectors.ledger.groups import STALE
 from collectors.streaming.group_runner import EpisodeEnd
 from collectors.streaming.producer import GroupQueue
+from torchrl_data import import_package
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv, Prompt
 
@@ -32,10 +32,7 @@ def load_ray() -> Any:
     Raises:
         ImportError: it is not installed.
     """
-    try:
-        return import_module("ray")
-    except ImportError as error:
-        raise ImportError("RayLLMCollector needs Ray: pip install ray.") from error
+    return import_package("ray", who="RayLLMCollector", install="pip install ray")
 
 
 def is_death(error: BaseException) -> bool:

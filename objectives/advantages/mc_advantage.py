@@ -17,7 +17,7 @@ from tensordict import NestedKey, TensorDictBase, lazy_stack
 from torchrl.envs.transforms import Transform
 
 from objectives import functional as F
-from torchrl_data import keys
+from torchrl_data import import_package, keys
 from torchrl_data.checks import ChecksAttributes, check_counts, check_numbers, one_of, pair
 
 from .estimators import (
@@ -459,7 +459,8 @@ def start_ray(config: Mapping[str, Any] | None) -> bool:
     Returns:
         Whether this process had not been connected before.
     """
-    ray, config = import_module("ray"), {"include_dashboard": False, **(config or {})}
+    ray = import_package("ray", who="RayMCAdvantage", install="pip install ray")
+    config = {"include_dashboard": False, **(config or {})}
     if ray.is_initialized():
         return False
     if {"address", "_node_ip_address"} & config.keys() or os.environ.get("RAY_ADDRESS"):

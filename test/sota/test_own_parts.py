@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from collectors import CheckpointStore
+from collectors.ledger.groups import LedgerError
+from torchrl_agents import start
 from torchrl_agents.settings import command_line
 from torchrl_agents.settings.command_line import compose_config, groups, setting_names
 
 MINE = """
 import torch
+from torchrl.record.loggers.csv import CSVLogger
 from torchrl_envs import row_reward
 
 def scalar(completions, **_): return 1.0
@@ -21,6 +25,9 @@ def table(completions, **_): return torch.zeros(len(completions), 2)
 def few(completions, **_): return [1.0]
 def nans(completions, **_): return [float("nan")] * len(completions)
 def shape(completions, **_): return [float(i) for i, _ in enumerate(completions)]
+def breaks_its_tracker(completions, **_):
+    CSVLogger.log_metrics = lambda *_: {}["its server"]  # as one that went away meanwhile
+    return shape(completions)
 @row_reward
 def never(completion): return None
 """
@@ -36,7 +43,12 @@ def run(run_script, tmp_path):
     (tmp_path / "bad.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     good = [row for row in rows if row["prompt"] != 7]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in good))
-    return lambda *arguments, name="grpo": run_script(*arguments, cwd=tmp_path, name=name)
+
+    def run(*arguments, name="grpo"):
+        return run_script(*arguments, cwd=tmp_path, name=name)
+
+    run.folder = tmp_path
+    return run
 
 
 @pytest.mark.parametrize(
@@ -66,6 +78,63 @@ def test_too_many_rewards_that_are_nan_are_told_without_a_traceback(run, mode):
     assert re.search(r"^grpo.py: The rewards of \d+ of the last", done.stderr, re.MULTILINE)
     assert "x nans gave nan\n" in done.stderr
     assert "None, not NaN, says that it does not apply" in done.stderr
+
+
+def test_steps_that_are_not_finite_end_in_a_line_that_says_where_the_traceback_is(run):
+    settings = ("optim.learning_rate=1e25", "optim.max_grad_norm=1e30", "train.num_steps=9")
+    done = run(*OWN, "task.rewards=mine:shape", *settings, "hydra.run.dir=own")
+    *_, last = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert re.match(
+        r"grpo.py: \d optimizer steps in a row were not finite, .* Lower the lear", last
+    )
+    assert re.search(r"The traceback is in .*own/grpo.log\.$", last)
+    assert "Traceback" not in done.stderr
+    assert "HYDRA_FULL_ERROR" not in done.stderr
+
+
+def test_a_fault_of_code_has_its_traceback_and_what_we_raise_in_words_has_none():
+    with pytest.raises(ValueError, match="invalid literal") as theirs:
+        int("a")
+    assert start._words_of(theirs.value) is None
+    assert start._words_of(KeyError("a")) is None
+    with pytest.raises(ValueError, match="keep_last is 1") as ours:
+        CheckpointStore("x", keep_last=1)
+    assert start._words_of(ours.value) == str(ours.value)
+    assert start._words_of(LedgerError("what")) == "what"
+
+
+@pytest.mark.parametrize("mode", ["warn", "stop"])
+def test_checkpoints_that_can_not_be_written_are_told_and_end_in_a_status(run, mode):
+    (run.folder / "own").mkdir()
+    (run.folder / "own/checkpoints").touch()  # a file is no folder
+    settings = ("checkpoint.every=1", f"checkpoint.on_error={mode}", "hydra.run.dir=own")
+    done = run(*OWN, "task.rewards=mine:shape", "train.num_steps=4", *settings)
+    *_, last = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    told = re.findall(r"^checkpoint: .* Failures so far: (\d+)\.$", done.stderr, re.MULTILINE)
+    if mode == "stop":
+        assert told == ["1"]
+        assert re.match("grpo.py: .*step 1 could not be saved", last)
+        assert not (run.folder / "own/model").exists()
+    else:  # of four steps, and once more at the end
+        assert told == ["1", "2", "4"]
+        assert re.match("grpo.py: the run came to its end, and what it made is in .*own, but", last)
+        assert re.search(r"checkpoint: .*step 4 could not be saved .* Failures so far: 5\.$", last)
+        assert json.loads(done.stdout.splitlines()[-1])["steps"] == 4
+        assert (run.folder / "own/model/config.json").is_file()
+
+
+def test_a_tracker_that_fails_stops_no_run_and_is_told(run):
+    settings = ("logger=none", "logger.backends=[csv]", "hydra.run.dir=own", "train.num_steps=4")
+    own = [each for each in OWN if not each.startswith(("logger", "train"))]
+    done = run(*own, "task.rewards=mine:breaks_its_tracker", *settings)
+    *_, last = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert "logger.backends: csv: KeyError: 'its server' Failures so far: 1." in done.stderr
+    assert re.match(r"grpo.py: the run came to its end, .*: logger.backends: csv: KeyErr", last)
+    assert len((run.folder / "own/metrics.jsonl").read_text().splitlines()) == 4
 
 
 def test_a_reward_that_never_applies_is_told_of_before_and_after_the_first_step(run):

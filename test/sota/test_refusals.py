@@ -86,19 +86,29 @@ def run(tmp_path):
         ("grpo task=openenv", "The task openenv needs task.base_url=..."),
         (
             "grpo task=gsm8k task.dataset=nofile.jsonl",
-            "grpo.py: task=gsm8k: There is no file or folder nofile.jsonl, from /",
+            "torchrl-agents grpo: task=gsm8k: There is no file or folder nofile.jsonl, from /",
         ),
         (
             "grpo task.tools=mine:f task.dataset=no/such/folder",
-            "grpo.py: task=environment: There is no file or folder no/such/folder, from /",
+            "torchrl-agents grpo: task=environment: There is no file or folder no/such/fol",
         ),
         (
             "grpo policy.model=/no/such/folder",
-            "grpo.py: policy.model=/no/such/folder: There is no file or folder /no/such/folder",
+            "torchrl-agents grpo: policy.model=/no/such/folder: There is no file or folder /no",
         ),
         ("grpo resume=nowhere", "resume=nowhere: it holds no run"),
         ("grpo hydra/launcher=nosuch", "Could not find 'hydra/launcher/nosuch' Available options"),
         ("grpo hydra.run.dirr=x", "hydra.run.dirr: Key 'dirr' not in 'RunDir'"),
+        ("grpo name=../../../../x", "name='../../../../x' can't be the name of a folder: it needs"),
+        ("evaluate task=textarena/../../x", "task='..' can't be the name of a folder"),
+        ("grpo own.yaml", "torchrl-agents grpo: There is no file own.yaml, from /"),
+        (
+            "grpo --config own.yaml seed=1",
+            "give their file as it is, torchrl-agents grpo own.yaml s",
+        ),
+        ("grpo --config-dir=conf experiment=my", "is given as it is: torchrl-agents grpo my.yaml"),
+        ("lora policy.lora_rnk=4", "torchrl-agents lora: There is no setting 'policy.lora_rnk'"),
+        ("grpo task=gsm8k task.system_prompt=it's,so optim.lr=1", "Here it is optim.learning_rate"),
         ("grpo --multirunn", "unrecognized arguments: --multirunn"),
         ("sft data.dataset=chats.json", "data.dataset: There is no file or folder chats.json"),
         ("evaluate engine=chat", "engine=chat needs engine.url=http://.../v1"),
@@ -117,7 +127,7 @@ def test_what_is_refused_is_refused_before_torch_is_imported(run, command, words
     assert imported == []
 
 
-@pytest.mark.parametrize("command", ["--help", "grpo --help", "evaluate task=gsm8k --help"])
+@pytest.mark.parametrize("command", ["", "--help", "grpo --help", "evaluate task=gsm8k --help"])
 def test_help_is_shown_before_torch_is_imported(run, command):
     done, imported = run(*command.split())
     assert (done.returncode, done.stderr, imported) == (0, "", [])

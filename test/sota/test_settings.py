@@ -2,16 +2,22 @@
 
 import re
 import sys
+from dataclasses import asdict
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from tensordict import TensorDict, lazy_stack
 
 from collectors import Drop, LoadCap, Wait
 from torchrl_agents import models, start
 from torchrl_agents.settings import command_line
+from torchrl_agents.settings.arguments import settings_text, with_files, with_texts
 from torchrl_agents.settings.command_line import (
     compose_config,
     groups,
@@ -321,3 +327,154 @@ def test_the_loss_of_every_recipe_is_tried_before_a_model_is_loaded(script, name
     cfg = OmegaConf.to_object(compose_config(recipe, [override]))
     with pytest.raises(SettingsError, match=words):
         start.check_config(recipe, cfg)
+
+
+# Files of settings, and texts as they are typed.
+
+TEXTS = ("name", "task.system_prompt", "task.split", "policy.model", "logger.project")
+
+
+@pytest.fixture
+def typed(grpo):
+    """Gives the settings that arguments stand for, as the command line reads them."""
+    recipe, chosen = grpo.RECIPE, partial(command_line._chosen, grpo.RECIPE)
+
+    def read(*arguments):
+        listed, _ = with_files(recipe, arguments)
+        listed = with_texts(recipe, listed, chosen)
+        cfg = compose_config(recipe, listed)
+        return OmegaConf.to_object(cfg)
+
+    return read
+
+
+@given(st.lists(st.text(min_size=1), min_size=len(TEXTS), max_size=len(TEXTS)))
+@example(
+    ["Answer, please, with it's number.", "50% = ${x} \\${y", "\n'", "ünï [a", '"Yes" or "no"']
+)
+@example(["true", "007", "1_000", " padded ", "a\\"])
+@example(["{a: 1}", "[1,2]", "choice(a,b)", "${seed", "\\\\${seed}"])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_text_arrives_as_it_was_typed(typed, texts):
+    special = re.compile(
+        r"""(?is)null|\?\?\?|@.*|'([^'\\]|\\.)*'|"([^"\\]|\\.)*"|.*\$\{\w+[:}].*"""
+    )
+    texts = ["a text" if special.fullmatch(text) else text for text in texts]
+    cfg = typed("task=gsm8k", *(f"{name}={text}" for name, text in zip(TEXTS, texts, strict=True)))
+    task, policy, logger = cfg.task, cfg.policy, cfg.logger
+    assert [cfg.name, task.system_prompt, task.split, policy.model, logger.project] == texts
+
+
+def test_what_means_something_in_a_text_still_does(typed, tmp_path):
+    (tmp_path / "prompt.txt").write_text("It's, 'so'\n\n")
+    cfg = typed("name='it\\'s'", f"logger.project=@{tmp_path}/prompt.txt", "policy.model=${name}")
+    assert (cfg.name, cfg.logger.project, cfg.policy.model) == ("it's", "It's, 'so'\n", "it's")
+    cfg = typed("policy.model_kwargs={revision: main}", "train.pools={easy_at: 0.9}")
+    assert (cfg.policy.model_kwargs, cfg.train.pools) == ({"revision": "main"}, {"easy_at": 0.9})
+    cfg = typed("name=null", "logger.project=@@home", "task=gsm8k", "task.dataset=a (1),b.jsonl")
+    assert (cfg.name, cfg.logger.project, cfg.task.dataset) == (None, "@home", "a (1),b.jsonl")
+    with pytest.raises(SettingsError, match=r"name=@nofile: the file .* is name=@@"):
+        typed("name=@nofile")
+
+
+def test_values_of_a_sweep_are_several(grpo):
+    chosen = partial(command_line._chosen, grpo.RECIPE)
+    sweep = ["--multirun", "name=a,b", "seed=0,1", "logger.project=it's, so"]
+    assert with_texts(grpo.RECIPE, sweep, chosen) == [*sweep[:3], "logger.project='it\\'s, so'"]
+    assert with_texts(grpo.RECIPE, ["name=a,b"], chosen) == ["name='a,b'"]
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "sft", "distillation", "evaluate", "self-play", "expert-iteration"]
+)
+def test_the_settings_that_a_run_wrote_down_are_given_back_as_they_are(script, tmp_path, name):
+    recipe = script(name).RECIPE
+    own = [
+        "name='it\\'s, ${x'",
+        "policy.stop=['a,b',\"'\"]",
+        "resume=auto",
+        "policy.temperature=1e-5",
+    ]
+    own = with_texts(recipe, own, partial(command_line._chosen, recipe))
+    cfg = OmegaConf.to_object(compose_config(recipe, own))
+    cfg.policy.chat_template = "{{ '${a}' }}\n{% for m in messages %}\\n{% endfor %}\\"
+    cfg.policy.model = "org/model"
+    cfg.policy.model_kwargs = {"a-b": [1, None, {"c": "d: '"}], "e.f": 0.1}
+    path = tmp_path / "config.yaml"
+    path.write_text(settings_text(cfg), encoding="utf-8")
+    read, _ = with_files(recipe, [str(path)])
+    read = with_texts(recipe, read, partial(command_line._chosen, recipe))
+    assert prepare(recipe, [each for each in read if "chat_template=" not in each]) is None
+    cfg.resume = None  # of one start
+    assert asdict(OmegaConf.to_object(compose_config(recipe, read))) == asdict(cfg)
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "wanted"),
+    [
+        ("{train: {num_steps: 7}}", ["own.yaml"], {"train.num_steps": 7}),
+        ("{train.num_steps: 7}", ["own.yaml"], {"train.num_steps": 7}),
+        ("{train: {num_steps: 7}}", ["train.num_steps=8", "own.yaml"], {"train.num_steps": 8}),
+        ("{loss: dr_grpo}", ["own.yaml"], {"loss.advantage_scale": "none"}),
+        ("{loss: dr_grpo}", ["own.yaml", "loss=dapo"], {"loss.advantage_scale": None}),
+        ("{defaults: [override /loss: dr_grpo, _self_]}", ["own.yaml"], {"loss.name": "dr_grpo"}),
+        (
+            "{experiment: smollm2, train: {num_steps: 7}}",
+            ["own.yaml"],
+            {"train.num_steps": 7, "policy.min_p": 0.05},
+        ),
+        (
+            "{collector: {num_prompts: 3}}",
+            ["own.yaml", "collector=streaming"],
+            {"collector.num_prompts": 3, "collector.mode": "streaming"},
+        ),
+        ("{train: {num_steps: 7}}", ["own.yaml", "experiment=smollm2"], {"train.num_steps": 20}),
+        ("{train: {num_steps: 7}}", ["experiment=smollm2", "own.yaml"], {"train.num_steps": 7}),
+        (
+            "{task: {id: gsm8k, split: own}}",
+            ["own.yaml", "task=math"],
+            {"task.id": "math", "task.split": None},
+        ),
+        (
+            "{task: {id: gsm8k, split: own}}",
+            ["own.yaml", "task=gsm8k"],
+            {"task.id": "gsm8k", "task.split": "own"},
+        ),
+        ("{optim.learning_rate: 1e-3}", ["own.yaml"], {"optim.learning_rate": 1e-3}),
+        ("{optim.learning_rate: '${optim.eps}'}", ["own.yaml"], {"optim.learning_rate": 1e-8}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_of_settings_and_what_is_typed_beside_it(
+    typed, tmp_path, monkeypatch, file, arguments, wanted
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(file)
+    cfg = typed(*arguments)
+    assert {name: attrgetter(name)(cfg) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "words"),
+    [
+        ("{loss: {name: dapo}}", ["loss=dr_grpo"], "loss=dr_grpo: it chooses loss=dr_grpo, and own"
+         r".yaml says loss.name=dapo\. .* type loss.name=dr_grpo loss.advantage_scale=none"),
+        ("{policy: {model: a}}", ["experiment=smollm2"], "experiment=smollm2: it chooses policy="),
+        ("{seed: 1}", ["experiment=control,smollm2", "name=x"], None),
+        ("{train: {num_steps: 1}}", ["experiment=control,smollm2"], "smollm2 sets train.num_steps"),
+        ("- 1", [], "own.yaml has no settings"),
+        ("", [], "own.yaml has no settings"),
+        ("{a: [}", [], "own.yaml is no YAML: "),
+        ("{a: 1, a: 2}", [], "own.yaml is no YAML: .*duplicate key"),
+        ("{policy: {model_kwargs: {'a b\\tü': 1}}}", [], "own.yaml: policy.model_kwargs can't be"),
+        ("{defaults: [x]}", [], "own.yaml: a default is '- override /group: choice', got x"),
+    ],
+)  # fmt: skip
+def test_files_that_can_not_be_meant(grpo, tmp_path, monkeypatch, file, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(file)
+    if words is None:
+        assert with_files(grpo.RECIPE, ["own.yaml", *arguments])[0] == ["seed=1", *arguments]
+    else:
+        with pytest.raises(SettingsError, match=words):
+            with_files(grpo.RECIPE, ["own.yaml", *arguments])

@@ -9,8 +9,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import field, is_dataclass, make_dataclass
+from dataclasses import asdict, field, is_dataclass, make_dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain, pairwise
 from pathlib import Path
@@ -27,9 +28,11 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from torchrl_envs.datasets import DATA_FILES, MODEL_FILES, check_source
 from torchrl_envs.tasks import TASKS, find_task, generator_settings, settings_of_task
 
+from .arguments import escaped, name_of, setting_names, with_files, with_texts
 from .schema import (
     BACKENDS,
     EMBEDDED,
+    FILES,
     PRETRAINED,
     CollectorConfig,
     Recipe,
@@ -38,6 +41,7 @@ from .schema import (
     SettingsError,
     TrainConfig,
     TrainingConfig,
+    check_path_parts,
     collects_on_ray,
     refusing,
 )
@@ -56,7 +60,7 @@ def help_text(recipe: Recipe, cfg: DictConfig, groups: Mapping[str, Sequence[str
     lines = [
         recipe.summary,
         "",
-        f"  {recipe.name}.py {recipe.example}",
+        f"  {recipe.program} {recipe.example}",
         "",
         "Choices (group=choice); --multirun takes several, with commas:",
     ]
@@ -108,15 +112,6 @@ def _described(kind: type | None) -> dict[str, str]:
     return found
 
 
-def setting_names(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
-    """The path of each setting."""
-    for key in cfg:
-        yield f"{prefix}{key}"
-        inside = None if OmegaConf.is_missing(cfg, key) else cfg._get_node(key)
-        if isinstance(inside, DictConfig) and not inside._is_none():
-            yield from setting_names(inside, f"{prefix}{key}.")
-
-
 # The command line: settings of the chosen task, and what was misspelt.
 
 GIVEN_BY_THE_SCRIPT: Final = {"seed": "seed", "num_held_out": "evaluate.num_prompts"}
@@ -126,12 +121,8 @@ _TYPES: Final[dict[str, Any]] = {
     **{f"{each.__name__} | None": each | None for each in (int, float, bool, str)},
 }
 """By their annotations; any value is taken for others."""
-SHARED: Final = Path(__file__).parent / "config"
-"""Files that all recipes have."""
 _ELSEWHERE: Final = Path(__file__).with_name("elsewhere.yaml")
 """What other libraries call settings."""
-_FILES: Final = ("profile", "experiment", "debug")
-"""Groups of YAML files."""
 
 
 # ``${of_embedded:VALUE}`` in a file of settings: none where a model is given.
@@ -216,21 +207,61 @@ def read_command_line(recipe: Recipe) -> None:
     sys.path.append(here)  # after all installed ones
     paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), here]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    from_files: dict[str, str] = {}
     try:
-        arguments = with_recorded(sys.argv[1:])
+        _refuse_options(recipe, sys.argv[1:])
+        arguments, from_files = with_files(recipe, sys.argv[1:])
+        arguments = with_recorded(arguments)
         names = {argument.partition("=")[0].lstrip("+") for argument in arguments}
         if names & {"task.factory", "task.tools", "task.rewards"} and "task" not in names:
             arguments = ["task=environment", *arguments]
         if "--shell-completion" not in arguments:  # argparse reads overrides in one place
             arguments.sort(key=lambda each: "=" in each and not each.startswith("-"))
+            arguments = with_texts(recipe, arguments, partial(_chosen, recipe))
         sys.argv[1:] = arguments
         text = prepare(recipe, arguments)
     except SettingsError as error:
-        raise SystemExit(f"{recipe.name}.py: {error}") from error
+        file = _file_of(recipe, str(error), from_files)
+        raise SystemExit(f"{recipe.program}: {file}{error}") from error
     if text is not None:
         print(text)
         raise SystemExit(0)
     gc.disable()  # what is imported next stays: looking for garbage in it is a fifth of its time
+
+
+def _refuse_options(recipe: Recipe, arguments: Sequence[str]) -> None:
+    """Name the right way to a file of settings, where Hydra's options for it are typed."""
+    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, given = option.partition("=")
+        if name in ("-cn", "-cp") or (name.startswith("--config") and name != "--config-dir"):
+            file = given or value
+            file = file if file.endswith((".yaml", ".yml")) else "run.yaml"
+            raise SettingsError(
+                f"{name} is not for settings of your own: give their file as it is, "
+                f"{recipe.program} {file} setting=value."
+            )
+
+
+def _file_of(recipe: Recipe, told: str, from_files: Mapping[str, str]) -> str:
+    """Name the file that is refused in these words when it is read by itself."""
+    for file in dict.fromkeys(from_files.values()):
+        try:
+            prepare(recipe, [text for text, its in from_files.items() if its == file])
+        except SettingsError as error:
+            if str(error) == told:
+                return f"{file}: "
+    return ""
+
+
+def _chosen(recipe: Recipe, choices: Sequence[Override]) -> DictConfig:
+    """Give the settings for choices of groups; from here on Hydra knows the tasks."""
+    known = groups(recipe)
+    for name in TASKS:
+        store_task(name)
+    for override in choices:
+        _check_choice(recipe, known, override)
+    one = [each for each in choices if not each.is_sweep_override()]
+    return compose_config(recipe, [each.input_line or "" for each in one])
 
 
 def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
@@ -247,8 +278,6 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
         SettingsError: a task, a choice or a setting is unknown, and the message has what is like
             it; a value is of a wrong type, or can't work.
     """
-    for name in TASKS:
-        store_task(name)
     read, unknown = get_args_parser().parse_known_args(arguments)  # as Hydra reads them
     told, known_groups = vars(read), groups(recipe)
     written, shows_help, completes = map(told.pop, ("overrides", "help", "shell_completion"))
@@ -256,7 +285,7 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
     try:
         overrides = OverridesParser.create().parse_overrides([*unknown, *written])
     except HydraException as error:
-        settings = {*setting_names(compose_config(recipe, [])), *known_groups}
+        settings = {*setting_names(_chosen(recipe, [])), *known_groups}
         guess = _guess(" ".join(unknown[:1]).strip("-").partition("=")[0], (), settings)
         what = f"unrecognized arguments: {' '.join(unknown)}" if unknown else str(error)
         raise SettingsError(
@@ -265,12 +294,10 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
             "shell, and the brackets are closed: 'a.b=[x,y]'."
         ) from error
     choices = [o for o in overrides if o.key_or_group in known_groups]
-    for override in choices:
-        _check_choice(known_groups, override)
+    composed = _chosen(recipe, choices)
     one = [o for o in overrides if not o.is_sweep_override()]
     if told["multirun"] and any(o.key_or_group == "resume" for o in overrides):
         raise SettingsError("resume= goes on with one run: without --multirun, the folder of each.")
-    composed = compose_config(recipe, [o.input_line or "" for o in choices if o in one])
     known = sorted(setting_names(composed))
     if completes:
         return "\n".join(sorted(_continuations(recipe, word, composed)))
@@ -322,13 +349,13 @@ def compose_config(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
 def groups(recipe: Recipe) -> dict[str, list[str]]:
     """The choices of each group."""
     found = {"task": list(TASKS)} | {name: list(each) for name, each in recipe.all_groups.items()}
-    for name in _FILES:
-        paths = [path for each in (recipe.config_dir, SHARED) for path in (each / name).glob("*")]
-        found[name] = sorted(path.stem for path in paths if path.suffix == ".yaml")
+    for name in FILES:
+        paths = [path for each in recipe.folders for path in (each / name).glob("*.yaml")]
+        found[name] = sorted(path.stem for path in paths)
     return found
 
 
-def _check_choice(known: Mapping[str, Sequence[str]], override: Override) -> None:
+def _check_choice(recipe: Recipe, known: Mapping[str, Sequence[str]], override: Override) -> None:
     group = override.key_or_group
     if override.is_sweep_override():
         chosen = list(override.sweep_string_iterator())
@@ -338,9 +365,10 @@ def _check_choice(known: Mapping[str, Sequence[str]], override: Override) -> Non
         if group == "task" and isinstance(choice, str):
             store_task(choice)
         elif choice not in (*known[group], None):
+            own = f" A file of your own is given as it is: {recipe.program} {choice}.yaml"
             raise SettingsError(
                 f"{group} has no choice {choice!r}.{_guess(str(choice), known[group])} There "
-                f"are {', '.join(known[group])}."
+                f"are {', '.join(known[group])}.{own if group in FILES else ''}"
             )
 
 
@@ -418,13 +446,14 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
     Raises:
         SettingsError: names the setting, what it must be, and what it is.
     """
+    check_path_parts(cfg.name, cfg.task.id)
     for words, holds, names in _RULES:
         for key in names.split():
             group, name = key.split(".")
             value = getattr(getattr(cfg, group, None) if group else cfg, name, None)
             if value is not None and not holds(value):
                 raise SettingsError(f"{key.lstrip('.')} must be {words}, got {value}.")
-    settings = OmegaConf.structured(cfg)
+    settings = OmegaConf.create(escaped(asdict(cfg)))
     backends = OmegaConf.select(settings, "logger.backends") or []
     listed = {f"logger.backends[{i}]": BACKENDS for i in range(len(backends))}
     for key, known in {**recipe.choices, **listed}.items():
@@ -607,7 +636,7 @@ def with_recorded(arguments: Sequence[str]) -> list[str]:
 
 
 def _by_name(arguments: Sequence[str]) -> dict[str, str]:
-    return {a.partition("=")[0].lstrip("+~"): a for a in arguments}
+    return {name_of(each): each for each in arguments}
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Any, Final
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from . import program
+
 # What is wrong with a command line.
 
 
@@ -214,7 +216,10 @@ class CheckpointConfig:
     keep_last: int = 2
     """So many of the newest."""
     keep_best: int = 0
-    """And so many of those with the highest reward of their step; of sft, with the lowest loss."""
+    """Also keep this many checkpoints with the best step reward (sft: the lowest loss)."""
+    on_error: str = "warn"
+    """A checkpoint that can't be written: warn (the run goes on, and its status is not 0 where the
+    last one is missing), or stop."""
 
 
 @dataclass
@@ -350,6 +355,32 @@ class RolloutsConfig(TrainingConfig):
     record: RecordConfig = field(default_factory=RecordConfig)
 
 
+def check_path_parts(name: str | None, task: str) -> None:
+    """Refuse names that would be no folders of their own below that of the recipe's runs.
+
+    Args:
+        name: of the run, if it has one.
+        task: its name; a slash in it is a folder in a folder.
+
+    Raises:
+        SettingsError: names the setting, and what is wrong with it.
+    """
+    parts = [("name", part) for part in (() if name is None else (name,))]
+    parts += [("task", part) for part in task.split("/")]
+    for setting, part in parts:
+        is_odd = part in ("", ".", "..") or "/" in part or not part.isprintable()
+        if is_odd or len(part.encode()) > _LONGEST_NAME:
+            raise SettingsError(
+                f"{setting}={part!r} can't be the name of a folder: it needs 1 to {_LONGEST_NAME} "
+                "bytes of printable characters without '/', and more than '.' or '..'. A folder "
+                "elsewhere is hydra.run.dir=."
+            )
+
+
+_LONGEST_NAME: Final = 200
+"""Of a folder, in bytes: file systems take 255, with the number of a run and endings of files."""
+
+
 def collects_on_ray(cfg: RecipeConfig) -> bool:
     """Whether collectors on Ray have policies of their own."""
     return isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "ray"
@@ -405,12 +436,17 @@ GROUPS: Final[dict[str, dict[str, Any]]] = {
     },
 }
 """The choices of each group, by name."""
+SHARED: Final = Path(__file__).parent / "config"
+"""Files of settings that all recipes have."""
+FILES: Final = ("profile", "experiment", "debug")
+"""Groups whose choices are YAML files."""
 VALUES: Final[dict[str, Collection[str]]] = {
     "policy.dtype": ("float32", "bfloat16", "float16"),
     "collector.mode": GROUPS["collector"],
     "collector.staleness_policy": ("wait", "drop"),
     "optim.name": GROUPS["optim"],
     "optim.schedule": SCHEDULES,
+    "checkpoint.on_error": ("warn", "stop"),
     "train.parallel": ("auto", "ddp", "fsdp2"),
     "train.reduce": ("auto", "step", "micro_batch"),
 }
@@ -504,6 +540,16 @@ class Recipe:
         for group, choices in self.all_groups.items():
             for name, node in choices.items():
                 store.store(group=group, name=name, node=node)
+
+    @property
+    def folders(self) -> tuple[Path, Path]:
+        """Where its files of settings are: its own, and those of all recipes."""
+        return self.config_dir, SHARED
+
+    @property
+    def program(self) -> str:
+        """What was typed for it, with which its messages begin: ``torchrl-agents grpo``."""
+        return program(self.name)
 
     @property
     def all_groups(self) -> dict[str, Mapping[str, Any]]:

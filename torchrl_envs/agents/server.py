@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from torchrl_data import import_package
+
 from .protocols import Protocol, anthropic_messages, chat_completions, openai_responses
 from .turns import Accepted, RequestError, RequestTooLargeError, TurnReply, TurnRequest
 
@@ -209,14 +211,13 @@ class AgentServer:
     def __init__(
         self, *, host: str, port: int, model: str, accepted: Accepted, max_request_bytes: int
     ) -> None:
-        try:
-            import uvicorn
-            from starlette.applications import Starlette
-            from starlette.routing import Route
-        except ImportError as error:
-            raise ImportError(
-                "AgentProgram needs starlette and uvicorn: pip install 'torchrl-agents[tools]'."
-            ) from error
+        for package in ("uvicorn", "starlette"):
+            install = "pip install 'torchrl-agents[tools]'"
+            import_package(package, who="AgentProgram", install=install)
+        import uvicorn
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
         self.model = model
         self._accepted = accepted
         self._max_request_bytes = max_request_bytes

@@ -22,13 +22,14 @@ from torchrl_data.checks import (
     MissingEntryError,
     check_counts,
     check_numbers,
+    entries_of,
     one_of,
 )
 from torchrl_data.conversation import Conversations, Turn, stream_number
 from torchrl_data.history import History
 from torchrl_data.keys import GROUP_ID, HISTORY, PROMPT, QUERY, REWARD, ROW, SEED, TOOLS
 from torchrl_data.ragged import first_entries, read_objects, read_rows, write_objects
-from torchrl_data.stop_reason import StopReason, kind_of
+from torchrl_data.stop_reason import StopReason, kind_of, stop_reason_of
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.tool_calls import TurnParser, parse_tool_calls, tool_call_parser
 from torchrl_envs.concurrency import ConcurrentCalls, run_all
@@ -92,11 +93,20 @@ class RewardErrorLimit(ChecksAttributes, Transform):
         if len(failed) <= self.max_error_fraction * window:
             return
         summary = "\n".join(f"  {each}" for each in kinds_of(failed))
+        # Those of which the episode failed were never scored.
+        num_ended = sum(
+            stop_reason_of(error, StopReason.TRUNCATED)[0].is_failure for error in failed
+        )
+        what = "The rewards of " if num_ended == 0 else ""
+        how = f"failed, {num_ended} of them before they could be scored" if num_ended else "failed"
+        mend = "what ended the rollouts"
+        if num_ended < len(failed):
+            mend = "the reward (None, not NaN, says that it does not apply)"
         raise TooManyRewardErrors(
-            f"The rewards of {len(failed)} of the last {len(self._recent)} rollouts failed; "
+            f"{what}{len(failed)} of the last {len(self._recent)} rollouts {how}; "
             f"{self.max_error_fraction:.0%} of {window} are allowed:\n{summary}\nThe last one:\n"
-            f"{failed[-1]}\nMend the reward (None, not NaN, says that it does not apply), or allow "
-            "more with collector.max_error_fraction= of a recipe, or "
+            f"{failed[-1]}\nMend {mend}, or allow more with "
+            "collector.max_error_fraction= of a recipe, or "
             f"RewardErrorLimit(max_error_fraction=...). See {page('docs/rewards.md')}."
         )
 
@@ -770,10 +780,9 @@ class ChatEnv(EnvBase):
                 batch, self.input_mode, encoder=self._speller, who="ChatEnv.step"
             )
         if batch.get(keys.TEXT_RESPONSE, None) is None:
-            found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
             raise MissingEntryError(
                 f"ChatEnv.step reads {(self.input_mode, keys.FULL)}, which a policy writes, or "
-                f"{keys.TEXT_RESPONSE!r}, a string per row. The batch holds {found}."
+                f"{keys.TEXT_RESPONSE!r}, a string per row. The batch holds {entries_of(batch)}."
             )
         return self._with_text(batch, read_objects(batch, keys.TEXT_RESPONSE))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from torchrl_data import import_package
 from torchrl_data.batch_io import read_conversations, write_conversations
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_data.conversation import Conversations
@@ -68,12 +69,7 @@ class ChatCompletions:
         max_retries: int = 8,
         **generation: Any,
     ) -> None:
-        try:
-            import openai
-        except ImportError as error:
-            raise ImportError(
-                "ChatCompletions needs the package openai: pip install openai."
-            ) from error
+        openai = import_package("openai", who="ChatCompletions", install="pip install openai")
         check_numbers("ChatCompletions", POSITIVE, timeout_s=timeout_s)
         check_counts("ChatCompletions", max_concurrent=max_concurrent)
         check_counts("ChatCompletions", 0, max_retries=max_retries)

@@ -9,11 +9,12 @@ import sys
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from inspect import Parameter, cleandoc
 from pathlib import Path
 from typing import Any, Final
+
+from torchrl_data import import_package
 
 TASKS: Final[dict[str, str]] = {
     "agent": "external:agent_task",
@@ -112,13 +113,10 @@ def load_reasoning_gym() -> Any:
     """The package.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: it is not installed, or lacks a package.
     """
-    try:
-        return import_module("reasoning_gym")
-    except ImportError as error:
-        message = "The package reasoning-gym is not installed: pip install reasoning-gym."
-        raise ImportError(message) from error
+    install = "pip install reasoning-gym"
+    return import_package("reasoning_gym", who="A task of reasoning-gym", install=install)
 
 
 def generator_names() -> list[str]:

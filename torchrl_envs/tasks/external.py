@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any, Final
 
+from torchrl_data import import_package
 from torchrl_data.checks import check_counts
 from torchrl_envs.agents.agent_program import AgentProgram
 from torchrl_envs.agents.programs import AgentCommand, AgentEndpoint
@@ -355,12 +356,8 @@ def calculator_agent_task(
         ValueError: too few different questions to hold so many out.
         ImportError: the package ``openai`` is not installed.
     """
-    try:
-        import_module("openai")
-    except ImportError as error:
-        raise ImportError(
-            "calculator_agent asks with OpenAI's client: pip install 'torchrl-agents[graders]'."
-        ) from error
+    install = "pip install 'torchrl-agents[graders]'"
+    import_package("openai", who="calculator_agent", install=install)
     counts = {"num_held_out": num_held_out, "num_demonstrations": num_demonstrations}
     task = calculator_task(num_rows=num_rows, seed=seed, **counts)
     own: Any = {"name": "calculator_agent", "environment": None, "max_turns": MAX_REQUESTS}

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from torchrl.envs.transforms import Compose
 
+from torchrl_data import import_package
 from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
 from torchrl_envs.concurrency import Outcome
@@ -300,13 +301,11 @@ def make_mlgym(
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    try:
-        mlgym: Any = importlib.import_module("mlgym")
-    except ImportError as error:
-        raise ImportError(
-            f"make_mlgym needs MLGym, which is not on PyPI: git clone {REPOSITORY}, then pip "
-            "install -e MLGym, with docker or podman for its containers."
-        ) from error
+    install = (
+        f"it is not on PyPI, so git clone {REPOSITORY}, then pip install -e MLGym, with docker or "
+        "podman for its containers"
+    )
+    mlgym = import_package("mlgym", who="make_mlgym", install=install)
     folder = Path(str(mlgym.__file__)).parent.parent.resolve()
     if Path.cwd().resolve() != folder:
         raise RuntimeError(

@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
+from torchrl_data import import_package
 from torchrl_envs.concurrency import OwnRandom
 from torchrl_envs.entries import RewardOf
 from torchrl_envs.openenv.tools import OpenEnvTools
@@ -90,12 +91,8 @@ MAX_TURNS: Final = 40
 
 @cache
 def _registry() -> Mapping[str, Any]:
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            import_module("textarena")
-    except ImportError as error:
-        message = "The package textarena is not installed: pip install textarena."
-        raise ImportError(message) from error
+    with contextlib.redirect_stdout(io.StringIO()):
+        import_package("textarena", who="A task textarena/<game>", install="pip install textarena")
     return import_module("textarena.envs.registration").ENV_REGISTRY
 
 

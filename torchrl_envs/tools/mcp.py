@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from jsonschema import SchemaError
 
+from torchrl_data import import_package
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.concurrency import LoopThread
 from torchrl_envs.episode.episode import Episode
@@ -234,12 +235,17 @@ async def make_client(server: Any, on_message: Any) -> AsyncIterator[Any]:
     # server: `{"command", "args", "env", "cwd"}` (a process, over stdio), `{"url", "headers"}` or a
     # URL (streamable HTTP), an `MCPServer` or `Server` object (in memory), or a function without
     # arguments that returns one of these or a transport.
+    for module in ("mcp", "mcp.client.streamable_http"):
+        import_package(module, who="An MCP server", install="pip install 'mcp>=2,<3'")
     try:
         from mcp import Client, StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
         from mcp.shared._httpx_utils import create_mcp_http_client
-    except ImportError as error:
-        raise ImportError("MCP servers need the package mcp: pip install 'mcp>=2,<3'.") from error
+    except ImportError as error:  # of another version, whose names are others
+        raise ImportError(
+            f"An MCP server needs mcp 2, and the one installed is another: {error}. pip install "
+            "'mcp>=2,<3'."
+        ) from error
 
     if callable(server) and not hasattr(server, "list_tools"):
         server = server()

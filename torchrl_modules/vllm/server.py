@@ -57,28 +57,38 @@ def lives(process):
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != "zombie"
 
-signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-parent, server = os.getppid(), psutil.Process(int(sys.argv[1]))
-family = {server}
-try:
-    while os.getppid() == parent and lives(server):
-        family.update(server.children(recursive=True))
-        time.sleep(0.5)
-finally:
+def end(family):
     for each in filter(lives, list(family)):
-        family.update(each.children(recursive=True))
+        with contextlib.suppress(psutil.Error):
+            family.update(each.children(recursive=True))
     trackers = []
     for each in filter(lives, family - {psutil.Process()}):
-        if "resource_tracker" in " ".join(each.cmdline()):
-            each.resume()  # left alone, it removes their shared memory, and ends
-            trackers.append(each)
-        else:
-            each.kill()
+        with contextlib.suppress(psutil.Error):
+            if "resource_tracker" in " ".join(each.cmdline()):
+                each.resume()  # left alone, it removes their shared memory, and ends
+                trackers.append(each)
+            else:
+                each.kill()
     deadline = time.monotonic() + 5
     while any(map(lives, trackers)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    if os.getppid() != parent:  # who would have removed it
-        shutil.rmtree(sys.argv[2], ignore_errors=True)
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+server, folder, parent, family = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), set()
+try:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
+        process = psutil.Process(server)
+        family.add(process)
+        while os.getppid() == parent and lives(process):
+            family.update(process.children(recursive=True))
+            time.sleep(0.5)
+finally:
+    try:
+        end(family)
+    finally:
+        # Whoever would have removed it has ended; else it is there to be read, and removed then.
+        if parent == server or os.getppid() != parent:
+            shutil.rmtree(folder, ignore_errors=True)
 """
 
 
@@ -142,7 +152,7 @@ def _access(options: set[str], folder: str) -> list[str]:
 
 def _guard(server: int, folder: str) -> "subprocess.Popen[bytes]":
     """A small process that ends a server's family, stopped or not, with the server or with us."""
-    words = [sys.executable, "-c", _GUARDIAN, str(server), folder]
+    words = [sys.executable, "-c", _GUARDIAN, str(server), folder, str(os.getpid())]
     return subprocess.Popen(words, start_new_session=True)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import threading
 
 import pytest
@@ -21,6 +22,7 @@ from torchrl_envs import (
     TooManyRewardErrors,
     row_reward,
 )
+from torchrl_modules import TransformersWrapper
 
 
 class Valued:
@@ -363,6 +365,25 @@ def test_D01_too_many_errors_end_the_run_with_a_summary(scripted, play):
             for _ in range(3):
                 play(env, policy)
         env.close()
+
+
+def test_rollouts_that_fail_before_they_are_scored_are_not_told_as_failed_rewards(
+    make_tiny_model, chatml_tokenizer, play
+):
+    rows = [{"prompt": "What is 2 + 2? " * 20} for _ in range(16)]
+    env = ChatEnv(batch_size=16).append_transform(DataLoadingPrimer(rows))
+    policy = TransformersWrapper(
+        make_tiny_model(),
+        tokenizer=chatml_tokenizer,
+        max_model_len=64,
+        generate_kwargs={"max_new_tokens": 8},
+    )
+    words = r"^16 of the last 16 rollouts failed, 16 of them before they could be scored; 5%"
+    with pytest.raises(TooManyRewardErrors, match=words) as error:
+        play(env, policy)
+    env.close()
+    assert re.search(r"16 x error: .*the prompt has \d+ tokens", str(error.value))
+    assert "Mend what ended the rollouts, or allow more" in str(error.value)
 
 
 def test_functions_run_at_once_and_may_be_async(score):

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -98,6 +100,27 @@ def test_a_websocket_needs_the_token_too(monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     assert ask({}, kind="websocket") == 1008
     assert ask(GOOD, kind="websocket") == 200
+
+
+GUARDED = """
+import os, signal, sys, tempfile
+from torchrl_modules.vllm.server import _guard
+
+folder = tempfile.mkdtemp(prefix="vllm-", dir=sys.argv[1])
+open(f"{folder}/socket", "w").close()
+_guard(os.getpid(), folder)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_folder_of_a_server_that_is_killed_at_once_does_not_stay(tmp_path):
+    """Before its guardian has looked at it."""
+    command = [sys.executable, "-c", GUARDED, str(tmp_path)]
+    assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while any(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

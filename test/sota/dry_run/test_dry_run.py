@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import socket
 import struct
 import sys
@@ -131,7 +132,7 @@ def unlistened():
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_all_is_checked_and_no_weights_are_loaded(run, models, tmp_path):
+def test_all_is_checked_and_no_weights_are_loaded(run, models, tmp_path, capfd):
     """The weights are a file of a terabyte, nearly all of it a hole."""
     config = AutoConfig.from_pretrained(tmp_path / "student")
     config.update({"hidden_size": 1 << 14, "num_hidden_layers": 80, "intermediate_size": 1 << 16})
@@ -145,6 +146,11 @@ def test_all_is_checked_and_no_weights_are_loaded(run, models, tmp_path):
         file.truncate(file.tell() + 4 * count)
     folders = run("distillation", *TASK, STUDENT, "teacher.model=student", "dry_run=true")
     folders += run("grpo", *TASK, STUDENT, "policy.lora_rank=4", "logger=files", "dry_run=true")
+    told = capfd.readouterr().out
+    assert "distillation: nothing is refused" in told
+    assert re.search(r"model +student, adapters of rank 4; engine transformers\n", told)
+    assert "100, each of 16 prompts x 16 rollouts (sync)" in told
+    assert f"{folders[-1] / 'config.yaml'} has all" in told
     for folder in folders[-2:]:
         assert json.loads((folder / "run.json").read_text())["status"] == "checked"
         assert (folder / "config.yaml").is_file()
