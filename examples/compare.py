@@ -12,8 +12,8 @@ import sys
 
 import torch
 
-from collectors import bootstrap_interval
 from collectors.record import RunRecord
+from torchrl_agents import bootstrap_interval
 
 NUM_DRAWS = 10_000
 

@@ -12,10 +12,15 @@ import sys
 import torch
 from torchrl.envs.transforms import Compose
 
-from collectors import LLMCollector
 from collectors.evaluation import evaluation_estimates
-from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
-from torchrl_modules import TransformersWrapper
+from torchrl_agents import (
+    ChatEnv,
+    DataLoadingPrimer,
+    LLMCollector,
+    RewardFunctions,
+    StepCounter,
+    TransformersWrapper,
+)
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 SAMPLES = int(sys.argv[2]) if len(sys.argv) > 2 else 8

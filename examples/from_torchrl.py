@@ -14,10 +14,16 @@ from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplaceme
 from torchrl.envs.transforms import Compose
 from torchrl.objectives.llm import GRPOLoss as TheirGRPOLoss
 
-from collectors import LLMCollector
-from objectives import GRPOLoss, MCAdvantage
-from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
-from torchrl_modules import TransformersWrapper
+from torchrl_agents import (
+    ChatEnv,
+    DataLoadingPrimer,
+    GRPOLoss,
+    LLMCollector,
+    MCAdvantage,
+    RewardFunctions,
+    StepCounter,
+    TransformersWrapper,
+)
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 10

@@ -21,10 +21,17 @@ from datasets import Dataset
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from collectors import LLMCollector
-from objectives import BNPO, MCAdvantage
-from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
-from torchrl_modules import TransformersWrapper
+from torchrl_agents import (
+    BNPO,
+    ChatEnv,
+    DataLoadingPrimer,
+    EnvironmentTools,
+    LLMCollector,
+    MCAdvantage,
+    RewardFunctions,
+    StepCounter,
+    TransformersWrapper,
+)
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 10

@@ -15,10 +15,15 @@ import sys
 import torch
 from torchrl.envs.transforms import Compose
 
-from collectors import LLMCollector
 from objectives.functional import clipped_surrogate, group_advantage, log_ratio, token_log_probs
-from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
-from torchrl_modules import TransformersWrapper
+from torchrl_agents import (
+    ChatEnv,
+    DataLoadingPrimer,
+    LLMCollector,
+    RewardFunctions,
+    StepCounter,
+    TransformersWrapper,
+)
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 10

@@ -13,10 +13,16 @@ import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from collectors import LLMCollector
-from objectives import GRPOLoss, MCAdvantage
-from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, StepCounter
-from torchrl_modules import TransformersWrapper
+from torchrl_agents import (
+    ChatEnv,
+    DataLoadingPrimer,
+    EnvironmentTools,
+    GRPOLoss,
+    LLMCollector,
+    MCAdvantage,
+    StepCounter,
+    TransformersWrapper,
+)
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 10

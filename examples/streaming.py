@@ -14,10 +14,18 @@ import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from collectors import StreamingCollector, Wait
-from objectives import GRPOLoss, MCAdvantage
-from torchrl_envs import ChatEnv, DataLoadingPrimer, FunctionTools, RewardFunctions, StepCounter
-from torchrl_modules import TransformersWrapper
+from torchrl_agents import (
+    ChatEnv,
+    DataLoadingPrimer,
+    FunctionTools,
+    GRPOLoss,
+    MCAdvantage,
+    RewardFunctions,
+    StepCounter,
+    StreamingCollector,
+    TransformersWrapper,
+    Wait,
+)
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 10
