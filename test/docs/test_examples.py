@@ -25,7 +25,14 @@ from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 STEP = re.compile(r"^step (\d+): reward (-?[\d.]+|nan)", re.MULTILINE)
-OURS = {"collectors", "objectives", "torchrl_data", "torchrl_envs", "torchrl_modules"}
+OURS = {
+    "torchrl_agents",
+    "collectors",
+    "objectives",
+    "torchrl_data",
+    "torchrl_envs",
+    "torchrl_modules",
+}
 
 pytestmark = pytest.mark.slow
 
