@@ -27,6 +27,7 @@ from torchrl_modules.sampling import (
     logits_warpers,
     too_early,
 )
+from torchrl_modules.transformers_releases import with_cache
 
 from .engine import Generation
 
@@ -533,8 +534,7 @@ class SlotReader(PromptReader):
             input_ids=tokens[:, None],
             attention_mask=(columns <= self.lengths[:, None]).long(),
             position_ids=self.lengths[:, None],
-            past_key_values=self._cache,
-            use_cache=True,
+            **with_cache(self.model, self._cache),
         )
         self._count([count + 1 for count in self._counts])
         return output.logits[:, -1]
@@ -646,8 +646,7 @@ class SlotReader(PromptReader):
             input_ids=pad(new, value=0, side="left"),
             attention_mask=mask,
             position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, width:],
-            past_key_values=cache,
-            use_cache=True,
+            **with_cache(self.model, cache),
             logits_to_keep=1,
         )
         self.num_read += sum(map(len, new))

@@ -18,13 +18,13 @@ from torchrl_modules.scoring.models import (
     Trial,
     alike,
     find_first,
-    forward_parameters,
     model_inputs,
     own_positions,
     run_image_trial,
     run_trial,
 )
 from torchrl_modules.scoring.packed_attention import cap_attention, use_packed_attention
+from torchrl_modules.transformers_releases import cache_name, forward_parameters, with_cache
 
 from .decoding import KeptCaches, PromptReader, SlotReader, has_plain_cache
 
@@ -35,7 +35,6 @@ from .decoding import KeptCaches, PromptReader, SlotReader, has_plain_cache
 #
 # Shape legend: A rows, T tokens so far, V vocabulary.
 
-_CACHES = ("past_key_values", "cache_params", "state")
 _Found = WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[PromptReader]]]
 Reader = TypeVar("Reader", bound=PromptReader)
 _found, _found_with_images = _Found(), _Found()
@@ -57,8 +56,7 @@ class PaddedReader(PromptReader):
             input_ids=pad(rows, value=0, side="left"),
             attention_mask=mask,
             position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-            past_key_values=self._cache,
-            use_cache=True,
+            **with_cache(self.model, self._cache),
             logits_to_keep=1,
         )
         if len(rows) < len(prompts):
@@ -74,8 +72,7 @@ class PaddedReader(PromptReader):
             input_ids=tokens[:, None],
             attention_mask=self._mask,
             position_ids=self._lengths[:, None],
-            past_key_values=self._cache,
-            use_cache=True,
+            **with_cache(self.model, self._cache),
         )
         self._lengths = self._lengths + 1
         return output.logits[:, -1]
@@ -97,8 +94,7 @@ class OwnCacheReader(PromptReader):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        takes = forward_parameters(model)
-        self._name = next((name for name in _CACHES if name in takes), _CACHES[0])
+        self._name = cache_name(model)
         self._cache: Any = None
         self._num_read = 0
 
@@ -367,8 +363,7 @@ class ImageReader(ImageRows):
         self._positions.forget()
         output = self.model(
             input_ids=ids,
-            past_key_values=self._cache,
-            use_cache=True,
+            **with_cache(self.model, self._cache),
             logits_to_keep=1,
             **model_inputs(self.model, self._processor, ids, [its for _, its in different]),
         )
@@ -378,7 +373,7 @@ class ImageReader(ImageRows):
 
     def advance(self, tokens: Tensor) -> Tensor:
         """See :class:`PromptReader`."""
-        output = self.model(input_ids=tokens[:, None], past_key_values=self._cache, use_cache=True)
+        output = self.model(input_ids=tokens[:, None], **with_cache(self.model, self._cache))
         return output.logits[:, -1]
 
     def keep(self, index: Tensor) -> None:

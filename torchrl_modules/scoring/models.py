@@ -6,7 +6,7 @@ packed, padded, or with images.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from torchrl_data.messages import noise_image
 from torchrl_data.ragged import cumulative_lengths, pack, pad, sequence_index
 from torchrl_data.templates.encoder import ImageProcessor
+from torchrl_modules.transformers_releases import forward_parameters
 
 from .packed_attention import build_trie, can_share, packed_input
 
@@ -335,11 +336,6 @@ def run_trial(model: PreTrainedModel, *, who: str) -> Trial:
             "is_decoder=True in their configuration for that."
         )
     return trial
-
-
-def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """What the forward of a model takes, by name."""
-    return inspect.signature(model.forward).parameters
 
 
 def find_first(

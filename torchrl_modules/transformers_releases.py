@@ -1,0 +1,50 @@
+"""What differs between the releases of Transformers that this library runs with.
+
+Each difference is asked of what is installed, and not of its version. Beside it stands the release
+from which its older branch can go.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+# ``cache`` from 5.24 on. Before that ``past_key_values``, of Mamba ``cache_params``; these two can
+# go with the last release before 5.24. ``state`` is RWKV's own.
+_CACHE_NAMES: Final = ("cache", "past_key_values", "cache_params", "state")
+
+
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a model's forward, by name.
+
+    Args:
+        model: any.
+    """
+    return inspect.signature(model.forward).parameters
+
+
+def cache_name(model: nn.Module) -> str:
+    """The name that a model has for what it keeps of the rows that it has read.
+
+    It is a parameter of the model's forward, and a field of what the forward gives.
+
+    Args:
+        model: a causal language model.
+    """
+    for known in (forward_parameters(model), CausalLMOutputWithPast.__dataclass_fields__):
+        for name in _CACHE_NAMES:
+            if name in known:
+                return name
+    raise TypeError(f"{type(model).__name__}: this release of Transformers names no cache.")
+
+
+def with_cache(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """The arguments of a forward that goes on with a cache, and fills it.
+
+    Args:
+        model: a causal language model.
+        cache: what it keeps.
+    """
+    return {cache_name(model): cache, "use_cache": True}
