@@ -28,6 +28,8 @@ _PACKAGES = ("torchrl_data", "torchrl_modules", "torchrl_envs", "objectives", "c
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":  # from torchrl_agents import *
+        return sorted({n for package in _PACKAGES for n in import_module(package).__all__})
     for package in _PACKAGES if not name.startswith("_") else ():
         module, beside = import_module(package), os.path.dirname(os.path.dirname(__file__))
         if os.path.dirname(os.path.dirname(module.__file__ or "")) != beside:

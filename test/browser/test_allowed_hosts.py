@@ -1,10 +1,14 @@
 """Which hosts a browser may reach: FAULTS A20."""
 
+import ipaddress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_envs.browser.proxy import AllowedHosts, is_public
+
+P = "8.8.8.8"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +85,31 @@ def test_all_public_hosts(host, allowed):
 def test_an_address_that_hides_in_another_is_not_public():
     assert is_public("8.8.8.8")
     assert not is_public("::ffff:10.0.0.1")
+
+
+def in_every_way(inner):
+    """An IPv4 address inside IPv6 ones, as its RFC writes it."""
+    number = int(ipaddress.IPv4Address(inner))
+    high, low = number >> 16, number & 0xFFFF
+    return [
+        *(f"::{inner}", f"::ffff:{inner}", f"::ffff:0:{inner}", f"64:ff9b::{inner}"),
+        *(f"2002:{high:x}:{low:x}::", f"2002:{high:x}:{low:x}::1"),
+        f"2001:0:808:808::{high ^ 0xFFFF:x}:{low ^ 0xFFFF:x}",  # Teredo, by a public server
+        f"2001:0:{high:x}:{low:x}::{0x0808 ^ 0xFFFF:x}:{0x0808 ^ 0xFFFF:x}",
+        *(f"2606:4700::5efe:{inner}", f"2606:4700::200:5efe:{inner}"),
+    ]
+
+
+@pytest.mark.parametrize("inner", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "192.168.0.1"])
+def test_no_way_of_writing_a_private_address_is_public(inner):
+    assert [each for each in in_every_way(inner) if is_public(each)] == []
+
+
+def test_what_only_translates_a_public_address_is_public():
+    translating = [f"::{P}", f"::ffff:{P}", f"::ffff:0:{P}", f"64:ff9b::{P}"]
+    assert [each for each in translating if not is_public(each)] == []
+    assert is_public("2606:4700::1111")
+    assert not is_public("64:ff9b:1::1")  # of local use
 
 
 @pytest.mark.parametrize(

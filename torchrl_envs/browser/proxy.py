@@ -84,9 +84,32 @@ class AllowedHosts:
 def is_public(address: str) -> bool:
     """Whether an IP address belongs to the internet, not to this machine or its network."""
     parsed = ipaddress.ip_address(address)
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    parsed = parsed if mapped is None else mapped
-    return parsed.is_global and not parsed.is_multicast
+    inside = [] if parsed.version == 4 else _addresses_inside(parsed)
+    # What only translates is as public as what it leads to.
+    outside = [] if inside and int(parsed) >> 32 in _TRANSLATING else [parsed]
+    return parsed not in _LOCAL_NAT64 and all(
+        each.is_global and not each.is_multicast for each in [*outside, *inside]
+    )
+
+
+_LOCAL_NAT64: Final = ipaddress.IPv6Network("64:ff9b:1::/48")
+"""Of a network's own (RFC 8215), which Python counts as global before 3.13."""
+
+
+_TRANSLATING: Final = (0, 0xFFFF, 0xFFFF_0000, 0x64_FF9B << 64)
+"""The first 96 bits of IPv6 addresses that are nothing but an IPv4 address: IPv4-compatible
+(RFC 4291), IPv4-mapped (RFC 4291), IPv4-translated (RFC 7915), NAT64 (RFC 6052)."""
+
+
+def _addresses_inside(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
+    """The IPv4 addresses that an IPv6 address leads to: a gateway may unwrap it."""
+    number = int(address)
+    found = [address.sixtofour, *(address.teredo or ())]
+    # ISATAP (RFC 5214): an interface of 0:5efe or 200:5efe and an IPv4 address.
+    is_isatap = number >> 32 & 0xFDFF_FFFF == 0x5EFE
+    if number >> 32 in _TRANSLATING or is_isatap:
+        found.append(ipaddress.IPv4Address(number & 0xFFFF_FFFF))
+    return [each for each in found if each is not None]
 
 
 def _rule(domain: str) -> tuple[str, bool, int | None]:

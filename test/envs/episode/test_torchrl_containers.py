@@ -1,9 +1,11 @@
 """What TorchRL puts around environments takes these, too."""
 
+import sys
 import warnings
 
+import cloudpickle
 import pytest
-from torchrl.envs import SerialEnv
+from torchrl.envs import AsyncEnvPool, ParallelEnv, SerialEnv
 from torchrl.envs.transforms import Compose
 
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
@@ -57,3 +59,39 @@ def test_torchrl_collector_collects_steps(policy):
     rows = [step for batch in batches for row in batch.unbind(0) for step in row.unbind(0)]
     assert len({len(row["tokens", "response"]) for row in rows}) > 1
     assert rewards == [[0.0, 2.0, 1.0, 3.0], [4.0, 6.0, 5.0, 7.0]]
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no package of a new process
+WORTH = [{"prompt": f"question <{i}>", "worth": i} for i in range(8)]
+
+
+def worth_of(worth, **_):
+    return [float(each) for each in worth]
+
+
+def make_one():
+    """One conversation, of a function that a new process finds."""
+    parts = (DataLoadingPrimer(WORTH), RewardFunctions([worth_of]), StepCounter(max_steps=1))
+    return ChatEnv(batch_size=()).append_transform(Compose(*parts))
+
+
+@pytest.mark.slow
+def test_parallel_env_steps_environments_in_processes(policy):
+    env = ParallelEnv(2, make_one, use_buffers=False, consolidate=False)
+    try:
+        out = env.step(policy(env.reset()))["next"]
+        assert out["reward"].flatten().tolist() == [0.0, 0.0]
+        again = env.step(policy(env.reset()))["next"]
+    finally:
+        env.close()
+    assert again["reward"].flatten().tolist() == [1.0, 1.0]  # each goes on in its own data
+
+
+def test_async_env_pool_steps_environments_of_one_conversation(policy):
+    env = AsyncEnvPool([make_one, make_one], backend="threading")
+    try:
+        out = env.step(policy(env.reset()))["next"]
+    finally:
+        env.close()
+    assert out["reward"].flatten().tolist() == [0.0, 0.0]
+    assert len(out["stop_reason"]) == 2
