@@ -277,7 +277,7 @@ def test_what_stands_for_an_image_is_never_drawn(family):
     never = policy.encoder.images.never_drawn
     assert not torch.isin(drawn, torch.tensor(never)).any()
     forced = dict.fromkeys(never, 100.0)  # as a model may, that has learnt to
-    policy.sampling = replace(policy.sampling, logit_bias=forced)
+    policy._sampling = replace(policy.sampling, logit_bias=forced)  # which a setter would not take
     _, full, [reason, _] = policy.respond(Conversations.from_messages([asked("red"), CHATS[3]]))
     assert "which stand for images" in reason
     assert full.position(0).awaits_response

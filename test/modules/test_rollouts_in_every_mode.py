@@ -27,7 +27,9 @@ PROMPTS = ["hi", "a longer question 🙂"]
 
 
 class Nudge(EpisodeTransform):
-    """A user who answers every turn."""
+    """A user who answers every turn, also one that was cut."""
+
+    answers_cut_turns = True
 
     def _step(self, tensordict, next_tensordict):
         prompt = read_conversations(next_tensordict, "prompt", who="Nudge")
