@@ -542,7 +542,7 @@ class ConversationEncoder(TemplateRenderer):
         check_messages(waiting.messages, first=waiting.num_encoded, row=row)
         images, shown = self._images_apart(waiting.messages)
         if waiting.num_encoded == 0:
-            runs = self._opening_runs(shown, waiting.tools)
+            runs = self._opening_runs(shown, waiting.tools, goes_on=waiting.goes_on)
         else:
             runs = self._deltas.runs(shown)
             if runs is None:
@@ -557,9 +557,14 @@ class ConversationEncoder(TemplateRenderer):
             return runs
         return with_image_runs(runs, images, self.images)
 
-    def _opening_runs(self, messages: Sequence[Message], tools: Tools | None) -> list[Run]:
+    def _opening_runs(
+        self, messages: Sequence[Message], tools: Tools | None, *, goes_on: bool = False
+    ) -> list[Run]:
         if tools:
             self.check_tools(tools, messages)
+        if goes_on:  # in the last message; what is given of it is not trained
+            runs = self._chat_runs(messages, tools, continue_final_message=True)
+            return [run._replace(source=min(run.source, Source.CONTENT)) for run in runs]
         key = json.dumps(tools, sort_keys=True, default=str) if tools else ""
         shapes = self._openings.get(key)
         if shapes is None and len(self._openings) < MAX_OPENINGS:
@@ -659,8 +664,8 @@ class ConversationEncoder(TemplateRenderer):
         """Encode the messages that wait and open the policy's turn, in one batch.
 
         A new conversation is encoded whole; later only its new messages are, after the closing
-        token if the policy did not sample it. Sources never say ``MODEL``: nothing here was
-        sampled.
+        token if the policy did not sample it. Where the policy's turn goes on in the last message,
+        that is left open. Sources never say ``MODEL``: nothing here was sampled.
 
         Args:
             conversations: rows that already await a response are left as they are.

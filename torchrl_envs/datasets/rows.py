@@ -24,7 +24,7 @@ import torch
 
 from torchrl_data.checks import POSITIVE, check_counts, check_not_none, check_numbers
 from torchrl_data.conversation import Conversations
-from torchrl_data.messages import check_messages, images_of, with_plain_images
+from torchrl_data.messages import begun_turn, check_messages, images_of, with_plain_images
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs.concurrency import CallTimeoutError, DaemonThreads
 from torchrl_envs.processes import ToolProcessError, WorkerPool, WorkerStartError
@@ -817,6 +817,11 @@ def prompt_error(row: Mapping[str, Any], column: str) -> str:
         try:
             check_messages(value)
             images_of(value)
+            if value[-1]["role"] == "assistant" and not begun_turn(value):
+                return (
+                    f"column {column!r}: it ends with a message of the assistant in which the "
+                    "policy can't go on, for it has no text, or calls tools. Leave that message out"
+                )
         except (TypeError, ValueError) as error:
             return f"column {column!r}: {error}"
     elif not isinstance(value, str):
