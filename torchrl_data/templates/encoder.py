@@ -4,6 +4,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from math import nan
 from os.path import commonprefix
@@ -251,6 +252,11 @@ class TemplateRenderer:
         self.template = resolve_template(
             tokenizer, chat_template=chat_template, chat_template_name=chat_template_name
         )
+        own = (
+            f"of the tokenizer {getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__}"
+        )
+        self.template_name = repr(chat_template_name) if chat_template_name else own
+        """What errors call the template."""
         special = tokenizer.special_tokens_map.items()
         self._variables = {name: str(value) for name, value in special if isinstance(value, str)}
         self._variables |= chat_template_kwargs or {}
@@ -643,11 +649,11 @@ class ConversationEncoder(TemplateRenderer):
         """Check that a prompt would show all that its messages hold.
 
         Args:
-            messages: of the prompt; what the template can't render at all is left to the encoding.
+            messages: of the prompt.
             row: whose they are, for the error.
 
         Raises:
-            ValueError: the template leaves something out.
+            ValueError: the template leaves something out, or can't render them.
         """
         escaped = self.guard.escape(self._images_apart(messages)[1])
 
@@ -656,9 +662,34 @@ class ConversationEncoder(TemplateRenderer):
 
         try:
             render(escaped)
-        except ValueError:
-            return
+        except ValueError as error:
+            raise ValueError(self._unrenderable(escaped, render, error, row)) from error
         self._check_shown(escaped, render, (False, True), row=row)
+
+    def _unrenderable(
+        self,
+        escaped: Sequence[Message],
+        render: Callable[[Sequence[Message]], str],
+        error: ValueError,
+        row: int | None,
+    ) -> str:
+        """What is wrong with a prompt that the template refuses, and what may be done."""
+        which = "the prompt" if row is None else f"the prompt of row {row}"
+        why = error.__cause__ or error
+        do = "Change the messages, or choose another template with chat_template_name="
+        if escaped[0]["role"] == "system":
+            with suppress(ValueError):
+                render(escaped[1:])  # so it is the system prompt
+                do = (
+                    "It takes no system prompt: leave system_prompt= out (of a recipe "
+                    "task.system_prompt=null), put its text into the user's message, or choose "
+                    "another template with chat_template_name="
+                )
+        roles = [message["role"] for message in escaped]
+        return (
+            f"The chat template {self.template_name} can't render {which}, whose roles are "
+            f"{roles}: {why}. {do} (of a recipe policy.chat_template_name=)."
+        )
 
     def encode_waiting(self, conversations: Conversations) -> Conversations:
         """Encode the messages that wait and open the policy's turn, in one batch.

@@ -486,9 +486,24 @@ class DataLoadingPrimer(EpisodeTransform):
         for number, row in self._rows.sample(_SAMPLE_ROWS):
             if not isinstance(row, data.BadRow) and not self._checks["prompt"](row):
                 opening = data.opening_messages(row[self.prompt_column], self._system_prompt)
-                encoder.check_prompt(opening, row=number)
+                try:
+                    encoder.check_prompt(opening, row=number)
+                except ValueError as error:
+                    if not self.options.skip_bad_rows:
+                        raise
+                    self.left_out[number] = str(error)
+                    self._checks["chat template"] = partial(self._template_error, encoder)
                 messages += opening
         encoder.check_tools([{"name": name} for name in self._shown_tools], messages)
+
+    def _template_error(self, encoder: "ConversationEncoder", row: Mapping[str, Any]) -> str:
+        """Why a chat template can't show the prompt of a row, or ``""``."""
+        try:
+            prompt = data.opening_messages(row[self.prompt_column], self._system_prompt)
+            encoder.check_prompt(prompt)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     # Drawing ------------------------------------------------------------------------------------
 
