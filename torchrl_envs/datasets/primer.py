@@ -17,7 +17,7 @@ from torchrl_data.conversation import NO_DATA
 from torchrl_data.keys import GROUP_ID, REWARD, SEGMENT
 from torchrl_envs.entries import several_rewards, solving_rewards
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeTransform, ToolSource
+from torchrl_envs.episode.transform import EpisodeTransform, ToolSource, overrides
 
 from . import rows as data
 from .rows import DataOptions, Place, PromptLimit, RowCheck
@@ -249,6 +249,8 @@ class DifficultyPools:
 
 _SAMPLE_ROWS: Final = 16
 _SHOWN_ERRORS: Final = 5
+_MAX_TOKENS_PER_CHARACTER: Final = 8
+"""Bytes of a character, with room for what a chat template adds."""
 _log = logging.getLogger(__name__)
 
 
@@ -335,6 +337,8 @@ class DataLoadingPrimer(EpisodeTransform):
         self.pools: DifficultyPools | None = None
         """What :meth:`admit_by` was given."""
         self._system_prompt: str | None = None
+        self._keeps_prompts = False
+        self._model_limit: tuple[ConversationEncoder, int] | None = None
         self._num_rows = 1
         self._shown_tools: list[str] = []
         sample = [row for _, row in self._rows.sample(_SAMPLE_ROWS)]
@@ -464,6 +468,10 @@ class DataLoadingPrimer(EpisodeTransform):
         for part in env.transforms_of(EpisodeTransform):
             self.require_columns(part._get_name(), part.required_columns, of=part.takes_part_in_row)
         self._num_rows = size
+        self._keeps_prompts = all(
+            part.keeps_prompt or not (overrides(part, "begin") or overrides(part, "before_turn"))
+            for part in env.transforms_of(EpisodeTransform)
+        )
         base: Any = env.base_env
         self._system_prompt = getattr(base, "system_prompt", None)
         sources = [source for source in env.transforms_of(ToolSource) if source.show_schemas]
@@ -472,7 +480,9 @@ class DataLoadingPrimer(EpisodeTransform):
             self._check_tools_shown(base.encoder)
 
     def check_policy(self, policy: Any) -> None:
-        """The policy's prompts tell it of the tools that are shown.
+        """The policy's prompts tell it of the tools that are shown, and its model takes them.
+
+        Rows whose prompt is as long as the model takes, or longer, are skipped when they are drawn.
 
         Raises:
             ToolsNotShownError: its chat template leaves tools out, and no prompt names them.
@@ -480,6 +490,9 @@ class DataLoadingPrimer(EpisodeTransform):
         encoder = getattr(policy, "encoder", None)
         if encoder is not None:
             self._check_tools_shown(encoder)
+        most = getattr(getattr(policy, "engine", None), "max_model_len", None)
+        if encoder is not None and most is not None and self._keeps_prompts:
+            self._model_limit = encoder, most - 1
 
     def _check_tools_shown(self, encoder: "ConversationEncoder") -> None:
         messages: list[dict[str, Any]] = []
@@ -556,11 +569,19 @@ class DataLoadingPrimer(EpisodeTransform):
             return "", "the difficulty pools leave it out"
         if error := data.row_error(item.row, self._checks.values()):
             return "bad", error
-        if self._prompt_limit is None:
-            return "", ""
         assert isinstance(item.row, dict)
-        prompt = item.row[self.prompt_column]
-        return "too_long", self._prompt_limit.error(prompt, self._system_prompt)
+        prompt, reason = item.row[self.prompt_column], ""
+        if self._prompt_limit is not None:
+            reason = self._prompt_limit.error(prompt, self._system_prompt)
+        if self._model_limit is not None and not reason:
+            encoder, most = self._model_limit
+            # A token has a byte at least: what is short need not be encoded to know it.
+            if (
+                len(str(prompt)) + len(self._system_prompt or "")
+                > most // _MAX_TOKENS_PER_CHARACTER
+            ):
+                reason = data.length_error(encoder, most, prompt, self._system_prompt)
+        return "too_long", reason
 
     def draw(self, episodes: Sequence[Episode]) -> None:
         """Give episodes their ``example``, ``query``, ``group_id`` and ``seed``.

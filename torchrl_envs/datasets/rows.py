@@ -903,12 +903,22 @@ class PromptLimit:
 
     def error(self, prompt: str | list[dict[str, Any]], system_prompt: str | None) -> str:
         """That a prompt is too long, or ``""``."""
-        messages = opening_messages(prompt, system_prompt)
-        opened = self._encoder.encode_waiting(Conversations.from_messages([messages]))
-        length = opened.num_tokens(0)
-        if length <= self.max_tokens:
-            return ""
-        return f"the prompt has {length} tokens, {self.max_tokens} are allowed"
+        return length_error(self._encoder, self.max_tokens, prompt, system_prompt)
+
+
+def length_error(
+    encoder: ConversationEncoder,
+    max_tokens: int,
+    prompt: str | list[dict[str, Any]],
+    system_prompt: str | None,
+) -> str:
+    """That a prompt has more tokens than are allowed, or ``""``."""
+    messages = opening_messages(prompt, system_prompt)
+    opened = encoder.encode_waiting(Conversations.from_messages([messages], goes_on=True))
+    length = opened.num_tokens(0)
+    return (
+        "" if length <= max_tokens else f"the prompt has {length} tokens, {max_tokens} are allowed"
+    )
 
 
 def opening_messages(prompt: str | Sequence[Any], system_prompt: str | None) -> list[Any]:

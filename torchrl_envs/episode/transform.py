@@ -97,6 +97,9 @@ class EpisodeTransform(Transform):
     """Says in which episodes it takes part; ``None``: in all."""
     required_columns: Sequence[str] = ()
     """Columns that the data must have; their loader checks them."""
+    keeps_prompt: bool = False
+    """Whether ``begin`` and ``before_turn`` leave the data's prompt as it is, or add to it: one
+    that is too long for the model stays so, and is left out when it is drawn."""
 
     def concerned(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
         """Those of some episodes in which it takes part.
