@@ -914,11 +914,13 @@ def length_error(
 ) -> str:
     """That a prompt has more tokens than are allowed, or ``""``."""
     messages = opening_messages(prompt, system_prompt)
-    opened = encoder.encode_waiting(Conversations.from_messages([messages], goes_on=True))
-    length = opened.num_tokens(0)
-    return (
-        "" if length <= max_tokens else f"the prompt has {length} tokens, {max_tokens} are allowed"
-    )
+    opened = encoder.encode_rows(Conversations.from_messages([messages], goes_on=True))
+    length = opened.conversations.num_tokens(
+        0
+    )  # 0 of one that can't be encoded, which is told then
+    if length <= max_tokens:
+        return ""
+    return f"the prompt has {length} tokens, {max_tokens} are allowed"
 
 
 def opening_messages(prompt: str | Sequence[Any], system_prompt: str | None) -> list[Any]:
