@@ -35,7 +35,7 @@ from objectives import SFTLoss
 from torchrl_data import import_package
 from torchrl_data.batch_io import row_tensordicts
 from torchrl_data.checks import TokenScorer, TokenScores
-from torchrl_data.conversation import Conversations, Turn
+from torchrl_data.conversation import Conversations, Turn, waiting_rows
 from torchrl_data.templates.template import (
     DEFAULT_TEMPLATE,
     builtin_template,
@@ -301,6 +301,9 @@ class ChatServerPolicy(LLMWrapperBase):
 
             async def ask(row: int) -> tuple[str | None, str]:
                 tools = prompt.tools(row)
+                if waiting_rows(prompt)[row].goes_on:  # type: ignore[union-attr]
+                    why = "a server of OpenAI's protocol does not go on in the turn of a prompt"
+                    return None, f"error: {why}"
                 async with free:
                     try:
                         reply = await client.chat.completions.create(

@@ -254,8 +254,9 @@ def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Set
     test, count, limits = cfg.evaluate, cfg.evaluate.num_samples, cfg.limits
     with schema.refusing(f"task={cfg.task.id}"):
         task = _make_task(recipe, cfg, settings, num_held_out=test.num_prompts)
-        if note := getattr(task.held_out_rows, "note", ""):
-            _LOG.warning("%s", note)
+        note, other = getattr(task.held_out_rows, "note", ""), getattr(cfg, "data", None)
+        if note and isinstance(cfg, schema.TrainingConfig) and not getattr(other, "dataset", None):
+            _LOG.warning("%s", note)  # where the task's rows are trained on
         if isinstance(cfg, schema.TrainingConfig):
             for row in islice(task.held_out_rows, 1):
                 encoder = Encoder(known_tensorclasses())

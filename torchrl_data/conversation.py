@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .messages import Message, images_of, with_plain_images
+from .messages import Message, begun_turn, images_of, with_plain_images
 
 # Conversations as append-only token records: the state that environment and policy share.
 #
@@ -114,7 +114,7 @@ class ConversationRecord:
 
     __slots__ = (
         *("ids", "sources", "log_probs", "versions", "extra"),
-        *("messages", "tools", "first_response", "stream"),
+        *("messages", "tools", "first_response", "stream", "begun_at"),
     )
 
     def __init__(self, tools: Sequence[dict[str, Any]] | None = None) -> None:
@@ -129,6 +129,7 @@ class ConversationRecord:
         self.first_response: int | None = None
         # Names the random numbers that its turns are drawn with, where sampling has a seed.
         self.stream: int | None = None
+        self.begun_at: int | None = None  # the message in which the policy's first turn goes on
 
     def extend_tokens(
         self,
@@ -171,7 +172,14 @@ class ConversationRecord:
         copy.messages = self.messages[:num_messages]
         if self.first_response is not None and self.first_response < num_messages:
             copy.first_response = self.first_response
+        copy.begun_at = self.begun_at
         return copy
+
+    @property
+    def begun(self) -> str:
+        """The text of the last message, if the policy's first turn goes on in it."""
+        is_last = self.begun_at == len(self.messages) - 1 and self.first_response is None
+        return begun_turn(self.messages) if is_last else ""
 
 
 class Waiting(NamedTuple):
@@ -184,6 +192,8 @@ class Waiting(NamedTuple):
     """The newest token; ``None`` before the first one."""
     tools: tuple[dict[str, Any], ...] | None
     """JSON schemas of the tools that the conversation was started with."""
+    goes_on: bool = False
+    """The policy's turn goes on in the last of them."""
 
 
 class Position(NamedTuple):
@@ -230,12 +240,16 @@ class Conversations:
         cls,
         rows: Iterable[Sequence[Message]],
         tools: Iterable[Sequence[dict[str, Any]] | None] | None = None,
+        *,
+        goes_on: bool = False,
     ) -> Self:
         """Start conversations; nothing is encoded yet.
 
         Args:
             rows: the messages of each row.
             tools: JSON schemas of the tools of each row.
+            goes_on: where a row ends with a text of the assistant, the policy's first turn goes on
+                in that message; otherwise it is a message of its own.
         """
         rows = list(rows)
         tools = [None] * len(rows) if tools is None else list(tools)
@@ -243,6 +257,8 @@ class Conversations:
         for messages, schemas in zip(rows, tools, strict=True):
             record = ConversationRecord(schemas)
             record.messages.extend(map(with_plain_images, messages))
+            if goes_on and begun_turn(messages):
+                record.begun_at = len(messages) - 1
             records.append(record)
         return cls(records)
 
@@ -516,7 +532,8 @@ class Conversations:
 
         Args:
             turns: one per row; ``None`` leaves the row as it is. Every row has all columns of
-                further values from then on.
+                further values from then on. Where a row's last message is a text of the assistant,
+                the turn goes on in it: it is one message.
 
         Raises:
             RuntimeError: a row does not await a response.
@@ -533,6 +550,10 @@ class Conversations:
                 raise RuntimeError(f"Row {i} does not await a response: encode its messages first.")
             turn.check(i)
             records[i] = record = self._writable(i)
+            if begun := record.begun:  # the turn goes on in that message
+                records[i] = record = record.copy_prefix(len(record.ids), len(record.messages) - 1)
+                content = f"{begun}{turn.message['content']}"
+                turn = turn._replace(message={**turn.message, "content": content})
             positions[i] = record.append_turn(turn)
         return type(self)(records, positions)
 
@@ -550,7 +571,8 @@ def waiting_rows(conversations: Conversations) -> list[Waiting | None]:
     for record, at in zip(conversations._records, conversations._positions, strict=True):
         messages = record.messages[at.num_encoded : at.num_messages]
         last_id = record.ids[at.num_tokens - 1] if at.num_tokens else None
-        waiting = Waiting(messages, at.num_encoded, last_id, record.tools)
+        goes_on = at.num_encoded == 0 and record.begun_at == at.num_messages - 1
+        waiting = Waiting(messages, at.num_encoded, last_id, record.tools, goes_on)
         found.append(None if at.awaits_response else waiting)
     return found
 
@@ -595,6 +617,7 @@ def conversation_states(conversations: Conversations) -> list[dict[str, Any]]:
                 "messages": conversations.messages(row),
                 "tools": record.tools,
                 "first_response": None if is_past else first,
+                "begun_at": record.begun_at,
                 "ids": conversations.token_ids(row),
                 "sources": conversations.sources(row),
                 "log_probs": conversations.log_probs(row),
@@ -630,6 +653,7 @@ def conversations_from_states(states: Sequence[Mapping[str, Any]]) -> Conversati
                 f"Conversation {row} has {position.num_tokens} tokens but columns of {lengths}."
             )
         record.messages, record.first_response = list(state["messages"]), state["first_response"]
+        record.begun_at = state.get("begun_at")
         if len(record.messages) != position.num_messages:
             raise ValueError(
                 f"Conversation {row} has {position.num_messages} messages, and "

@@ -84,6 +84,14 @@ def _check_message(message: Any, where: str) -> None:
         )
 
 
+def begun_turn(messages: Sequence[Message]) -> str:
+    """The text of the assistant that a prompt ends with, in which the policy goes on; or none."""
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    is_begun = last.get("role") == "assistant" and isinstance(content, str)
+    return content if is_begun and not last.get("tool_calls") else ""
+
+
 # Images in messages: read from whatever they come as, kept as plain values, shown as their size.
 #
 # In a conversation an image is the file's bytes in base 64 (``data``) and its ``mime_type``, so

@@ -158,3 +158,44 @@ def test_estimates_of_rollouts():
 def test_what_makes_no_sense_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call(torch.ones(2, 3, dtype=torch.bool))
+
+
+def rewarded(group, total, **rewards):
+    """A rollout of several rewards that are added; NaN of one that does not apply."""
+    named = {name: torch.tensor([[value]]) for name, value in rewards.items()}
+    return row(group, total, 0).update({"rewards": TensorDict(named)})
+
+
+SUMMED = [
+    rewarded(1, 1.0, valid=1.0, right=0.0),  # valid, but all wrong
+    rewarded(1, 2.0, valid=1.0, right=1.0),
+    rewarded(2, 0.5, valid=math.nan, right=0.5),
+    rewarded(2, 1.0, valid=1.0, right=math.nan),
+]
+
+
+@pytest.mark.parametrize(
+    ("solved_by", "mean"),
+    [
+        ("right", (1 / 2 + 0 / 1) / 2),  # of the second prompt one rollout has no verdict
+        ("valid", (2 / 2 + 1 / 1) / 2),
+        (["valid", "right"], (1 / 2 + 1 / 2) / 2),  # each that applies
+        ("reward", (2 / 2 + 1 / 2) / 2),  # the sum, asked for
+    ],
+)
+def test_solved_is_asked_of_the_reward_that_is_named(solved_by, mean):
+    found = evaluation_estimates(lazy_stack(SUMMED), ks=(1,), solved_by=solved_by)
+    assert found["mean@2"].value == found["pass@1"].value == pytest.approx(mean)
+    assert found["reward"].value == pytest.approx((1.5 + 0.75) / 2)
+
+
+def test_a_sum_of_rewards_without_a_name_is_refused():
+    words = r"the rewards \['right', 'valid'\] are added.* Set solved_by to the reward"
+    with pytest.raises(ValueError, match=words):
+        evaluation_estimates(lazy_stack(SUMMED), ks=(1,))
+    with pytest.raises(
+        ValueError, match=r"no rollout has the reward 'rigth'.*\['right', 'valid'\]"
+    ):
+        evaluation_estimates(lazy_stack(SUMMED), ks=(1,), solved_by="rigth")
+    single = [rewarded(1, 0.5, own=1.0), rewarded(1, 0.0, own=0.0)]  # with a weight of a half
+    assert evaluation_estimates(lazy_stack(single), ks=(1,))["mean@2"].value == 0.5

@@ -177,3 +177,17 @@ def test_a_step_is_reduced_to_one_table():
     with timer("train"):
         clock.now += 3
     assert step.reduce()["throughput/sampled_tokens_per_s"] == pytest.approx(7 / 4)
+
+
+def test_solved_groups_are_those_of_the_reward_that_is_named():
+    def two(group, valid, right):
+        row = trajectory(group, valid + right)
+        return row.set("rewards", TensorDict({"valid": [[valid]], "right": [[right]]}))
+
+    rows = lazy_stack([two(0, 1.0, 0.0), two(0, 1.0, 0.0), two(1, 1.0, 1.0), two(1, 1.0, 1.0)])
+    unnamed = rollout_metrics(rows)
+    assert math.isnan(unnamed["groups/solve_all_fraction"]), "a sum does not say it"
+    named = StepMetrics(solved_by="right")
+    named.add_rollouts(rows)
+    assert named.reduce()["groups/solve_all_fraction"] == 0.5
+    assert named.reduce()["groups/solve_none_fraction"] == 0.5

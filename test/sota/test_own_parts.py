@@ -14,6 +14,7 @@ from torchrl_agents.settings import command_line
 from torchrl_agents.settings.command_line import compose_config, groups, setting_names
 
 MINE = """
+from pathlib import Path
 import torch
 from torchrl.record.loggers.csv import CSVLogger
 from torchrl_envs import row_reward
@@ -28,6 +29,12 @@ def shape(completions, **_): return [float(i) for i, _ in enumerate(completions)
 def breaks_its_tracker(completions, **_):
     CSVLogger.log_metrics = lambda *_: {}["its server"]  # as one that went away meanwhile
     return shape(completions)
+def right(completions, answer, **_): return [float(a in c) for c, a in zip(completions, answer)]
+def late(completions, **_):
+    metrics = Path("outputs/grpo/environment/late-001/metrics.jsonl")
+    if metrics.exists() and metrics.read_text() and not Path("mended").exists():
+        raise ConnectionError("the judge is down")
+    return [1.0] * len(completions)
 @row_reward
 def never(completion): return None
 """
@@ -163,6 +170,56 @@ def test_a_bad_row_has_its_number_in_the_file_and_can_be_left_out(run, tmp_path)
     assert "1 of 31 rows are left out, which can't be used" in log.read_text()  # 8 are held out
 
 
+@pytest.mark.parametrize("name", ["grpo", "expert-iteration", "sft", "evaluate"])
+def test_a_row_without_a_column_that_a_reward_names_is_named_at_the_door(run, tmp_path, name):
+    rows = [{"prompt": f"{i}?", "answer": str(i)} for i in range(40)]
+    del rows[17]["answer"]
+    (tmp_path / "own.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    own = ("task=environment", "task.dataset=own.jsonl", "task.rewards=mine:right", "dry_run=true")
+    own += ("evaluate.num_prompts=20",)
+    own += () if name == "evaluate" else ("debug=tiny", "logger=none")
+    own += ("train.top_k=2",) if name == "expert-iteration" else ()
+    done = run(*own, name=name)
+    told = "row 17: it lacks ['answer'], which the reward function right needs. (The first row"
+    assert told in done.stderr.splitlines()[-1]
+    if name == "sft":  # which has no conversations here
+        return
+    done = run(*own, "task.skip_bad_rows=true", name=name)
+    assert "1 row(s) are left out (the first row is row 0): row 17: it lacks" in done.stderr
+
+
+def test_a_last_test_that_fails_leaves_the_model_and_can_be_made_again(run, tmp_path):
+    own = (*OWN, "task.rewards=mine:late", "name=late", "policy.max_new_tokens=4")
+    own += ("collector.max_error_fraction=0",)
+    done = run(*own)
+    assert done.returncode == 1
+    folder = tmp_path / "outputs/grpo/environment/late-001"
+    last = done.stderr.splitlines()[-1]
+    assert "ConnectionError: the judge is down" in done.stderr
+    assert last.startswith("All 1 steps are made, and the model is in ")
+    assert f"resume={folder} makes the test again" in last
+    assert {"config.json", "model.safetensors", "README.md"} <= {
+        path.name for path in (folder / "model").iterdir()
+    }
+    (tmp_path / "mended").touch()
+    done = run(*own, f"resume={folder}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["held_out_after"] == 1.0
+
+
+def test_a_sum_of_rewards_does_not_say_what_is_solved(run):
+    own = (*OWN, "task.rewards=[mine:right,mine:shape]", "policy.max_new_tokens=4")
+    done = run(*own, "dry_run=true")
+    told = "the rewards ['right', 'shape_2'] are added, and their sum does not say whether"
+    assert told in done.stderr.splitlines()[-1]
+    assert "Set evaluate.solved_by to the reward" in done.stderr.splitlines()[-1]
+    done = run(*own, "evaluate.solved_by=right")
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["before/mean@1"] == result["before/rewards/right"]
+    done = run(*own, "evaluate.solved_by=rihgt", "dry_run=true")
+    assert "evaluate.solved_by='rihgt' is no reward; there are" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("task", "row", "bad"),
     [
@@ -258,3 +315,31 @@ def test_names_of_other_libraries_stand_for_settings_that_there_are(script):
     told = {text.split()[0] for texts in table.values() for text in texts}
     assert told - known == {"hydra.run.dir"}
     assert known.isdisjoint(table)  # what is a setting here is never looked up
+
+
+def test_conversations_that_are_too_long_or_can_not_be_shown_can_be_left_out(run, tmp_path):
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes."}]
+    rows = [{"messages": said} for _ in range(12)]
+    rows[2] = {"messages": "no list"}
+    rows[4] = {"messages": [said[0], {**said[1], "content": "no " * 5000}]}
+    rows[6] = {"messages": [said[0], said[0]]}
+    own = ("data.dataset=chats.jsonl", "data.num_held_out=4", "task=spell_backward", "debug=tiny")
+    own += ("task.num_rows=64", "evaluate.num_prompts=4", "logger=none", "dry_run=true")
+
+    def done(*overrides):
+        return run(*own, *overrides, name="sft").stderr
+
+    for kept, words in (
+        ((0, 4), "1 of 2 conversations are longer than the 1024 tokens"),
+        ((0, 6), "the assistant says nothing in row 1, whose roles"),
+    ):
+        lines = "\n".join(json.dumps(rows[n]) for n in kept)
+        (tmp_path / "chats.jsonl").write_text(lines)
+        assert words in done("data.num_held_out=1").splitlines()[-1]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    told = done("data.skip_bad_rows=true")
+    assert "1 of 11 conversations are longer than the 1024 tokens" in told
+    assert "rows [4] (the first row is row 0). They are left out." in told
+    assert "1 of 11 conversations can't be encoded, and are left out" in told
+    assert "row 6: encode_demonstrations: the assistant says nothing in row 6" in told
+    assert "leaves none to train on" in done("data.skip_bad_rows=true", "data.num_held_out=9")

@@ -5,6 +5,7 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from math import nan
 from os.path import commonprefix
@@ -254,6 +255,11 @@ class TemplateRenderer:
         self.template = resolve_template(
             tokenizer, chat_template=chat_template, chat_template_name=chat_template_name
         )
+        own = (
+            f"of the tokenizer {getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__}"
+        )
+        self.template_name = repr(chat_template_name) if chat_template_name else own
+        """What errors call the template."""
         special = tokenizer.special_tokens_map.items()
         self._variables = {name: str(value) for name, value in special if isinstance(value, str)}
         self._variables |= chat_template_kwargs or {}
@@ -581,7 +587,7 @@ class ConversationEncoder(TemplateRenderer):
         check_messages(waiting.messages, first=waiting.num_encoded, row=row)
         images, shown = self._images_apart(waiting.messages)
         if waiting.num_encoded == 0:
-            runs = self._opening_runs(shown, waiting.tools)
+            runs = self._opening_runs(shown, waiting.tools, goes_on=waiting.goes_on)
         else:
             runs = self._deltas.runs(shown)
             if runs is None:
@@ -596,9 +602,14 @@ class ConversationEncoder(TemplateRenderer):
             return runs
         return with_image_runs(runs, images, self.images)
 
-    def _opening_runs(self, messages: Sequence[Message], tools: Tools | None) -> list[Run]:
+    def _opening_runs(
+        self, messages: Sequence[Message], tools: Tools | None, *, goes_on: bool = False
+    ) -> list[Run]:
         if tools:
             self.check_tools(tools, messages)
+        if goes_on:  # in the last message; what is given of it is not trained
+            runs = self._chat_runs(messages, tools, continue_final_message=True)
+            return [run._replace(source=min(run.source, Source.CONTENT)) for run in runs]
         key = json.dumps(tools, sort_keys=True, default=str) if tools else ""
         shapes = self._openings.get(key)
         if shapes is None and len(self._openings) < MAX_OPENINGS:
@@ -677,11 +688,11 @@ class ConversationEncoder(TemplateRenderer):
         """Check that a prompt would show all that its messages hold.
 
         Args:
-            messages: of the prompt; what the template can't render at all is left to the encoding.
+            messages: of the prompt.
             row: whose they are, for the error.
 
         Raises:
-            ValueError: the template leaves something out.
+            ValueError: the template leaves something out, or can't render them.
         """
         escaped = self.guard.escape(self._images_apart(messages)[1])
 
@@ -690,16 +701,41 @@ class ConversationEncoder(TemplateRenderer):
 
         try:
             render(escaped)
-        except ValueError:
-            return
+        except ValueError as error:
+            raise ValueError(self._unrenderable(escaped, render, error, row)) from error
         self._check_shown(escaped, render, (False, True), row=row)
+
+    def _unrenderable(
+        self,
+        escaped: Sequence[Message],
+        render: Callable[[Sequence[Message]], str],
+        error: ValueError,
+        row: int | None,
+    ) -> str:
+        """What is wrong with a prompt that the template refuses, and what may be done."""
+        which = "the prompt" if row is None else f"the prompt of row {row}"
+        why = error.__cause__ or error
+        do = "Change the messages, or choose another template with chat_template_name="
+        if escaped[0]["role"] == "system":
+            with suppress(ValueError):
+                render(escaped[1:])  # so it is the system prompt
+                do = (
+                    "It takes no system prompt: leave system_prompt= out (of a recipe "
+                    "task.system_prompt=null), put its text into the user's message, or choose "
+                    "another template with chat_template_name="
+                )
+        roles = [message["role"] for message in escaped]
+        return (
+            f"The chat template {self.template_name} can't render {which}, whose roles are "
+            f"{roles}: {why}. {do} (of a recipe policy.chat_template_name=)."
+        )
 
     def encode_waiting(self, conversations: Conversations) -> Conversations:
         """Encode the messages that wait and open the policy's turn, in one batch.
 
         A new conversation is encoded whole; later only its new messages are, after the closing
-        token if the policy did not sample it. Sources never say ``MODEL``: nothing here was
-        sampled.
+        token if the policy did not sample it. Where the policy's turn goes on in the last message,
+        that is left open. Sources never say ``MODEL``: nothing here was sampled.
 
         Args:
             conversations: rows that already await a response are left as they are.

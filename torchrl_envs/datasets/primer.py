@@ -18,7 +18,7 @@ from torchrl_data.keys import GROUP_ID, REWARD, SEGMENT
 from torchrl_data.stop_reason import StopReason
 from torchrl_envs.entries import several_rewards, solving_rewards
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeTransform, ToolSource
+from torchrl_envs.episode.transform import EpisodeTransform, ToolSource, overrides
 
 from . import rows as data
 from .rows import DataOptions, Place, PromptLimit, RowCheck
@@ -250,6 +250,8 @@ class DifficultyPools:
 
 _SAMPLE_ROWS: Final = 16
 _SHOWN_ERRORS: Final = 5
+_MAX_TOKENS_PER_CHARACTER: Final = 8
+"""Bytes of a character, with room for what a chat template adds."""
 _log = logging.getLogger(__name__)
 
 
@@ -336,6 +338,8 @@ class DataLoadingPrimer(EpisodeTransform):
         self.pools: DifficultyPools | None = None
         """What :meth:`admit_by` was given."""
         self._system_prompt: str | None = None
+        self._keeps_prompts = False
+        self._model_limit: tuple[ConversationEncoder, int] | None = None
         self._num_rows = 1
         self._shown_tools: list[str] = []
         sample = [row for _, row in self._rows.sample(_SAMPLE_ROWS)]
@@ -466,6 +470,10 @@ class DataLoadingPrimer(EpisodeTransform):
         for part in env.transforms_of(EpisodeTransform):
             self.require_columns(part._get_name(), part.required_columns, of=part.takes_part_in_row)
         self._num_rows = size
+        self._keeps_prompts = all(
+            part.keeps_prompt or not (overrides(part, "begin") or overrides(part, "before_turn"))
+            for part in env.transforms_of(EpisodeTransform)
+        )
         base: Any = env.base_env
         self._system_prompt = getattr(base, "system_prompt", None)
         sources = [source for source in env.transforms_of(ToolSource) if source.show_schemas]
@@ -474,7 +482,9 @@ class DataLoadingPrimer(EpisodeTransform):
             self._check_tools_shown(base.encoder)
 
     def check_policy(self, policy: Any) -> None:
-        """The policy's prompts tell it of the tools that are shown.
+        """The policy's prompts tell it of the tools that are shown, and its model takes them.
+
+        Rows whose prompt is as long as the model takes, or longer, are skipped when they are drawn.
 
         Raises:
             ToolsNotShownError: its chat template leaves tools out, and no prompt names them.
@@ -482,15 +492,33 @@ class DataLoadingPrimer(EpisodeTransform):
         encoder = getattr(policy, "encoder", None)
         if encoder is not None:
             self._check_tools_shown(encoder)
+        most = getattr(getattr(policy, "engine", None), "max_model_len", None)
+        if encoder is not None and most is not None and self._keeps_prompts:
+            self._model_limit = encoder, most - 1
 
     def _check_tools_shown(self, encoder: "ConversationEncoder") -> None:
         messages: list[dict[str, Any]] = []
         for number, row in self._rows.sample(_SAMPLE_ROWS):
             if not isinstance(row, data.BadRow) and not self._checks["prompt"](row):
                 opening = data.opening_messages(row[self.prompt_column], self._system_prompt)
-                encoder.check_prompt(opening, row=number)
+                try:
+                    encoder.check_prompt(opening, row=number)
+                except ValueError as error:
+                    if not self.options.skip_bad_rows:
+                        raise
+                    self.left_out[number] = str(error)
+                    self._checks["chat template"] = partial(self._template_error, encoder)
                 messages += opening
         encoder.check_tools([{"name": name} for name in self._shown_tools], messages)
+
+    def _template_error(self, encoder: "ConversationEncoder", row: Mapping[str, Any]) -> str:
+        """Why a chat template can't show the prompt of a row, or ``""``."""
+        try:
+            prompt = data.opening_messages(row[self.prompt_column], self._system_prompt)
+            encoder.check_prompt(prompt)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     # Drawing ------------------------------------------------------------------------------------
 
@@ -543,11 +571,19 @@ class DataLoadingPrimer(EpisodeTransform):
             return "", "the difficulty pools leave it out"
         if error := data.row_error(item.row, self._checks.values()):
             return "bad", error
-        if self._prompt_limit is None:
-            return "", ""
         assert isinstance(item.row, dict)
-        prompt = item.row[self.prompt_column]
-        return "too_long", self._prompt_limit.error(prompt, self._system_prompt)
+        prompt, reason = item.row[self.prompt_column], ""
+        if self._prompt_limit is not None:
+            reason = self._prompt_limit.error(prompt, self._system_prompt)
+        if self._model_limit is not None and not reason:
+            encoder, most = self._model_limit
+            # A token has a byte at least: what is short need not be encoded to know it.
+            if (
+                len(str(prompt)) + len(self._system_prompt or "")
+                > most // _MAX_TOKENS_PER_CHARACTER
+            ):
+                reason = data.length_error(encoder, most, prompt, self._system_prompt)
+        return "too_long", reason
 
     def draw(self, episodes: Sequence[Episode]) -> None:
         """Give episodes their ``example``, ``query``, ``group_id``, ``seed`` and ``stream``.

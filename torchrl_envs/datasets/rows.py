@@ -24,7 +24,7 @@ import torch
 
 from torchrl_data.checks import POSITIVE, check_counts, check_not_none, check_numbers
 from torchrl_data.conversation import Conversations
-from torchrl_data.messages import check_messages, images_of, with_plain_images
+from torchrl_data.messages import begun_turn, check_messages, images_of, with_plain_images
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs.concurrency import CallTimeoutError, DaemonThreads
 from torchrl_envs.processes import ToolProcessError, WorkerPool, WorkerStartError
@@ -817,6 +817,11 @@ def prompt_error(row: Mapping[str, Any], column: str) -> str:
         try:
             check_messages(value)
             images_of(value)
+            if value[-1]["role"] == "assistant" and not begun_turn(value):
+                return (
+                    f"column {column!r}: it ends with a message of the assistant in which the "
+                    "policy can't go on, for it has no text, or calls tools. Leave that message out"
+                )
         except (TypeError, ValueError) as error:
             return f"column {column!r}: {error}"
     elif not isinstance(value, str):
@@ -898,12 +903,24 @@ class PromptLimit:
 
     def error(self, prompt: str | list[dict[str, Any]], system_prompt: str | None) -> str:
         """That a prompt is too long, or ``""``."""
-        messages = opening_messages(prompt, system_prompt)
-        opened = self._encoder.encode_waiting(Conversations.from_messages([messages]))
-        length = opened.num_tokens(0)
-        if length <= self.max_tokens:
-            return ""
-        return f"the prompt has {length} tokens, {self.max_tokens} are allowed"
+        return length_error(self._encoder, self.max_tokens, prompt, system_prompt)
+
+
+def length_error(
+    encoder: ConversationEncoder,
+    max_tokens: int,
+    prompt: str | list[dict[str, Any]],
+    system_prompt: str | None,
+) -> str:
+    """That a prompt has more tokens than are allowed, or ``""``."""
+    messages = opening_messages(prompt, system_prompt)
+    opened = encoder.encode_rows(Conversations.from_messages([messages], goes_on=True))
+    length = opened.conversations.num_tokens(
+        0
+    )  # 0 of one that can't be encoded, which is told then
+    if length <= max_tokens:
+        return ""
+    return f"the prompt has {length} tokens, {max_tokens} are allowed"
 
 
 def opening_messages(prompt: str | Sequence[Any], system_prompt: str | None) -> list[Any]:

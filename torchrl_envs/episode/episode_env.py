@@ -25,9 +25,10 @@ from torchrl_data.checks import (
     entries_of,
     one_of,
 )
-from torchrl_data.conversation import Conversations, Turn, stream_number
+from torchrl_data.conversation import Conversations, Turn, stream_number, waiting_rows
 from torchrl_data.history import History
 from torchrl_data.keys import GROUP_ID, HISTORY, PROMPT, QUERY, REWARD, ROW, SEED, TOOLS
+from torchrl_data.messages import Message
 from torchrl_data.ragged import first_entries, read_objects, read_rows, write_objects
 from torchrl_data.stop_reason import StopReason, kind_of, stop_reason_of
 from torchrl_data.templates.encoder import ConversationEncoder
@@ -572,6 +573,15 @@ def is_ids(query: Any) -> bool:
     return isinstance(query, Sequence) and set(map(type, query)) == {int}
 
 
+def _with_message(prompt: Conversations, message: Message) -> Conversations:
+    """One conversation with an assistant's message, which may go on in one that was begun."""
+    if not waiting_rows(prompt)[0].goes_on:  # type: ignore[union-attr]
+        return prompt.append_messages([[message]])
+    *before, begun = prompt.messages(0)
+    message = {**message, "content": begun["content"] + message["content"]}
+    return Conversations.from_messages([[*before, message]], [prompt.tools(0)])
+
+
 _EXAMPLE = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]
 
 
@@ -719,7 +729,7 @@ class ChatEnv(EnvBase):
             )
         if self.system_prompt is not None and messages[0].get("role") != self._system_role:
             messages = [system, *messages]
-        return Conversations.from_messages([messages], [tools])
+        return Conversations.from_messages([messages], [tools], goes_on=True)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         del kwargs
@@ -794,7 +804,9 @@ class ChatEnv(EnvBase):
         said = [{"role": "assistant", "content": text} for text in texts]
         if self.input_mode == HISTORY and not any(at.awaits_response for at in prompt.positions):
             # Nothing has shown its tokens yet: they are made when a policy asks.
-            return prompt.append_messages([[message] for message in said])
+            return Conversations.cat(
+                [_with_message(prompt.row(row), message) for row, message in enumerate(said)]
+            )
         ids = [self.encoder.encode_turn(text, close=True)[0] for text in texts]
         turns = [Turn(own, None, message) for own, message in zip(ids, said, strict=True)]
         return self.encoder.encode_waiting(prompt).append_turns(turns)

@@ -668,6 +668,10 @@ def transform_past(transform: Transform, episodes: Sequence[Episode]) -> None:
 
 def flat_transforms(transform: Transform) -> list[Transform]:
     """A transform by itself, or those of a ``Compose`` that only runs them, and those in these."""
+    if not isinstance(transform, Transform):
+        found = f"{transform!r:.80}"
+        hint = " Make one of the class: call it." if isinstance(transform, type) else ""
+        raise TypeError(f"append_transform takes a transform of an environment, got {found}.{hint}")
     kind = type(transform)
     if kind.__module__.startswith(_THEIRS):
         raise TypeError(

@@ -111,6 +111,9 @@ class EpisodeTransform(ChecksAttributes, Transform):
     answers_cut_turns: bool = False
     """Whether ``after_turn`` is to see a turn that a limit of tokens cut. Where no transform of an
     episode wants that, such a turn ends the episode."""
+    keeps_prompt: bool = False
+    """Whether ``begin`` and ``before_turn`` leave the data's prompt as it is, or add to it: one
+    that is too long for the model stays so, and is left out when it is drawn."""
 
     def concerned(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
         """Those of some episodes in which it takes part.

@@ -175,6 +175,8 @@ class OpenEnvTools(ToolSource, RewardSource):
         OpenEnvError: the server could not be asked for its actions.
     """
 
+    keeps_prompt = True
+
     def __init__(
         self,
         base_url: str,

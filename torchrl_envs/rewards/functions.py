@@ -212,14 +212,19 @@ def needed_columns(function: RewardFunction) -> list[str]:
     return list(dict.fromkeys([*getattr(function, "required_columns", ()), *named]))
 
 
-def shadowed_columns(
-    function: RewardFunction, columns: Collection[str], prompt_column: str
-) -> list[str]:
-    """Columns of the data that a function does not get, because something else has their name."""
+def shadowed_columns(function: RewardFunction, columns: Collection[str]) -> tuple[set[str], bool]:
+    """Columns of the data whose names a function gets something else under, and if it names them.
+
+    Args:
+        function: of whatever kind.
+        columns: of the data, but for that of the prompts.
+    """
     parameters = inspect.signature(function).parameters
+    shadowed = given_names(function) & {*columns}
+    if named := shadowed & {*parameters}:
+        return named, True
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    own = given_names(function) - {prompt_column}  # which is the same
-    return sorted(name for name in own & {*columns} if takes_any or name in parameters)
+    return shadowed if takes_any else set(), False
 
 
 def reward_inputs(
@@ -446,6 +451,7 @@ class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
         """What functions get under this name; a collector keeps ``global_step`` up to date."""
         self._has_tools = False
         self._columns: Sequence[str] = ()
+        self._route_column = ""
         self._own_calls: ConcurrentCalls | None = None
         self._id = uuid.uuid4().hex
         self.level = one_of("level", level, get_args(Level), who="RewardFunctions")
@@ -493,6 +499,11 @@ class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
         """
         self._has_tools = any(True for _ in env.transforms_of(ToolSource))
         self.note_environment(env)
+        routed = [
+            each.route_column for each in env.transforms_of(EnvironmentTools) if each.is_routed
+        ]
+        # A column that says which task a row is of, and no value of it.
+        self._route_column = "environment" if self.only_for or routed else ""
         functions = list(self.functions.values())
         # Earlier functions, and everything that is no function, have their names first.
         parts = list(env.transforms_of(EpisodeTransform))
@@ -530,11 +541,19 @@ class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
         do = " Or give the parameter a default."
         who = f"the reward function {name}"
         loader.require_columns(who, needed, do, of=self.takes_part_in_row)
-        if shadowed := shadowed_columns(function, loader.columns, loader.prompt_column):
+        columns = {*loader.columns} - {loader.prompt_column, self._route_column}
+        shadowed, is_named = shadowed_columns(function, columns)
+        if is_named:
+            raise ValueError(
+                f"The data have the columns {sorted(shadowed)}, and {who} gets something else "
+                "under these names: what every reward function is given. Rename the columns (in "
+                "the file, or with map_row=)."
+            )
+        if shadowed:
             _log.warning(
                 "The data have the columns %s, and %s gets something else under these names: what "
                 "every reward function is given. Rename the columns to pass them. See %s.",
-                *(shadowed, who, page("docs/rewards.md")),
+                *(sorted(shadowed), who, page("docs/rewards.md")),
             )
 
     def finish_batch(self, episodes: Sequence[Episode]) -> None:

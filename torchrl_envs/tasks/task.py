@@ -278,7 +278,7 @@ def split_rows(
         raise ValueError(
             f"Only {len(distinct)} of {len(rows)} rows are different, too few to hold "
             f"{num_held_out} out and keep as many. Give more rows{fewer if most else ''}; "
-            "held_out_split=train tests on the rows that are trained on."
+            "held_out_split=train tests on a file as it is, rows that are trained on included."
         )
     if len(by_prompt) >= 2 * num_held_out:
         held = [numbers[0] for numbers in [*by_prompt.values()][:num_held_out]]

@@ -161,6 +161,8 @@ class EnvironmentTools(OpenedTurns, ToolSource, RewardSource):
         (tensor([False,  True]), tensor([0., 4.]))
     """
 
+    keeps_prompt = True
+
     def __init__(
         self,
         factory: Factory | Mapping[str, Factory],

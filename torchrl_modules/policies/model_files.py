@@ -65,7 +65,7 @@ def local_model(source: str) -> str:
 
     Raises:
         ValueError: the file is no GGUF file, breaks off, or has a model that Transformers can't
-            read.
+            read; or the folder holds adapters alone.
         OSError: neither hub nor package has the model, or there is no room for the converted one.
         ImportError: the packages ``gguf`` and ``accelerate`` are not there.
 
@@ -79,6 +79,7 @@ def local_model(source: str) -> str:
         return str(_converted(path))
     if not path.is_dir():
         return _packaged(PACKAGED[source]) if source in PACKAGED else source
+    _refuse_adapter(path)
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -91,6 +92,25 @@ def local_model(source: str) -> str:
             "config if the weights beside it are plain."
         )
     return source
+
+
+def _refuse_adapter(path: Path) -> None:
+    """Refuse a folder that holds adapters of PEFT, and no model."""
+    about = path / "adapter_config.json"
+    if not about.is_file() or (path / "config.json").is_file():
+        return
+    try:
+        base = json.loads(about.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    merged = path.parent / "model"
+    whole = f"This run's merged model is in {merged}: give that. " if merged.is_dir() else ""
+    raise ValueError(
+        f"{path} holds adapters (LoRA) for the model {base!r}, and no model by itself. {whole}Or "
+        "merge them: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
+        f"{base!r}), {str(path)!r}).merge_and_unload().save_pretrained('merged'), save the "
+        "tokenizer beside it, and give that folder."
+    )
 
 
 # Models of packages -----------------------------------------------------------------------------

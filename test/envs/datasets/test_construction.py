@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 
 import datasets
 import pytest
@@ -10,22 +11,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from tensordict import TensorDict
+from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
 
-from collectors import LLMCollector
+from collectors import LLMCollector, StreamingCollector
 from torchrl_data import ToolsNotShownError, builtin_template
 from torchrl_data.checks import MissingEntryError
 from torchrl_data.ragged import read_objects
 from torchrl_envs import (
+    AgentProgram,
+    AnswerReward,
     ChatEnv,
     DataLoadingPrimer,
+    DataOptions,
     EnvironmentTools,
     Episode,
     FunctionTools,
+    LLMJudge,
     RewardFunctions,
+    StepCounter,
+    StepEnvironments,
+    row_reward,
 )
 from torchrl_envs.tool_schemas import schema_tool
+from torchrl_modules import TransformersWrapper
 
 ROWS = [{"prompt": f"<{i}>", "number": i} for i in range(4)]
 
@@ -470,3 +480,200 @@ def test_tools_that_prompts_name_need_no_template(build, silent, scripted):
     env.base_env.tokenizer = silent
     env.check()
     LLMCollector(env, scripted(["4"], tokenizer=silent))
+
+
+# Columns that somebody needs ----------------------------------------------------------------------
+
+
+def of_many(completions, number):
+    return [float(n) for n in number]
+
+
+@row_reward
+def of_one(completion, number):
+    return float(number)
+
+
+class Parser(AnswerReward):
+    required_columns = ("number",)
+    component_keys = ()
+
+    def components(self, text, row, query):
+        return {"reward": float(row["number"])}
+
+
+class Stepped:
+    def reset(self, *, seed=None, options=None):
+        return "", {}
+
+    def step(self, text):
+        return "", 1.0, True, False, {}
+
+
+def judge(questions):
+    return ["<score>0.5</score>" for _ in questions]
+
+
+def program(endpoint, number):
+    return 1.0
+
+
+NEEDS = [
+    pytest.param(lambda: RewardFunctions([of_many]), "the reward function of_many", id="of many"),
+    pytest.param(lambda: RewardFunctions([of_one]), "the reward function of_one", id="of one"),
+    pytest.param(
+        lambda: RewardFunctions([LLMJudge(judge, columns=["number"])]),
+        "the reward function LLMJudge",
+        id="judge",
+    ),
+    pytest.param(Parser, "Parser", id="parser"),
+    pytest.param(lambda: EnvironmentTools(Good), "Good.reset", id="environment"),
+    pytest.param(
+        lambda: StepEnvironments(lambda _: Stepped(), reset_columns=["number"]),
+        "StepEnvironments",
+        id="steps",
+    ),
+    pytest.param(lambda: AgentProgram(program), "AgentProgram: the program", id="agent"),
+]
+
+
+@pytest.mark.parametrize(("make", "who"), NEEDS)
+@pytest.mark.parametrize("kind", ["list", "json", "table"])
+def test_a_row_without_a_column_that_is_needed_is_named_or_left_out(
+    kind, make, who, tmp_path, caplog
+):
+    rows = [dict(row) for row in ROWS]
+    del rows[2]["number"]
+    if kind == "json":
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {
+        "list": lambda: rows,
+        "json": lambda: tmp_path / "rows.jsonl",
+        "table": lambda: datasets.Dataset.from_list(rows),
+    }[kind]
+    with pytest.raises(ValueError, match=rf"row 2: it lacks \['number'\], which {who} needs"):
+        compose(DataLoadingPrimer(data()), make()).check()
+    loader = DataLoadingPrimer(data(), options=DataOptions(skip_bad_rows=True))
+    env = compose(loader, make())
+    env.check()
+    assert list(loader.left_out) == [2]
+    numbers = [row["number"] for row in read_objects(env.reset(), "row")]
+    assert numbers == [0, 1, 3, 0]
+    env.close()
+    absent = [{"prompt": row["prompt"]} for row in rows]
+    with pytest.raises(ValueError, match=r"'number'"):
+        compose(DataLoadingPrimer(absent), make()).check()
+
+
+def test_a_column_with_a_default_may_be_missing(scripted):
+    """In some rows, or in all; None of JSON is a value like any other."""
+    seen = {}
+
+    def of_many(completions, number="none", other="none"):
+        seen["many"] = number, other
+        return [1.0] * len(completions)
+
+    @row_reward
+    def of_one(completion, number="none"):
+        seen.setdefault("one", []).append(number)
+        return 1.0
+
+    rows = [{"prompt": "<0>", "number": 7}, {"prompt": "<1>"}, {"prompt": "<2>", "number": None}]
+    env = compose(DataLoadingPrimer(rows), RewardFunctions([of_many, of_one]), batch_size=3)
+    env.step(scripted({f"<{i}>": ["said"] for i in range(3)})(env.reset()))
+    assert seen == {"many": ([7, None, None], "none"), "one": [7, "none", None]}
+    env.close()
+
+
+def test_rows_of_one_task_need_no_column_of_another():
+    """Routed environments, each with a column of its own."""
+
+    class Other(Good):
+        def reset(self, *, word):
+            self.word = word
+
+    rows = [
+        {"prompt": "a", "kind": "good", "number": 1},
+        {"prompt": "b", "kind": "other", "word": 2},
+    ]
+    tools = functools.partial(EnvironmentTools, {"good": Good, "other": Other}, route_column="kind")
+    compose(DataLoadingPrimer(rows), tools(), batch_size=2).check()
+    rows[1].pop("word")
+    rows.append({"prompt": "c", "kind": "good", "number": 1, "word": 1})
+    with pytest.raises(ValueError, match=r"row 1: it lacks \['word'\], which other.reset needs"):
+        compose(DataLoadingPrimer(rows), tools(), batch_size=2).check()
+
+
+@pytest.mark.parametrize("column", ["environments", "trainer_state", "completions", "prompts"])
+def test_a_column_that_another_value_takes_the_name_of_is_refused_or_told(column, caplog):
+    rows = [{"question": "a", column: "of the data"}]
+
+    def names(completions, environments, trainer_state, prompts): ...
+
+    def takes_any(completions, **columns): ...
+
+    with pytest.raises(
+        ValueError, match=rf"have the columns \['{column}'\], and .* names gets some"
+    ):
+        compose(DataLoadingPrimer(rows), RewardFunctions([names])).check()
+    if column == "completions":  # which every function names
+        return
+    compose(DataLoadingPrimer(rows), RewardFunctions([takes_any])).check()
+    assert (
+        f"The data have the columns ['{column}'], and the reward function takes_any" in caplog.text
+    )
+
+
+# Prompts that a chat template, or the model, does not take ----------------------------------------
+
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_refuses_a_system_prompt_is_named_with_row_and_remedy(
+    scripted, chatml_tokenizer
+):
+    tokenizer = copy.deepcopy(chatml_tokenizer)
+    tokenizer.chat_template = NO_SYSTEM
+    policy = scripted({}, tokenizer=tokenizer)
+    system = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    rows = [{"prompt": "a"}, {"prompt": system}]
+    words = (
+        r"prompt of row 1, whose roles are \['system', 'user'\]: no system role. .*leave system_p"
+    )
+    with pytest.raises(ValueError, match=words):
+        LLMCollector(compose(DataLoadingPrimer(rows), RewardFunctions([score])), policy)
+    loader = DataLoadingPrimer(rows, options=DataOptions(skip_bad_rows=True))
+    env = compose(loader, RewardFunctions([score]), batch_size=2)
+    LLMCollector(env, policy)
+    assert list(loader.left_out) == [1]
+    assert [row["prompt"] for row in read_objects(env.reset(), "row")] == ["a", "a"]
+
+
+@pytest.mark.parametrize("kind", ["sync", "streaming"])
+def test_prompts_that_are_too_long_for_the_model_are_left_out(
+    kind, chatml_tokenizer, make_tiny_model
+):
+    settings = {"max_new_tokens": 2}
+    model = make_tiny_model()
+    policy = TransformersWrapper(
+        model, tokenizer=chatml_tokenizer, generate_kwargs=settings, max_model_len=48
+    )
+    rows = [{"prompt": "long " * 100 if n % 2 else "short", "number": n} for n in range(8)]
+    parts = [DataLoadingPrimer(rows, group_size=2), RewardFunctions([score])]
+    env = compose(*parts, StepCounter(max_steps=1), batch_size=8)
+    if kind == "sync":
+        collector = LLMCollector(env, policy)
+    else:
+        buffer = ReplayBuffer(storage=LazyStackStorage())
+        collector = StreamingCollector(env, policy, replay_buffer=buffer, groups_per_step=4)
+    for _ in range(3):
+        batch = collector.collect()
+        assert {row["row"]["number"] % 2 for row in batch.unbind(0)} == {0}
+        assert batch["scorable"].all()
+        collector.update_policy_weights_(model)
+    assert parts[0].skipped.counts["too_long"] > 0
+    collector.shutdown()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.envs.transforms import Compose
 
+from collectors import LLMCollector
 from torchrl_data.ragged import read_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, DifficultyPools, RewardFunctions
 from torchrl_envs.datasets.primer import IDS_PER_EPOCH, POOLS
@@ -188,3 +189,42 @@ def test_settings_that_can_take_no_effect_raise(options, hint):
     with pytest.raises(ValueError, match=hint):
         DifficultyPools(**options)
     assert POOLS == ("new", "easy", "normal", "hard")
+
+
+def test_pools_ask_the_reward_that_is_named():
+    def row(valid, right):
+        return TensorDict(
+            {
+                "group_id": torch.tensor(group_of(1)),
+                "reward": torch.tensor([[valid + right]]),
+                "rewards": TensorDict({"valid": [[valid]], "right": [[right]]}),
+            }
+        )
+
+    rows = lazy_stack([row(1.0, 0.0), row(1.0, 1.0)])
+    for solved_by, rate in (("right", 0.5), (["valid", "right"], 0.5), ("valid", 1.0)):
+        pools = DifficultyPools(admit_easy=0.0, solved_by=solved_by)
+        pools(rows)
+        assert pools.solve_rate(1) == rate
+    with pytest.raises(ValueError, match=r"\['right', 'valid'\] are added.* Set solved_by"):
+        DifficultyPools(admit_easy=0.0)(rows)
+
+
+def test_a_collector_tells_pools_which_reward_counts_or_refuses(scripted):
+    def right(completions):
+        return [1.0] * len(completions)
+
+    def length(completions):
+        return [float(len(each)) for each in completions]
+
+    def make(weights):
+        pools = DifficultyPools(admit_easy=0.0)
+        primer = make_primer(pools)
+        functions = RewardFunctions([right, length], weights=weights)
+        env = ChatEnv(batch_size=1).append_transform(Compose(primer, functions))
+        return LLMCollector(env, scripted({})), pools
+
+    _, pools = make([1.0, 0.0])
+    assert pools.solved_by == ["right"], "the other one is a metric"
+    with pytest.raises(ValueError, match=r"\['length', 'right'\] are added.*solved_by to the rew"):
+        make([1.0, 0.1])

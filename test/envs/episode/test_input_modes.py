@@ -228,6 +228,50 @@ def test_a_turn_may_be_plain_text_and_a_policy_goes_on(mode, make_env, make_poli
         env.step(env.reset(queries((2,), ["hi", "ho"])))
 
 
+BEGUN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
+
+
+@pytest.mark.parametrize("mode", INPUT_MODES)
+def test_a_turn_that_a_prompt_begins_goes_on_and_its_given_part_is_not_trained(
+    mode, make_env, make_policy
+):
+    env, policy = make_env(mode, (1,)), make_policy(mode)
+    batch = policy(env.reset(queries((1,), [BEGUN])))
+    full = read_conversations(batch, "full", who="test")
+    mask, ids = full.assistant_mask(0), full.token_ids(0)
+    given, said = env.encoder.decode([ids[~mask].tolist(), ids[mask].tolist()])
+    opened = "<|im_start|>system\nsys<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+    assert given == f"{opened}<|im_start|>assistant\nWell, "
+    assert mask.tolist() == [False] * int((~mask).sum()) + [True] * 4, "as it is trained"
+    text = env.encoder.decode_responses([ids[mask].tolist()])[0]
+    assert full.messages(0)[1:] == [BEGUN[0], {"role": "assistant", "content": f"Well, {text}"}]
+    assert said.startswith(text)
+    # Whoever speaks next answers one turn, and the policy's next turn is one of its own.
+    batch = policy(env.step(batch)["next"])
+    roles = [m["role"] for m in read_conversations(batch, "full", who="test").messages(0)]
+    assert roles == ["system", "user", "assistant", "assistant"]
+
+
+@pytest.mark.parametrize("mode", INPUT_MODES)
+def test_a_begun_turn_goes_on_as_plain_text_too(mode, make_env):
+    env = make_env(mode, (2,))
+    batch = env.reset(queries((2,), [BEGUN, "ho"])).set("text_response", ["hello", "hello"])
+    prompt = read_conversations(env.step(batch)["next"], "prompt", who="test")
+    assert [prompt.last_message(i)["content"] for i in range(2)] == ["Well, hello", "hello"]
+    assert [len(prompt.messages(i)) for i in range(2)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "last", [{"content": ""}, {"content": "", "tool_calls": [{"function": {"name": "f"}}]}], ids=str
+)
+def test_a_begun_turn_without_text_is_refused_by_its_row(last):
+    rows = [{"prompt": "a"}, {"prompt": [BEGUN[0], {"role": "assistant", **last}]}]
+    with pytest.raises(
+        ValueError, match=r"row 1: .* ends with a message of the assistant in which"
+    ):
+        DataLoadingPrimer(rows)
+
+
 # Partial resets, unequal turns, transforms ------------------------------------------------------
 
 

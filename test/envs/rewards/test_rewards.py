@@ -10,9 +10,11 @@ import pytest
 import torch
 from torchrl.envs.transforms import Compose
 
+from collectors import LLMCollector
 from torchrl_data.batch_io import read_conversations
 from torchrl_data.ragged import read_objects
 from torchrl_envs import (
+    AnswerReward,
     ChatEnv,
     DataLoadingPrimer,
     EnvironmentTools,
@@ -20,6 +22,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
     TooManyRewardErrors,
+    reward_metrics,
     row_reward,
 )
 from torchrl_modules import TransformersWrapper
@@ -465,4 +468,113 @@ def test_what_a_model_reads_of_an_error_is_json(scripted, call_text, play):
     (end,) = play(env, scripted([call_text("fails"), "done"]))
     content = read_conversations(end, "prompt", who="test").messages(0)[2]["content"]
     assert json.loads(content) == {"error": 'ValueError: a "quoted" word\nand a line'}
+    env.close()
+
+
+# What could not be scored -------------------------------------------------------------------------
+
+
+def test_half_of_the_rewards_make_no_mean_of_all(scripted):
+    """A row that could not be scored is NaN: 1.0 is the mean of those that were."""
+
+    @row_reward
+    def half(number):
+        if number % 2:
+            raise ConnectionError("the judge hung up")
+        return 1.0
+
+    parts = [DataLoadingPrimer([{"prompt": f"<{i}>", "number": i} for i in range(4)])]
+    parts += [RewardFunctions([half]), StepCounter(max_steps=1), RewardErrorLimit(1.0)]
+    env = ChatEnv(batch_size=4).append_transform(Compose(*parts))
+    batch = LLMCollector(env, scripted({f"<{i}>": ["said"] for i in range(4)})).collect()
+    assert batch["reward"].nanmean().item() == 1.0
+    assert batch["reward"].isnan().flatten().tolist() == [False, True, False, True]
+    assert reward_metrics(batch)["reward/mean"] == 1.0
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (lambda: [None] * 3, "3 x no reward applies"),
+        (lambda: [math.nan] * 3, "3 x function gave nan"),
+        (lambda: 1 / 0, "3 x function raised ZeroDivisionError: division by zero"),
+    ],
+    ids=["None", "NaN", "raises"],
+)
+def test_a_first_batch_without_a_reward_is_told_at_once_and_once(
+    scripted, play, caplog, value, words
+):
+    is_over = []
+
+    def function(completions):
+        return [1.0] * 3 if is_over else value()
+
+    env = make_env([function], tools=None)
+    policy = scripted({f"<{i}>": ["reply"] for i in range(3)})
+    assert play(env, policy)[0]["reward"].isnan().all()
+    (told,) = [
+        each.getMessage() for each in caplog.records if "None of the 3" in each.msg % each.args
+    ]
+    assert words in told
+    is_over.append(True)
+    play(env, policy)
+    is_over.clear()
+    play(env, policy)  # once something was scored, the limit of errors alone counts
+    assert sum("None of the" in each.getMessage() for each in caplog.records) == 1
+    env.close()
+
+
+def test_a_batch_of_one_may_be_squeezed_and_a_later_wrong_shape_is_told(scripted, play, caplog):
+    gives = [2.5]
+
+    def squeezed(completions):
+        return torch.tensor(gives[0]) if gives[0] is not None else None
+
+    env = make_env([squeezed], 1, tools=None)
+    policy = scripted({"<0>": ["reply"]})
+    assert rewards(play(env, policy)[0]) == [2.5]
+    gives[0] = None  # a function that returns nothing
+    assert math.isnan(rewards(play(env, policy)[0])[0])
+    assert "squeezed must return one reward per completion: expected a list of 1, got None" in (
+        caplog.text
+    )
+    env.close()
+
+
+def test_a_row_that_a_function_of_many_cannot_score_costs_its_own_group(scripted):
+    """The group of row 1, of three: the others keep their rewards."""
+    calls = []
+
+    def fragile(completions, number):
+        calls.append(list(number))
+        return [1.0 / (n - 1) for n in number]
+
+    rows = [{"prompt": f"<{i}>", "number": i} for i in range(3)]
+    parts = [DataLoadingPrimer(rows, group_size=2), RewardFunctions([fragile])]
+    env = ChatEnv(batch_size=6).append_transform(Compose(*parts, StepCounter(max_steps=1)))
+    policy = scripted({f"<{i}>": ["said"] for i in range(3)})
+    end = env.step(policy(env.reset()))["next"]
+    assert str(rewards(end)) == "[-1.0, -1.0, nan, nan, 1.0, 1.0]"
+    assert calls[0] == [0, 0, 1, 1, 2, 2]
+    assert sorted(calls[1:]) == [[0, 0], [1, 1], [2, 2]]
+    assert [bool(error) for error in read_objects(end, "reward_errors")] == [0, 0, 1, 1, 0, 0]
+    env.close()
+
+
+def test_a_parser_of_finished_rows_marks_what_it_cannot_score(scripted):
+    class Parser(AnswerReward):
+        component_keys = ()
+
+        def components(self, text, row, query):
+            return {"reward": {"a": 1.0, "b": None}[row["letter"]]}  # KeyError of "c"
+
+    rows = [{"prompt": f"<{letter}>", "letter": letter} for letter in "abc"]
+    parts = [DataLoadingPrimer(rows), StepCounter(max_steps=1)]
+    env = ChatEnv(batch_size=3).append_transform(Compose(*parts))
+    policy = scripted({f"<{letter}>": ["said"] for letter in "abc"})
+    batch = LLMCollector(env, policy, postproc=Parser()).collect()
+    assert str(batch["reward"].flatten().tolist()) == "[1.0, nan, nan]"
+    assert batch["scorable"].flatten().tolist() == [True, False, False]
+    assert [("KeyError: 'c'" in error) for error in batch["reward_errors"]] == [False, False, True]
     env.close()

@@ -1,10 +1,13 @@
 """What TRL's reward functions are called with: strings or messages, logs, the trainer's state."""
 
+import copy
+
 import pytest
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector, RolloutFunctionCollector, rollout_metrics
 from torchrl_envs import (
+    AnswerReward,
     ChatEnv,
     DataLoadingPrimer,
     FunctionTools,
@@ -12,6 +15,7 @@ from torchrl_envs import (
     StepCounter,
     row_reward,
 )
+from torchrl_envs.graders.answers import read_tags, think_answer_format
 from torchrl_modules import TransformersWrapper
 
 CHAT = [{"role": "user", "content": "<hi>"}]
@@ -106,6 +110,43 @@ def test_graders_of_this_package_read_messages_of_string_data(scripted):
 
     rows = [{"prompt": "<a>", "answer": "four"}, {"prompt": "<bb>", "answer": "no"}]
     assert run(scripted, rows, REPLIES, [exact_match])["reward"].flatten().tolist() == [1.0, 0.0]
+
+
+OPENS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("prompt", ["<a>", [{"role": "user", "content": "<a>"}]], ids=type)
+@pytest.mark.parametrize("place", ["environment", "postproc"])
+def test_completions_begin_with_what_the_template_opens(scripted, chatml_tokenizer, prompt, place):
+    """A tag that the prompt has is a part of the turn that closes it."""
+    tokenizer = copy.deepcopy(chatml_tokenizer)
+    tokenizer.chat_template = OPENS
+    said = "four\n</think>\n<answer>4</answer>"
+    seen, thinks = Seen(), []
+
+    class Reader(AnswerReward):
+        component_keys = ()
+
+        def components(self, text, row, query):
+            thinks.append(read_tags(text).think)
+            return {"reward": 0.0}
+
+    functions = RewardFunctions([think_answer_format, seen])
+    parts = [DataLoadingPrimer([{"prompt": prompt}]), StepCounter(max_steps=1), Reader()]
+    inside = [functions] if place == "environment" else []
+    env = ChatEnv(batch_size=1).append_transform(Compose(*parts, *inside))
+    policy = scripted({"<a>": [said]}, tokenizer=tokenizer)
+    collector = LLMCollector(env, policy, postproc=None if inside else functions)
+    batch = collector.collect()
+    assert batch["rewards", "think_answer_format"].item() == 1.0
+    (completion,) = seen.completions
+    text = completion if isinstance(prompt, str) else completion[-1]["content"]
+    assert text == f"<think>\n{said}"
+    assert thinks == ["four"]
+    assert batch[0]["history", "full"].to_chats()[-1]["content"] == said, "tokens are as they were"
 
 
 def test_what_functions_log_is_in_rows_and_metrics(scripted):

@@ -3,8 +3,11 @@
 import math
 import re
 from dataclasses import replace
+from datetime import date
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchrl_data import ConversationEncoder
 from torchrl_data.batch_io import read_conversations
@@ -13,7 +16,7 @@ from torchrl_envs import FunctionTools
 from torchrl_envs.tasks.reasoning_gym import TOOLS, calculator_task, question_task
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.small_games import NumberGuessing, number_guessing_task
-from torchrl_envs.tasks.task import Task, TaskEnv
+from torchrl_envs.tasks.task import Task, TaskEnv, load_task_rows, split_rows
 
 SMALL = {"num_rows": 120, "num_held_out": 20, "num_demonstrations": 60}
 
@@ -187,3 +190,58 @@ def test_demonstrations_of_several_environments_say_which_they_are_about(chatml_
     with pytest.raises(ValueError, match=r"several environments .*policy.show_tool_schemas=false"):
         TaskEnv(task).encode_demonstrations(encoder)
     TaskEnv(task, show_schemas=False).encode_demonstrations(encoder)
+
+
+# Held-out rows ------------------------------------------------------------------------------------
+
+
+def test_rows_with_one_prompt_are_told_apart_by_their_columns():
+    rows = [{"prompt": "Open the vault.", "code": n % 50} for n in range(100)]
+    train, held_out = split_rows(rows, 10)
+    assert [row["code"] for row in held_out] == list(range(10))
+    assert [row["code"] for row in train] == list(range(10, 50)), "repeated rows are one"
+    assert "50 different rows have 1 prompt(s) in all" in held_out.note
+    with pytest.raises(
+        ValueError, match=r"Only 50 of 100 rows are different, .* hold out at most 25"
+    ):
+        split_rows(rows, 26)
+    with pytest.raises(ValueError, match="Only 1 of 9 rows") as refused:
+        split_rows([rows[0]] * 9, 2)
+    assert "at most" not in str(refused.value), "0 would be refused, too"
+
+
+def test_no_prompt_is_in_both_where_there_are_enough_and_no_row_is_lost():
+    rows = [{"prompt": f"<{n % 6}>", "answer": n} for n in range(18)]
+    train, held_out = split_rows(rows, 2)
+    assert [row["answer"] for row in held_out] == [0, 1]
+    assert [row["answer"] for row in train] == [n for n in range(18) if n % 6 > 1]
+    assert held_out.note == ""
+    by_prompt, _ = split_rows(rows, 2, told_apart_by=["prompt"])
+    assert [row["answer"] for row in by_prompt] == [2, 3, 4, 5]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=4, max_size=30))
+def test_rows_are_split_without_overlap(pairs):
+    rows = [
+        {"prompt": f"<{a}>", "image": bytes([b]), "day": date(2026, 1, b + 1)} for a, b in pairs
+    ]
+    distinct = {(row["prompt"], row["image"]) for row in rows}
+    if len(distinct) < 4:
+        return
+    train, held_out = split_rows(rows, 2)
+    both = [(row["prompt"], row["image"]) for row in (*held_out, *train)]
+    assert len(held_out) == 2
+    assert len(set(both)) == len(both)
+    assert [rows[n] for n in train.numbers] == list(train)
+    if held_out.note:
+        assert set(both) == distinct
+    else:
+        prompts = {row["prompt"] for row in held_out}
+        assert len(prompts) == 2
+        assert not prompts & {row["prompt"] for row in train}
+
+
+def test_a_split_that_is_trained_on_is_told():
+    rows = {"train": tuple({"prompt": str(n)} for n in range(8)), "test": ({"prompt": "t"},)}
+    assert "trained on" in load_task_rows(rows, held_out_split="train", num_held_out=2)[1].note
+    assert load_task_rows(rows, held_out_split="test", num_held_out=1)[1].note == ""
