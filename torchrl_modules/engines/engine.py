@@ -95,9 +95,10 @@ class Engine(Protocol):
     prompt and its response) and ``end_token_ids`` (by the model's own settings they end a
     response); without them the tokenizer's length counts, no limit, and its end of sequence. One
     that reads images has ``images``, which is not ``None``, and ``generate`` takes ``images=``:
-    those of each prompt in order, in base 64. It is given only where a row has any. One whose ``generate`` takes ``seeds=``, one per prompt, is given them where ``params`` has a
-    seed: each row then depends on its own alone. Another one is given ``params`` with a seed that
-    is another one for each call.
+    those of each prompt in order, in base 64. It is given only where a row has any. One whose
+    ``generate`` takes ``seeds=``, one per prompt, is given them where ``params`` has a seed: each
+    row then depends on its own alone. Another one is given ``params`` with a seed that is another
+    one for each call.
     """
 
     @property
