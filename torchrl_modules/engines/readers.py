@@ -268,9 +268,10 @@ def _fastest(
             stacklevel=3,
         )
     if issubclass(readers[at], WholeRowReader):
+        tried = "; ".join(map(str, wrong))
         warnings.warn(
             f"TransformersEngine: what {name} keeps of {what} does not give the log-probs of its "
-            f"own forward ({'; '.join(map(str, wrong))}), so every token reads its whole row again. That is "
+            f"own forward ({tried}), so every token reads its whole row again. That is "
             "slow for long rows: sample with vLLM where it knows the model.",
             stacklevel=3,
         )
