@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from torchrl.envs.transforms import Compose
 
+from torchrl_data.checks import load_pretrained
 from torchrl_data.conversation import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.messages import Message
 from torchrl_envs.concurrency import Outcome
@@ -299,7 +300,7 @@ def make_mlgym(
     if isinstance(tokenizer, str):
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        tokenizer = load_pretrained(AutoTokenizer, tokenizer)
     try:
         mlgym: Any = importlib.import_module("mlgym")
     except ImportError as error:

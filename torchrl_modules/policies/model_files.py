@@ -9,10 +9,11 @@ import json
 import logging
 import os
 import shutil
+import struct
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import httpx2
 import huggingface_hub
@@ -21,6 +22,7 @@ from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from torchrl_data.checks import load_pretrained
 from torchrl_data.templates.template import own_template, render_template
 
 _LOG = logging.getLogger("torchrl_agents")
@@ -192,8 +194,8 @@ def _convert(path: Path, folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as work:
             made = Path(work, "model")
             source: dict[str, Any] = {"gguf_file": path.name}
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, **source)
-            model: Any = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **source)
+            tokenizer = load_pretrained(AutoTokenizer, path.parent, **source)
+            model = load_pretrained(AutoModelForCausalLM, path.parent, dtype=dtype, **source)
             # The weights are plain now, and what says otherwise would be saved.
             del model.config.quantization_config
             model.hf_quantizer, model.is_quantized = None, False
@@ -214,6 +216,100 @@ def _convert(path: Path, folder: Path) -> None:
             transformers_logging.disable_progress_bar()
 
 
+_SIZES: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of a value, by the number of its type."""
+_STRING: Final = 8
+_ARRAY: Final = 9
+_MAX_ITEMS: Final = 1 << 21
+"""Of an array: a vocabulary has some hundred thousand."""
+_MAX_ENTRIES: Final = 1 << 16
+"""Entries of a header, and tensors."""
+_MAX_DIMENSIONS: Final = 8
+
+
+def check_gguf_header(path: Path) -> None:
+    """Check the sizes that a GGUF file's header names, before anything is made of them.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ValueError: an array or a text goes beyond the file, has more items than any model's, or
+            holds arrays; or the header breaks off.
+    """
+    with path.open("rb") as file:
+        _GGUFHeader(path, file).check()
+
+
+class _GGUFHeader:
+    """Goes through the header of a GGUF file without keeping any of it."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self._size = os.fstat(file.fileno()).st_size
+        self._order = "<"
+
+    def check(self) -> None:
+        self._file.seek(len(_MAGIC))
+        if self._number("I") & 0xFFFF == 0:  # a version: of the other order of bytes
+            self._order = ">"
+        num_tensors, num_entries = self._number("Q"), self._number("Q")
+        self._check_count("entries", num_entries, _MAX_ENTRIES)
+        self._check_count("tensors", num_tensors, _MAX_ENTRIES)
+        for _ in range(num_entries):
+            name, kind = self._name(), self._number("I")
+            count = 1
+            if kind == _ARRAY:
+                kind, count = self._number("I"), self._number("Q")
+                self._check_count(f"items of {name!r}", count, _MAX_ITEMS)
+            self._skip_values(kind, name, count)
+        for _ in range(num_tensors):
+            self._name()
+            if (num_dimensions := self._number("I")) > _MAX_DIMENSIONS:
+                raise ValueError(
+                    f"{self._path} can't be read: a tensor has {num_dimensions} dimensions."
+                )
+            self._skip(8 * num_dimensions + 12, "the place of a tensor")
+
+    def _number(self, kind: str) -> int:
+        raw = self._file.read(struct.calcsize(kind))
+        if len(raw) < struct.calcsize(kind):
+            raise ValueError(f"{self._path} breaks off, or is damaged: in its header.")
+        return struct.unpack(self._order + kind, raw)[0]
+
+    def _name(self) -> str:
+        length, begin = self._number("Q"), self._file.tell()
+        self._skip(length, "a name")
+        self._file.seek(begin)
+        name = self._file.read(min(length, 80)).decode(errors="replace")
+        self._file.seek(begin + length)
+        return name
+
+    def _skip(self, num_bytes: int, what: str) -> None:
+        if num_bytes > self._size - self._file.tell():
+            raise ValueError(
+                f"{self._path} breaks off, or is damaged: {what} would take {num_bytes} bytes, and "
+                f"the file has {self._size}."
+            )
+        self._file.seek(num_bytes, os.SEEK_CUR)
+
+    def _skip_values(self, kind: int, name: str, count: int) -> None:
+        if kind == _STRING:
+            for _ in range(count):
+                self._skip(self._number("Q"), f"a text of {name!r}")
+        elif kind in _SIZES:
+            self._skip(count * _SIZES[kind], f"{name!r} with {count} values")
+        else:
+            what = "an array of arrays" if kind == _ARRAY else f"of the unknown type {kind}"
+            raise ValueError(f"{self._path} can't be read: its entry {name!r} is {what}.")
+
+    def _check_count(self, what: str, count: int, most: int) -> None:
+        if count > most:
+            raise ValueError(
+                f"{self._path} can't be read: its header names {count} {what}, more than {most}."
+            )
+
+
 def _header(path: Path) -> tuple[int, torch.dtype, bool]:
     """What a file says of itself.
 
@@ -231,6 +327,7 @@ def _header(path: Path) -> tuple[int, torch.dtype, bool]:
     from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
+    check_gguf_header(path)
     try:
         reader = GGUFReader(path)
         fields = [reader.get_field(name) for name in _FIELDS]
