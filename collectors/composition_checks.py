@@ -110,6 +110,8 @@ def check_fit(env: EpisodeEnv, policy: Any, *, who: str) -> None:
             f"{who}: a policy maps a TensorDict to one, got {type(policy)}. Wrap a model: "
             "torchrl_modules.TransformersWrapper(model, tokenizer=...)."
         )
+    if isinstance(policy, LLMWrapperBase):
+        env.read_calls_as(policy.encoder)
     check_data(env, who=who)
     env.check()
     for transform in env.episode_transforms():

