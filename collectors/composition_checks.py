@@ -93,6 +93,20 @@ def check_fit(env: EpisodeEnv, policy: Any, *, who: str) -> None:
             reads another input mode, or spells conversations out otherwise; or difficulty pools
             can't tell which reward says that a rollout is solved.
     """
+    _check_policy(env, policy, who=who)
+    check_data(env, who=who)
+    env.check()
+    for loader in env.transforms_of(DataLoadingPrimer):
+        if loader.pools is not None:
+            loader.pools.solved_by = names_that_solve(
+                env, loader.pools.solved_by, setting="DifficultyPools: solved_by"
+            )
+    for transform in env.episode_transforms():
+        transform.check_policy(policy)
+
+
+def _check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
+    """Check that a policy writes one turn for each row, and let the environment read its calls."""
     if isinstance(policy, LLMWrapperBase):
         base: Any = env.base_env
         if not getattr(policy, "generate", True):
@@ -109,21 +123,13 @@ def check_fit(env: EpisodeEnv, policy: Any, *, who: str) -> None:
                 f"{who}: the policy reads input_mode={policy.input_mode!r}, and the environment "
                 f"writes {base.input_mode!r}. Give both the same."
             )
+        env.read_calls_as(policy.encoder)
     elif not callable(policy) or {"base_model_prefix", "history_key"} & set(dir(policy)):
         # A bare model, or a wrapper of TorchRL's.
         raise TypeError(
             f"{who}: a policy maps a TensorDict to one, got {type(policy)}. Wrap a model: "
             "torchrl_modules.TransformersWrapper(model, tokenizer=...)."
         )
-    check_data(env, who=who)
-    env.check()
-    for loader in env.transforms_of(DataLoadingPrimer):
-        if loader.pools is not None:
-            loader.pools.solved_by = names_that_solve(
-                env, loader.pools.solved_by, setting="DifficultyPools: solved_by"
-            )
-    for transform in env.episode_transforms():
-        transform.check_policy(policy)
 
 
 def check_data(env: EpisodeEnv, *, who: str) -> None:

@@ -87,7 +87,10 @@ def named_tools(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
 
 
 def sampling_of(
-    model: Any, engine: Engine, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping | None
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    kwargs: Mapping[str, Any] | None,
+    own_ends: Sequence[int] = (),
 ) -> SamplingParameters:
     """Sampling as ``generation_kwargs`` of TRL say it; a policy's own where there are none."""
     own = getattr(model, "sampling", None)
@@ -97,7 +100,7 @@ def sampling_of(
     ends = kwargs.get("eos_token_id", tokenizer.eos_token_id)
     ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
     if "eos_token_id" not in kwargs:
-        ends = tuple(dict.fromkeys([*ends, *getattr(engine, "end_token_ids", ())]))
+        ends = tuple(dict.fromkeys([*ends, *own_ends]))
     settings: dict[str, Any] = {"stop_token_ids": tuple(end for end in ends if end != -1)}
     settings |= {k: v for k, v in kwargs.items() if k not in _IGNORED and (k, v) not in _NONE}
     if str(kwargs.get("do_sample", True)).lower() in ("false", "0"):
@@ -533,7 +536,8 @@ class TextEnvironment:
         self.max_length = max_length
         self.syntax = syntax
         stops, engine = (syntax.call, syntax.submit), engine_of(model)
-        sampling = sampling_of(model, engine, self.tokenizer, generation_kwargs)
+        own_ends = getattr(engine, "end_token_ids", ())  # as in Transformers' generate()
+        sampling = sampling_of(model, self.tokenizer, generation_kwargs, own_ends)
         self._model = TextModel(engine, self.tokenizer, sampling, stops)
         bounds = (max_length, getattr(engine, "max_model_len", None))
         self._max_tokens = min((bound for bound in bounds if bound is not None), default=1 << 62)

@@ -34,7 +34,7 @@ from collectors.weight_update.weights import gathered_state_dict, unwrapped, who
 from objectives import SFTLoss
 from torchrl_data import import_package
 from torchrl_data.batch_io import row_tensordicts
-from torchrl_data.checks import TokenScorer, TokenScores
+from torchrl_data.checks import TokenScorer, TokenScores, load_pretrained
 from torchrl_data.conversation import Conversations, Turn, waiting_rows
 from torchrl_data.templates.template import (
     DEFAULT_TEMPLATE,
@@ -55,7 +55,7 @@ from torchrl_modules import (
 )
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.policies.base import warn_of_other_dtype
-from torchrl_modules.policies.transformers_wrapper import load_causal_lm
+from torchrl_modules.policies.transformers_wrapper import OF_BOTH, load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 from torchrl_modules.vllm.runtime import ADAPTER_RANKS
 
@@ -398,11 +398,11 @@ def outline(
         OSError: it has no config, or its weights are not there or broken off.
         TypeError: no model and no config has such an argument.
     """
-    config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **arguments)
+    config, rest = load_pretrained(AutoConfig, path, return_unused_kwargs=True, **arguments)
     if unknown := sorted(set(rest) - _OF_LOADING):
         raise TypeError(f"from_pretrained takes no {', '.join(unknown)}")
     names = ("attn_implementation", "trust_remote_code")
-    own = {name: arguments[name] for name in names if name in arguments}
+    own = {"trust_remote_code": False} | {n: arguments[n] for n in names if n in arguments}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **own)
     if check and Path(path).is_dir() and not _ELSEWHERE & arguments.keys():
@@ -471,6 +471,11 @@ def load_model(
     return model, tokenizer
 
 
+def place_of(cfg: PolicyConfig) -> dict[str, Any]:
+    """Arguments of loading that say where files are and what is trusted; of tokenizers, too."""
+    return {name: value for name, value in cfg.model_kwargs.items() if name in OF_BOTH}
+
+
 def load_tokenizer(cfg: PolicyConfig, source: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with the chat template that the settings give it.
 
@@ -478,7 +483,7 @@ def load_tokenizer(cfg: PolicyConfig, source: str) -> PreTrainedTokenizerBase:
         cfg: which template.
         source: hub id or path.
     """
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_pretrained(AutoTokenizer, source, **place_of(cfg))
     if cfg.chat_template is not None:
         tokenizer.chat_template = cfg.chat_template
     elif cfg.chat_template_name is None and cfg.model is not None and not own_template(tokenizer):

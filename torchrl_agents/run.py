@@ -532,6 +532,18 @@ class RunLog:
         return done
 
 
+def has_signal(metrics: Mapping[str, float], *, needs_groups: bool) -> bool:
+    """Whether something could be learnt in a step.
+
+    Args:
+        metrics: of the step.
+        needs_groups: rollouts of a group with equal rewards teach nothing.
+    """
+    # NaN where no rollout was scored.
+    is_flat = needs_groups and not metrics["groups/without_signal_fraction"] < 1
+    return not is_flat and metrics.get("kept_fraction") != 0
+
+
 def tell_of_no_signal(metrics: Mapping[str, float], num_steps: int) -> None:
     """Say why nothing could be learnt in a step.
 
@@ -550,6 +562,12 @@ def tell_of_no_signal(metrics: Mapping[str, float], num_steps: int) -> None:
             f"no rollout could be scored, so no update is made. They ended by {ends}; rollouts/ "
             "has the stop_reason and reward_errors of each. A reward function that gives None does "
             "not apply: where each does, nothing is scored."
+        )
+    elif metrics.get("kept_fraction") == 0:
+        why = (
+            "a filter left nothing to train (kept_fraction is 0): look at loss.drop_truncated and "
+            f"truncated_fraction ({metrics.get('truncated_fraction', 0):.0%} of the rollouts), and "
+            "at the other filters of the loss."
         )
     elif metrics.get("groups/solve_all_fraction") == 1:
         level, what = logging.INFO, "Nothing left to learn"

@@ -29,6 +29,7 @@ from collectors.composition_checks import check_fit
 from collectors.record.samples import finite
 from objectives import Ranks
 from torchrl_data import page
+from torchrl_data.checks import load_pretrained
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import render_template
 from torchrl_envs.tasks.task import Task
@@ -154,7 +155,7 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
         if is_vllm and not isinstance(cfg, TrainingConfig):
             # What Transformers can't compute an engine of vLLM may.
             with refusing(f"policy.model={source!r}"):
-                AutoConfig.from_pretrained(source)
+                load_pretrained(AutoConfig, source, **models.place_of(cfg.policy))
                 tokenizer = models.load_tokenizer(cfg.policy, source)
                 ConversationEncoder(tokenizer, chat_template_name=cfg.policy.chat_template_name)
             policy = None

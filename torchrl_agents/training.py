@@ -24,7 +24,7 @@ from . import results
 from .models import is_adapted, model_folder, set_generation
 from .parallel import GIVE_WEIGHTS, Checkpoints, Updates, whole_model
 from .results import Recorder, push_to_hub
-from .run import Run, StopRequested, remove, tell_of_no_signal
+from .run import Run, StopRequested, has_signal, remove, tell_of_no_signal
 from .settings.schema import EpochsTrainConfig, PolicyConfig, SettingsError, TrainingConfig
 from .tasks import AnyCollector, HeldOut, Setup, end_collection
 
@@ -346,8 +346,7 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
                     recorder.write(step.number, last, step.trajectories, step.trained)
                     done, step = step.number, None
                     tell(done, last)
-                    # NaN where no rollout was scored.
-                    if run.recipe.needs_groups and not last["groups/without_signal_fraction"] < 1:
+                    if not has_signal(last, needs_groups=run.recipe.needs_groups):
                         num_flat += 1
                         tell_of_no_signal(last, num_flat)
                     with stop.breaking():

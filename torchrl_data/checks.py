@@ -388,6 +388,34 @@ def image_arguments(
     return {"images": images}
 
 
+# Models and tokenizers that are loaded: nothing that comes with them is run unless it is asked for.
+
+
+def load_pretrained(auto: Any, path: Any, **arguments: Any) -> Any:
+    """What a class of Transformers loads, without a question on the terminal.
+
+    Args:
+        auto: ``AutoModelForCausalLM``, ``AutoTokenizer`` and the like.
+        path: hub id or folder.
+        **arguments: of its ``from_pretrained``; ``trust_remote_code`` is ``False`` where it is not
+            given.
+
+    Raises:
+        ValueError: it comes with code of its own, and that is not trusted.
+    """
+    arguments.setdefault("trust_remote_code", False)
+    try:
+        return auto.from_pretrained(path, **arguments)
+    except ValueError as error:
+        if arguments["trust_remote_code"] or "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{str(path)!r} comes with code of its own, which is not run unless you trust it. Read "
+            "it, and give trust_remote_code=True: TransformersWrapper(..., model_kwargs="
+            "{'trust_remote_code': True}), in a recipe +policy.model_kwargs.trust_remote_code=true."
+        ) from error
+
+
 # What to write for arguments that TorchRL's classes of the same names have.
 
 

@@ -621,6 +621,16 @@ def detect_tool_call_format(tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """The format that a model's chat template teaches."""
     family = family_of(tokenizer) or ""
     template = own_template(tokenizer) or builtin_template(family or DEFAULT_TEMPLATE)
+    return format_of_template(template, family=family)
+
+
+def format_of_template(template: str, *, family: str = "") -> str:
+    """The format that a chat template teaches; ``hermes`` where it teaches none.
+
+    Args:
+        template: Jinja source.
+        family: of the tokenizer, for templates that show no call.
+    """
     shown = (name for sign, name in _SIGNS if sign in template)
     return next(shown, _FAMILIES.get(family, DEFAULT_FORMAT))
 

@@ -84,6 +84,8 @@ class Supervisor(LoopThread):
         """What is known of each collector."""
         self.workers: list[Any] = [None] * num_collectors
         self.weights: Weights | None = None
+        self.first_version = 0
+        """Of the weights that collectors are made with."""
         self._num_failures = [0] * num_collectors
         self._restored: Any = None
         self._is_to_restore = [False] * num_collectors
@@ -177,9 +179,11 @@ class Supervisor(LoopThread):
         version = await worker.open.remote()
         async with self._updating:  # It serves once it has what the others have.
             await self._restore(index)
-            if self.weights is not None:
+            if self.weights is None:
+                self.first_version = max(self.first_version, version)
+            else:
                 version = await worker.update_weights.remote(*self.weights)
-            await self._ledger.join.remote(index, incarnation)
+            await self._ledger.join.remote(index, incarnation, version)
             self.known[index] = self.known[index].acknowledged(incarnation, version)
         self._notify()
         await worker.run.remote(self._ledger, index, incarnation)
@@ -379,6 +383,8 @@ class RayLLMCollector(BackgroundCollector):
             postproc=postproc,
             weight_updater=self._updater,
         )
+        if policy_factory is None and policy is not None:
+            self._pushed_version = policy.policy_version
         self.staleness = Wait() if staleness is None else staleness
         self._is_lockstep = self.staleness.max_staleness == 0
         runtime = {k: v for k, v in remote_config.items() if k == "runtime_env"}
@@ -428,7 +434,7 @@ class RayLLMCollector(BackgroundCollector):
         client = self._ledger_client
         if client.taken:
             self._wait_for_push()
-            client.ask("unchanged", client.used(), self._pushed_version)
+            client.ask("unchanged", client.used(), self.policy_version)
         begin_s = time.monotonic()
         rows, num_groups = client.take_batch()
         self._wait_s += time.monotonic() - begin_s
@@ -441,23 +447,26 @@ class RayLLMCollector(BackgroundCollector):
     @property
     def policy_version(self) -> int:
         """The version that collectors have acknowledged, or are being given."""
-        return self._pushed_version
+        return max(self._pushed_version, self._supervisor.first_version)
 
     @property
     def _served_version(self) -> int:
         weights = self._supervisor.weights
-        return 0 if weights is None else weights.version
+        return self._supervisor.first_version if weights is None else weights.version
 
     def _push(
         self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
     ) -> int:
         self._supervisor.check_open()
         self._wait_for_push()
-        number = self._pushed_version + 1 if version is None else version
-        if number <= self._pushed_version:
+        if self._supervisor.weights is None:  # a collector says which version it begins with
+            self._supervisor.ask(self._supervisor.ready())
+        present = self.policy_version
+        number = present + 1 if version is None else version
+        if number <= present:
             raise ValueError(
                 f"{WHO}.update_policy_weights_: version {number} is not above the present one, "
-                f"{self._pushed_version}."
+                f"{present}."
             )
         snapshot = self._updater.snapshot(source)
         if self.policy is not None and not shares_memory(source, self.policy.engine):

@@ -156,8 +156,9 @@ class LedgerService:
 
     # For collectors -----------------------------------------------------------------------------
 
-    async def join(self, worker: int, incarnation: int) -> None:
-        """A collector is ready, with the weights that are wanted."""
+    async def join(self, worker: int, incarnation: int, version: int = 0) -> None:
+        """A collector is ready, with the weights that are wanted, of this version."""
+        self._queue.steps.setdefault(version, self.ledger.version)
         self._incarnations[worker] = incarnation
         self._num_finished[worker] = 0
 

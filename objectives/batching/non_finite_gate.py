@@ -125,6 +125,9 @@ class NonFiniteGate(ChecksAttributes):
         self._in_a_row = 0
         self._batches: list[PackedBatch] = []
         self._bad_loss = ""
+        # Trained tokens of the step so far, and those that no filter took out; None: not known.
+        self._num_trained: float | None = None
+        self._num_kept: float | None = None
 
     changeable = frozenset({"max_grad_norm", "max_skipped_in_a_row", "dump_dir"})
 
@@ -154,6 +157,7 @@ class NonFiniteGate(ChecksAttributes):
         total = output.total()
         if batch is not None and self.dump_dir is not None:
             self._batches.append(batch)
+        self._note_tokens(output)
         is_finite = bool(total.isfinite().all())
         if not is_finite:
             items = getattr(output, "items", dict)()
@@ -199,13 +203,14 @@ class NonFiniteGate(ChecksAttributes):
         if reason:
             outcome = StepOutcome(float("nan"), reason, self._dump(reason))
         elif not parameters or float(norm) == 0:
-            outcome = StepOutcome(0.0, "no gradient" if not parameters else "every gradient is 0")
+            outcome = StepOutcome(0.0, self._why_nothing(has_gradient=bool(parameters)))
         else:
             if self.max_grad_norm is not None:
                 clip_over(self._ranks, parameters, norm, self.max_grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
         self._batches, self._bad_loss = [], ""
+        self._num_trained = self._num_kept = None
         self.num_not_finite += bool(reason)
         self._in_a_row = self._in_a_row + 1 if reason else 0
         if self._in_a_row > self.max_skipped_in_a_row:
@@ -216,6 +221,23 @@ class NonFiniteGate(ChecksAttributes):
                 "rate, clip harder, or look at the batch."
             )
         return outcome
+
+    def _note_tokens(self, output: LossOutput) -> None:
+        for each in getattr(output, "streams", {"": output}).values():
+            tokens, kept = (getattr(each, n, None) for n in ("num_active_tokens", "kept_fraction"))
+            if tokens is not None:
+                count = float(tokens)
+                self._num_trained = (self._num_trained or 0.0) + count
+                share = 1.0 if kept is None else float(kept)
+                self._num_kept = (self._num_kept or 0.0) + share * count
+
+    def _why_nothing(self, *, has_gradient: bool) -> str:
+        """Why a step has no gradient, as far as the outputs of the loss tell."""
+        if self._num_trained == 0:
+            return "no token was trained"
+        if self._num_kept == 0:
+            return "a filter of the loss left no token (kept_fraction is 0)"
+        return "every gradient is 0" if has_gradient else "no gradient"
 
     def state_dict(self) -> dict[str, int]:
         """Its counts."""

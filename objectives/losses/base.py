@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase
@@ -335,6 +337,7 @@ class Window(NamedTuple):
 
 
 Keys = TypeVar("Keys", bound=TokenKeys)
+_LOG: Final = logging.getLogger(__name__)
 
 
 def scorer_device(actor: object) -> torch.device | None:
@@ -400,6 +403,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         self.allow_empty = allow_empty
         self.on_scores: Callable[[PackedBatch, TokenScores], None] | None = None
         """Told of the scores of trained tokens, detached, whenever they were computed."""
+        self._num_empty: Counter[str] = Counter()
         self._configure(options, settings)
 
     # Options ------------------------------------------------------------------------------------
@@ -540,6 +544,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         if ranks is not None:
             tokens, rows = ranks.sum([float(counts.num_active_tokens), float(counts.num_sequences)])
             counts = Window(tokens / ranks.size, rows / ranks.size)
+        self._tell_if_empty(counts)
         return counts._replace(**self._statistics(packed, ranks))
 
     def _statistics(self, batches: Sequence[PackedBatch], ranks: Ranks | None) -> dict[str, float]:
@@ -603,6 +608,8 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         packed = self.pack(batch)
         if window is None:
             window = Window(packed.num_targets, packed.num_rows)
+            if self.allow_empty:
+                self._tell_if_empty(window)
         if window.num_active_tokens == 0 and not self.allow_empty:
             raise ValueError(
                 f"{self._get_name()}: no token of the {packed.num_rows} rows is trained; "
@@ -612,6 +619,22 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
                 "With allow_empty=True such a batch has loss 0."
             )
         return packed, window.check(packed.num_targets, packed.num_rows, self._get_name())
+
+    def _tell_if_empty(self, window: Window) -> None:
+        if not window.num_active_tokens:
+            self._tell_of_nothing(
+                "empty",
+                f"no token of the {window.num_sequences:g} rows of the window is trained, so that "
+                f"the loss is 0. {self.read.assistant_mask!r} says which are, with "
+                f"masking_strategy={self.masking_strategy!r}",
+            )
+
+    def _tell_of_nothing(self, kind: str, why: str) -> None:
+        """Log that there was nothing to learn: the 1st, 2nd, 4th, 8th, ... time of a kind."""
+        self._num_empty[kind] += 1
+        count = self._num_empty[kind]
+        if count & (count - 1) == 0:
+            _LOG.warning("%s: no signal in %d window(s): %s.", self._get_name(), count, why)
 
     def _score(self, batch: PackedBatch, *, entropy: bool = False) -> TokenScores:
         """Log-probs (and entropies) of the trained tokens, ``[K]``, in float32 at least."""

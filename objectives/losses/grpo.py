@@ -287,6 +287,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
             ValueError: entries are not aligned with the tokens, the batch is not ``[B]``, or the
                 window lacks what :meth:`measure_window` gives.
         """
+        is_whole = window is None
         batch, window = self._pack_window(tensordict, window)
         scored = batch
         if self.options.skip_rows_without_signal:  # advantage 0 on every trained token
@@ -295,6 +296,10 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         output = self.of_scores(scored, scores, window)
         if scored is not batch:
             output.update_(_row_counts(batch))
+        filters = self._filters
+        is_filtered = filters != TokenFilters() and scored.num_targets > 0
+        if is_whole and is_filtered and float(output.kept_fraction) == 0:
+            self._tell_of_nothing("filtered", f"{filters} leaves none of its tokens")
         return output
 
     @property

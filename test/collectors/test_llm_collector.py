@@ -3,6 +3,7 @@
 import copy
 import pickle
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
 
-from collectors import LLMCollector, StreamingCollector
+from collectors import LLMCollector, OnPolicy, StreamingCollector
 from objectives import MCAdvantage, TopKRewardSelector
 from torchrl_data import builtin_template
 from torchrl_envs import (
@@ -498,3 +499,45 @@ def test_template_kwargs_of_the_environment_alone_are_refused(chatml_tokenizer, 
     with pytest.raises(ValueError, match=r"enable_thinking \(False / 'not given'\)"):
         LLMCollector(env, policy)
     env.close()
+
+
+NEMOTRON = "{# <TOOLCALL> #}" + builtin_template("chatml")
+MISTRAL = "{# [TOOL_CALLS] #}" + builtin_template("chatml")
+
+
+@pytest.mark.parametrize("kind", [LLMCollector, StreamingCollector])
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (NEMOTRON, '<TOOLCALL>[{"name": "add", "arguments": {"a": 1, "b": 2}}]</TOOLCALL>'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]'),
+        (None, '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'),
+    ],
+    ids=["nemotron", "mistral", "hermes"],
+)
+def test_calls_are_read_as_the_policys_template_teaches(scripted, kind, template, said):
+    if kind is StreamingCollector:
+        kind = partial(StreamingCollector, staleness=OnPolicy())
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: one.
+            b: another.
+        """
+        return a + b
+
+    env = ChatEnv(batch_size=1).append_transform(
+        Compose(
+            DataLoadingPrimer([{"prompt": "1 + 2? Call add."}]),
+            FunctionTools([add], show_schemas=False),
+            RewardFunctions([length_reward]),
+            StepCounter(3),
+        )
+    )
+    with kind(env, scripted([said, "It is 3."], chat_template=template)) as collector:
+        (row,) = collector.collect().unbind(0)
+    assert int(row["num_tool_calls"]) == 1
+    roles = [message["role"] for message in row["history", "full"].to_chats()]
+    assert roles == ["user", "assistant", "tool", "assistant"]

@@ -20,7 +20,7 @@ import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from collectors import CollectorDied, LoadCap, RayLLMCollector, Wait
+from collectors import CollectorDied, LoadCap, OnPolicy, RayLLMCollector, Wait
 from objectives import MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -164,6 +164,29 @@ def train_forever(collector):
 
 
 class TestRay:
+    @pytest.mark.parametrize("from_factory", [True, False])
+    def test_a_policy_that_has_had_updates_goes_on_from_its_version(
+        self, ray, chatml_tokenizer, make_tiny_model, from_factory
+    ):
+        model = make_tiny_model(0)
+
+        def make_policy():
+            sampling = {"max_new_tokens": 4}
+            policy = TransformersWrapper(
+                model, tokenizer=chatml_tokenizer, generate_kwargs=sampling
+            )
+            policy.update_weights(model.state_dict(), version=3)
+            return policy
+
+        which = {"policy_factory": make_policy} if from_factory else {"policy": make_policy()}
+        with RayLLMCollector(make_env, staleness=OnPolicy(), **which) as collector:
+            found = []
+            for _ in range(2):
+                rows = collector.collect()
+                found.append(rows["policy_version"].tolist())
+                assert collector.update_policy_weights_(make_tiny_model(1)) == len(found) + 3
+        assert found == [[3] * N * GROUPS, [4] * N * GROUPS]
+
     def test_with_a_seed_every_rollout_of_two_collectors_differs(
         self, ray, chatml_tokenizer, make_tiny_model
     ):

@@ -7,6 +7,7 @@ from tokenizers_for_tests import EXAMPLES, TEMPLATE_TOKENIZERS, chatml_tokenizer
 
 from torchrl_data import ConversationEncoder, Conversations, builtin_template
 from torchrl_data.conversation import Turn
+from torchrl_data.templates import sandbox
 from torchrl_data.templates.template import render_template
 
 GOOD = [{"role": "user", "content": "hi"}]
@@ -191,3 +192,58 @@ def test_the_closing_token_stands_once_after_a_turn(num_results, closed):
         state = state.append_turns([Turn(turn, [0.0] * len(turn), ANSWER)])
         state = encoder.encode_waiting(state.append_messages([results]))
         assert encoder.decode([state.ids(0)])[0] == expected
+
+
+# What a template does when it is run.
+
+TWICE = (
+    "{{% set n = namespace(s='aa') %}}{{% for _ in range(99) %}}{{% set n.s = {} %}}{{% endfor %}}"
+)
+FAULTS = {
+    "{{ 1 / 0 }}": "ZeroDivisionError",
+    "{% for i in range(10**9) %}{% endfor %}": "OverflowError: Range too big",
+    "{{ 'a'.encode('nosuch') }}": "LookupError: unknown encoding",
+    "{{ {}['a']['b'] }}": "has no attribute 'a'",
+    "{{ 'a' * 10**10 }}": "more than 67108864 characters",
+    "{{ 'a'.ljust(10**10) }}": "asks ljust for more than",
+    "{{ 'a'|center(10**10) }}": "asks center for more than",
+    "{{ '{:9999999999}'.format(1) }}": "with a width of more than",
+    "{{ '%9999999999d' % 1 }}": "with a width of more than",
+    "{{ [[0] * 1000] * 1000000 }}": "more than 1048576 items as text",
+    "{{ 7 ** (10 ** 9) }}": "a number of more than 4096 bits",
+    TWICE.format("n.s ~ n.s"): "more than 67108864 characters",
+    TWICE.format("n.s + n.s"): "more than 67108864 characters",
+    TWICE.format("n.s|replace('a', n.s)"): "more than 67108864 characters",
+    "{% for _ in range(99999) %}{{ 'a' * 1000 }}{% endfor %}": "more than 67108864 characters",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_template_that_fails_or_makes_something_huge_costs_its_row(fault):
+    source = f"{{% if messages[-1]['content'] == 'trigger' %}}{fault}{{% endif %}}"
+    encoder = ConversationEncoder(
+        chatml_tokenizer(), chat_template=source + builtin_template("chatml")
+    )
+    bad = [{"role": "user", "content": "trigger"}]
+    encoded, errors = encoder.encode_rows(Conversations.from_messages([GOOD, bad, GOOD]))
+    assert set(errors) == {1}
+    assert FAULTS[fault] in str(errors[1])
+    assert encoded.ids(0) == encoded.ids(2)
+
+
+def test_loops_of_a_template_have_a_deadline(monkeypatch):
+    monkeypatch.setattr(sandbox, "RENDER_S", 0.05)
+    source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ValueError, match=r"it computes for more than 0.05 s"):
+        render_template(source, GOOD)
+
+
+def test_bounds_change_nothing_that_a_template_says():
+    source = (
+        "{% for m in messages %}{{ m['role'] ~ ': ' ~ m.content + '!' }}{{ loop.index }}"
+        "{% endfor %}{{ 'ab' * 3 }}{{ 2 ** 10 }}{{ 'a,b'.split(',')|join('-') }}"
+        "{{ ', '.join(['q', 'r']) }}{{ 'xx'|replace('x', 'yz') }}{{ '%3d|%s' % (5, 'a') }}"
+        "{{ '{:>4}'.format(7) }}{{ [1, 2] + [3] }}{{ 'a'|indent(2) }}{{ none }}"
+    )
+    said = "user: hi!1abababa1024a-bq, ryzyz  5|a   7[1, 2, 3]aNone".replace("abababa1", "ababab1")
+    assert render_template(source, GOOD).text == said

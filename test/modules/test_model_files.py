@@ -1,6 +1,7 @@
 """Models by name and from GGUF files: the same logits, one conversion, and short errors."""
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from torchrl_envs import RewardModel
 from torchrl_modules import TransformersWrapper, local_model
 from torchrl_modules.policies import model_files
 
@@ -221,6 +223,33 @@ def test_files_that_are_no_model_are_refused_by_name(tmp_path):
     assert not list((tmp_path / "cache").rglob("config.json"))
 
 
+def entry(name, kind, value):
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+HEADERS = {
+    "an array beyond the file": (1, entry("x", 9, struct.pack("<IQ", 0, 1 << 20)), "1048576 val"),
+    "an array of 2^40": (1, entry("x", 9, struct.pack("<IQ", 0, 1 << 40)), "1099511627776 items"),
+    "nested arrays": (1, entry("x", 9, struct.pack("<IQ", 9, 1) * 3), "array of arrays"),
+    "2^50 entries": (1 << 50, b"", "1125899906842624 entries"),
+    "a name beyond the file": (1, struct.pack("<Q", 1 << 61) + b"a", "a name would take"),
+    "an unknown type": (1, entry("x", 77, b"12345678"), "of the unknown type 77"),
+    "a text beyond the file": (1, entry("x", 8, struct.pack("<Q", 99)), "a text of 'x' would take"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_names_more_than_there_can_be_is_refused_by_its_size(name, tmp_path):
+    num_entries, rest, words = HEADERS[name]
+    path = tmp_path / "evil.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, num_entries) + rest)
+    with pytest.raises(ValueError, match=words):
+        local_model(str(path))
+    path.write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 1 << 40, 0))  # of the other order of bytes
+    with pytest.raises(ValueError, match="1099511627776 tensors"):
+        local_model(str(path))
+
+
 def test_a_family_that_transformers_does_not_read_is_refused_before_it_is_converted(tmp_path):
     path = tmp_path / "other.gguf"
     writer = gguf.GGUFWriter(path, "rwkv7")
@@ -289,3 +318,40 @@ def test_a_folder_of_adapters_is_refused_by_name_with_what_to_do(tmp_path):
     (tmp_path / "run/model").mkdir()
     with pytest.raises(ValueError, match=r"This run's merged model is in .*run/model: give that"):
         local_model(str(adapter))
+
+
+# A folder that brings code.
+
+CODE = """
+from pathlib import Path
+from transformers import Qwen3Config
+Path(__file__).with_name("ran").touch()
+class MyConfig(Qwen3Config):
+    model_type = "mine"
+"""
+
+
+@pytest.fixture
+def with_code(tmp_path, make_tiny_model, chatml_tokenizer):
+    folder = tmp_path / "model"
+    make_tiny_model().save_pretrained(folder)
+    chatml_tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MyConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(CODE)
+    return folder
+
+
+def test_code_of_a_folder_is_refused_without_a_question(with_code, monkeypatch):
+    def asked(*_):
+        raise AssertionError("nobody is to be asked")
+
+    monkeypatch.setattr("builtins.input", asked)
+    with pytest.raises(ValueError, match=r"code of its own, which is not run unless you trust it"):
+        TransformersWrapper(str(with_code))
+    with pytest.raises(ValueError, match=r"code of its own"):
+        RewardModel(str(with_code))
+    assert not list(with_code.rglob("ran"))
+    with pytest.raises(ValueError, match="MyConfig"):  # it is run, and no model is made of it
+        TransformersWrapper(str(with_code), model_kwargs={"trust_remote_code": True})

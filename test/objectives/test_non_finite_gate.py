@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from objectives import GRPOLoss, NonFiniteGate, NonFiniteStepError
+from objectives import GRPOLoss, NonFiniteGate, NonFiniteStepError, TokenFilters
 
 
 class Loss:
@@ -173,3 +173,29 @@ def test_gradients_from_before_are_no_part_of_the_first_step():
         NonFiniteGate(optimizer)
     optimizer.zero_grad(set_to_none=False)
     NonFiniteGate(optimizer)
+
+
+def test_a_step_without_a_token_says_so(make_scorer, make_batch, caplog):
+    scorer, batch = make_scorer(), make_batch()
+    batch = batch[[0, 3]]  # those that were cut, by the seed of their rows
+    assert bool(batch["truncated"].all())
+    gate = NonFiniteGate(torch.optim.SGD(scorer.parameters(), lr=0.1))
+    loss = GRPOLoss(scorer, filters=TokenFilters(drop_truncated=True))
+    before = scorer.table.detach().clone()
+    for number in range(3):
+        packed = loss.pack(batch)
+        window = None if number == 0 else loss.measure_window(packed)
+        for part in [packed] if window is None else packed.micro_batches(num_rows=1):
+            gate.backward(loss(part, window=window), part)
+        assert gate.step().skipped == "a filter of the loss left no token (kept_fraction is 0)"
+    assert torch.equal(scorer.table, before)
+    assert caplog.text.count("no signal in 1 window(s): TokenFilters(") == 1
+
+    for row in batch.unbind(0):
+        row["masks", "all_assistant_mask"] = row["masks", "all_assistant_mask"] & False
+    plain = GRPOLoss(scorer)
+    for _ in range(3):
+        packed = plain.pack(batch)
+        gate.backward(plain(packed, window=plain.measure_window(packed)), packed)
+        assert gate.step().skipped == "no token was trained"
+    assert caplog.text.count("no token of the 2 rows of the window is trained") == 2  # 1st and 2nd

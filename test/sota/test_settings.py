@@ -1,5 +1,6 @@
 """Settings: every choice composes and builds; what makes no sense is refused before any loading."""
 
+import json
 import re
 import sys
 from dataclasses import asdict
@@ -7,6 +8,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -177,6 +179,38 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
     own = defaults_of(chosen, {}, {}, origin=None)
     fill_in(chosen, {**own, "warm_start.num_steps": 0})
     assert (chosen.optim.learning_rate, chosen.warm_start.num_steps) == (0.1, 0)
+
+
+def test_the_same_model_has_the_same_defaults_whatever_it_is_called(compose, tmp_path):
+    shape = {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536}
+    for name, width in (("mine", 576), ("other", 64)):
+        (tmp_path / name).mkdir()
+        config = {"model_type": "llama", **shape, "hidden_size": width}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    writer = gguf.GGUFWriter(tmp_path / "mine.gguf", "llama")
+    writer.add_embedding_length(576)
+    writer.add_block_count(30)
+    writer.add_feed_forward_length(1536)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+    def defaults(model):
+        cfg = compose("experiment=smollm2", f"policy.model={model}")
+        fill_in(cfg, defaults_of(cfg, {}, {}, origin=model))
+        cfg.policy.model = None
+        return cfg
+
+    want = defaults("smollm2")
+    assert (want.warm_start.learning_rate, want.optim.learning_rate) == (5e-5, 4e-5)
+    for same in ("HuggingFaceTB/SmolLM2-135M-Instruct", tmp_path / "mine", tmp_path / "mine.gguf"):
+        assert defaults(str(same)) == want
+    plain = compose(f"policy.model={tmp_path / 'mine'}")
+    fill_in(plain, defaults_of(plain, {}, {}, origin=plain.policy.model))
+    assert plain.optim.learning_rate == 3e-5
+    other = compose(f"policy.model={tmp_path / 'other'}")
+    fill_in(other, defaults_of(other, {}, {}, origin=other.policy.model))
+    assert other.optim.learning_rate == 1e-6
 
 
 @pytest.mark.parametrize(

@@ -407,7 +407,7 @@ PRETRAINED: Final[dict[str, Any]] = {
     "train.num_epochs": 1,
 }
 """Defaults of a model that was given."""
-BY_NAME: Final[dict[str, dict[str, Any]]] = {
+BY_MODEL: Final[dict[str, dict[str, Any]]] = {
     "smollm2": {
         "policy.gradient_checkpointing": False,
         "policy.max_new_tokens": 64,
@@ -415,7 +415,8 @@ BY_NAME: Final[dict[str, dict[str, Any]]] = {
         "optim.learning_rate": 3e-5,
     },
 }
-"""What is different for a model that is given by its name: smollm2 trains on a CPU."""
+"""What is different for a model that is this one, wherever it comes from, see
+:func:`~torchrl_modules.policies.model_files.known_model`: smollm2 trains on a CPU."""
 GROUPS: Final[dict[str, dict[str, Any]]] = {
     "policy": {
         "embedded": PolicyConfig(),
@@ -462,6 +463,9 @@ def defaults_of(
 ) -> dict[str, Any]:
     """What ``None`` stands for in the settings that there are, for the model that was chosen.
 
+    They go by what the model is, not by what it is called: the same weights in a folder train the
+    same.
+
     Args:
         cfg: the settings.
         embedded: a recipe's own defaults of the embedded model.
@@ -469,11 +473,14 @@ def defaults_of(
         origin: the model, or that with which the run that left it began; ``None`` is the embedded
             one.
     """
+    from torchrl_modules.policies.model_files import known_model
+
     shared, own = (EMBEDDED, embedded) if origin is None else (PRETRAINED, pretrained)
-    named = BY_NAME.get(origin or "", {})
+    name = None if origin is None else known_model(origin)
+    known = BY_MODEL.get(name or "", {})
     return {
         key: value
-        for key, value in {**shared, **own, **named}.items()
+        for key, value in {**shared, **own, **known}.items()
         if hasattr(getattr(cfg, key.split(".")[0], None), key.split(".")[1])
     }
 

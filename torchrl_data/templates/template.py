@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import jinja2
 import jinja2.nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchrl_data import page
 from torchrl_data.messages import PLACEHOLDER_ROLE, Message
+
+from .sandbox import BoundedEnvironment, bounded_rendering, joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -321,7 +322,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, **optio
 
 @lru_cache(maxsize=64)
 def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
@@ -367,11 +368,17 @@ def render_template(
 
 def _render(source: str, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
     try:
-        return _compile(source).render(messages=messages, **values)
-    except (jinja2.TemplateError, TypeError, AttributeError, RecursionError) as error:
+        template = _compile(source)
+        context = template.new_context({"messages": messages, **values})
+        with bounded_rendering():
+            return joined(template.root_render_func(context))
+    except Exception as error:  # a template is a program, and may fail of anything
         roles = [message["role"] for message in messages]
+        text = str(error)
+        if not isinstance(error, jinja2.TemplateError):
+            text = f"{type(error).__name__}: {text}"
         raise ValueError(
-            f"The chat template can't render messages of roles {roles}: {error}. Change the "
+            f"The chat template can't render messages of roles {roles}: {text}. Change the "
             "messages, or use another template (chat_template_name)."
         ) from error
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torchrl_data import import_package
+from torchrl_envs.datasets.rows import is_text
 
 from .protocols import Protocol, anthropic_messages, chat_completions, openai_responses
 from .turns import Accepted, RequestError, RequestTooLargeError, TurnReply, TurnRequest
@@ -201,7 +202,9 @@ class AgentServer:
         port: 0 for any that is free.
         model: the name that it gives the policy.
         accepted: what requests may say about how tokens are drawn.
-        max_request_bytes: a longer request is answered with 413, and not kept.
+        max_request_bytes: a longer request is answered with 413, and not kept. A first line or
+            headers of more than 64 KiB are answered with 414 or 431, before a key is asked for.
+        head_timeout_s: headers that have not arrived whole after so long are answered with 408.
 
     Raises:
         ImportError: ``starlette`` or ``uvicorn`` is missing.
@@ -209,7 +212,14 @@ class AgentServer:
     """
 
     def __init__(
-        self, *, host: str, port: int, model: str, accepted: Accepted, max_request_bytes: int
+        self,
+        *,
+        host: str,
+        port: int,
+        model: str,
+        accepted: Accepted,
+        max_request_bytes: int,
+        head_timeout_s: float = 20.0,
     ) -> None:
         for package in ("uvicorn", "starlette"):
             install = "pip install 'torchrl-agents[tools]'"
@@ -217,6 +227,8 @@ class AgentServer:
         import uvicorn
         from starlette.applications import Starlette
         from starlette.routing import Route
+
+        from .http import MAX_HEAD_BYTES, BoundedHeads
 
         self.model = model
         self._accepted = accepted
@@ -233,6 +245,8 @@ class AgentServer:
             access_log=False,
             lifespan="off",
             ws="none",
+            http=type("Heads", (BoundedHeads,), {"head_s": head_timeout_s}),
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             # A tool of the program may take its time; whoever closes first, the other one fails.
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_STOP_S,
@@ -279,6 +293,8 @@ class AgentServer:
             return _error(401, _WRONG_KEY)
         try:
             body = json.loads(await _read_body(request, self._max_request_bytes))
+            if not is_text(body):
+                raise RequestError("the body holds half of a character, which is no text")
             asked = protocol.read_request(body, self._accepted)
             del body
             reply = await _reply(session, asked, request)
@@ -309,7 +325,8 @@ class AgentServer:
         return JSONResponse({"object": "list", "data": [own]} if named is None else own)
 
     async def _not_found(self, request: "Request") -> "Response":
-        return _error(404, f"there is no {request.url.path} here, only {', '.join(_PROTOCOLS)}")
+        path = f"{request.url.path:.80}"
+        return _error(404, f"there is no {path} here, only {', '.join(_PROTOCOLS)}")
 
 
 def _listen(host: str, port: int) -> tuple[socket.socket, str]:
@@ -403,6 +420,7 @@ def _error(status: int, message: str, code: str = "") -> "Response":
     """An error that the clients of both companies understand."""
     from starlette.responses import JSONResponse
 
+    message = message.encode(errors="backslashreplace").decode()  # of whatever a program sends
     kind = _KINDS.get(status, "invalid_request_error")
     body = {"message": message, "type": kind, "param": None, "code": code or kind}
     return JSONResponse({"type": "error", "error": body}, status_code=status)

@@ -32,7 +32,13 @@ from torchrl_data.messages import Message
 from torchrl_data.ragged import first_entries, read_objects, read_rows, write_objects
 from torchrl_data.stop_reason import StopReason, kind_of, stop_reason_of
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_data.tool_calls import TurnParser, parse_tool_calls, tool_call_parser
+from torchrl_data.templates.template import family_of
+from torchrl_data.tool_calls import (
+    TurnParser,
+    format_of_template,
+    parse_tool_calls,
+    tool_call_parser,
+)
 from torchrl_envs.concurrency import ConcurrentCalls, run_all
 from torchrl_envs.entries import REWARD_KEYS, RewardSource, UnscoredWatch, kinds_of
 
@@ -265,6 +271,18 @@ class EpisodeEnv(TransformedEnv):
         # Checking gives sources of rewards their final names.
         self.entries.reward_names = self.reward_names
         self.empty_cache()
+
+    def read_calls_as(self, encoder: ConversationEncoder) -> None:
+        """Read tool calls as a policy's chat template teaches, where nothing else says how.
+
+        Args:
+            encoder: of the policy.
+        """
+        base: Any = self.base_env
+        if getattr(base, "takes_format_of_policy", False):
+            family = family_of(encoder.tokenizer) or ""
+            base.parse_turn = tool_call_parser(format_of_template(encoder.template, family=family))
+            self.runner.dispatcher.parse = base.parse_turn
 
     # Reset --------------------------------------------------------------------------------------
 
@@ -617,8 +635,8 @@ class ChatEnv(EnvBase):
         system_role: name of the system's role.
         user_role: the role of a query that is a string.
         tool_call_format: how the model writes tool calls, see
-            :func:`~torchrl_data.tool_calls.tool_call_parser`; what the chat template
-            teaches when not given.
+            :func:`~torchrl_data.tool_calls.tool_call_parser`; what the chat template teaches when
+            not given: the tokenizer's, or without one that of the policy that a collector has.
 
     Raises:
         ValueError: there is no such mode, it needs a tokenizer, the batch has no row, or
@@ -661,6 +679,8 @@ class ChatEnv(EnvBase):
         self._encoder: ConversationEncoder | None = None
         self.system_prompt = system_prompt
         self.parse_turn: TurnParser = tool_call_parser(tool_call_format, tokenizer)
+        self.takes_format_of_policy: bool = tool_call_format is None and tokenizer is None
+        """Nothing says yet how the model writes tool calls; the policy's chat template does."""
         self._system_role, self._user_role = system_role, user_role
         example: Any = Conversations.from_messages([_EXAMPLE] * size.numel())
         self._speller = None if input_mode == HISTORY else self.encoder

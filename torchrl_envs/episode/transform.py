@@ -659,6 +659,8 @@ class ToolDispatcher(EpisodeTransform):
         parse: finds the calls of a turn, in the model's format.
     """
 
+    changeable = frozenset({"parse"})
+
     def __init__(self, parse: TurnParser) -> None:
         super().__init__()
         self.parse = parse

@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_data import import_package
 from torchrl_data.batch_io import read_conversations, write_conversations
-from torchrl_data.checks import POSITIVE, check_counts, check_numbers
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers, load_pretrained
 from torchrl_data.conversation import Conversations
 from torchrl_data.keys import FINISH_REASON, FULL, PROMPT
 from torchrl_data.messages import Message
@@ -332,9 +332,9 @@ class RewardModel:
         if isinstance(model, str):
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-            path, load = model, AutoModelForSequenceClassification.from_pretrained
-            model, found = load(path, output_loading_info=True)  # type: ignore[misc]
+            tokenizer = tokenizer or load_pretrained(AutoTokenizer, model)
+            path, auto = model, AutoModelForSequenceClassification
+            model, found = load_pretrained(auto, path, output_loading_info=True)
             if found["missing_keys"]:
                 raise ValueError(
                     f"RewardModel: the files of {path!r} lack the weights "

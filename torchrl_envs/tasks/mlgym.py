@@ -12,6 +12,7 @@ from typing import Any, Final
 from torchrl.envs.transforms import Compose
 
 from torchrl_data import import_package
+from torchrl_data.checks import load_pretrained
 from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
 from torchrl_envs.concurrency import Outcome
@@ -300,7 +301,7 @@ def make_mlgym(
     if isinstance(tokenizer, str):
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        tokenizer = load_pretrained(AutoTokenizer, tokenizer)
     install = (
         f"it is not on PyPI, so git clone {REPOSITORY}, then pip install -e MLGym, with docker or "
         "podman for its containers"

@@ -73,6 +73,7 @@ class SessionRouter:
 
 Opener = Callable[[], AsyncEngine]
 _log = logging.getLogger(__name__)
+_SERVING: Final = (EngineState.HEALTHY, EngineState.SUSPECT)
 _PROBE_TIMEOUT_S: Final = 5.0
 _RETRY_S: Final = 0.5
 _LONGEST_RETRY_S: Final = 30.0
@@ -140,6 +141,7 @@ class Member:
         Raises:
             EngineDied: the engine died before it was whole.
         """
+        version = self.engine.version  # where it does not say which weights drew what
         call = self.engine.respond(prompt, params, max_new_tokens=budget, session=session)
         request = asyncio.ensure_future(call)
         # Nobody may be left who asks what it raised.
@@ -158,7 +160,9 @@ class Member:
         error = request.exception()
         if error is None:
             self.num_failures = 0
-            return request.result()
+            drawn = request.result().drawn_by(version)
+            self.fleet.note_drawn(drawn)
+            return drawn
         if isinstance(error, EngineDied) and hasattr(self.engine, "check_health"):
             self.become(self.known.suspected(self.known.incarnation), str(error))
         elif isinstance(error, EngineDied):  # It can't be asked how it is.
@@ -379,6 +383,7 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
         self._changed = asyncio.Event()
         self._members = self._opened(engines)
         self._version = max(member.engine.version for member in self._members)
+        self._drawn = 0
         self._loop = LoopThread("EngineFleet")
         for member in self._members:
             known = member.known.wants(self._version)
@@ -421,8 +426,18 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
 
     @property
     def version(self) -> int:
-        """Of the weights that serve: what all engines have that do, or take in an update."""
-        return max(self._version, *(member.known.served or 0 for member in self._members))
+        """Of the weights that serve: what all engines have that do, or take in an update.
+
+        No token that was handed out is of a later one: an engine draws with new weights before
+        its acknowledgement of them has come.
+        """
+        served = (member.known.served or 0 for member in self._members)
+        now = (each.engine.version for each in self._members if each.known.state in _SERVING)
+        return max(self._version, self._drawn, *served, *now)
+
+    def note_drawn(self, response: Generation) -> None:
+        """Take note of the versions of a response, which is about to be handed out."""
+        self._drawn = max(self._drawn, *(span.version for span in response.versions), 0)
 
     @property
     def vocab_size(self) -> int | None:
@@ -641,8 +656,8 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
                 member.become(member.known.wants(number))
 
     async def _set_paused(self, paused: bool) -> None:
-        self.is_paused, running = paused, (EngineState.HEALTHY, EngineState.SUSPECT)
-        members = [member for member in self._members if member.known.state in running]
+        self.is_paused = paused
+        members = [member for member in self._members if member.known.state in _SERVING]
         await asyncio.gather(*(member.set_paused(paused) for member in members))
 
 

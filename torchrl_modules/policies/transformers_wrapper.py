@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from torchrl_data.checks import TokenScores
+from torchrl_data.checks import TokenScores, load_pretrained
 from torchrl_data.keys import ENTROPY, FULL, LOG_PROBS_FULL, UNTEMPERED_LOG_PROBS
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.engines.transformers import TransformersEngine
@@ -34,7 +34,7 @@ from .model_files import local_model
 
 # A model from a hub id or a path, as it is trained: where, in which type, with which attention.
 
-_OF_BOTH: Final = ("revision", "trust_remote_code", "cache_dir", "token", "local_files_only")
+OF_BOTH: Final = ("revision", "trust_remote_code", "cache_dir", "token", "local_files_only")
 """Arguments that say where files are, for the tokenizer too."""
 _SHOWN_KEYS: Final = 5
 
@@ -51,8 +51,8 @@ def _load(
             f"TransformersWrapper: model_kwargs has {sorted(twice)}. The wrapper's own "
             "device, dtype and attn_implementation say that."
         )
-    place = {key: value for key, value in more.items() if key in _OF_BOTH}
-    config = AutoConfig.from_pretrained(path, **place)
+    place = {key: value for key, value in more.items() if key in OF_BOTH}
+    config = load_pretrained(AutoConfig, path, **place)
     if options["attn_implementation"] is not None:
         more["attn_implementation"] = options["attn_implementation"]
         cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
@@ -66,8 +66,8 @@ def _load(
     is_asked = processor is not None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     reads_images = is_asked and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if processor is None and reads_images:
-        processor = AutoProcessor.from_pretrained(path, **place)
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, **place)
+        processor = load_pretrained(AutoProcessor, path, **place)
+    tokenizer = tokenizer or load_pretrained(AutoTokenizer, path, **place)
     auto = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
     dtype = torch.float32 if options["dtype"] is None else options["dtype"]
     model: Any = load_causal_lm(path, auto, dtype=dtype, **more)
@@ -91,7 +91,7 @@ def load_causal_lm(
     takes_any_shape = arguments.pop("ignore_mismatched_sizes", False)
     options = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, found = auto.from_pretrained(path, **options)
+        model, found = load_pretrained(auto, path, **options)
     except UnpicklingError as error:
         raise ValueError(
             f"The weights of {path!r} are a pickle that holds more than tensors, and reading it "

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from torchrl_data.checks import load_pretrained
 from torchrl_modules.engines.bridges import BlockingEngine
 from torchrl_modules.engines.engine import Engine
 from torchrl_modules.engines.fleet import EngineFleet
@@ -88,7 +89,8 @@ class vLLMWrapper(LLMWrapperBase):
             )
         if isinstance(model, str) and "://" not in model:
             model = local_model(model)
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
+            trusts = bool((engine_kwargs or {}).get("trust_remote_code"))
+            tokenizer = tokenizer or load_pretrained(AutoTokenizer, model, trust_remote_code=trusts)
         if tokenizer is None:
             raise TypeError("vLLMWrapper needs the tokenizer of the model: tokenizer=...")
         super().__init__(as_engine(model, **(engine_kwargs or {})), tokenizer=tokenizer, **kwargs)

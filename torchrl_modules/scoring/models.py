@@ -23,7 +23,7 @@ from torchrl_data.ragged import cumulative_lengths, pack, pad, sequence_index
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.transformers_releases import forward_parameters
 
-from .packed_attention import build_trie, can_share, packed_input
+from .packed_attention import PackedInputLost, build_trie, can_share, packed_input
 
 # Models inside wrappers: PEFT, `DistributedDataParallel`, `fully_shard`, `replicate`.
 #
@@ -338,29 +338,42 @@ def run_trial(model: PreTrainedModel, *, who: str) -> Trial:
     return trial
 
 
+class Rejected(NamedTuple):
+    """A way to compute log-probs that was tried and not taken."""
+
+    name: str
+    reason: str
+    is_error: bool
+    """It failed; otherwise the model is none for it: its log-probs are others, say."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
 def find_first(
     model: PreTrainedModel,
     trial: Trial,
     ways: Sequence[tuple[str, Callable[[], Sequence[Tensor]]]],
     failure: str,
-) -> tuple[int, Difference, list[str]]:
+) -> tuple[int, Difference, list[Rejected]]:
     """Try ways to compute a trial's log-probs until one gives the model's own."""
     # failure: begins the error where none does.
     # Gives which way, how far it is off, and what was wrong with those before it.
-    wrong = []
+    wrong: list[Rejected] = []
     for i, (name, compute) in enumerate(ways):
         try:
             with torch.no_grad(), evaluation_mode(model):
                 difference = trial.difference(compute())
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # kept, and told where no way is right
-            wrong.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
+        except Exception as error:  # kept, and told where it matters
+            is_error = not isinstance(error, PackedInputLost)
+            wrong.append(Rejected(name, f"{type(error).__name__}: {str(error)[:200]}", is_error))
             continue
         if trial.allows(difference):
             return i, difference, wrong
-        wrong.append(f"{name}: off by {difference}")
-    raise ValueError(f"{failure} ({'; '.join(wrong)}).")
+        wrong.append(Rejected(name, f"off by {difference}", False))
+    raise ValueError(f"{failure} ({'; '.join(map(str, wrong))}).")
 
 
 def trial_rows(model: PreTrainedModel) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """Log-probs and entropies of given tokens, without all logits in memory at once."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -660,7 +661,16 @@ def find_reading(wrapped: nn.Module, model: Any, *, pack: bool) -> Reading:
     )
     if ways[at][0] is not Layout.PACKED and own_attention is not None:
         model.set_attn_implementation(own_attention)
-    reading = Reading(ways[at][0], ways[at][1] is not None, difference, tuple(wrong))
+        packed = Layout.PACKED.value
+        if failed := [each for each in wrong if each.is_error and each.name.startswith(packed)]:
+            warnings.warn(
+                f"PackedScorer: {type(model).__name__} is read {ways[at][0].value}, which is "
+                f"slower, because the fastest way failed when it was tried: {failed[0]}. (A "
+                "kernel that is compiled needs a C compiler, say.)",
+                stacklevel=3,
+            )
+    rejected = tuple(map(str, wrong))
+    reading = Reading(ways[at][0], ways[at][1] is not None, difference, rejected)
     _found[model] = ((*state[:-1], model.config._attn_implementation), reading)
     return reading
 

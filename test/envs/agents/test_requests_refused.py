@@ -4,6 +4,7 @@ import contextlib
 import copy
 import http.client
 import json
+import socket
 import threading
 import time
 
@@ -20,6 +21,8 @@ from collectors import LLMCollector
 from torchrl_data import Conversations
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, TokenBudget
 from torchrl_envs.agents.agent_program import as_prompt
+from torchrl_envs.agents.server import AgentServer
+from torchrl_envs.agents.turns import Accepted
 from torchrl_envs.testing import ScriptedTurns
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.engines.engine import Generation
@@ -407,3 +410,87 @@ def test_a_program_is_told_why_its_episode_is_over(make_tiny_model, chatml_token
     assert "takes 60" in reason
     assert isinstance(told[0], openai.PermissionDeniedError)
     assert f"the episode is over: {reason}" in str(told[0])
+
+
+# Heads of requests, before anybody is asked for a key.
+
+
+@pytest.fixture
+def server():
+    server = AgentServer(
+        host="127.0.0.1",
+        port=0,
+        model="policy",
+        accepted=Accepted({}, ()),
+        max_request_bytes=1 << 20,
+        head_timeout_s=0.2,
+    )
+    yield server
+    server.close()
+
+
+def said(server, *pieces):
+    """What the server answers to bytes, and the status of it; sending may be cut short."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                client.sendall(piece)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while chunk := client.recv(65536):
+                answer += chunk
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+LONG = b"a" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status", "words"),
+    [
+        pytest.param((b"GET /", *[LONG] * 3), 414, "first line is longer than 65536", id="URL"),
+        pytest.param(
+            (b"POST /v1/chat/completions HTTP/1.1\r\nX: ", *[LONG] * 3),
+            431,
+            "headers are longer than 65536",
+            id="one header",
+        ),
+        pytest.param(
+            (b"GET / HTTP/1.1\r\n", *[b"a: b\r\n" * 20_000] * 3), 431, "longer", id="many headers"
+        ),
+        pytest.param(
+            (b"GET / HTTP/1.1\r\nHost: x\r\n",), 408, "headers had not arrived", id="no end"
+        ),
+        pytest.param((b"\x16\x03\x01 no HTTP\r\n\r\n",), 400, "Invalid HTTP", id="no HTTP"),
+    ],
+)
+def test_heads_without_bound_are_refused_and_others_are_answered(server, pieces, status, words):
+    found, error = said(server, *pieces)
+    assert found == status
+    assert words in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none").models.list()
+
+
+def test_a_program_that_thinks_between_two_requests_keeps_its_connection(server):
+    session = server.open()
+    with httpx.Client(base_url=server.url, headers={"x-api-key": session.key}) as client:
+        for _ in range(2):
+            assert client.get("/v1/models").status_code == 200
+            time.sleep(0.5)  # longer than a head may take
+
+
+def test_half_a_character_in_a_key_is_a_bad_request(server, caplog):
+    session = server.open()
+    for body in (b'{"\\ud800": 1}', b'{"messages": [{"role": "user", "\\ud800": "x"}]}'):
+        given = httpx.post(
+            f"{server.url}/v1/chat/completions",
+            content=body,
+            headers={"x-api-key": session.key, "content-type": "application/json"},
+        )
+        assert given.status_code == 400
+        assert "half of a character" in given.json()["error"]["message"]
+    assert "Traceback" not in caplog.text

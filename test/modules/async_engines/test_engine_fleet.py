@@ -22,11 +22,13 @@ from torchrl_modules import (
     AsyncEngine,
     EngineDied,
     EngineFleet,
+    Generation,
     SamplingParameters,
     TransformersEngine,
     open_async,
     vLLMWrapper,
 )
+from torchrl_modules.engines.engine import VersionSpan, checked
 from torchrl_modules.engines.fleet import SessionRouter
 from torchrl_modules.engines.supervision import EngineState
 from torchrl_modules.vllm.server import OwnServerEngine
@@ -349,3 +351,70 @@ def test_what_cannot_be_a_fleet_is_refused(servers):
         EngineFleet(["unix:///a"], suspect_timeout_s=0)
     with pytest.raises(ConnectionError):
         EngineFleet([*opened(servers({}), wait_s=20), "unix:///nowhere"])
+
+
+class LateServer:
+    """Draws with new weights at once, and acknowledges them only when it is let."""
+
+    vocab_size = 100
+
+    def __init__(self, *, tells=True):
+        self.version, self.tells = 0, tells
+        self.acknowledges, self.dies = asyncio.Event(), False
+
+    async def respond(self, prompt, params, *, max_new_tokens=None, session=None):
+        await asyncio.sleep(0)
+        spans = [VersionSpan(self.version, 0, 2)] if self.tells else ()
+        return Generation([1, 2], [-0.5, -0.5], "stop", versions=spans)
+
+    async def update_weights(self, weights, *, version=None):
+        self.version = version
+        await self.acknowledges.wait()
+        if self.dies:
+            raise EngineDied("it is gone")
+
+    async def pause(self): ...
+
+    async def resume(self): ...
+
+    def end_session(self, session): ...
+
+    def close(self): ...
+
+
+class TestVersions:
+    @pytest.mark.parametrize("tells", [True, False])
+    @pytest.mark.parametrize("dies", [False, True])
+    def test_no_response_is_refused_while_an_update_is_under_way(self, tells, dies):
+        late, early = LateServer(tells=tells), LateServer(tells=tells)
+        early.acknowledges.set()
+        late.dies = dies
+
+        async def main(fleet):
+            push = asyncio.create_task(fleet.update_weights({}, version=1))
+            while late.version == 0:
+                await asyncio.sleep(0.001)
+            drawn = [await fleet.respond([1], PARAMS, session=n) for n in range(8)]
+            for each in drawn:
+                checked(fleet, [each], PARAMS, 1)
+            assert {v for each in drawn for v in each.token_versions(-1)} == {1}
+            late.acknowledges.set()
+            await push
+            for each in drawn:  # its engine may be gone
+                checked(fleet, [each], PARAMS, 1)
+            assert fleet.version == 1
+
+        run(main, [late, early])
+
+    def test_a_refused_update_leaves_the_version(self):
+        class Refuses(LateServer):
+            async def update_weights(self, weights, *, version=None):
+                raise UpdateRefused("no")
+
+        async def main(fleet):
+            with pytest.raises(UpdateRefused):
+                await fleet.update_weights({}, version=1)
+            assert fleet.version == 0
+            assert (await fleet.respond([1], PARAMS)).token_versions(-1) == [0, 0]
+
+        run(main, [Refuses(tells=False)])

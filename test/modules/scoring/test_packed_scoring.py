@@ -227,7 +227,7 @@ def test_a_changed_token_changes_nothing_before_it_and_no_other_row(scorers, nam
         same = lengths[i] - 1 if i != row else max(at - 1, 0)
         # Not to the bit: another token may begin like another row, and be computed beside it.
         torch.testing.assert_close(old[:same], new[:same], rtol=1e-4, atol=1e-5)
-    if at > 0:
+    if at > 0 and int(rows[row][at - 1]):  # after padding all tokens are equally likely
         assert not torch.equal(before[row][at - 1 :], after[row][at - 1 :])
 
 
@@ -452,3 +452,28 @@ def test_heads_that_share_keys_attend_to_them_without_copies(masked):
         scores = scores.masked_fill(~mask, -torch.inf)
     expected = scores.softmax(-1) @ value.repeat_interleave(3, 1)
     torch.testing.assert_close(attended, expected.transpose(1, 2))
+
+
+class WithoutKernel(MistralForCausalLM):
+    """A model on a host where the kernel of packed rows can't be made."""
+
+    def __init__(self, config):
+        super().__init__(config)
+
+        def fails(_, __, inputs):
+            if "trie" in inputs:
+                raise RuntimeError("Failed to find C compiler")
+
+        self.model.register_forward_pre_hook(fails, with_kwargs=True)
+
+
+def test_a_kernel_that_fails_is_told_once_with_the_reason():
+    model = WithoutKernel(MistralConfig(**SMALL, sliding_window=None)).eval()
+    with pytest.warns(UserWarning, match="WithoutKernel is read padded.*Failed to find C compiler"):
+        scorer = PackedScorer(model)
+    assert scorer.reading.layout is Layout.PADDED
+    rows, masks = make_rows([7, 1, 12])
+    ids, lengths = pack(rows)
+    want = reference(model, rows, masks, temperature=1.0)[0]
+    got = PackedScorer(model).score_packed(ids, lengths, torch.cat(masks)).log_prob  # no warning
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -267,3 +267,20 @@ def test_what_mlflow_would_refuse(monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
     with pytest.raises(SettingsError, match=r"logger.backends: mlflow can't be opened: .*refused"):
         check("mlflow")
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize("more", [(), ("engine=vllm", "engine.url=http://127.0.0.1:1")])
+def test_a_model_that_brings_code_is_refused_and_nobody_is_asked(run, tmp_path, monkeypatch, more):
+    def asked(*_):
+        raise AssertionError("nobody is to be asked")
+
+    monkeypatch.setattr("builtins.input", asked)
+    folder = tmp_path / "student"
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.MyConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text("from pathlib import Path\nPath(__file__ + '.ran').touch()\n")
+    with pytest.raises(SystemExit, match=r"code of its own.*model_kwargs\.trust_remote_code"):
+        run("grpo", *TINY, STUDENT, "dry_run=true", *more)
+    assert not list(folder.rglob("*.ran"))
