@@ -348,7 +348,7 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys, Output]):
     Args:
         actor_network: scores packed tokens (:class:`~torchrl_data.checks.TokenScorer`).
         options: which tokens are trained, how they are reduced, and the temperature.
-        read: entry names.
+        read: names of the batch entries to read.
         allow_empty: a batch without a trained token has loss 0; otherwise it raises.
 
     Raises:
