@@ -1,5 +1,7 @@
 """Which hosts a browser may reach: FAULTS A20."""
 
+from ipaddress import IPv4Address, IPv6Address
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,9 +80,46 @@ def test_all_public_hosts(host, allowed):
     assert AllowedHosts(["*", "10.0.0.1"]).allows("10.0.0.1", 80)
 
 
-def test_an_address_that_hides_in_another_is_not_public():
-    assert is_public("8.8.8.8")
-    assert not is_public("::ffff:10.0.0.1")
+EMBEDDINGS = {  # where the 32 bits of an IPv4 address stand in an IPv6 address of 128
+    "mapped": lambda v4: 0xFFFF << 32 | v4,
+    "compatible": lambda v4: v4,
+    "translated": lambda v4: 0xFFFF << 48 | v4,
+    "NAT64": lambda v4: 0x64FF9B << 96 | v4,
+    "6to4": lambda v4: 0x2002 << 112 | v4 << 80 | 1,
+    "Teredo, its client": lambda v4: 0x20010000 << 96 | 0x08080808 << 64 | v4 ^ 0xFFFFFFFF,
+    "Teredo, its server": lambda v4: 0x20010000 << 96 | v4 << 64 | 0x08080808 ^ 0xFFFFFFFF,
+    "ISATAP": lambda v4: 0x26064700 << 96 | 0x5EFE << 32 | v4,
+    "ISATAP, unique": lambda v4: 0x26064700 << 96 | 0x02005EFE << 32 | v4,
+}
+PRIVATE = [
+    *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
+    *("172.16.0.0/12", "192.168.0.0/16", "224.0.0.0/4", "240.0.0.0/4"),
+]
+
+
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+@given(private=st.sampled_from(PRIVATE).flatmap(lambda network: st.ip_addresses(network=network)))
+def test_an_address_that_hides_in_another_is_not_public(kind, private):
+    address = IPv6Address(EMBEDDINGS[kind](int(private)))
+    assert not is_public(str(address))
+    assert not AllowedHosts(["*"]).allows(f"[{address}]", 443)
+
+
+@pytest.mark.parametrize("kind", ["mapped", "NAT64", "6to4", "ISATAP"])
+def test_an_address_that_hides_a_public_one_is_public(kind):
+    assert is_public(str(IPv6Address(EMBEDDINGS[kind](int(IPv4Address("8.8.8.8"))))))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b::10.0.0.1", "2002:7f00:1::"),
+        *("64:ff9b:1::808:808", "fec0::1", "2001:0:808:808::", "fe80::5efe:808:808", "ff02::1"),
+    ],
+)
+def test_addresses_that_are_not_public(address):
+    assert not is_public(address)
+    assert AllowedHosts(["*"]).refusal(f"http://[{address}]/") is not None
 
 
 @pytest.mark.parametrize(
