@@ -389,7 +389,7 @@ def test_what_a_wheel_does_without_its_extras(command, tmp_path):
     for task_needs in ((), ("task=gcd",)):
         refused = plain("evaluate", *task_needs)
         assert refused.returncode == 1
-        assert "reasoning-gym is not installed: pip install reasoning-gym" in refused.stderr
+        assert "reasoning_gym, which is not installed: pip install reasoning-gym" in refused.stderr
         assert "Traceback" not in refused.stderr
     refused = plain("grpo", *task)
     assert refused.returncode == 1

@@ -366,7 +366,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         actor_network: scores packed tokens (:class:`~torchrl_data.checks.TokenScorer`).
         settings: options by name.
         options: what ``settings`` are added to.
-        read: entry names.
+        read: names of the batch entries to read.
         allow_empty: a batch without a trained token has loss 0; otherwise it raises.
 
     Raises:

@@ -110,7 +110,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
-    """Group-relative policy optimisation, and its family by the choice of parts.
+    """GRPO and its variants (DAPO, Dr. GRPO, GSPO, ...), selected by options.
 
     The batch, ``[B]`` rows, is read once, packed, and only its K trained tokens are scored; nothing
     depends on padding, on the length of prompts or the order of rows. It is not written to.
@@ -135,7 +135,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         actor_network: scores packed tokens (:class:`~torchrl_data.checks.TokenScorer`), such
             as ``TransformersWrapper``; its parameters are the loss's when it is a module.
         options: all options as one record.
-        read: entry names.
+        read: names of the batch entries to read.
         **settings: single options by name, such as ``clip_epsilon=(0.2, 0.28)``, ``surrogate=``,
             ``aggregation=``, ``kl_to_ref_coeff=``, ``temperature=``: the fields of
             :class:`~objectives.GRPOOptions`, where each is described.

@@ -1,14 +1,12 @@
 """Which hosts a browser may reach: FAULTS A20."""
 
-import ipaddress
+from ipaddress import IPv4Address, IPv6Address
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_envs.browser.proxy import AllowedHosts, is_public
-
-P = "8.8.8.8"
 
 
 @pytest.mark.parametrize(
@@ -82,34 +80,46 @@ def test_all_public_hosts(host, allowed):
     assert AllowedHosts(["*", "10.0.0.1"]).allows("10.0.0.1", 80)
 
 
-def test_an_address_that_hides_in_another_is_not_public():
-    assert is_public("8.8.8.8")
-    assert not is_public("::ffff:10.0.0.1")
+EMBEDDINGS = {  # where the 32 bits of an IPv4 address stand in an IPv6 address of 128
+    "mapped": lambda v4: 0xFFFF << 32 | v4,
+    "compatible": lambda v4: v4,
+    "translated": lambda v4: 0xFFFF << 48 | v4,
+    "NAT64": lambda v4: 0x64FF9B << 96 | v4,
+    "6to4": lambda v4: 0x2002 << 112 | v4 << 80 | 1,
+    "Teredo, its client": lambda v4: 0x20010000 << 96 | 0x08080808 << 64 | v4 ^ 0xFFFFFFFF,
+    "Teredo, its server": lambda v4: 0x20010000 << 96 | v4 << 64 | 0x08080808 ^ 0xFFFFFFFF,
+    "ISATAP": lambda v4: 0x26064700 << 96 | 0x5EFE << 32 | v4,
+    "ISATAP, unique": lambda v4: 0x26064700 << 96 | 0x02005EFE << 32 | v4,
+}
+PRIVATE = [
+    *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
+    *("172.16.0.0/12", "192.168.0.0/16", "224.0.0.0/4", "240.0.0.0/4"),
+]
 
 
-def in_every_way(inner):
-    """An IPv4 address inside IPv6 ones, as its RFC writes it."""
-    number = int(ipaddress.IPv4Address(inner))
-    high, low = number >> 16, number & 0xFFFF
-    return [
-        *(f"::{inner}", f"::ffff:{inner}", f"::ffff:0:{inner}", f"64:ff9b::{inner}"),
-        *(f"2002:{high:x}:{low:x}::", f"2002:{high:x}:{low:x}::1"),
-        f"2001:0:808:808::{high ^ 0xFFFF:x}:{low ^ 0xFFFF:x}",  # Teredo, by a public server
-        f"2001:0:{high:x}:{low:x}::{0x0808 ^ 0xFFFF:x}:{0x0808 ^ 0xFFFF:x}",
-        *(f"2606:4700::5efe:{inner}", f"2606:4700::200:5efe:{inner}"),
-    ]
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+@given(private=st.sampled_from(PRIVATE).flatmap(lambda network: st.ip_addresses(network=network)))
+def test_an_address_that_hides_in_another_is_not_public(kind, private):
+    address = IPv6Address(EMBEDDINGS[kind](int(private)))
+    assert not is_public(str(address))
+    assert not AllowedHosts(["*"]).allows(f"[{address}]", 443)
 
 
-@pytest.mark.parametrize("inner", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "192.168.0.1"])
-def test_no_way_of_writing_a_private_address_is_public(inner):
-    assert [each for each in in_every_way(inner) if is_public(each)] == []
+@pytest.mark.parametrize("kind", ["mapped", "NAT64", "6to4", "ISATAP"])
+def test_an_address_that_hides_a_public_one_is_public(kind):
+    assert is_public(str(IPv6Address(EMBEDDINGS[kind](int(IPv4Address("8.8.8.8"))))))
 
 
-def test_what_only_translates_a_public_address_is_public():
-    translating = [f"::{P}", f"::ffff:{P}", f"::ffff:0:{P}", f"64:ff9b::{P}"]
-    assert [each for each in translating if not is_public(each)] == []
-    assert is_public("2606:4700::1111")
-    assert not is_public("64:ff9b:1::1")  # of local use
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b::10.0.0.1", "2002:7f00:1::"),
+        *("64:ff9b:1::808:808", "fec0::1", "2001:0:808:808::", "fe80::5efe:808:808", "ff02::1"),
+    ],
+)
+def test_addresses_that_are_not_public(address):
+    assert not is_public(address)
+    assert AllowedHosts(["*"]).refusal(f"http://[{address}]/") is not None
 
 
 @pytest.mark.parametrize(

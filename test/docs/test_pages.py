@@ -40,7 +40,7 @@ PAGES = {"README": ROOT / "README.md"} | {
     path.relative_to(DOCS).with_suffix("").as_posix(): path for path in sorted(DOCS.rglob("*.md"))
 }
 FENCE = re.compile(r"(?:<!-- (not run: .*?|needs vLLM) -->\n)?```python\n(.*?)```", re.DOTALL)
-MODELS = ("Qwen/Qwen3-0.6B", "outputs/grpo/calculator/seed0/model")
+MODELS = ("Qwen/Qwen3-0.6B",)
 ROWS = [{"prompt": f"What is {n} + 2?", "answer": str(n + 2)} for n in range(16)]
 CLOSED = ("collector", "env", "text_env", "tools")
 
@@ -281,9 +281,12 @@ def test_page_runs(page, run_page):
         CHECKS[page](names)
 
 
-def _has_gradients(names):
-    grads = [p.grad for p in names["policy"].parameters()]
-    assert all(g is not None and g.isfinite().all() for g in grads)
+def _has_learnt_in_six_steps(names):
+    """On a real model: rewards differ from the first batch on, and the steps help."""
+    first, *_, last = rewards = names["rewards"]
+    assert len(rewards) == 6
+    assert 0.05 < first < 0.5
+    assert last > 0.7
 
 
 def _has_trained(names):
@@ -301,7 +304,7 @@ def _has_learnt_what_was_shown(names):
 
 
 CHECKS = {
-    "README": _has_gradients,
+    "README": _has_learnt_in_six_steps,
     "losses": _has_trained,
     "sft": _has_learnt_what_was_shown,
 }

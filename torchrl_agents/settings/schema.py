@@ -108,8 +108,8 @@ class EngineConfig:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of vLLM: +engine.engine_kwargs.gpu_memory_utilization=0.4."""
     colocate: bool = False
-    """Of vllm on the GPUs of the training: it sleeps, and lends its memory, while a step trains. A
-    server at engine.url has to be started with --enable-sleep-mode."""
+    """vLLM shares the training GPUs and frees its memory during a training step. A server at
+    engine.url has to be started with --enable-sleep-mode."""
 
     @property
     def starts_servers(self) -> bool:

@@ -23,6 +23,19 @@ _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 _WEB_PORTS: Final = frozenset(_DEFAULT_PORTS.values())
 _NAME: Final = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 _ANY: Final = "*"
+_LOW: Final = (1 << 32) - 1
+_ENDS_IN_IPV4: Final = [
+    ipaddress.IPv6Network(each) for each in ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96")
+] + [ipaddress.IPv6Network("64:ff9b::/96")]
+"""IPv4-compatible, -mapped and -translated addresses, and those of NAT64."""
+_SIX_TO_FOUR: Final = ipaddress.IPv6Network("2002::/16")
+_TEREDO: Final = ipaddress.IPv6Network("2001::/32")
+_OF_A_SITE: Final = [
+    ipaddress.IPv6Network(each)
+    for each in ("64:ff9b:1::/48", "fec0::/10", "3fff::/20", "5f00::/16")
+]
+"""NAT64 and addresses of a site, of documentation and of routers: older Pythons take them for
+global."""
 
 
 class AllowedHosts:
@@ -84,32 +97,34 @@ class AllowedHosts:
 def is_public(address: str) -> bool:
     """Whether an IP address belongs to the internet, not to this machine or its network."""
     parsed = ipaddress.ip_address(address)
-    inside = [] if parsed.version == 4 else _addresses_inside(parsed)
-    # What only translates is as public as what it leads to.
-    outside = [] if inside and int(parsed) >> 32 in _TRANSLATING else [parsed]
-    return parsed not in _LOCAL_NAT64 and all(
-        each.is_global and not each.is_multicast for each in [*outside, *inside]
-    )
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return parsed.is_global and not parsed.is_multicast
+    inner = embedded_ipv4(parsed)
+    if parsed.ipv4_mapped is None and (
+        not parsed.is_global
+        or parsed.is_multicast
+        or any(parsed in network for network in _OF_A_SITE)
+    ):
+        return False
+    return all(is_public(str(each)) for each in inner)
 
 
-_LOCAL_NAT64: Final = ipaddress.IPv6Network("64:ff9b:1::/48")
-"""Of a network's own (RFC 8215), which Python counts as global before 3.13."""
+def embedded_ipv4(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
+    """Give the IPv4 addresses that an IPv6 address may lead to.
 
-
-_TRANSLATING: Final = (0, 0xFFFF, 0xFFFF_0000, 0x64_FF9B << 64)
-"""The first 96 bits of IPv6 addresses that are nothing but an IPv4 address: IPv4-compatible
-(RFC 4291), IPv4-mapped (RFC 4291), IPv4-translated (RFC 7915), NAT64 (RFC 6052)."""
-
-
-def _addresses_inside(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
-    """The IPv4 addresses that an IPv6 address leads to: a gateway may unwrap it."""
+    Whoever sends to an address of a transition mechanism may reach what it embeds: by IPv4-mapped,
+    -compatible and -translated addresses, NAT64, 6to4, Teredo (its server and its client) and
+    ISATAP.
+    """
     number = int(address)
-    found = [address.sixtofour, *(address.teredo or ())]
-    # ISATAP (RFC 5214): an interface of 0:5efe or 200:5efe and an IPv4 address.
-    is_isatap = number >> 32 & 0xFDFF_FFFF == 0x5EFE
-    if number >> 32 in _TRANSLATING or is_isatap:
-        found.append(ipaddress.IPv4Address(number & 0xFFFF_FFFF))
-    return [each for each in found if each is not None]
+    found = [number & _LOW] if any(address in each for each in _ENDS_IN_IPV4) else []
+    if number >> 32 & 0xFDFFFFFF == 0x5EFE:  # ISATAP: the bit left out says that it is unique
+        found.append(number & _LOW)
+    if address in _SIX_TO_FOUR:
+        found.append(number >> 80 & _LOW)
+    if address in _TEREDO:
+        found += [number >> 64 & _LOW, ~number & _LOW]
+    return [*map(ipaddress.IPv4Address, found)]
 
 
 def _rule(domain: str) -> tuple[str, bool, int | None]:

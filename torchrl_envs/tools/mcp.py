@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import os
 import pickle
 import shutil
@@ -15,6 +16,7 @@ from typing import Any, Final, Literal, TypeVar
 from jsonschema import SchemaError
 
 from torchrl_data import import_package
+from torchrl_data.checks import check_counts
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.concurrency import LoopThread
 from torchrl_envs.episode.episode import Episode
@@ -34,7 +36,12 @@ MAX_RESTARTS: Final = 2
 """How often in a row a server that died is started again at once."""
 RETRY_S: Final = 10.0
 """Then it is left alone for so long: what can't be started now may be there again later."""
-_MAX_PAGES: Final = 100
+MAX_TOOLS: Final = 1000
+"""Most tools of one server: a model can't choose among more, and each has to be checked."""
+MAX_PAGES: Final = 100
+"""Most pages in which a server lists them."""
+MAX_LISTING_BYTES: Final = 16 << 20
+"""Most bytes of JSON of their definitions."""
 _BACKOFF_S: Final = 0.2
 _CLOSE_S: Final = 15.0
 """The library stops a server within seconds; this is for when it does not."""
@@ -60,7 +67,9 @@ class MCPToolsChangedError(RuntimeError):
 class MCPConnection:
     """One session with one server; opened when it is needed, and again when the server died."""
 
-    def __init__(self, name: str, server: Any, *, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, server: Any, *, timeout_s: float, max_tools: int = MAX_TOOLS
+    ) -> None:
         if isinstance(server, Mapping) and not any(
             needed in server and server.keys() <= known for needed, known in _KEYS.items()
         ):
@@ -71,14 +80,17 @@ class MCPConnection:
         self.name = name
         self.server = server
         self.timeout_s = timeout_s
+        self.max_tools = max_tools
         self._client: Any = None
         self._owner: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._opening = asyncio.Lock()
+        self._listing = asyncio.Lock()
         self._expected: dict[str, dict[str, Any]] | None = None
         self._offered: dict[str, dict[str, Any]] = {}
         self.is_stale = False
         """Whether to ask for the tools before the next call: others now, or nobody answers."""
+        self._num_changes = 0
         self._num_failures = 0
         self._failed_s = 0.0
 
@@ -86,14 +98,15 @@ class MCPConnection:
         """The server's tools, as the schemas that chat templates show, by name."""
         # Those of the first time are expected from then on: a call of one that changed is refused.
         if not await self._open():  # which lists them too
-            await self._list()
+            await self._refresh(always=True)
         if self._expected is None:
             self._expected = dict(self._offered)
         return self._offered
 
     def another(self) -> "MCPConnection":
         """A session of its own with the same server, which expects the same tools."""
-        made = MCPConnection(self.name, self.server, timeout_s=self.timeout_s)
+        limits: Any = {"timeout_s": self.timeout_s, "max_tools": self.max_tools}
+        made = MCPConnection(self.name, self.server, **limits)
         made._expected = self._expected
         return made
 
@@ -106,24 +119,36 @@ class MCPConnection:
                 f"A connection to {self.name} can't be copied or sent to another process: that is "
                 f"an object of this one ({error}). Give a function of a module, which returns it."
             ) from error
-        make = functools.partial(type(self), timeout_s=self.timeout_s)
+        limits: Any = {"timeout_s": self.timeout_s, "max_tools": self.max_tools}
+        make = functools.partial(type(self), **limits)
         return make, (self.name, self.server), {"_expected": self._expected}
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """Call a tool; a call is never made twice."""
+        """Call a tool; a call is never made twice.
+
+        Raises:
+            MCPToolsChangedError: the server no longer offers it as it did at first, also where it
+                has said so while the tool ran.
+            MCPToolError: the tool failed.
+            MCPServerError: the server can't be reached, or died.
+        """
         await self._open()
-        if self.is_stale:
-            await self._list()
+        await self._refresh()
         self._check(tool)
+        changes = self._num_changes
         try:
             result = await self._request(methodcaller("call_tool", tool, arguments))
             self._num_failures = 0
-            return _content(result)
+            content = _content(result)
         except MCPToolError:
             # Not every server says that its tools changed.
-            await self._list()
+            await self._refresh(always=True)
             self._check(tool)
             raise
+        if self._num_changes != changes:
+            await self._refresh()
+            self._check(tool)
+        return content
 
     def _check(self, tool: str) -> None:
         if self._expected is not None and self._offered.get(tool) != self._expected.get(tool):
@@ -190,24 +215,60 @@ class MCPConnection:
 
     async def _on_message(self, message: Any) -> None:
         if type(message).__name__ == "ToolListChangedNotification":
-            self.is_stale = True
+            self.is_stale, self._num_changes = True, self._num_changes + 1
+
+    async def _refresh(self, *, always: bool = False) -> None:
+        """List the tools again if they may be others; all calls wait for a listing under way."""
+        async with self._listing:
+            if always or self.is_stale:
+                await self._list()
 
     async def _list(self) -> None:
         self.is_stale = False
+        try:
+            self._offered = await self._read_tools()
+        except BaseException:
+            self.is_stale = True
+            raise
+
+    async def _read_tools(self) -> dict[str, dict[str, Any]]:
+        """Read all pages of tools, within bounds.
+
+        Raises:
+            MCPServerError: there are more of them, or of their pages or bytes, than a model could
+                use; or they take too long.
+        """
         offered: dict[str, dict[str, Any]] = {}
-        cursor = None
-        for _ in range(_MAX_PAGES):
+        cursor, size, deadline_s = None, 0, time.monotonic() + 0.9 * self.timeout_s
+        for _ in range(MAX_PAGES):
             ask = methodcaller("list_tools", cursor=cursor, cache_mode="bypass")
             # What answers nobody is known as such before the deadline of the call that waits.
-            page = await self._request(ask, 0.9 * self.timeout_s)
+            try:
+                page = await self._request(ask, max(0.0, deadline_s - time.monotonic()))
+            except MCPServerError as error:
+                if cursor is None or not isinstance(error.__cause__, TimeoutError):
+                    raise
+                late = f"takes more than {0.9 * self.timeout_s:g} s"
+                raise self._too_much(late, "timeout_s=") from error
+            if len(offered) + len(page.tools) > self.max_tools:
+                raise self._too_much(f"has more than {self.max_tools} tools", "max_tools=")
             for tool in page.tools:
                 about = tool.description or tool.title or ""
                 schema = {"name": tool.name, "description": about, "parameters": tool.input_schema}
+                if tool.name in offered:
+                    raise MCPServerError(f"{self.name} lists the tool {tool.name!r} twice")
                 offered[tool.name] = {"type": "function", "function": schema}
-            cursor = page.next_cursor
-            if not cursor:
-                break
-        self._offered = offered
+                size += len(json.dumps(schema))
+            if size > MAX_LISTING_BYTES:
+                mib = MAX_LISTING_BYTES >> 20
+                raise self._too_much(f"has definitions of more than {mib} MiB of JSON")
+            if not (cursor := page.next_cursor):
+                return offered
+        raise self._too_much(f"has more than {MAX_PAGES} pages")
+
+    def _too_much(self, what: str, setting: str | None = None) -> MCPServerError:
+        remedy = "Start the server with fewer tools" + (f", or raise {setting}" if setting else "")
+        return MCPServerError(f"the list of tools of {self.name} {what}. {remedy}.")
 
     async def _request(self, ask: Callable[[Any], Any], within_s: float | None = None) -> Any:
         from mcp import MCPError
@@ -225,7 +286,10 @@ class MCPConnection:
             if self._client is client is not None:  # all that were under way fail: it died once
                 self._client = None  # The next call opens another session.
                 self._num_failures, self._failed_s = self._num_failures + 1, time.monotonic()
-            why = str(error) or f"it did not answer within {within_s} s"
+            late = isinstance(error, TimeoutError) and within_s is not None
+            why = (
+                f"it did not answer within {within_s:.1f} s" if late else str(error) or repr(error)
+            )
             raise MCPServerError(f"the connection to {self.name} was lost: {why}") from error
 
 
@@ -311,6 +375,9 @@ class MCPToolTransform(ToolSource):
     deadline and then does not list its tools; the call that failed is answered with an error and is
     not repeated. A tool that the server has changed since is answered with an error too.
 
+    A server lists at most ``max_tools`` tools, in at most 100 pages, with definitions of at most 16
+    MiB, within 0.9 of the deadline.
+
     Args:
         servers: by name; each a dictionary ``{"command", "args", "env", "cwd"}`` (a process, over
             stdio) or ``{"url", "headers"}`` (streamable HTTP), a URL, or an ``mcp`` server object
@@ -320,13 +387,15 @@ class MCPToolTransform(ToolSource):
         allow: the tools to offer, as the model calls them; all when not given.
         prefix_names: call a tool ``server_tool``, for servers whose tools have the same names.
         timeout_s: deadline of one call, in seconds, and of opening a session.
+        max_tools: most tools of one server, offered or not.
         max_result_bytes: longer results are cut, with a mark; bytes of UTF-8.
         show_schemas: whether the chat template shows the tools to the model.
 
     Raises:
-        ValueError: there is no server, two tools have the same name, ``allow`` names a tool that
-            does not exist, or a tool has a name or a schema that can't be used.
-        MCPServerError: a server can't be reached or does not answer.
+        ValueError: there is no server, ``max_tools`` is not positive, two tools have the same name,
+            ``allow`` names a tool that does not exist, or a tool has a name or a schema that can't
+            be used.
+        MCPServerError: a server can't be reached, does not answer, or lists too much.
 
     Example:
         >>> from mcp.server import MCPServer
@@ -349,9 +418,12 @@ class MCPToolTransform(ToolSource):
         allow: Collection[str] | None = None,
         prefix_names: bool = False,
         timeout_s: float = 30.0,
+        max_tools: int = MAX_TOOLS,
         max_result_bytes: int = MAX_RESULT_BYTES,
         show_schemas: bool = True,
     ) -> None:
+        check_counts("MCPToolTransform", max_tools=max_tools)
+        limits: Any = {"timeout_s": timeout_s, "max_tools": max_tools}
         super().__init__(
             timeout_s=timeout_s, max_result_bytes=max_result_bytes, show_schemas=show_schemas
         )
@@ -365,7 +437,7 @@ class MCPToolTransform(ToolSource):
         self._homes: dict[str, tuple[str, str]] = {}
         self._loop = LoopThread()
         self._shared = {
-            name: MCPConnection(f"the MCP server {name!r}", server, timeout_s=timeout_s)
+            name: MCPConnection(f"the MCP server {name!r}", server, **limits)
             for name, server in servers.items()
         }
         try:
@@ -380,12 +452,15 @@ class MCPToolTransform(ToolSource):
         for server, connection in self._shared.items():
             for tool, schema in self._run(connection.tools()).items():
                 name = offered_name(f"{server}_{tool}" if prefix_names else tool)
-                if name in self.tools:
+                if name in self._homes:
                     raise ValueError(
                         f"Two tools are named {name!r}: of the MCP servers "
                         f"{self._homes[name][0]!r} and {server!r}. Give prefix_names=True, or "
                         "leave one server out."
                     )
+                self._homes[name] = (server, tool)
+                if allow is not None and name not in allow:
+                    continue
                 schema = {**schema, "function": {**schema["function"], "name": name}}
                 try:
                     self.tools[name] = schema_tool(schema, is_strict=False)
@@ -394,14 +469,11 @@ class MCPToolTransform(ToolSource):
                         f"The tool {tool!r} of the MCP server {server!r} has an invalid schema: "
                         f"{error.message}"
                     ) from error
-                self._homes[name] = (server, tool)
         if missing := sorted(set(allow or ()) - self.tools.keys()):
             raise ValueError(
                 f"MCPToolTransform: allow names {missing}, which no server offers; there are "
-                f"{sorted(self.tools)}."
+                f"{sorted(self._homes)}."
             )
-        for name in self.tools.keys() - set(self.tools if allow is None else allow):
-            del self.tools[name]
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.submit(coroutine).result(timeout=2 * self.timeout_s + _GRACE_S)

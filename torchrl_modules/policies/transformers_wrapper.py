@@ -211,10 +211,10 @@ class TransformersWrapper(LLMWrapperBase):
         if isinstance(model, str):
             model, tokenizer, processor = _load(local_model(model), tokenizer, processor, options)
         elif given := [name for name, value in options.items() if value is not None]:
+            names = ", ".join(f"{name}=" for name in given)
             raise TypeError(
-                f"TransformersWrapper: {', '.join(given)} say how a model is loaded, but "
-                f"{type(model).__name__} is built already. Give its hub id or path, or build it "
-                "like that."
+                f"TransformersWrapper: {names} applies only when the wrapper loads the model, and "
+                f"got a {type(model).__name__}. Pass a hub id or path, or build the model that way."
             )
         if tokenizer is None:
             raise TypeError("TransformersWrapper needs the tokenizer of the model: tokenizer=...")

@@ -84,8 +84,8 @@ class vLLMWrapper(LLMWrapperBase):
         )
         if not isinstance(model, str | list) and engine_kwargs is not None:
             raise TypeError(
-                "vLLMWrapper: engine_kwargs are settings of an engine that is built here, but "
-                f"{type(model).__name__} is built already."
+                "vLLMWrapper: engine_kwargs= applies only when the wrapper builds the engine, and "
+                f"got a {type(model).__name__}. Pass a hub id or path, or build it that way."
             )
         if isinstance(model, str) and "://" not in model:
             model = local_model(model)

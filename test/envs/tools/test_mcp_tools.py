@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from mcp.server import MCPServer
+from mcp.types import ListToolsResult, Tool, ToolListChangedNotification
 from torchrl.envs.transforms import Compose
 
 from torchrl_data.batch_io import read_conversations
@@ -27,7 +28,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.tools.mcp import MCPConnection, MCPServerError
+from torchrl_envs.tools.mcp import MCPConnection, MCPServerError, MCPToolsChangedError
 
 SERVER = Path(__file__).parent / "mcp_server_for_tests.py"
 STDIO = {"command": sys.executable, "args": [str(SERVER)]}
@@ -286,6 +287,98 @@ def test_T10_mcp_server_lists_its_tools_once_and_then_no_more():
             await connection.close()
 
     asyncio.run(ask(Lists("lists", log_level="CRITICAL")))
+
+
+class Pages(MCPServer):
+    """Lists tools page by page: so many of each, of so many characters, for so many pages."""
+
+    def __init__(self, num_pages, num_tools, num_characters=1, pause_s=0.0, same=False):
+        super().__init__("pages", log_level="CRITICAL")
+        self.asked = 0
+        self._of = num_pages, num_tools, num_characters, pause_s, same
+
+    async def _handle_list_tools(self, ctx, params):
+        num_pages, num_tools, num_characters, pause_s, same = self._of
+        self.asked += 1
+        await asyncio.sleep(pause_s)
+        page = int((params.cursor if params else None) or 0)
+        names = [f"t{0 if same else page}_{n}" for n in range(num_tools)]
+        schema = {"type": "object", "description": "x" * num_characters}
+        tools = [Tool(name=name, input_schema=schema) for name in names]
+        more = str(page + 1) if page + 1 < num_pages else None
+        return ListToolsResult(tools=tools, next_cursor=more)
+
+
+@pytest.mark.parametrize(
+    ("server", "settings", "words"),
+    [
+        ((1, 20_000), {}, "has more than 1000 tools. .* or raise max_tools=."),
+        ((5, 10), {"max_tools": 30}, "has more than 30 tools"),
+        ((10**9, 0), {}, "has more than 100 pages. Start the server with fewer tools.$"),
+        ((10**9, 1), {}, "has more than 100 pages"),
+        ((10**9, 1, 1 << 20), {}, "has definitions of more than 16 MiB of JSON"),
+        (
+            (10**9, 0, 1, 0.15),
+            {"timeout_s": 1.0},
+            "takes more than 0.9 s. .*, or raise timeout_s=.$",
+        ),
+        ((2, 1, 1, 0.0, True), {}, "lists the tool 't0_0' twice"),
+    ],
+    ids=["tools", "a bound of one's own", "empty pages", "pages", "bytes", "time", "twice"],
+)
+def test_a_server_that_lists_too_much_is_refused_by_what_it_is(server, settings, words):
+    server = Pages(*server)
+    with pytest.raises(MCPServerError, match=words):
+        MCPToolTransform({"a": server}, **settings)
+    assert server.asked <= 100
+
+
+def test_as_many_tools_as_are_allowed_are_taken():
+    tools = MCPToolTransform({"a": Pages(100, 10)}, allow=["t7_3"])
+    assert list(tools.tools) == ["t7_3"]
+    tools.close()
+    with pytest.raises(ValueError, match=r"max_tools must be .* at least 1, got 0"):
+        MCPToolTransform({"a": Pages(1, 1)}, max_tools=0)
+
+
+def test_no_concurrent_call_meets_a_definition_that_has_changed():
+    async def ask(server):
+        connection = MCPConnection("the server", server, timeout_s=10.0)
+        try:
+            assert list(await connection.tools()) == ["t0_0"]
+            server._of = (1, 1, 2, 0.05, False)  # from here on with another schema, and slow to say
+            connection.is_stale = True
+            calls = [connection.call("t0_0", {}) for _ in range(8)]
+            return await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            await connection.close()
+
+    server = Pages(1, 1)
+    errors = asyncio.run(ask(server))
+    assert {type(error) for error in errors} == {MCPToolsChangedError}
+    assert server.asked == 2, "one listing serves all that wait for it"
+
+
+def test_a_result_of_a_tool_that_changed_while_it_ran_is_an_error():
+    server = MCPServer("changes", log_level="CRITICAL")
+    connection = MCPConnection("the server", server, timeout_s=10.0)
+
+    @server.tool()
+    async def act() -> str:
+        """Act."""
+        server.remove_tool("act")
+        await connection._on_message(ToolListChangedNotification())  # as older protocols say it
+        return "done"
+
+    async def ask():
+        try:
+            await connection.tools()
+            with pytest.raises(MCPToolsChangedError, match="the tool act of the server is gone"):
+                await connection.call("act", {})
+        finally:
+            await connection.close()
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("session", ["shared", "row"])
