@@ -61,6 +61,10 @@ _MAY_DIFFER: Final = (
 FINISHED: Final = "finished"
 
 
+class LastTestError(RuntimeError):
+    """The test after training failed; the model is left all the same."""
+
+
 def plain_settings(cfg: DictConfig) -> dict[str, Any]:
     """What decides a run, by the setting's path.
 

@@ -40,7 +40,16 @@ from torchrl_modules.vllm.runtime import import_vllm
 from . import models
 from .parallel import follow, loading_device
 from .results import MultirunSummary, check_loggers, open_loggers, reach_hub
-from .run import CHECKPOINTS, Run, RunLog, StopSignals, claim_folder, plain_settings, remove
+from .run import (
+    CHECKPOINTS,
+    LastTestError,
+    Run,
+    RunLog,
+    StopSignals,
+    claim_folder,
+    plain_settings,
+    remove,
+)
 from .settings.arguments import settings_text
 from .settings.command_line import check_rules, task_settings
 from .settings.schema import (
@@ -53,7 +62,6 @@ from .settings.schema import (
     refusing,
 )
 from .tasks import build_task, set_limits, staleness_of, tell_left_out
-from .training import LastTestError
 
 
 class NoActor:

@@ -24,7 +24,7 @@ from . import results
 from .models import is_adapted, model_folder, set_generation
 from .parallel import GIVE_WEIGHTS, Checkpoints, Updates, whole_model
 from .results import Recorder, push_to_hub
-from .run import Run, StopRequested, has_signal, remove, tell_of_no_signal
+from .run import LastTestError, Run, StopRequested, has_signal, remove, tell_of_no_signal
 from .settings.schema import EpochsTrainConfig, PolicyConfig, SettingsError, TrainingConfig
 from .tasks import AnyCollector, HeldOut, Setup, end_collection
 
@@ -262,10 +262,6 @@ def _leave(final: Path, save: Callable[[Path], Any]) -> None:
 # What is around the steps of a recipe: tests before, between and after, records, checkpoints.
 
 _LOG = logging.getLogger("torchrl_agents")
-
-
-class LastTestError(RuntimeError):
-    """The test after training failed; the model is left all the same."""
 
 
 def _last_test(
