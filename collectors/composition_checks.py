@@ -98,9 +98,8 @@ def check_fit(env: EpisodeEnv, policy: Any, *, who: str) -> None:
     env.check()
     for loader in env.transforms_of(DataLoadingPrimer):
         if loader.pools is not None:
-            loader.pools.solved_by = names_that_solve(
-                env, loader.pools.solved_by, setting="DifficultyPools: solved_by"
-            )
+            asked, setting = loader.pools.solved_by, "DifficultyPools: solved_by"
+            loader.pools.solved_by = names_that_solve(env, asked, setting=setting) or None
     for transform in env.episode_transforms():
         transform.check_policy(policy)
 

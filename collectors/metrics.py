@@ -27,6 +27,8 @@ from torchrl_data.keys import (
     NUM_TOOL_CALLS,
     NUM_TOOL_ERRORS,
     POLICY_VERSION,
+    REWARD,
+    REWARDS,
     ROW,
     SEGMENT,
     STOP_REASON,
@@ -84,6 +86,10 @@ def rollout_metrics(
     """
     rows = list(trajectories.reshape(-1).unbind(0))
     asked = [solved_by] if isinstance(solved_by, str) else solved_by
+    groups = [group for row in rows if (group := row.get(REWARDS, None)) is not None]
+    names = {str(name) for group in groups for name in group.keys()}  # noqa: SIM118
+    if asked and not {*asked} & {*names, REWARD}:
+        asked = None  # something else scored these
     metrics = _metrics_of(trajectories, rows, solved_at, asked)
     tasks: dict[str, list[TensorDictBase]] = defaultdict(list)
     for row in rows:

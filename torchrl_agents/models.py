@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tensordict import lazy_stack
+from tensordict import TensorDict, lazy_stack
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -684,6 +684,29 @@ class WithoutAdapters(TokenScorer):
 # Supervised training on demonstrations: the format, before the skill.
 
 
+def short_enough(demonstrations: Conversations, most: int | None) -> list[TensorDict]:
+    """The demonstrations that a model takes; how many are left out is said.
+
+    Args:
+        demonstrations: as ``TaskEnv.encode_demonstrations`` gives them.
+        most: tokens that the model takes; ``None``: any number.
+
+    Raises:
+        SettingsError: all demonstrations are longer.
+    """
+    rows = row_tensordicts(demonstrations)
+    short = [row for row in rows if most is None or row["tokens", "full"].shape[-1] <= most]
+    if len(short) < len(rows):
+        told = (
+            f"{len(rows) - len(short)} of {len(rows)} demonstrations are longer than the {most} "
+            "tokens that the model takes (policy.max_model_len=)"
+        )
+        if not short:
+            raise SettingsError(f"warm_start: {told}. Set warm_start.num_steps=0.")
+        _LOG.warning("warm start: %s. They are left out.", told)
+    return short
+
+
 def warm_start(
     policy: TransformersWrapper,
     demonstrations: Conversations,
@@ -709,17 +732,7 @@ def warm_start(
     Raises:
         SettingsError: all demonstrations are longer than the model's inputs.
     """
-    rows, most = row_tensordicts(demonstrations), policy.engine.max_model_len
-    whole = [row for row in rows if most is None or row["tokens", "full"].shape[-1] <= most]
-    if len(whole) < len(rows):
-        told = (
-            f"{len(rows) - len(whole)} of {len(rows)} demonstrations are longer than the {most} "
-            "tokens that the model takes (policy.max_model_len=)"
-        )
-        if not whole:
-            raise SettingsError(f"warm_start.num_steps={num_steps}: {told}. Set it to 0.")
-        _LOG.warning("warm start: %s. They are left out.", told)
-    rows = whole
+    rows = short_enough(demonstrations, policy.engine.max_model_len)
     loss_module = SFTLoss(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -138,7 +138,8 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
             for env in setup.envs:
                 check_fit(env, policy, who=recipe.name)
             if isinstance(cfg, RolloutsConfig) and cfg.warm_start.num_steps:
-                setup.env.encode_demonstrations(policy.encoder)
+                shown = setup.env.encode_demonstrations(policy.encoder)
+                models.short_enough(shown, policy.engine.max_model_len)
         if recipe.rehearse is not None:
             recipe.rehearse(cfg, setup, policy)
     if isinstance(cfg, TrainingConfig):

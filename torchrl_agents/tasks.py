@@ -300,11 +300,12 @@ def tell_left_out(envs: Sequence[TaskEnv]) -> None:
         _LOG.warning("%d row(s) are left out (the first row is row 0): %s", len(bad), first)
 
 
-def _solved_by(env: TaskEnv, asked: Any) -> list[str]:
-    """The rewards that say whether a rollout is solved."""
+def _solved_by(env: TaskEnv, asked: Any) -> list[str] | None:
+    """The rewards that say whether a rollout is solved; ``None`` where they have no names."""
     if not (asked is None or isinstance(asked, str)):
         asked = [str(name) for name in asked]
-    return names_that_solve(env, asked, usual=env.task.solved_by, setting="evaluate.solved_by")
+    usual = env.task.solved_by
+    return names_that_solve(env, asked, usual=usual, setting="evaluate.solved_by") or None
 
 
 def _make_task(

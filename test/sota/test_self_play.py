@@ -100,7 +100,7 @@ def test_both_seats_of_a_game_are_rows(script, scripted, call_text):
     assert texts[1] == [("user", f"{prompt}\n\nThe heap has 4."), ("assistant", take[2])]
     assert batch["agent"].flatten().tolist() == [0, 1] * 3
     assert batch["group_id"].flatten().tolist() == [0, 0, 1, 1, 2, 2]
-    assert batch["reward"].flatten().tolist() == [1, 0, 1, 0, 0, 0]
+    assert str(batch["reward"].flatten().tolist()) == "[1.0, 0.0, 1.0, 0.0, 0.0, nan]"
     assert batch["scorable"].flatten().tolist() == [True] * 5 + [False], "nothing was played there"
     # Of each seat R - b, and b <- (b + R) / 2 after it: 1 - 0, 1 - 1/2, 0 - 3/4 of the first one.
     trained = buffer[:]
