@@ -364,6 +364,29 @@ class History(TensorClass["nocast"]):
         chats = _torchrl_chats(history)
         return cls.from_chats(chats) if history.batch_dims else cls.from_chats([chats])[0]
 
+    def to_torchrl(self) -> Any:
+        """The messages as a ``History`` of TorchRL's (``torchrl.data.llm``).
+
+        Returns:
+            The same, of the same shape. ``name``, ``tool_call_id``, ``reasoning_content`` and
+            ``metadata``, for which that class has no place, are left out.
+
+        Example:
+            >>> chats = [[{"role": "user", "content": "2 + 2?"}]]
+            >>> History.from_chats(chats).to_torchrl().content
+            [['2 + 2?']]
+        """
+        from torchrl.data.llm import ContentBase
+        from torchrl.data.llm import History as Theirs
+
+        if self.batch_dims:
+            return lazy_stack([item.to_torchrl() for item in self.unbind(0)])
+        message: Any = self.to_chats()
+        kept = {k: message[k] for k in _SHARED if k in message}
+        if isinstance(message["content"], list):
+            kept["content"] = lazy_stack([ContentBase(**part) for part in message["content"]])
+        return Theirs(**kept)
+
     def to_chats(self) -> Message | list[Message] | list[list[Message]]:
         """The messages in the chat format, the inverse of :meth:`from_chats`.
 
@@ -623,6 +646,10 @@ class History(TensorClass["nocast"]):
         return Composite(leaves, shape=size[:-1], data_cls=cls)
 
 
+# The fields that TorchRL's class has, too.
+_SHARED: Final = ("role", "content", "is_complete", "tool_calls", "tool_responses")
+
+
 def is_torchrl_history(value: Any) -> bool:
     """Whether it is a ``History`` of TorchRL's, which is asked without importing it."""
     kinds = type(value).__mro__
@@ -632,8 +659,7 @@ def is_torchrl_history(value: Any) -> bool:
 def _torchrl_chats(history: Any) -> Any:
     if history.batch_dims:
         return [_torchrl_chats(each) for each in history.unbind(0)]
-    names = ("role", "content", "is_complete", "tool_calls", "tool_responses")
-    fields: dict[str, Any] = {name: getattr(history, name, None) for name in names}
+    fields: dict[str, Any] = {name: getattr(history, name, None) for name in _SHARED}
     content = fields["content"]
     if hasattr(content, "batch_dims"):  # a part, or a stack of them
         parts = content.unbind(-1) if content.batch_dims else [content]

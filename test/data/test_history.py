@@ -161,6 +161,10 @@ def test_messages_of_torchrl_are_read():
     assert History.from_torchrl(both).to_chats() == chats
     assert History.from_torchrl(both[1]).to_chats() == chats[1]
     assert History.from_torchrl(both[0, 1]).to_chats() == chats[0][1]
+    back = History.from_chats(chats).to_torchrl()
+    assert type(back[1, 0]) is theirs
+    assert History.from_torchrl(back).to_chats() == chats
+    assert History.from_torchrl(back[1, 2]).to_chats() == chats[1][2]
     with pytest.raises(ValueError, match="unknown role 'judge'"):
         History.from_torchrl(theirs(role="judge", content="Yes"))
     with pytest.raises(TypeError, match="takes a History of torchrl"):
