@@ -24,7 +24,7 @@ from .conversation import (
     conversation_states,
     conversations_from_states,
 )
-from .history import History
+from .history import History, is_torchrl_history
 from .keys import (
     ASSISTANT_MASK,
     DONE,
@@ -542,10 +542,13 @@ def _needs_tokenizer(mode: str, who: str) -> ValueError:
 
 def chats_of(leaf: Any, size: int, *, who: str) -> list[list[Message]]:
     """The messages of each conversation of a ``History``."""
-    # leaf: a `History`: one conversation [M], or a batch [*B, M].
+    # leaf: a `History`, ours or TorchRL's: one conversation [M], or a batch [*B, M].
+    if is_torchrl_history(leaf):
+        leaf = History.from_torchrl(leaf)
     if not isinstance(leaf, History):
         raise TypeError(
-            f"{who} reads conversations from 'history': a History, got {type(leaf).__name__}. "
+            f"{who} reads conversations from 'history': a History of torchrl_data or of "
+            f"torchrl.data.llm, got {type(leaf).__module__}.{type(leaf).__name__}. "
             "Build one with History.from_chats([[{'role': ..., 'content': ...}]])."
         )
     chats = _flat_chats(leaf.to_chats())

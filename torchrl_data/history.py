@@ -336,6 +336,57 @@ class History(TensorClass["nocast"]):
         """
         return _nested(chats, ())
 
+    @classmethod
+    def from_torchrl(cls, history: Any) -> Self:
+        """The conversations of a ``History`` of TorchRL's (``torchrl.data.llm``).
+
+        Args:
+            history: a message, a conversation ``[M]`` or a batch ``[*B, M]``.
+
+        Returns:
+            The same, as messages of this class.
+
+        Raises:
+            ValueError: there are no messages, or one has an unknown role or nothing in it.
+            TypeError: it is none, or a message, a role or a content has the wrong type.
+
+        Example:
+            >>> import torchrl.data.llm
+            >>> chats = [[{"role": "user", "content": "2 + 2?"}]]
+            >>> theirs = torchrl.data.llm.History.from_chats(chats)
+            >>> History.from_torchrl(theirs).to_chats()
+            [[{'role': 'user', 'content': '2 + 2?'}]]
+        """
+        if not is_torchrl_history(history):
+            raise TypeError(
+                f"from_torchrl takes a History of torchrl.data.llm, got {history!r:.80}."
+            )
+        chats = _torchrl_chats(history)
+        return cls.from_chats(chats) if history.batch_dims else cls.from_chats([chats])[0]
+
+    def to_torchrl(self) -> Any:
+        """The messages as a ``History`` of TorchRL's (``torchrl.data.llm``).
+
+        Returns:
+            The same, of the same shape. ``name``, ``tool_call_id``, ``reasoning_content`` and
+            ``metadata``, for which that class has no place, are left out.
+
+        Example:
+            >>> chats = [[{"role": "user", "content": "2 + 2?"}]]
+            >>> History.from_chats(chats).to_torchrl().content
+            [['2 + 2?']]
+        """
+        from torchrl.data.llm import ContentBase
+        from torchrl.data.llm import History as Theirs
+
+        if self.batch_dims:
+            return lazy_stack([item.to_torchrl() for item in self.unbind(0)])
+        message: Any = self.to_chats()
+        kept = {k: message[k] for k in _SHARED if k in message}
+        if isinstance(message["content"], list):
+            kept["content"] = lazy_stack([ContentBase(**part) for part in message["content"]])
+        return Theirs(**kept)
+
     def to_chats(self) -> Message | list[Message] | list[list[Message]]:
         """The messages in the chat format, the inverse of :meth:`from_chats`.
 
@@ -593,6 +644,31 @@ class History(TensorClass["nocast"]):
         size, examples = torch.Size(shape), {"role": "user", "content": "", "is_complete": True}
         leaves = {name: NonTensor(example_data=examples.get(name), shape=size) for name in FIELDS}
         return Composite(leaves, shape=size[:-1], data_cls=cls)
+
+
+# The fields that TorchRL's class has, too.
+_SHARED: Final = ("role", "content", "is_complete", "tool_calls", "tool_responses")
+
+
+def is_torchrl_history(value: Any) -> bool:
+    """Whether it is a ``History`` of TorchRL's, which is asked without importing it."""
+    kinds = type(value).__mro__
+    return any((k.__module__, k.__name__) == ("torchrl.data.llm.history", "History") for k in kinds)
+
+
+def _torchrl_chats(history: Any) -> Any:
+    if history.batch_dims:
+        return [_torchrl_chats(each) for each in history.unbind(0)]
+    fields: dict[str, Any] = {name: getattr(history, name, None) for name in _SHARED}
+    content = fields["content"]
+    if hasattr(content, "batch_dims"):  # a part, or a stack of them
+        parts = content.unbind(-1) if content.batch_dims else [content]
+        fields["content"] = [
+            {k: getattr(part, k) for k, v in part.items() if v is not None} for part in parts
+        ]
+    if fields["is_complete"] is not False:
+        del fields["is_complete"]
+    return {k: plain(v) for k, v in fields.items() if v is not None or k == "content"}
 
 
 def _joined(history: History, items: Sequence[History], dim: int) -> TensorDictBase:

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torchrl.data.llm
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
@@ -124,6 +125,50 @@ def test_parts_of_a_message():
     ]
     with pytest.raises(ValueError, match="unknown type 'smell'"):
         ContentBase(type="smell")
+
+
+def test_messages_of_torchrl_are_read():
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    parts = [torchrl.data.llm.ContentBase(type="text", text="See")]
+    parts += [torchrl.data.llm.ContentBase(type="image", url="http://x/y.png")]
+    theirs = torchrl.data.llm.History
+    rows = [
+        [theirs(role="user", content=lazy_stack(parts)), theirs(role="assistant", content="Well")],
+        [
+            theirs(role="assistant", content=None, tool_calls=[call]),
+            theirs(role="tool", content="4", tool_responses=["4"]),
+            theirs(role="assistant", content="It", is_complete=False),
+        ],
+    ]
+    both = lazy_stack([lazy_stack(row) for row in rows])
+    chats = [
+        [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "See"},
+                    {"type": "image", "url": "http://x/y.png"},
+                ],
+            },
+            {"role": "assistant", "content": "Well"},
+        ],
+        [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "4", "tool_responses": ["4"]},
+            {"role": "assistant", "content": "It", "is_complete": False},
+        ],
+    ]
+    assert History.from_torchrl(both).to_chats() == chats
+    assert History.from_torchrl(both[1]).to_chats() == chats[1]
+    assert History.from_torchrl(both[0, 1]).to_chats() == chats[0][1]
+    back = History.from_chats(chats).to_torchrl()
+    assert type(back[1, 0]) is theirs
+    assert History.from_torchrl(back).to_chats() == chats
+    assert History.from_torchrl(back[1, 2]).to_chats() == chats[1][2]
+    with pytest.raises(ValueError, match="unknown role 'judge'"):
+        History.from_torchrl(theirs(role="judge", content="Yes"))
+    with pytest.raises(TypeError, match="takes a History of torchrl"):
+        History.from_torchrl(History(role="user", content="Hi"))
 
 
 def test_nested_batches():

@@ -266,12 +266,14 @@ def _take_a_turn(env, policy):
         env.step(policy(env.reset()))
 
 
-VLLM_MARKS = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own warnings
+OTHERS_WARN = pytest.mark.filterwarnings("ignore")  # vLLM, and what TorchRL's wrappers import
+MARKS = {page: [pytest.mark.vllm, OTHERS_WARN] for page in NEED_VLLM} | {
+    "from-torchrl": [OTHERS_WARN]
+}
+MARKED_PAGES = [pytest.param(page, marks=MARKS.get(page, ())) for page in WITH_BLOCKS]
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=VLLM_MARKS if p in NEED_VLLM else ()) for p in WITH_BLOCKS]
-)
+@pytest.mark.parametrize("page", MARKED_PAGES)
 def test_page_runs(page, run_page):
     remarks = [block.remark for block in blocks_of(page)]
     if all(remark.startswith("not run") for remark in remarks):
@@ -310,6 +312,7 @@ CHECKS = {
 }
 
 
+@OTHERS_WARN
 @pytest.mark.parametrize("page", WITH_BLOCKS)
 def test_names_that_a_page_imports_are_there(page, folder, monkeypatch):
     """Blocks that are left out too."""

@@ -1,14 +1,20 @@
 """Prompts of all modes, from an environment or built by hand, and what the policy makes of them."""
 
 import copy
+import warnings
 
 import pytest
 import torch
+import torchrl.data.llm
 from tensordict import TensorDict
 
 from torchrl_data import ChatHistory, History, Masks, Text, Tokens, builtin_template
 from torchrl_envs import ChatEnv
 from torchrl_modules import TransformersWrapper
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of what TorchRL imports
+    from torchrl.modules.llm import ChatHistory as ChatHistoryOfTorchRL
 
 CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]
 RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -39,6 +45,9 @@ def batch_of(form, tokenizer, shape=(3,)):
         return TensorDict(
             {"history": ChatHistory(prompt=History.from_chats(CHATS), batch_size=3)}, 3
         )
+    if form == "torchrl":
+        theirs = torchrl.data.llm.History.from_chats(CHATS)
+        return TensorDict({"history": ChatHistoryOfTorchRL(prompt=theirs, batch_size=3)}, 3)
     if form == "text":
         return TensorDict({"text": Text(prompt=texts, batch_size=3)}, 3)
     if form == "ragged":
@@ -63,6 +72,7 @@ def batch_of(form, tokenizer, shape=(3,)):
 
 FORMS = {
     "history": "history",
+    "torchrl": "history",
     "text": "text",
     "ragged": "tokens",
     "nested": "tokens",

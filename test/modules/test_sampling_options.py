@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling_reference import OPTIONS, STOPS, turn_log_probs
 from tensordict import TensorDict, lazy_stack
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from objectives import GRPOLoss
 from torchrl_data.batch_io import write_conversations
@@ -391,3 +392,50 @@ def test_an_end_that_the_template_writes_within_a_turn_ends_none_and_is_told(
     assert set(policy.sampling.stop_token_ids) & {inside, header, 9} == {9}
     assert f"<tool_call> ({inside})" in caplog.text
     assert f"<|im_start|> ({header})" in caplog.text
+
+
+# TorchRL's exploration type.
+
+
+@pytest.mark.parametrize("way", ["batch", "continuous"])
+def test_a_deterministic_exploration_is_greedy(make_tiny_model, chatml_tokenizer, way):
+    def build(**sampling):
+        kwargs = {"max_new_tokens": 8, "stop_token_ids": (), **sampling}
+        policy = TransformersWrapper(
+            make_tiny_model(),
+            tokenizer=chatml_tokenizer,
+            generate_kwargs=kwargs,
+            untempered_log_probs=True,
+        )
+        if way == "continuous":
+            policy.engine = BlockingEngine(open_async(policy.engine))
+        return policy
+
+    def turns(policy):
+        asked = Conversations.from_messages([[{"role": "user", "content": t}] for t in ("hi", "x")])
+        _, full, _ = policy.respond(asked)
+        getattr(policy.engine, "close", lambda: None)()
+        rows = range(2)
+        masks = [full.assistant_mask(i) for i in rows]
+        return [
+            (full.token_ids(i)[m].tolist(), full.log_probs(i)[m], full.extra(i))
+            for i, m in zip(rows, masks, strict=True)
+        ]
+
+    want = turns(build(temperature=0.0))
+    drawn = turns(build(temperature=0.7))
+    for kind in (ExplorationType.DETERMINISTIC, ExplorationType.MODE):
+        with set_exploration_type(kind):
+            got = turns(build(temperature=0.7))
+        for (ids, log_probs, extra), (own, own_log_probs, own_extra) in zip(got, want, strict=True):
+            assert ids == own
+            torch.testing.assert_close(log_probs, own_log_probs)
+            torch.testing.assert_close(extra, own_extra)
+    assert [ids for ids, _, _ in drawn] != [ids for ids, _, _ in want]
+    with set_exploration_type(ExplorationType.RANDOM):
+        assert build(temperature=0.7).drawn_by.temperature == 0.7
+    with (
+        set_exploration_type(ExplorationType.MEAN),
+        pytest.raises(ValueError, match="tokens have no mean"),
+    ):
+        turns(build())

@@ -17,6 +17,7 @@ from tensordict import (
     lazy_stack,
 )
 from tensordict.nn import TensorDictModuleBase
+from tensordict.nn.probabilistic import InteractionType, interaction_type
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -328,6 +329,28 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
     def sampling(self, sampling: SamplingParameters) -> None:
         check_type("sampling", sampling, SamplingParameters, who=self._get_name())
         self._sampling = self._completed(sampling)
+        self._greedy = replace(self._sampling, temperature=0.0)
+
+    @property
+    def drawn_by(self) -> SamplingParameters:
+        """How the next turn is drawn: :attr:`sampling`, or what TorchRL's exploration type says.
+
+        In ``set_exploration_type(ExplorationType.DETERMINISTIC)``, and with ``MODE``, it is the
+        most likely token, as with ``temperature=0``. Log-probs are then those of the distribution
+        at temperature 1, penalties, bias and truncation applied.
+
+        Raises:
+            ValueError: the type is ``MEAN`` or ``MEDIAN``, which tokens have not.
+        """
+        kind = interaction_type()
+        if kind in (None, InteractionType.RANDOM):
+            return self._sampling
+        if kind not in (InteractionType.DETERMINISTIC, InteractionType.MODE):
+            raise ValueError(
+                f"{self._get_name()}: tokens have no {kind.value}: take ExplorationType.RANDOM or "
+                "DETERMINISTIC."
+            )
+        return self._greedy
 
     def _completed(self, sampling: SamplingParameters) -> SamplingParameters:
         """Sampling parameters with what the model's template and engine add, checked."""
@@ -465,12 +488,12 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         media = [images[i] for i in good]
         further: dict[str, Any] = {"images": media} if any(media) else {}
         further["max_new_tokens"] = [self.bounded_turn(budgets[i], len(ids[i])) for i in good]
-        asked = [ids[i] for i in good]
-        all_seeds = self.sampling.turn_seeds(encoded)
+        asked, sampling = [ids[i] for i in good], self.drawn_by
+        all_seeds = sampling.turn_seeds(encoded)
         seeds = None if all_seeds is None else [all_seeds[i] for i in good]
-        params, own = seeded(self.engine, self.sampling, seeds)
+        params, own = seeded(self.engine, sampling, seeds)
         drawn = self.engine.generate(asked, params, **further, **own) if asked else []
-        drawn = checked(self.engine, drawn, self.sampling, len(asked))
+        drawn = checked(self.engine, drawn, sampling, len(asked))
         never = set(() if self.encoder.images is None else self.encoder.images.never_drawn)
         answers = {i: Generation([], [], "error", str(why)) for i, why in refused.items()}
         for i, generation in zip(good, drawn, strict=True):
@@ -479,11 +502,15 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
                 error = f"the model drew {sorted(wrong)}, which stand for images"
                 answers[i] = Generation([], [], "error", error)
         given = [answers[i] for i in range(len(ids))]
-        full = self.append_generations(encoded, given, version)
+        full = self.append_generations(encoded, given, version, sampling)
         return encoded, full, list(map(finish_reason_of, given, budgets))
 
     def append_generations(
-        self, prompt: Conversations, generations: Sequence[Generation], version: int
+        self,
+        prompt: Conversations,
+        generations: Sequence[Generation],
+        version: int,
+        params: SamplingParameters | None = None,
     ) -> Conversations:
         """Conversations with the turns that an engine has drawn.
 
@@ -491,11 +518,12 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
             prompt: B encoded conversations.
             generations: B; a row that could not be generated is left as it was.
             version: of the weights, where the engine did not say.
+            params: by which they were drawn; :attr:`sampling` when not given.
         """
+        params = params or self.sampling
         texts = self.encoder.decode_responses([g.ids for g in generations])
         turns: list[Turn | None] = []
         for generation, text in zip(generations, texts, strict=True):
-            params = self.sampling
             is_more = params.untempered_log_probs or params.entropy
             extra = generation.reported(params) if is_more else {}
             message = {"role": "assistant", "content": text}
@@ -633,7 +661,7 @@ class AsyncPolicy:
                 "(LLMCollector over a TransformersWrapper does)"
             )
         ids = encoded.ids(0)
-        params = self.policy.sampling
+        params = self.policy.drawn_by
         if (seeds := params.turn_seeds(encoded)) is not None:
             params = replace(params, seed=seeds[0])
         limit = params.max_new_tokens
@@ -653,7 +681,7 @@ class AsyncPolicy:
                 raise
             return encoded, f"error: no response within {self.request_timeout_s:g} s"
         given = checked(self.engine, [generation], params, 1)
-        full = self.policy.append_generations(encoded, given, version)
+        full = self.policy.append_generations(encoded, given, version, params)
         return full, finish_reason_of(generation, budget)
 
     def _encode(self) -> None:

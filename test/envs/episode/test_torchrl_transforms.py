@@ -28,7 +28,9 @@ from torchrl_envs import (
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what TorchRL imports
+    from torchrl.data.llm import History as HistoryOfTorchRL
     from torchrl.envs.llm.transforms import AddThinkingPrompt
+    from torchrl.modules.llm import ChatHistory as ChatHistoryOfTorchRL
     from torchrl.modules.llm import TransformersWrapper as WrapperOfTorchRL
     from torchrl.objectives.llm import MCAdvantage as MCAdvantageOfTorchRL
 
@@ -264,3 +266,29 @@ def test_what_belongs_to_torchrl_s_own_layer_is_refused_when_composed(
     for bare in (storage, TensorDict({}), several):
         with pytest.raises(TypeError, match=r"replay_buffer takes ReplayBuffer\(.*, got <class"):
             collect(scripted(["hello"]), rewards(), replay_buffer=bare)
+
+
+def test_a_wrapper_of_torchrl_answers_this_environment(make_tiny_model, chatml_tokenizer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what TorchRL's wrapper does
+        theirs = WrapperOfTorchRL(
+            make_tiny_model(), tokenizer=chatml_tokenizer, generate_kwargs={"max_new_tokens": 4}
+        )
+
+        def answers(prompt):
+            chats = ChatHistoryOfTorchRL(prompt=prompt, batch_size=prompt.shape[:-1])
+            return theirs(TensorDict({"history": chats}, batch_size=chats.batch_size))["history"]
+
+        def policy(tensordict):
+            full = answers(tensordict["history"].prompt.to_torchrl()).full
+            tensordict["history"].full = full
+            return tensordict
+
+        queries = ["say it again", "world"]
+        data = DataLoadingPrimer([{"prompt": text} for text in queries])
+        env = ChatEnv(batch_size=2).append_transform(Compose(data, StepCounter(2), rewards()))
+        batch = env.rollout(2, policy)
+        asked = [[{"role": "user", "content": text}] for text in queries]
+        want = History.from_torchrl(answers(HistoryOfTorchRL.from_chats(asked)).full)
+    assert [steps[-1] for steps in batch["next", "history"].prompt.to_chats()] == want.to_chats()
+    assert batch["next", "reward"].flatten().tolist() == [1.0, 1.0]
