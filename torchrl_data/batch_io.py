@@ -544,9 +544,12 @@ def chats_of(leaf: Any, size: int, *, who: str) -> list[list[Message]]:
     """The messages of each conversation of a ``History``."""
     # leaf: a `History`: one conversation [M], or a batch [*B, M].
     if not isinstance(leaf, History):
+        remedy = "Build one with History.from_chats([[{'role': ..., 'content': ...}]])."
+        if isinstance(leaf, NonTensorStack):  # a consolidated batch keeps no record of tokens
+            remedy = "Make a ParallelEnv with use_buffers=False and consolidate=False."
         raise TypeError(
             f"{who} reads conversations from 'history': a History, got {type(leaf).__name__}. "
-            "Build one with History.from_chats([[{'role': ..., 'content': ...}]])."
+            f"{remedy}"
         )
     chats = _flat_chats(leaf.to_chats())
     if len(chats) != size:
