@@ -546,10 +546,12 @@ def chats_of(leaf: Any, size: int, *, who: str) -> list[list[Message]]:
     if is_torchrl_history(leaf):
         leaf = History.from_torchrl(leaf)
     if not isinstance(leaf, History):
+        remedy = "Build one with History.from_chats([[{'role': ..., 'content': ...}]])."
+        if isinstance(leaf, NonTensorStack):  # a consolidated batch keeps no record of tokens
+            remedy = "Make a ParallelEnv with use_buffers=False and consolidate=False."
         raise TypeError(
             f"{who} reads conversations from 'history': a History of torchrl_data or of "
-            f"torchrl.data.llm, got {type(leaf).__module__}.{type(leaf).__name__}. "
-            "Build one with History.from_chats([[{'role': ..., 'content': ...}]])."
+            f"torchrl.data.llm, got {type(leaf).__module__}.{type(leaf).__name__}. {remedy}"
         )
     chats = _flat_chats(leaf.to_chats())
     if len(chats) != size:

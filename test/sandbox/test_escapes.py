@@ -297,6 +297,29 @@ BOUNDED = {
 }
 
 
+def test_maps_are_memory():
+    """A map takes some 200 bytes of the kernel's: 24 processes of 16,000 have more than 64 MiB."""
+    limits = dataclasses.replace(LIMITS, memory_bytes=64 * MIB, timeout_s=60.0, num_processes=32)
+    program = """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        for n in range(24):
+            if os.fork() == 0:
+                count = 0  # neighbours with other rights are maps of their own
+                full = (None, 2**64 - 1)
+                while libc.mmap(None, 4096, 1 + 2 * (count % 2), 0x22, -1, 0) not in full:
+                    count += 1
+                    if count % 1000 == 0:
+                        os.write(1, b"x")
+                time.sleep(60)
+        time.sleep(60)"""
+    result = Sandbox(limits=limits, isolation="bubblewrap").run(_program(program, {}))
+    assert result.out_of_memory, result
+    assert _num_marks(result) > 100  # thousands; 262,144 maps are 64 MiB
+
+
 def test_record_locks_are_memory():
     """A lock takes some 200 bytes of the kernel's; some 50,000 of them are what is left."""
     limits = dataclasses.replace(LIMITS, memory_bytes=64 * MIB, timeout_s=90.0, num_open_files=256)

@@ -2,13 +2,12 @@
 
 import sys
 import warnings
+from functools import partial
+from importlib import import_module
 
-import cloudpickle
 import pytest
 from torchrl.envs import AsyncEnvPool, ParallelEnv, SerialEnv
-from torchrl.envs.transforms import Compose
 
-from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.tiny_model import tiny_qwen3
 
@@ -25,28 +24,70 @@ def policy(chatml_tokenizer):
     return TransformersWrapper(model, tokenizer=chatml_tokenizer, generate_kwargs=sampling)
 
 
-def make_env():
+MODULE = """
+from torchrl.envs.transforms import Compose
+
+from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
+
+
+def worth_of(worth, **_):
+    return [float(each) for each in worth]
+
+
+def make_env(*batch_size):
     rows = [{"prompt": f"question <{i}>", "worth": i} for i in range(8)]
-    return ChatEnv(batch_size=(2,)).append_transform(
-        Compose(
-            DataLoadingPrimer(rows),
-            RewardFunctions([lambda worth, **_: [float(each) for each in worth]]),
-            StepCounter(max_steps=1),
-        )
-    )
+    parts = [DataLoadingPrimer(rows), RewardFunctions([worth_of]), StepCounter(max_steps=1)]
+    return ChatEnv(batch_size=batch_size).append_transform(Compose(*parts))
+"""
 
 
-def test_serial_env_steps_environments_side_by_side(policy):
-    env = SerialEnv(2, make_env)
+@pytest.fixture
+def make_env(tmp_path, monkeypatch):
+    """Of a module that other processes can import."""
+    (tmp_path / "episodes_in_processes.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield import_module("episodes_in_processes").make_env
+    del sys.modules["episodes_in_processes"]
+
+
+def test_serial_env_steps_environments_side_by_side(policy, make_env):
+    env = SerialEnv(2, partial(make_env, 2))
     rollout = env.rollout(2, policy, break_when_any_done=False)
     env.close()
     # each of the two begins with its own rows 0 and 1, and goes on with 2 and 3
     assert rollout["next", "reward"][..., 0].squeeze(-1).tolist() == [[[0, 2], [1, 3]]] * 2
 
 
-def test_torchrl_collector_collects_steps(policy):
+def test_parallel_env_steps_environments_in_processes(policy, make_env):
+    env = ParallelEnv(2, partial(make_env, 2), use_buffers=False, consolidate=False)
+    rollout = env.rollout(2, policy, break_when_any_done=False)
+    env.close()
+    assert rollout["next", "reward"][..., 0].squeeze(-1).tolist() == [[[0, 2], [1, 3]]] * 2
+    said = [row["tokens", "response"] for row in rollout.reshape(-1).unbind(0)]
+    assert len({len(ids) for ids in said}) > 1
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*explicitly implemented for tensorclass")
+def test_a_consolidated_batch_that_lost_its_tokens_is_refused_with_what_to_do(policy, make_env):
+    env = ParallelEnv(2, partial(make_env, 2), use_buffers=False)
+    with pytest.raises(TypeError, match="ParallelEnv with use_buffers=False and consolidate=False"):
+        env.rollout(2, policy)
+    env.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"backend": "threading"}, {"backend": "multiprocessing", "exchange": "queue"}]
+)
+def test_an_async_pool_steps_environments_without_a_batch(policy, make_env, options):
+    env = AsyncEnvPool([make_env, make_env], stack="lazy", **options)
+    rollout = env.rollout(2, policy, break_when_any_done=False)
+    env.close()
+    assert rollout["next", "reward"].flatten().tolist() == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_torchrl_collector_collects_steps(policy, make_env):
     collector = Collector(
-        make_env,
+        partial(make_env, 2),
         policy,
         frames_per_batch=4,
         total_frames=8,
@@ -59,39 +100,3 @@ def test_torchrl_collector_collects_steps(policy):
     rows = [step for batch in batches for row in batch.unbind(0) for step in row.unbind(0)]
     assert len({len(row["tokens", "response"]) for row in rows}) > 1
     assert rewards == [[0.0, 2.0, 1.0, 3.0], [4.0, 6.0, 5.0, 7.0]]
-
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no package of a new process
-WORTH = [{"prompt": f"question <{i}>", "worth": i} for i in range(8)]
-
-
-def worth_of(worth, **_):
-    return [float(each) for each in worth]
-
-
-def make_one():
-    """One conversation, of a function that a new process finds."""
-    parts = (DataLoadingPrimer(WORTH), RewardFunctions([worth_of]), StepCounter(max_steps=1))
-    return ChatEnv(batch_size=()).append_transform(Compose(*parts))
-
-
-@pytest.mark.slow
-def test_parallel_env_steps_environments_in_processes(policy):
-    env = ParallelEnv(2, make_one, use_buffers=False, consolidate=False)
-    try:
-        out = env.step(policy(env.reset()))["next"]
-        assert out["reward"].flatten().tolist() == [0.0, 0.0]
-        again = env.step(policy(env.reset()))["next"]
-    finally:
-        env.close()
-    assert again["reward"].flatten().tolist() == [1.0, 1.0]  # each goes on in its own data
-
-
-def test_async_env_pool_steps_environments_of_one_conversation(policy):
-    env = AsyncEnvPool([make_one, make_one], backend="threading")
-    try:
-        out = env.step(policy(env.reset()))["next"]
-    finally:
-        env.close()
-    assert out["reward"].flatten().tolist() == [0.0, 0.0]
-    assert len(out["stop_reason"]) == 2

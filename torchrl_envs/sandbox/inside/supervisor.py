@@ -193,10 +193,13 @@ class _Supervisor:
             with open("/proc/net/sockstat", "rb") as sockets:
                 used = int(sockets.readline().split()[2]) * self.config["socket_bytes"]
         with open(locks_of, "rb") as locks:
-            # At first pages that processes share are counted for each of them. Locks are counted
-            # while they matter: a program that adds some meanwhile would never be done with.
-            for name, fields in (("status", _OWN), ("smaps_rollup", _SHARE)):
-                own = sum(_bytes_of(pid, name, fields) for pid in processes)
+            # At first pages that processes share are counted for each of them, and as many maps as
+            # there could be. Locks and maps are counted while they matter: a program that adds some
+            # meanwhile would never be done with.
+            for own_of in (_most_bytes_of, _bytes_of):
+                own = 0
+                for pid in processes:
+                    own += own_of(pid, most - used - own)
                 while used + own <= most and (line := locks.readline()):
                     used += _LOCK_BYTES * (b" POSIX " in line)
                 if used + own <= most:
@@ -205,19 +208,43 @@ class _Supervisor:
 
 
 _LOCK_BYTES = 256
-_OWN = (b"VmRSS:", b"VmSwap:")
+_MAP_BYTES = 256  # what the kernel keeps of a map: 192 of it, and its place in a tree
+_MAPS_PER_KB = 1024 / os.sysconf("SC_PAGE_SIZE")  # none is smaller than a page
+_OWN = (b"VmRSS:", b"VmSwap:", b"VmPTE:")
 _SHARE = (b"Pss:", b"SwapPss:")
 
 
-def _bytes_of(pid, name, fields):
-    """Memory of a process, in RAM and swapped out."""
+def _most_bytes_of(pid, _):
+    """At most so much memory of a process: in RAM, swapped out, and the kernel's for its maps."""
+    fields = _fields_of(pid, "status")
+    maps = _MAPS_PER_KB * fields.get(b"VmSize:", 0)
+    return int(_MAP_BYTES * maps) + 1024 * sum(fields.get(name, 0) for name in _OWN)
+
+
+def _bytes_of(pid, most):
+    """Memory of a process, its share of pages that others have too; maps are counted up to most."""
+    fields = _fields_of(pid, "smaps_rollup")
+    status = _fields_of(pid, "status")
+    names = _SHARE if fields else _OWN  # those of a process that can't be looked into
+    used = 1024 * sum((fields or status).get(name, 0) for name in names)
+    used += 1024 * status.get(b"VmPTE:", 0) * bool(fields)
+    try:
+        with open(f"/proc/{pid}/maps", "rb", buffering=1 << 16) as maps:
+            while used <= most and (part := maps.read(1 << 16)):
+                used += _MAP_BYTES * part.count(b"\n")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        pass
+    return used
+
+
+def _fields_of(pid, name):
+    """Numbers of a file of a process, in kB; none where it has ended or can't be looked into."""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
-            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(fields))
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    except PermissionError:
-        return _bytes_of(pid, "status", _OWN)
+            lines = [line.split() for line in file]
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return {}
+    return {words[0]: int(words[1]) for words in lines if words[-1:] == [b"kB"]}
 
 
 def _drain(fd):
