@@ -240,8 +240,9 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
             if words is None or "HYDRA_FULL_ERROR" in os.environ:
                 raise
             log = Path(HydraConfig.get().runtime.output_dir) / f"{recipe.name}.log"
-            between = "\n" if "\n" in words else " "
-            where = f"{between}The traceback is in {log}." if log.is_file() else ""
+            # Words of several lines have a traceback in them, or say all.
+            is_short = "\n" not in words and log.is_file()
+            where = f" The traceback is in {log}." if is_short else ""
             where += "" if isinstance(error, LastTestError) else _how_to_go_on()
             raise SystemExit(f"{recipe.program}: {words}{where}") from error
 

@@ -41,6 +41,8 @@ def length_reward(completions):
 class Asks(EpisodeTransform):
     """A user who asks once more."""
 
+    answers_cut_turns = True
+
     def after_turn(self, episode):
         if episode.num_turns == 1:
             episode.say({"role": "user", "content": "again"})
@@ -143,6 +145,8 @@ def test_turns_of_an_episode_differ_and_both_collectors_draw_the_same(
 
 def test_a_rewritten_past_goes_on_with_other_numbers(make_policy):
     class Forget(EpisodeTransform):
+        answers_cut_turns = True
+
         def after_turn(self, episode):
             if episode.num_turns == 1:
                 episode.rewrite([{"role": "user", "content": "question"}])

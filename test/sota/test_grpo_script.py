@@ -476,7 +476,7 @@ def test_a_disk_that_takes_nothing_is_told_and_nothing_stays_half_written(
     tokenizer = train_tokenizer(["Is 7 odd?"] * 8, vocab_size=300)
     tokenizer.save_pretrained("student")
     tiny_qwen3(len(tokenizer), max_position_embeddings=8192).save_pretrained("student")
-    words = r"^grpo.py: a file can't be written \(.*os error 27\)\)\. What .* is in .*tiny-001.$"
+    words = r"^grpo.py: a file can't be written \(.*os error 27\)\)\. What .* is in .*tiny-001\."
     if not is_full:
         Path("outputs").touch()
         words = f"^grpo.py: no folder for the run can be made in {tmp_path}: .*Not a directory"

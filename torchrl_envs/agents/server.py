@@ -221,7 +221,7 @@ class AgentServer:
         max_request_bytes: int,
         head_timeout_s: float = 20.0,
     ) -> None:
-        for package in ("uvicorn", "starlette"):
+        for package in ("uvicorn", "starlette.applications"):
             install = "pip install 'torchrl-agents[tools]'"
             import_package(package, who="AgentProgram", install=install)
         import uvicorn

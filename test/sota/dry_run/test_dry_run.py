@@ -112,7 +112,7 @@ def test_what_is_taken_over_from_the_run_that_left_a_model_is_told_and_no_more(
     ("row", "words"),
     [
         ({"prompt": [], "completion": []}, r"row 3 has no list of messages in the column"
-         r" 'messages'.*columns are \['completion', 'messages', 'prompt'\].*\[\*prompt, "),
+         r" 'messages'.*columns are \['completion', 'prompt'\].*\[\*prompt, "),
         ({"messages": None}, "row 3 has no list of messages"),
         (chat("why " * 600), r"1 of 12 conversations are longer than the 1024 tokens .*rows \[3\]"),
     ],
