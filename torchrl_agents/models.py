@@ -732,7 +732,7 @@ def warm_start(
     Raises:
         SettingsError: all demonstrations are longer than the model's inputs.
     """
-    rows = short_enough(demonstrations, policy.engine.max_model_len)
+    rows = short_enough(demonstrations, getattr(policy.engine, "max_model_len", None))
     loss_module = SFTLoss(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -32,6 +32,7 @@ import collectors
 from collectors import Estimate
 from collectors.record import RolloutRecorder
 from collectors.record.samples import finite
+from collectors.record.terminal import axis_bounds
 from torchrl_data import read_conversations
 from torchrl_data.display import message_text, message_title, show_conversation
 from torchrl_data.keys import ADVANTAGE, FULL, REWARD, STOP_REASON
@@ -392,7 +393,8 @@ def _draw_reward(
     for step, each in held_out.items():
         axes.vlines(step, each.low, each.high, color="tab:green", lw=1, alpha=0.6)
     axes.margins(y=_ROOM)
-    low, high = axes.get_ylim()
+    low, high = axis_bounds(axes.get_ylim())
+    axes.set_ylim(low, high)
     for x, y in {points[0], points[-1]}:
         # Beside the first, where a line rises from it; above the last, or below at the top.
         at_end = (0, 9 if y < low + 0.85 * (high - low) else -16)

@@ -305,9 +305,10 @@ def missing_entry(
 
 def entries_of(batch: TensorDictBase) -> list[str]:
     """Name the entries of a batch for an error: tensors, conversations and plain values."""
-    keys = [(k,) if isinstance(k, str) else k for k in batch.keys(include_nested=True)]
+    found: list[Any] = list(batch.keys(include_nested=True))
+    keys: list[tuple[str, ...]] = [(k,) if isinstance(k, str) else k for k in found]
     # A conversation is one entry, whatever it is made of.
-    short = {key[: 3 if key[0] == "next" else 2] for key in keys}
+    short: set[Any] = {key[: 3 if key[0] == "next" else 2] for key in keys}
     inner = {key[:end] for key in short for end in range(1, len(key))}
     return sorted(str(key if len(key) > 1 else key[0]) for key in short - inner)
 

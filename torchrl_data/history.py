@@ -362,7 +362,8 @@ class History(TensorClass["nocast"]):
                 f"from_torchrl takes a History of torchrl.data.llm, got {history!r:.80}."
             )
         chats = _torchrl_chats(history)
-        return cls.from_chats(chats) if history.batch_dims else cls.from_chats([chats])[0]
+        whole: Any = cls.from_chats(chats if history.batch_dims else [chats])
+        return whole if history.batch_dims else whole[0]
 
     def to_torchrl(self) -> Any:
         """The messages as a ``History`` of TorchRL's (``torchrl.data.llm``).

@@ -88,8 +88,9 @@ def begun_turn(messages: Sequence[Message]) -> str:
     """The text of the assistant that a prompt ends with, in which the policy goes on; or none."""
     last = messages[-1] if messages else {}
     content = last.get("content")
-    is_begun = last.get("role") == "assistant" and isinstance(content, str)
-    return content if is_begun and not last.get("tool_calls") else ""
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        return ""
+    return content if isinstance(content, str) else ""
 
 
 # Images in messages: read from whatever they come as, kept as plain values, shown as their size.

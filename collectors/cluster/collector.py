@@ -39,6 +39,12 @@ _STATE_S: Final = 10.0
 """Until a collector has to have said what it remembers."""
 _CLOSE_S: Final = 30.0
 _KILL_S: Final = 10.0
+_LOOK_S: Final = 1.0
+"""Between two looks whether Ray's head is there."""
+_AWAY_S: Final = 30.0
+"""It may be away on a cluster, where it may be started again; Ray ends this process after 60 s."""
+_GONE_S: Final = 3.0
+"""The same of a Ray that this process has started, whose head never comes back."""
 _log = logging.getLogger(__name__)
 
 
@@ -60,6 +66,7 @@ class Supervisor(LoopThread):
         settings: what collectors are made of.
         num_collectors: how many.
         remote_config: options of their actors.
+        away_s: how long Ray's head may be away.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class Supervisor(LoopThread):
         *,
         num_collectors: int,
         remote_config: Mapping[str, Any],
+        away_s: float,
     ) -> None:
         super().__init__(WHO)
         ray = load_ray()
@@ -91,7 +99,8 @@ class Supervisor(LoopThread):
         self._is_to_restore = [False] * num_collectors
         self._changed = asyncio.Event()
         self._updating = asyncio.Lock()
-        self.start(self._watch_ledger(), *map(self._tend, range(num_collectors)))
+        watches = self._watch_ledger(), self._watch_head(away_s)
+        self.start(*watches, *map(self._tend, range(num_collectors)))
 
     # For the trainer's thread -------------------------------------------------------------------
 
@@ -143,6 +152,27 @@ class Supervisor(LoopThread):
             raise CollectorDied(
                 f"{WHO}: the actor of the ledger is gone, and with it which group is where: {error}"
             ) from error
+
+    async def _watch_head(self, away_s: float) -> None:
+        """Fail when Ray's head is away for too long, before Ray ends this process for it."""
+        address = load_ray().get_runtime_context().gcs_address
+        host, _, port = address.rpartition(":")
+        num_missed = 0
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                writer.close()
+                num_missed = 0
+            except OSError as error:
+                num_missed += 1
+                if num_missed == 1:
+                    _log.warning("%s: Ray's head does not answer at %s: %s", WHO, address, error)
+                if num_missed * _LOOK_S >= away_s:
+                    raise CollectorDied(
+                        f"{WHO}: Ray's head, its GCS at {address}, is gone: {error}"
+                    ) from error
 
     async def _tend(self, index: int) -> None:
         """Keep a collector running."""
@@ -412,7 +442,11 @@ class RayLLMCollector(BackgroundCollector):
             num_slots,
         )
         self._loop = self._supervisor = Supervisor(
-            self._actor, settings, num_collectors=num_collectors, remote_config=remote_config
+            self._actor,
+            settings,
+            num_collectors=num_collectors,
+            remote_config=remote_config,
+            away_s=_GONE_S if self._owns_ray else _AWAY_S,
         )
         self._source = self._ledger_client
         self._ledger_client.supervisor = self._supervisor

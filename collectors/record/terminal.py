@@ -31,8 +31,11 @@ WRITER_STYLES: Final = {
 COLOURS: Final = ("writer", "ratio", "advantage", "entropy", "surprise", "version")
 """What tokens can be coloured by."""
 _LEFT: Final = ("rewards", "group", "prompt", "trained", "stop reason")
+_SQUARES: Final = 12
+"""Rewards of a group in a line of a table, so that there is room for its prompt."""
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _BINS: Final = 8
+_LEAST_SPAN: Final = 0.1
 _VERSION_STYLES: Final = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
@@ -75,9 +78,25 @@ def run_rows(steps: Sequence[StepSummary], title: str) -> Rows:
 
 def sparkline(values: Sequence[float]) -> str:
     """Numbers as a line of blocks."""
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    span = high - low or 1.0
-    return "".join(_BLOCKS[round((value - low) / span * (len(_BLOCKS) - 1))] for value in values)
+    low, high = axis_bounds(values)
+    span, top = high - low, len(_BLOCKS) - 1
+    return "".join(_BLOCKS[round((value - low) / span * top)] for value in values)
+
+
+def axis_bounds(values: Iterable[float]) -> tuple[float, float]:
+    """Give the ends of an axis for some values.
+
+    Args:
+        values: finite numbers, of any order.
+
+    Returns:
+        The least and the largest value, moved apart to at least a tenth of the largest magnitude: a
+        curve from 1.98 to 2.00 is drawn as flat as it is.
+    """
+    known = list(values)
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    lacking = (_LEAST_SPAN * max(abs(low), abs(high)) or 1.0) - (high - low)
+    return (low - lacking / 2, high + lacking / 2) if lacking > 0 else (low, high)
 
 
 def _rewards(groups: Iterable[GroupSummary]) -> list[float]:
@@ -88,10 +107,10 @@ def _distribution(rewards: Sequence[float]) -> str:
     """A histogram of rewards, from the least to the most."""
     if not rewards:
         return ""
-    low, high = min(rewards), max(rewards)
+    low, high = axis_bounds(rewards)
     counts = [0] * _BINS
     for reward in rewards:
-        part = (reward - low) / (high - low) if high > low else 0.0
+        part = (reward - low) / (high - low)
         counts[min(_BINS - 1, int(part * _BINS))] += 1
     most = max(counts)
     return "".join(_BLOCKS[-(-count * (len(_BLOCKS) - 1) // most)] for count in counts)
@@ -106,23 +125,22 @@ def step_rows(
         own = [sample for sample in samples if sample.group_id == group.group_id]
         known = [reward for reward in group.rewards if reward is not None]
         kept = {sample.index for sample in own if keep(sample)}
-        squares = Text()
+        name = group.group_id if group.ordinal is None else group.ordinal
+        squares = Text(overflow="fold")
         for index, reward in enumerate(group.rewards):
             style = "bright_black" if reward is None else "green" if reward == max(known) else "red"
             if known and reward is not None and max(known) == min(known):
                 style = "yellow"
             dim = own and index not in kept
-            squares.append("· " if dim else "■ ", style=f"{style} dim" if dim else style)
-        name = group.group_id if group.ordinal is None else group.ordinal
-        prompt = f"{name}: {visible(group.prompt)}"
+            squares.append("·" if dim else "■", style=f"{style} dim" if dim else style)
         rows.append(
             [
-                Text(str(place)),
+                Text(f"{place} ").append(str(name), style="bright_black"),
                 squares,
                 Text(number(fmean(known) if known else None)),
                 _yes_no(group.num_trained > 0),
                 Text(str(group.attempt + 1)),
-                Text(prompt, overflow="ellipsis", no_wrap=True),
+                Text(visible(group.prompt) or "(no text)", overflow="ellipsis", no_wrap=True),
             ]
         )
     columns = ("group", "rewards", "mean", "trained", "attempt", "prompt")
@@ -303,9 +321,13 @@ class View(NamedTuple):
         """All of it."""
         if self.rows is None or not self.rows.title:
             return self.body
-        table = Table(title=Text(self.rows.title), title_justify="left", header_style="bold")
+        wide = "prompt" in self.rows.columns
+        title = Text(self.rows.title)
+        table = Table(title=title, title_justify="left", header_style="bold", expand=wide)
         for name in self.rows.columns:
-            table.add_column(name, justify="left" if name in _LEFT else "right")
+            width: dict[str, Any] = {"max_width": _SQUARES} if name == "rewards" else {}
+            width |= {"ratio": 1} if name == "prompt" else {}  # what the others leave
+            table.add_column(name, justify="left" if name in _LEFT else "right", **width)
         for row in self.rows.rows:
             table.add_row(*row)
         return Group(table, self.body)

@@ -127,14 +127,14 @@ class MixedLoss(ChecksAttributes, TensorDictModuleBase):
                 )
 
     @property
-    def in_keys(self) -> list[NestedKey]:
+    def in_keys(self) -> list[NestedKey]:  # type: ignore[override]
         """Entries that the streams read, by their options as they are."""
         keys = [key for _, loss in self._losses() for key in loss.in_keys]
         weights: list[NestedKey] = [(STREAMS, name) for name in self.streams]
         return list(dict.fromkeys([*keys, *weights]))
 
     @property
-    def out_keys(self) -> list[str]:
+    def out_keys(self) -> list[str]:  # type: ignore[override]
         """Terms of all streams, as ``"stream.term"``."""
         return [f"{name}.{key}" for name, loss in self._losses() for key in loss.out_keys]
 

@@ -346,8 +346,9 @@ class DataLoadingPrimer(EpisodeTransform):
         # Of what lies in memory and of a file of JSON all rows count, of others the sample.
         every = self.dataset if isinstance(self.dataset, list | tuple) else ()
         first = self._rows.sample(max(1, self.options.num_checked_rows))
-        is_known = isinstance(self.dataset, data.LazyRows | data.TableStream) and not map_row
-        declared = self.dataset.columns if is_known else ()
+        declared: Sequence[str] = ()
+        if isinstance(self.dataset, data.LazyRows | data.TableStream) and not map_row:
+            declared = list(self.dataset.columns)
         self.columns = data.columns_of(first, [*sample, *(() if map_row else every)], declared)
         """Those that a row may have."""
         self.prompt_column = data.find_prompt_column(self.columns, prompt_column)

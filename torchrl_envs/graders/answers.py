@@ -55,7 +55,7 @@ def final_text(completion: Sequence[Message]) -> str:
     return message_text(last) if last is not None and last["role"] == "assistant" else ""
 
 
-def as_opened(messages: Sequence[Message], opened: str) -> list[Message]:
+def as_opened(messages: Sequence[Mapping[str, Any]], opened: str) -> list[Message]:
     """Messages in which the assistant's texts begin with what the prompt opened of them.
 
     Args:
@@ -63,15 +63,13 @@ def as_opened(messages: Sequence[Message], opened: str) -> list[Message]:
         opened: such as ``<think>``; see ``ConversationEncoder.opened_text``. What begins with it
             already stays.
     """
-    if not opened:
-        return list(messages)
-    shown = []
+    shown: list[Message] = []
     for message in messages:
         content = message.get("content")
         is_own = message["role"] == "assistant" and isinstance(content, str)
-        if is_own and not content.lstrip().startswith(opened.strip()):
-            message = {**message, "content": opened + content}
-        shown.append(message)
+        if is_own and not str(content).lstrip().startswith(opened.strip()):
+            message = {**message, "content": f"{opened}{content}"}
+        shown.append(dict(message))
     return shown
 
 

@@ -319,9 +319,9 @@ def _rows_of_sources(
     env: EpisodeEnvironment, parts: Sequence[EpisodeTransform]
 ) -> Iterable[Mapping[str, Any]]:
     """Rows of the data, as many as it takes to know which sources of rewards go together."""
-    is_alike = all(
-        part.only_for is None and type(part).reward_names_of is RewardSource.reward_names_of
-        for part in parts
+    kinds: list[Any] = [type(part) for part in parts]
+    is_alike = all(part.only_for is None for part in parts) and all(
+        kind.reward_names_of is RewardSource.reward_names_of for kind in kinds
     )
     for loader in env.transforms_of(DataLoadingPrimer):
         yield from loader.sample_rows(1 if is_alike else None)

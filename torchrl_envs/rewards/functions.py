@@ -289,13 +289,13 @@ def scoring_call(
     log = RewardLog([episodes[place] for place in places])
     if scores_one_rollout(function):
         (place,) = places
-        given = dict(episodes[place].example or {})
+        given: dict[str, Any] = dict(episodes[place].example or {})
         given |= {single: inputs[many][place] for many, single in SINGULAR.items()}
         log_extra: Callable[..., None] = log.log_value
     else:
         given = {name: [values[place] for place in places] for name, values in inputs.items()}
         log_extra = log.log_extra
-    given |= zip(OF_TRAINING, (trainer_state, log.log_metric, log_extra), strict=True)
+    given |= dict(zip(OF_TRAINING, (trainer_state, log.log_metric, log_extra), strict=True))
     call = functools.partial(function, **accepted_arguments(function, given))
     return ScoringCall(places, call, log)
 

@@ -67,12 +67,12 @@ def _load(
     reads_images = is_asked and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if processor is None and reads_images:
         processor = load_pretrained(AutoProcessor, path, **place)
-    tokenizer = tokenizer or load_pretrained(AutoTokenizer, path, **place)
+    words: Any = tokenizer or load_pretrained(AutoTokenizer, path, **place)
     auto = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
     dtype = torch.float32 if options["dtype"] is None else options["dtype"]
     model: Any = load_causal_lm(path, auto, dtype=dtype, **more)
     device = accelerator() if options["device"] is None else options["device"]
-    return model.to(device), tokenizer, processor
+    return model.to(device), words, processor
 
 
 def load_causal_lm(

@@ -26,7 +26,9 @@ function chart(name, label) {
   const [first, last] = [Math.min(...steps), Math.max(...steps)];
   let [low, high] = [Math.min(...values), Math.max(...values)];
   if (low > 0 && low < high * 0.5) low = 0;
-  if (high === low) { high += Math.abs(high) || 1; low -= low === 0 ? 0 : Math.abs(low); }
+  // At least a tenth of the largest magnitude: a curve from 1.98 to 2.00 is drawn as flat as it is.
+  const lacking = (0.1 * Math.max(Math.abs(low), Math.abs(high)) || 1) - (high - low);
+  if (lacking > 0) { low -= lacking / 2; high += lacking / 2; }
   const x = (step) => (last > first ? (step - first) / (last - first) : 0.5) * 300;
   const y = (value) => 88 - ((value - low) / (high - low)) * 82;
   const line = (points) => points.map(([s, v], i) => `${i ? "L" : "M"}${x(s).toFixed(1)} ${y(v).toFixed(1)}`).join("");
