@@ -38,7 +38,7 @@ DOORS = {
     "math_verify": {"torchrl_envs.graders.answers"},
     "openai": {"torchrl_envs.graders.judges", "torchrl_envs.tasks.external"},
     "starlette": {"torchrl_envs.agents.server"},
-    "uvicorn": {"torchrl_envs.agents.server"},
+    "uvicorn": {"torchrl_envs.agents.http", "torchrl_envs.agents.server"},
     "datasets": {"torchrl_envs.datasets.rows"},
     "textarena": {"torchrl_envs.tasks.remote"},
     "reasoning_gym": {"torchrl_envs.tasks.__init__"},
@@ -158,7 +158,7 @@ def imported_when_run(tree: ast.AST) -> Iterator[str]:
                 yield module
             case ast.Call(func=function, args=[ast.Constant(value=str(module)), *_]) if ast.unparse(
                 function
-            ).endswith(("import_module", "run_module")):
+            ).endswith(("import_module", "run_module", "import_package")):
                 yield module
                 yield from imported_when_run(node)
             case _:

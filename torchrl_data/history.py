@@ -374,7 +374,7 @@ class History(TensorClass["nocast"]):
 
         Example:
             >>> chats = [[{"role": "user", "content": "2 + 2?"}]]
-            >>> History.from_chats(chats).to_torchrl().content
+            >>> [[*row] for row in History.from_chats(chats).to_torchrl().content]
             [['2 + 2?']]
         """
         from torchrl.data.llm import ContentBase
