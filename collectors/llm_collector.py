@@ -231,6 +231,13 @@ class Collector(ChecksAttributes, ABC):
     def shutdown(self) -> None:
         """Give back everything that it holds."""
 
+    def __repr__(self) -> str:
+        told = {"policy": type(self.policy).__name__, "total_episodes": self._total}
+        if self.replay_buffer is not None:
+            told["replay_buffer"] = type(self.replay_buffer).__name__
+        values = "".join(f", {name}={value}" for name, value in told.items() if value is not None)
+        return f"{type(self).__name__}(num_collected={self.num_collected}{values})"
+
     def __enter__(self) -> Self:
         return self
 

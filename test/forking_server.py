@@ -33,10 +33,16 @@ def run(argv):
     runpy.run_path(argv[0], run_name="__main__")
 
 
+def become_again(_, argv, environment):
+    """What stands for the system's call of that name: the imports stay."""
+    os.environ.update(environment)
+    sys.exit(run(argv[1:]))
+
+
 def become(job):
     """Be the process that ran the script; a script that becomes another one need not import."""
     status = 1
-    os.execv = lambda _, argv: sys.exit(run(argv[1:]))
+    os.execve = become_again
     try:
         os.chdir(job["cwd"])
         for name, number in (("out", 1), ("err", 2)):

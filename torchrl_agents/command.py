@@ -102,7 +102,9 @@ def completion(arguments: Sequence[str]) -> int:
             except ValueError:  # a quotation is not closed: nothing of ours goes on there
                 return 1
             if words and words[0] in {**scripts, **ALIASES} and not last.startswith("-"):
-                return _run_recipe(words[0], scripts, [*words[1:], last, "--shell-completion"])
+                return _run_recipe(
+                    words[0], scripts, [*words[1:], last, "--shell-completion"], typed=words[0]
+                )
             known = ["--help", "--multirun"] if words else [*scripts, *ALIASES, *COMMANDS, "--help"]
             print("\n".join(f"{name} " for name in known if name.startswith(last)))
         case _:
@@ -139,8 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
         return run(rest)
     if name in {**scripts, **ALIASES}:
-        os.environ[TYPED_AS] = f"torchrl-agents {name}"
-        return _run_recipe(name, scripts, rest)
+        return _run_recipe(name, scripts, rest, typed=name)
     close = get_close_matches(name, [*scripts, *ALIASES, *COMMANDS], n=1, cutoff=0.5)
     guess = f" Did you mean {close[0]}?" if close else ""
     print(f"torchrl-agents: there is no command {name!r}.{guess} See --help.", file=sys.stderr)
@@ -156,11 +157,14 @@ def recipes() -> dict[str, Path]:
     return {path.parent.name: path for path in scripts if path.is_file()}
 
 
-def _run_recipe(name: str, scripts: Mapping[str, Path], arguments: Sequence[str]) -> int:
+def _run_recipe(
+    name: str, scripts: Mapping[str, Path], arguments: Sequence[str], *, typed: str
+) -> int:
     """Become its script, signals and exit status included."""
     if name in scripts:
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, str(scripts[name]), *arguments])
+        program = [sys.executable, str(scripts[name]), *arguments]
+        os.execve(sys.executable, program, {**os.environ, TYPED_AS: f"torchrl-agents {typed}"})
     recipe, experiment, _ = ALIASES[name]
     given = next((each for each in arguments if each.startswith("experiment=")), None)
     if given is not None:
@@ -170,7 +174,7 @@ def _run_recipe(name: str, scripts: Mapping[str, Path], arguments: Sequence[str]
             file=sys.stderr,
         )
         return 2
-    return _run_recipe(recipe, scripts, [f"experiment={experiment}", *arguments])
+    return _run_recipe(recipe, scripts, [f"experiment={experiment}", *arguments], typed=typed)
 
 
 def help_text(scripts: dict[str, Path]) -> str:

@@ -1,5 +1,6 @@
 """The ``History`` of TorchRL: messages as a tensorclass, rendered by a template and parsed back."""
 
+import html
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
@@ -618,6 +619,24 @@ class History(TensorClass["nocast"]):
         from .display import messages_html
 
         return messages_html(self._rows(), reward=reward, rewards=rewards)
+
+    def _shown(self) -> str:
+        """The beginning of each message of the first three conversations."""
+        lines = []
+        some: Any = self[:3] if self.batch_dims > 1 else self
+        for chat in some._rows():
+            said = [f"{one['role']}: {one.get('content')!r:.60}" for one in chat[:8]]
+            lines.append(f"    {' | '.join([*said, *(['...'] if len(chat) > 8 else [])])},\n")
+        if self.batch_dims > 1 and len(self) > len(lines):
+            lines.append("    ...,\n")
+        name, size = type(self).__name__, list(self.batch_size)
+        return f"{name}(\n{''.join(lines)}    batch_size={size})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page of :meth:`to_html` in a frame of its own."""
+        page = html.escape(self.to_html(), quote=True)
+        style = "width: 100%; height: 24em; border: 1px solid #8884; resize: vertical"
+        return f'<iframe sandbox="" style="{style}" srcdoc="{page}"></iframe>'
 
     def _rows(self) -> list[list[Message]]:
         chats: Any = self.to_chats()

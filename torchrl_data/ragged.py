@@ -3,7 +3,9 @@
 Rows packed, padded, grouped, and as the token entries of a batch.
 """
 
+import reprlib
 from collections.abc import Callable, Sequence
+from textwrap import indent
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import torch
@@ -34,12 +36,36 @@ def documented(cls: _C) -> _C:
     # TensorClass replaces the docstring by the signature; the class keeps a copy: `_documentation =
     # __doc__`. It also writes its own `__getattr__` over that of the class body, and a class says
     # by `_read_attribute(self, name, generated)` what is read through it.
+    # Its `__repr__` lists every field, the empty ones too: the class writes its own, or has none.
     made: Any = cls
     made.__doc__ = made._documentation
+    made.__repr__ = getattr(made, "_shown", entries_shown)
     read, generated = getattr(cls, "_read_attribute", None), made.__getattr__
     if read is not None:
         made.__getattr__ = lambda self, name: read(self, name, generated)
     return cls
+
+
+def entries_shown(group: Any) -> str:
+    """A group as ``print`` shows it: its entries, without those that it has not."""
+    lines = [f"{name}: {_entry_shown(group, name)},\n" for name in group._tensordict.keys()]  # noqa: SIM118
+    inside = indent("".join(lines), "    ")
+    return f"{type(group).__name__}(\n{inside}    batch_size={list(group.batch_size)})"
+
+
+def _entry_shown(group: Any, name: str) -> str:
+    stored = group._tensordict
+    rows = [stored] if not isinstance(stored, LazyStackedTensorDict) else stored.unbind(0)
+    values = [row.get(name, None) for row in rows]
+    if not all(isinstance(value, Tensor) for value in values):
+        return repr(stored.get(name))
+    if len({value.shape for value in values}) == 1:
+        first = values[0]
+        shape = [*([len(values)] if stored is not rows[0] else []), *first.shape]
+        return f"Tensor(shape={shape}, dtype={first.dtype})"
+    lengths = [value.shape[-1] for value in values]
+    told = f"{min(lengths)} to {max(lengths)} long, dtype={values[0].dtype}"
+    return f"{len(values)} rows, {told}"
 
 
 # Python objects in a TensorDict: strings, messages, conversations; one snapshot for a whole batch.
@@ -113,6 +139,10 @@ class BatchedObject(NonTensorData):
     def dtype(self) -> None:  # type: ignore[override]
         """None, as for all leaves that are not tensors (specs compare it)."""
         return None
+
+    def _shown(self) -> str:
+        snapshot = self.snapshot()
+        return reprlib.repr([*snapshot]) if type(snapshot) is RowObjects else repr(snapshot)
 
     def snapshot(self) -> Any:
         """The snapshot of this leaf's rows."""

@@ -231,7 +231,7 @@ def read_command_line(recipe: Recipe) -> None:
 
 def _refuse_options(recipe: Recipe, arguments: Sequence[str]) -> None:
     """Name the right way to a file of settings, where Hydra's options for it are typed."""
-    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+    for option, value in pairwise([*arguments, ""]):
         name, _, given = option.partition("=")
         if name in ("-cn", "-cp") or (name.startswith("--config") and name != "--config-dir"):
             file = given or value

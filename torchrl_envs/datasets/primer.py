@@ -586,6 +586,13 @@ class DataLoadingPrimer(EpisodeTransform):
                 reason = data.length_error(encoder, most, prompt, self._system_prompt)
         return "too_long", reason
 
+    def extra_repr(self) -> str:
+        """How many rows there are, in groups of how many rollouts, and in which order."""
+        count = self._rows.num_rows
+        rows = "a stream" if count is None else f"{count} rows"
+        order = ", shuffle=True" if self._settings["shuffle"] else ""
+        return f"{rows}, group_size={self.group_size}{order}"
+
     def draw(self, episodes: Sequence[Episode]) -> None:
         """Give episodes their ``example``, ``query``, ``group_id``, ``seed`` and ``stream``.
 

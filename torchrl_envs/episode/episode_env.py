@@ -3,6 +3,7 @@
 import functools
 import inspect
 import logging
+import reprlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
@@ -188,6 +189,16 @@ class EpisodeEnv(TransformedEnv):
         self.entries = entries
         self._find_parts()
 
+    def __repr__(self) -> str:
+        base, lines = self.base_env, []
+        for part in self.transforms_of(Transform):
+            if isinstance(part, StepCounter):
+                lines.append(f"StepCounter(max_steps={part.max_steps})")
+            elif not isinstance(part, _HARMLESS):
+                lines.append(repr(part))
+        inside = "".join(f"\n    {line}," for line in lines)
+        return f"{type(self).__name__}(\n    {base!r},{inside}\n)"
+
     def append_transform(self, transform: Transform) -> Self:  # type: ignore[override]
         """Add a transform, or those of a ``Compose``.
 
@@ -285,6 +296,19 @@ class EpisodeEnv(TransformedEnv):
             self.runner.dispatcher.parse = base.parse_turn
 
     # Reset --------------------------------------------------------------------------------------
+
+    def reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """Begin an episode in each row: see ``EnvBase.reset`` of TorchRL.
+
+        Args:
+            tensordict: what the rows begin with, such as their ``query``.
+            **kwargs: as TorchRL's.
+
+        Raises:
+            TypeError: it is no TensorDict.
+        """
+        _check_reset(tensordict)
+        return super().reset(tensordict, **kwargs)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self._find_parts()
@@ -567,6 +591,14 @@ class AsyncEpisodeRunner:
         self._runner.close(episodes)
 
 
+def _check_reset(given: object) -> None:
+    if given is not None and not isinstance(given, TensorDictBase):
+        raise TypeError(
+            f"reset takes a TensorDict, or nothing, got {type(given).__name__}: {given!r:.60}. "
+            'A prompt of your own is its query: TensorDict({"query": ["..."]}, batch_size=[1]).'
+        )
+
+
 def _queries(batch: TensorDictBase) -> list[Any] | None:
     """What each row asks, in whatever form it is stored; ``None`` where there is nothing."""
     first = first_entries(batch)
@@ -712,6 +744,13 @@ class ChatEnv(EnvBase):
             )
         return self._encoder
 
+    def __repr__(self) -> str:
+        told = {"batch_size": tuple(self.batch_size), "input_mode": self.input_mode}
+        if self.system_prompt is not None:
+            told["system_prompt"] = reprlib.repr(self.system_prompt).strip("'\"")
+        values = ", ".join(f"{name}={value!r}" for name, value in told.items())
+        return f"{type(self).__name__}({values})"
+
     def append_transform(self, transform: Transform) -> EpisodeEnv:  # type: ignore[override]
         """Add a transform.
 
@@ -750,6 +789,20 @@ class ChatEnv(EnvBase):
         if self.system_prompt is not None and messages[0].get("role") != self._system_role:
             messages = [system, *messages]
         return Conversations.from_messages([messages], [tools], goes_on=True)
+
+    def reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """Begin a conversation in each row: see ``EnvBase.reset`` of TorchRL.
+
+        Args:
+            tensordict: ``query``, a string or messages for each row, and perhaps ``tools``.
+            **kwargs: as TorchRL's.
+
+        Raises:
+            MissingEntryError: there is no query.
+            TypeError: it is no TensorDict.
+        """
+        _check_reset(tensordict)
+        return super().reset(tensordict, **kwargs)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         del kwargs

@@ -142,6 +142,14 @@ class EpisodeTransform(ChecksAttributes, Transform):
         """Whether it can make ``reward`` dense, ``[B, T, 1]``, at the end of an episode."""
         return False
 
+    def extra_repr(self) -> str:
+        """What it does, in the ``repr`` of an environment: its rewards and tools, say."""
+        rewards = list(getattr(self, "reward_names", ()))
+        return f"rewards={rewards}" if rewards else ""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
     # Events -------------------------------------------------------------------------------------
 
     def check(self, env: EpisodeEnvironment) -> None:
@@ -596,6 +604,11 @@ class ToolSource(EpisodeTransform):
     def bind(self, episode: Episode, call: ToolCall) -> Job:
         """A call of one of the episode's tools, ready to run; its arguments fit the schema."""
         raise NotImplementedError(f"{type(self).__name__} offers tools but has no bind().")
+
+    def extra_repr(self) -> str:
+        """Its tools, and its rewards if it has any."""
+        tools = [f"tools={list(self.tool_names())}"] if self.tool_names() else []
+        return ", ".join([*tools, *filter(None, [super().extra_repr()])])
 
     def job(self, call: ToolCall, function: Callable[..., Any], *, lane: Hashable = None) -> Job:
         """A job with this source's deadline and cap, answered with a ``tool`` message.

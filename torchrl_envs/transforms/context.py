@@ -209,6 +209,10 @@ class TokenBudget(EpisodeTransform):
 
     changeable = frozenset({"encoder"})
 
+    def extra_repr(self) -> str:
+        """Its bounds, in tokens."""
+        return f"max_tokens={self.max_tokens}, max_model_len={self.max_model_len}"
+
     def check(self, env: "EpisodeEnvironment") -> None:
         """There must be something that counts tokens.
 

@@ -409,7 +409,15 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
 
         Raises:
             MissingEntryError: there is no prompt.
+            TypeError: it is no TensorDict.
         """
+        if not isinstance(tensordict, TensorDictBase):
+            raise TypeError(
+                f"{self._get_name()} takes a TensorDict, as env.reset() gives it, got "
+                f"{type(tensordict).__name__}: {tensordict!r:.60}. For messages of your own: "
+                'TensorDict({"history": ChatHistory(prompt=History.from_chats([messages]))}, '
+                "batch_size=[1])."
+            )
         prompt = self._read_prompts(tensordict)
         if self.num_samples is not None:
             prompt = self.encoder.encode_rows(prompt).conversations

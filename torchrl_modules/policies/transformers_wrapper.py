@@ -213,8 +213,9 @@ class TransformersWrapper(LLMWrapperBase):
         elif given := [name for name, value in options.items() if value is not None]:
             names = ", ".join(f"{name}=" for name in given)
             raise TypeError(
-                f"TransformersWrapper: {names} applies only when the wrapper loads the model, and "
-                f"got a {type(model).__name__}. Pass a hub id or path, or build the model that way."
+                f"TransformersWrapper: {names} {'apply' if len(given) > 1 else 'applies'} only "
+                f"when the wrapper loads the model, and got a {type(model).__name__}. Pass a hub "
+                "id or path, or build the model that way."
             )
         if tokenizer is None:
             raise TypeError("TransformersWrapper needs the tokenizer of the model: tokenizer=...")

@@ -128,9 +128,15 @@ def test_an_attention_that_is_chosen_is_kept(path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        pytest.param({"dtype": torch.float32}, "dtype say how", id="dtype"),
-        pytest.param({"device": "cpu", "model_kwargs": {}}, "device, model_kwargs say", id="two"),
-        pytest.param({"attn_implementation": "eager"}, "attn_implementation say", id="attention"),
+        pytest.param(
+            {"dtype": torch.float32}, "dtype= applies only when the wrapper loads", id="dtype"
+        ),
+        pytest.param(
+            {"device": "cpu", "model_kwargs": {}}, "device=, model_kwargs= apply only", id="two"
+        ),
+        pytest.param(
+            {"attn_implementation": "eager"}, "attn_implementation= applies only", id="attention"
+        ),
     ],
 )
 def test_a_model_that_is_built_is_not_loaded(make_tiny_model, chatml_tokenizer, settings, words):

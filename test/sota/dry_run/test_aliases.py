@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from torchrl_agents import command
 from torchrl_agents.run import plain_settings
+from torchrl_agents.settings import TYPED_AS
 from torchrl_agents.settings.command_line import compose_config, prepare
 
 SCRIPTS = Path(__file__).parents[3] / "sota-implementations"
@@ -16,7 +17,8 @@ SCRIPTS = Path(__file__).parents[3] / "sota-implementations"
 def main(monkeypatch):
     """The command, which tells what it would become."""
 
-    def become(_, program):
+    def become(_, program, environment):
+        assert environment[TYPED_AS].startswith("torchrl-agents ")
         raise Become(program[1:])
 
     def main(arguments):
@@ -25,7 +27,7 @@ def main(monkeypatch):
         except Become as told:
             return told.args[0]
 
-    monkeypatch.setattr(command.os, "execv", become)
+    monkeypatch.setattr(command.os, "execve", become)
     return main
 
 
