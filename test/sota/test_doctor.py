@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from torchrl_data.releases import TESTED, installed_release
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -13,7 +17,9 @@ def doctor(*without, arguments=(), path=None):
         f"import sys; sys.modules.update(dict.fromkeys({list(without)}))\n"
         "from torchrl_agents.command import main\n"
         f"status = main(['doctor', *{list(arguments)}])\n"
-        "assert not {'numpy', 'torch', 'transformers'} & {n for n, m in sys.modules.items() if m}\n"
+        f"imports = '--import' in {list(arguments)}\n"
+        "heavy = {'numpy', 'torch', 'transformers'} & {n for n, m in sys.modules.items() if m}\n"
+        "assert bool(heavy) == imports\n"
         "sys.exit(status)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **(path or {})}
@@ -21,7 +27,8 @@ def doctor(*without, arguments=(), path=None):
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
     )
     lines = done.stdout.splitlines()
-    return done.returncode, {line[2:18].strip(): line[18:] for line in lines[2:]}, done.stderr
+    told = {line[2:18].strip(): line[18:] for line in lines if line.startswith("  ")}
+    return done.returncode, told, done.stderr
 
 
 def test_what_is_missing_is_told_with_what_to_do_and_where_to_read():
@@ -55,7 +62,29 @@ def test_a_program_by_any_of_its_names_will_do(tmp_path):
 def test_arguments_are_refused():
     status, told, error = doctor(arguments=["vllm"])
     assert (status, told) == (2, {})
-    assert error == "torchrl-agents doctor takes no arguments, got ['vllm'].\n"
+    assert error == "torchrl-agents doctor takes --import or nothing, got ['vllm'].\n"
+
+
+def test_releases_are_told_with_the_range_that_was_tested():
+    _, told, _ = doctor()
+    for package, (oldest, newest) in TESTED.items():
+        here = installed_release(package)
+        assert told[package] == f"{here} (tested: {oldest} to {newest})"
+
+
+@pytest.mark.slow
+def test_what_a_package_lacks_itself_is_told(tmp_path):
+    """A package that is there, and breaks as it is imported: of a module that is missing, or so."""
+    for name, code in {"ray": "import not_there", "peft": "raise KeyError('x')"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(code)
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    without = ("vllm", "playwright", "mcp", "openai", "reasoning_gym")  # which take long
+    status, told, _ = doctor(*without, arguments=["--import"], path=path)
+    assert status == 0
+    assert told["the library"] == "ready"
+    assert "the module not_there that it needs is missing: pip install not_there." in told["Ray"]
+    assert told["adapters"] == "'x'"
 
 
 def test_pages_that_it_names_are_there():

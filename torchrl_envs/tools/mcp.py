@@ -300,7 +300,7 @@ async def make_client(server: Any, on_message: Any) -> AsyncIterator[Any]:
     # URL (streamable HTTP), an `MCPServer` or `Server` object (in memory), or a function without
     # arguments that returns one of these or a transport.
     for module in ("mcp", "mcp.client.streamable_http"):
-        import_package(module, who="An MCP server", install="pip install 'mcp>=2,<3'")
+        import_package(module, who="An MCP server", install="pip install 'mcp>=2'")
     try:
         from mcp import Client, StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
@@ -308,7 +308,7 @@ async def make_client(server: Any, on_message: Any) -> AsyncIterator[Any]:
     except ImportError as error:  # of another version, whose names are others
         raise ImportError(
             f"An MCP server needs mcp 2, and the one installed is another: {error}. pip install "
-            "'mcp>=2,<3'."
+            "'mcp>=2'."
         ) from error
 
     if callable(server) and not hasattr(server, "list_tools"):

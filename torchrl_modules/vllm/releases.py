@@ -1,0 +1,72 @@
+"""What differs between the releases of vLLM that the engines run with.
+
+Each difference is asked of what is installed, and not of its version. Beside it stands the release
+from which its older branch can go.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final
+
+USED: Final = (
+    ("vllm", ()),
+    # Before the modules that compile something as they are imported.
+    ("vllm.platforms", ("current_platform",)),
+    ("vllm", ("LLM", "SamplingParams")),
+    ("vllm.config", ("set_current_vllm_config",)),
+    ("vllm.distributed.device_communicators.shm_broadcast", ("SpinCondition",)),
+    ("vllm.envs", ("environment_variables",)),
+    ("vllm.inputs", ("tokens_input",)),
+    ("vllm.lora.request", ("LoRARequest",)),
+    ("vllm.model_executor.layers.vocab_parallel_embedding", ("VocabParallelEmbedding",)),
+    (
+        "vllm.model_executor.model_loader.reload",
+        ("finalize_layerwise_reload", "initialize_layerwise_reload"),
+    ),
+    ("vllm.sampling_params", ("RequestOutputKind",)),
+)
+"""The names that are used, by module, and that all of these releases have."""
+
+# `vllm.entrypoints.launchers` from 0.29 on.
+_SERVERS: Final = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.openai.api_server",
+)
+
+
+def client_error() -> type[Exception]:
+    """What vLLM raises for a request that it refuses; ``ValueError`` before 0.27."""
+    return getattr(import_module("vllm.exceptions"), "VLLMClientError", ValueError)
+
+
+def tells_versions() -> bool:
+    """Whether responses say which weights drew each of their tokens; from 0.32 on."""
+    output: Any = import_module("vllm.outputs").CompletionOutput
+    return "weight_versions" in output.__dataclass_fields__
+
+
+def lacking() -> list[str]:
+    """What the vLLM that is installed can't do, each in a line, with the release that can."""
+    found = {
+        "servers say which weights drew a token (0.32): rows end before new weights come": (
+            tells_versions()
+        ),
+    }
+    return [words for words, there in found.items() if not there]
+
+
+def label_weights(llm_engine: Any, label: str) -> None:
+    """Name the weights of an engine of this process, for whoever asks vLLM; from 0.27 on."""
+    if hasattr(llm_engine, "set_weight_version"):
+        llm_engine.set_weight_version(label)
+
+
+def server_module() -> str:
+    """The module that runs vLLM's server as a program."""
+    for name in _SERVERS:
+        try:
+            if find_spec(name) is not None:
+                return name
+        except ModuleNotFoundError:  # a package above it
+            continue
+    raise ImportError(f"The vLLM installed here has none of the servers {', '.join(_SERVERS)}.")
