@@ -50,7 +50,8 @@ def test_is_trained_on(framework, folder, run_script):
     assert metrics[0]["grad_norm"] > 0
     record = RunRecord(out)
     samples = [sample for step in record.steps for sample in record.samples(step.step)]
-    assert {sample.stop_reason for sample in samples} <= {"environment_done"}
+    ends = {"environment_done", "response_length"}  # that of a turn which the budget cut
+    assert {sample.stop_reason for sample in samples} <= ends
     called = [sample for sample in samples if "add" in [c.tool for c in sample.tool_calls]]
     assert called
     heard = [sample.messages[-2]["content"] for sample in called if len(sample.messages) > 3]
