@@ -5,6 +5,7 @@ Rows packed, padded, grouped, and as the token entries of a batch.
 
 import reprlib
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from textwrap import indent
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
@@ -43,7 +44,20 @@ def documented(cls: _C) -> _C:
     read, generated = getattr(cls, "_read_attribute", None), made.__getattr__
     if read is not None:
         made.__getattr__ = lambda self, name: read(self, name, generated)
+        for name in made.__expected_keys__:  # tensordict 0.15: getters, found before `__getattr__`
+            if any(name in vars(each) for each in made.__mro__):
+                setattr(made, name, _Field(name, made.__getattr__))
     return cls
+
+
+class _Field:
+    """Reads an attribute of an instance as its ``__getattr__`` does."""
+
+    def __init__(self, name: str, read: Callable[[Any, str], Any]) -> None:
+        self._name, self._read = name, read
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self if instance is None else self._read(instance, self._name)
 
 
 def entries_shown(group: Any) -> str:
@@ -207,6 +221,37 @@ class BatchedObject(NonTensorData):
         own = torch.arange(self.numel())
         rows = torch.where(condition.reshape(-1), own, own + self.numel())
         return type(self).of(both[rows], self.batch_size, view=view_of(self))
+
+    def expand(self, *shape: Any) -> "BatchedObject":
+        """The same rows, each as often as a shape has it."""
+        size = torch.empty(self.batch_size, device="meta").expand(*shape).shape
+        state = self.__dict__
+        rows = state["_tensordict"]._get_str("rows", None).expand(size)
+        return type(self).of(state["_non_tensordict"]["data"], size, rows, view=view_of(self))
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """The rows of several, one after the other, for ``torch.cat``."""
+        if func is not torch.cat:
+            return super().__torch_function__(func, types, args, kwargs)
+        return cls._cat(*args, **(kwargs or {}))
+
+    @classmethod
+    def _cat(cls, leaves: Sequence["BatchedObject"], dim: int = 0) -> "BatchedObject":
+        snapshots = [leaf.snapshot() for leaf in leaves]
+        first = accumulate((leaf.numel() for leaf in leaves), initial=0)
+        places = [
+            torch.arange(leaf.numel()).view(leaf.batch_size) + start
+            for leaf, start in zip(leaves, first, strict=False)
+        ]
+        rows = torch.cat(places, dim)
+        return cls.of(snapshots[0].cat(snapshots), rows.shape, rows, view=view_of(leaves[0]))
 
     @classmethod
     def _stack_non_tensor(
