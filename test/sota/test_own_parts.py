@@ -270,6 +270,34 @@ def test_lines_that_hold_no_conversation_can_be_left_out(run, tmp_path):
     assert told in done.stderr
 
 
+def test_what_is_tested_on_and_trained_on_is_told(run, tmp_path):
+    """Conversations 4 to 11 are trained on: they ask the prompts 1, 4 and 5 of the six held-out
+    ones, and the first of these as conversation 1 does."""
+
+    def chat(number):
+        asked = [{"role": "user", "content": f"{number}?"}]
+        return {"messages": [*asked, {"role": "assistant", "content": "Yes."}]}
+
+    chats = [chat(n) for n in (0, 1, 2, 3, 4, 5, 1, 20, 21, 22, 23, 24)]
+    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in chats))
+    said = [{"prompt": f"{n}?"} for n in range(40)]
+    said[4]["prompt"] = [{"role": "system", "content": "0?"}, {"role": "user", "content": "4?"}]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in said))
+    own = ("debug=tiny", "logger=none", "dry_run=true", "data.num_held_out=4")
+    own += ("task.dataset=rows.jsonl", "task.rewards=mine:shape", "evaluate.num_prompts=6")
+    done = run(*own, "data.dataset=chats.jsonl", name="sft")
+    assert done.returncode == 0, done.stderr
+    assert "1 of the 4 held-out conversations are trained on, too" in done.stderr
+    assert "3 of the 6 held-out prompts of the task are asked in conversations" in done.stderr
+    assert "trained on, '1?' first" in done.stderr
+    assert "8 conversations to train on, 4 held out" in done.stdout
+    assert "environment: 6 held out" in done.stdout
+    lines = [json.dumps(chats[n]) for n in (0, 1, 2, 3, 7, 8, 9, 10, 11)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    done = run(*own, "data.dataset=chats.jsonl", name="sft")
+    assert "trained on" not in done.stderr
+
+
 def test_the_column_of_the_prompts_has_any_name(run, tmp_path):
     rows = [{"question": f"{i}?"} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
