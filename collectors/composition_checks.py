@@ -6,6 +6,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from torchrl.data import ReplayBuffer, TensorStorage
+from torchrl.envs.transforms import Compose
 
 from objectives import DecoupledSources
 from objectives.advantages.mc_advantage import MCAdvantage, TopKRewardSelector
@@ -48,7 +49,8 @@ def check_composition(
         ValueError: they don't fit; the message says what does not.
     """
     check_fit(env, policy, who=who)
-    for part in (*_transforms(buffer), postproc):
+    after = postproc.transforms if isinstance(postproc, Compose) else [postproc]
+    for part in (*_transforms(buffer), *after):
         if isinstance(part, EpisodeTransform):
             part.check_policy(policy)
     weigh_sources(buffer, reward_weights(env.episode_transforms()))

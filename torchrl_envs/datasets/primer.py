@@ -464,9 +464,16 @@ class DataLoadingPrimer(EpisodeTransform):
         """The batch must hold whole groups, and its prompts tell of the tools that are shown.
 
         Raises:
-            ValueError: it does not; the data lack a column that a transform requires; or, a
-                ``ToolsNotShownError``, its chat template leaves tools out and no prompt names them.
+            ValueError: it does not; another loader draws, too; the data lack a column that a
+                transform requires; or, a ``ToolsNotShownError``, its chat template leaves tools out
+                and no prompt names them.
         """
+        if (count := len(list(env.transforms_of(DataLoadingPrimer)))) > 1:
+            raise ValueError(
+                f"DataLoadingPrimer: the environment has {count} of them, and the rows of the last "
+                "one would take the place of the others'. Append one: its data may be several sets "
+                "in one list, which a column tells apart."
+            )
         size = env.batch_size.numel()
         if size % self.group_size:
             raise ValueError(

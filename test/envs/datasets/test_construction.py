@@ -721,6 +721,31 @@ def test_prompts_after_which_a_budget_leaves_no_turn_are_left_out_and_told(
     collector.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        pytest.param(
+            lambda: compose(DataLoadingPrimer(ROWS, group_size=2), DataLoadingPrimer(ROWS)).reset(),
+            ValueError,
+            "the environment has 2 of them, and the rows of the last one would take the place",
+            id="two loaders",
+        ),
+        pytest.param(
+            lambda: ChatEnv(batch_size=2, system_prompt=["Be brief."]),
+            TypeError,
+            "ChatEnv: system_prompt must be a string, got .'Be brief.'.",
+            id="system prompt",
+        ),
+        pytest.param(
+            lambda: FunctionTools(add), TypeError, "takes a list of functions: .<func", id="tool"
+        ),
+    ],
+)
+def test_what_is_put_together_wrongly_is_named_when_it_is(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
 def test_prompts_of_which_none_is_short_enough_are_refused(chatml_tokenizer, make_tiny_model):
     policy = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer, max_model_len=24)
     rows = [{"prompt": "long " * (40 + n)} for n in range(300)]
