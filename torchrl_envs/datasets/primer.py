@@ -303,6 +303,9 @@ class DataLoadingPrimer(EpisodeTransform):
         ([{'role': 'user', 'content': '3 + 3?'}], tensor([0, 0, 1, 1]))
     """
 
+    _prompt_bounds: Sequence[int] = ()
+    """The longest prompts after which the parts of the environment begin a turn."""
+
     def __init__(
         self,
         dataset: Any = None,
@@ -332,8 +335,7 @@ class DataLoadingPrimer(EpisodeTransform):
         self.num_epochs = num_epochs
         self.skipped = data.SkippedRows()
         self.left_out: dict[int, str] = {}
-        """Why rows are not used, by their number: those that are known before anything is drawn.
-        Of prompts that are too long for the model 256 at most are here."""
+        """Why rows are not used that were found bad before anything was drawn, by their number."""
         order: Any = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
         self._rows = data.RowStream(
             self.dataset, map_row, self.options, num_workers=num_workers, **order
@@ -343,7 +345,6 @@ class DataLoadingPrimer(EpisodeTransform):
         """What :meth:`admit_by` was given."""
         self._system_prompt: str | None = None
         self._keeps_prompts = False
-        self._prompt_bounds: list[int] = []
         self._model_limit: tuple[ConversationEncoder, int] | None = None
         self._num_rows = 1
         self._shown_tools: list[str] = []
@@ -408,7 +409,7 @@ class DataLoadingPrimer(EpisodeTransform):
             self._common = frozenset.intersection(*readable) if readable else frozenset()
         errors = ((number, data.row_error(row, [check])) for number, row in sample)
         if bad := {number: error for number, error in errors if error}:
-            first = [f"row {number}: {error}" for number, error in bad.items()][:_SHOWN_ERRORS]
+            first = [f"row {n}: {why.removesuffix('.')}" for n, why in bad.items()][:_SHOWN_ERRORS]
             shown = "; ".join(first) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
             if self.options.skip_bad_rows:
                 self.left_out |= bad
@@ -526,17 +527,16 @@ class DataLoadingPrimer(EpisodeTransform):
         Raises:
             ValueError: it takes none of them.
         """
-        good = (
-            (len(str(row[self.prompt_column])), number, row[self.prompt_column])
-            for number, row in self._rows.sample(self.options.num_checked_rows)
-            if not data.row_error(row, self._checks.values())
-        )
-        shortest: Any = None
-        longest: list[Any] = []
-        for found in good:
-            shortest = found if shortest is None else min(shortest, found, key=lambda its: its[:2])
+        shortest: tuple[int, int, Any] | None = None
+        longest: list[tuple[int, int, Any]] = []
+        for number, row in self._rows.sample(self.options.num_checked_rows):
+            if isinstance(row, data.BadRow) or data.row_error(row, self._checks.values()):
+                continue
+            prompt = row[self.prompt_column]
+            found = (len(str(prompt)), number, prompt)  # numbers differ, so no prompts are compared
+            shortest = found if shortest is None else min(shortest, found)
             change = heapq.heappush if len(longest) < _MOST_ENCODED else heapq.heappushpop
-            change(longest, found)  # their numbers differ, so prompts are not compared
+            change(longest, found)
         bad: dict[int, str] = {}
         num_fitting = 0
         for _, number, prompt in sorted(longest, reverse=True):
@@ -546,11 +546,12 @@ class DataLoadingPrimer(EpisodeTransform):
                 num_fitting += 1
                 if num_fitting == _SAMPLE_ROWS:
                     break  # what has fewer characters may have more tokens, but hardly ever so many
-        if not bad:
+        if not bad or shortest is None:
             return
         shown = "; ".join(f"row {n}: {bad[n]}" for n in sorted(bad)[:_SHOWN_ERRORS])
         shown += "; ..." if len(bad) > _SHOWN_ERRORS else ""
-        if not num_fitting and self._length_error(shortest[2]):
+        is_finite = self._rows.num_rows is not None  # of a stream only the first rows are seen
+        if is_finite and not num_fitting and self._length_error(shortest[2]):
             raise ValueError(
                 f"DataLoadingPrimer: no prompt is short enough: {shown}. (The first row is row 0.) "
                 "Shorten the prompts, or allow more tokens with max_model_len (of a recipe "

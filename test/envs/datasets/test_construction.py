@@ -755,4 +755,6 @@ def test_prompts_of_which_none_is_short_enough_are_refused(chatml_tokenizer, mak
             ValueError, match=r"no prompt is short enough: row \d+: .* 23 are allowed"
         ):
             LLMCollector(env, policy)
+    stream = DataLoadingPrimer(lambda: iter([*rows, {"prompt": "a"}]))  # its first row is seen
+    LLMCollector(compose(stream, batch_size=2), policy)
     LLMCollector(compose(DataLoadingPrimer([*rows, {"prompt": "a"}]), batch_size=2), policy)
