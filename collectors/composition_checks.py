@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, Final
 
 from torchrl.data import ReplayBuffer, TensorStorage
+from torchrl.envs.transforms import Compose
 
 from objectives import DecoupledSources
+from objectives.advantages.estimators import GroupMean, LeaveOneOut, MaxRL, PassAtK
 from objectives.advantages.mc_advantage import MCAdvantage, TopKRewardSelector
 from torchrl_data import page
 from torchrl_data.keys import REWARD
@@ -19,6 +21,9 @@ from torchrl_envs.episode.runner import flat_transforms
 from torchrl_envs.episode.transform import EpisodeTransform, overrides
 from torchrl_envs.rewards.answer import names_that_solve
 from torchrl_modules.policies.base import LLMWrapperBase
+
+_COMPARE: Final = (GroupMean, LeaveOneOut, MaxRL, DecoupledSources, PassAtK)
+"""Estimators that give a rollout an advantage over others of its group."""
 
 
 def check_env(env: Any, *, who: str) -> None:
@@ -48,7 +53,8 @@ def check_composition(
         ValueError: they don't fit; the message says what does not.
     """
     check_fit(env, policy, who=who)
-    for part in (*_transforms(buffer), postproc):
+    after = postproc.transforms if isinstance(postproc, Compose) else [postproc]
+    for part in (*_transforms(buffer), *after):
         if isinstance(part, EpisodeTransform):
             part.check_policy(policy)
     weigh_sources(buffer, reward_weights(env.episode_transforms()))
@@ -148,7 +154,8 @@ def check_groups(sizes: Sequence[int], buffer: ReplayBuffer | None, *, who: str)
     """Check that the groups that come in are those that the parts of a buffer wait for.
 
     Raises:
-        ValueError: the sizes differ, so no group would ever be complete.
+        ValueError: the sizes differ, so no group would ever be complete; or each group is one
+            rollout, which is compared with nothing.
     """
     parts = [p for p in _transforms(buffer) if isinstance(p, MCAdvantage | TopKRewardSelector)]
     for size in sizes:
@@ -161,6 +168,12 @@ def check_groups(sizes: Sequence[int], buffer: ReplayBuffer | None, *, who: str)
                     "parts in a Compose the last one gets the rows first."
                 )
             coming = getattr(part, "topk_size", coming)
+            if coming == 1 and isinstance(getattr(part, "estimator", None), _COMPARE):
+                raise ValueError(
+                    f"{who}: MCAdvantage compares the rollouts of a group with each other, and "
+                    "each group has one, whose advantage is always 0: nothing would be learnt. "
+                    "Give it and DataLoadingPrimer a larger group_size."
+                )
 
 
 def check_storage(

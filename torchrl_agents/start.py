@@ -187,11 +187,15 @@ def _summary(recipe: Recipe, cfg: RecipeConfig, setup: Any, folder: Path) -> str
     policy, rows = cfg.policy, setup.task.train_rows
     model = policy.model or "the embedded model"
     adapters = f", adapters of rank {policy.lora_rank}" if policy.lora_rank else ""
-    count = f"{len(rows)} rows to train on, " if hasattr(rows, "__len__") else ""
+    is_trained_on = isinstance(cfg, RolloutsConfig) and hasattr(rows, "__len__")
+    count = f"{len(rows)} rows to train on, " if is_trained_on else ""
     lines = {
         "model": f"{model}{adapters}; engine {cfg.engine.name}",
         "task": f"{cfg.task.id}: {count}{len(setup.task.held_out_rows)} held out",
     }
+    if (shown := getattr(cfg, "data", None)) is not None:
+        num_trained = len(setup.task.demonstrations) - shown.num_held_out
+        lines["data"] = f"{num_trained} conversations to train on, {shown.num_held_out} held out"
     if isinstance(cfg, RolloutsConfig):
         each = f"{cfg.collector.num_prompts} prompts x {cfg.collector.group_size} rollouts"
         lines["steps"] = f"{cfg.train.num_steps}, each of {each} ({cfg.collector.mode})"

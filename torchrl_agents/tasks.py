@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -291,13 +291,27 @@ def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Set
         return Setup(task, env, held_out_env)
 
 
-def tell_left_out(envs: Sequence[TaskEnv]) -> None:
-    """Say on the console which rows of the data are left out, if any are."""
-    loaders = [loader for env in envs for loader in env.transforms_of(DataLoadingPrimer)]
-    bad = {number: why for loader in loaders for number, why in loader.left_out.items()}
+def tell_left_out(envs: Sequence[TaskEnv], *, told: Collection[int] = ()) -> None:
+    """Say on the console which rows of the data are left out, if any are.
+
+    Args:
+        envs: draw the rows.
+        told: the numbers of those of which it was said before.
+    """
+    bad = {number: why for number, why in left_out(envs).items() if number not in told}
     if bad:
         first = "; ".join(f"row {number}: {bad[number]}" for number in sorted(bad)[:5])
         _LOG.warning("%d row(s) are left out (the first row is row 0): %s", len(bad), first)
+
+
+def left_out(envs: Sequence[TaskEnv]) -> dict[int, str]:
+    """Why rows of the data are left out, by their number.
+
+    Args:
+        envs: draw the rows.
+    """
+    loaders = [loader for env in envs for loader in env.transforms_of(DataLoadingPrimer)]
+    return {number: why for loader in loaders for number, why in loader.left_out.items()}
 
 
 def _solved_by(env: TaskEnv, asked: Any) -> list[str] | None:
@@ -342,7 +356,8 @@ def load_models(cfg: schema.RecipeConfig, setup: Setup, run: Run) -> tuple[Any, 
     """
     with run.log.phase("loading the model"):
         actor, policy = build_policies(cfg, setup.task)
-        set_limits(setup, cfg.limits, policy)
+        with schema.refusing(f"task={cfg.task.id}"):
+            set_limits(setup, cfg.limits, policy)
     return actor, policy
 
 
@@ -380,8 +395,12 @@ def warm_up(
 
 
 def set_limits(setup: Setup, cfg: schema.EpisodeConfig, policy: Any) -> None:
-    """Bound failed rewards, and the tokens of an episode by the model's length at least."""
+    """Bound failed rewards, and the tokens of an episode by the model's length at least.
+
+    Rows whose prompt is too long for the model are said.
+    """
     max_model_len = policy.engine.max_model_len
+    told = left_out(setup.envs)
     for env in setup.envs:
         env.append_transform(RewardErrorLimit(cfg.max_error_fraction))
         if (cfg.max_episode_tokens, max_model_len) != (None, None):
@@ -392,3 +411,7 @@ def set_limits(setup: Setup, cfg: schema.EpisodeConfig, policy: Any) -> None:
                 encoder=policy.encoder,
             )
             env.append_transform(budget)
+        for loader in env.transforms_of(DataLoadingPrimer):
+            loader.check(env)
+            loader.check_policy(policy)
+    tell_left_out(setup.envs, told=told)

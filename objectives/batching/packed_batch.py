@@ -354,6 +354,21 @@ class Entries(NamedTuple):
     """Entries of one value per row or token."""
 
 
+def check_batch(batch: Any, *, who: str) -> None:
+    """Check that it is a batch of rows.
+
+    Raises:
+        TypeError: it is none; the message says how rows become one.
+    """
+    if not isinstance(batch, TensorDictBase):
+        raise TypeError(
+            f"{who} takes a TensorDict [B] of one row per trajectory, as a collector gives it, or "
+            f"what its pack() made of one; got {type(batch).__name__}: {batch!r:.80}. A list of "
+            "rows becomes one with tensordict.lazy_stack(rows), conversations with "
+            "encode_demonstrations and row_tensordicts."
+        )
+
+
 def pack_batch(
     batch: TensorDictBase,
     read: TokenKeys,
@@ -364,6 +379,7 @@ def pack_batch(
     device: torch.device | None = None,
 ) -> PackedBatch:
     """Pack the rows of a batch ``[B]``, ragged or padded, and what a loss reads of them."""
+    check_batch(batch, who=who)
     if batch.ndim == 1 and not len(batch):
         none = torch.zeros(0, dtype=torch.int64, device=device)
         entries = dict.fromkeys([*wanted.tokens, *wanted.rows], torch.zeros(0, device=device))
@@ -471,6 +487,7 @@ def pack_streams(
     device: torch.device | None,
 ) -> PackedBatch:
     """Pack the tokens of all streams; the entries are ``"stream.field"``, ``"stream.weight"``."""
+    check_batch(batch, who=who)
     # A row need not have the entries of a stream in which it takes no part: 0 stands for them.
     by_token: dict[str, NestedKey] = {f"{name}.weight": (STREAMS, name) for name in streams}
     by_row: dict[str, NestedKey] = {}

@@ -500,6 +500,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         Raises:
             MissingEntryError: an entry is missing, also of a batch that was packed before an
                 option was set that reads it.
+            TypeError: the batch is no TensorDict.
             ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
         """
         if isinstance(batch, PackedBatch):

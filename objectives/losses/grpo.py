@@ -214,6 +214,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
 
         Raises:
             MissingEntryError: an entry is missing.
+            TypeError: the batch is no TensorDict.
             ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
         """
         packed = super().pack(batch)

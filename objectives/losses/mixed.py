@@ -165,6 +165,7 @@ class MixedLoss(ChecksAttributes, TensorDictModuleBase):
 
         Raises:
             MissingEntryError: a row lacks an entry of a stream in which it takes part.
+            TypeError: the batch is no TensorDict.
             ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
         """
         self._check_streams()

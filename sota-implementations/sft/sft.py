@@ -93,8 +93,9 @@ from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, build_task, load_models
 from torchrl_agents.training import Rollouts, Step, Trainer, learn
 from torchrl_data import row_tensordicts
-from torchrl_envs import load_rows
+from torchrl_envs import DataLoadingPrimer, load_rows
 from torchrl_envs.datasets.rows import NumberedRows
+from torchrl_envs.tasks.task import TaskEnv, digest_of
 from torchrl_modules import LLMWrapperBase
 
 _LOG = logging.getLogger("torchrl_agents")
@@ -128,11 +129,45 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Setup:
     if cfg.data.shuffle_answers:
         order = random.Random(cfg.seed).sample(range(len(chats)), len(chats))
         chats = [[*a[:-1], chats[i][-1]] for a, i in zip(chats, order, strict=True)]
+    if cfg.data.dataset is not None:
+        tell_seen(cfg.data.num_held_out, chats, test.held_out_env)
     chats = NumberedRows(chats)
     chats.numbers = numbers
     task = replace(test.task, demonstrations=chats, demonstration_tools=tools)
     test.held_out_env.task = task
     return test._replace(task=task)
+
+
+def tell_seen(num_held_out: int, chats: Sequence[Sequence[Any]], env: TaskEnv) -> None:
+    """Say whether what is tested on is trained on, too: conversations, and prompts of the task."""
+    held_out, trained = chats[:num_held_out], chats[num_held_out:]
+    known = {digest_of(chat, place) for place, chat in enumerate(trained)}
+    if again := sum(digest_of(chat, -1) in known for chat in held_out):
+        told = "%d of the %d held-out conversations are trained on, too: the held-out loss is lower"
+        _LOG.warning(f"{told} than that of new ones. Leave repetitions out.", again, len(held_out))
+    asked = {text for chat in trained for text in user_texts(chat)}
+    for loader in env.transforms_of(DataLoadingPrimer):
+        prompts = [user_texts(row[loader.prompt_column])[-1:] for row in loader.sample_rows()]
+        seen = [text for last in prompts for text in last if text in asked]
+        if seen:
+            told = (
+                "%d of the %d held-out prompts of the task are asked in conversations that are "
+                "trained on, %.80r first: the tests say less about new prompts. Leave these "
+                "conversations out, or test on other rows."
+            )
+            _LOG.warning(told, len(seen), len(prompts), seen[0])
+
+
+def user_texts(prompt: str | Sequence[Any]) -> list[str]:
+    """What the user says in a prompt, or in a conversation; parts other than texts are left out."""
+    if isinstance(prompt, str):
+        return [prompt]
+    said = [
+        one.get("content")
+        for one in prompt
+        if isinstance(one, Mapping) and one.get("role") == "user"
+    ]
+    return [text for text in said if isinstance(text, str)]
 
 
 def is_conversation(value: Any) -> bool:

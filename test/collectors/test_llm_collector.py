@@ -12,7 +12,7 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector, OnPolicy, StreamingCollector
-from objectives import MCAdvantage, TopKRewardSelector
+from objectives import MCAdvantage, PassAtK, RoleBaseline, TopKRewardSelector
 from torchrl_data import builtin_template
 from torchrl_envs import (
     ChatEnv,
@@ -420,6 +420,22 @@ def test_groups_that_would_never_be_complete_are_refused(make_policy, parts, mes
     refused = pytest.raises(ValueError, match=message) if message else nullcontext()
     with refused, LLMCollector(make_env(), make_policy(), replay_buffer=buffer):
         pass
+
+
+@pytest.mark.parametrize("estimator", ["group", "rloo", "maxrl", "gdpo", PassAtK(k=1)])
+def test_groups_of_one_rollout_that_are_compared_with_nothing_are_refused(make_policy, estimator):
+    """R less the mean of a group of one is 0, whatever R is; a baseline of the past is not."""
+
+    def compose(size, **chosen):
+        transform = MCAdvantage(size, **chosen)
+        buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=transform)
+        env = make_env(group_size=size)
+        LLMCollector(env, make_policy(), replay_buffer=buffer).shutdown()
+
+    with pytest.raises(ValueError, match="each group has one, whose advantage is always 0"):
+        compose(1, estimator=estimator)
+    compose(2, estimator=estimator)
+    compose(1, estimator=RoleBaseline())
 
 
 def test_a_storage_smaller_than_a_batch_is_refused_when_composed(make_policy):

@@ -355,3 +355,12 @@ def test_code_of_a_folder_is_refused_without_a_question(with_code, monkeypatch):
     assert not list(with_code.rglob("ran"))
     with pytest.raises(ValueError, match="MyConfig"):  # it is run, and no model is made of it
         TransformersWrapper(str(with_code), model_kwargs={"trust_remote_code": True})
+
+
+@pytest.mark.parametrize("path", ["./no-model", "../no/model", "/no/such/model", "run/a/model"])
+def test_a_path_that_is_not_there_is_named_and_the_hub_is_not_asked(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"no file or folder {path}, from {tmp_path}"):
+        TransformersWrapper(path)
+    assert local_model("owner/name-1.5_b") == "owner/name-1.5_b"
+    assert local_model("gpt2") == "gpt2"

@@ -1,5 +1,8 @@
 """``SFTLoss`` and ``DistillationLoss`` against sums written out row by row."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from tensordict import lazy_stack
@@ -120,3 +123,29 @@ def test_bad_distillation_options_raise(make_scorer):
         DistillationLoss(make_scorer(), kl_direction="back")
     with pytest.raises(ValueError, match="sequence_sum"):
         DistillationLoss(make_scorer(), aggregation="mean")
+
+
+_GIVES_NO_BATCH = """
+from objectives import GRPOLoss, MixedLoss, SFTLoss
+class Scorer:
+    def score_packed(self): ...
+for loss in (GRPOLoss(Scorer()), SFTLoss(Scorer()), MixedLoss({"ce": SFTLoss(Scorer())})):
+    for given in ([{"messages": []}], ({}, 1)):
+        for call in (loss, loss.pack):
+            try:
+                call(given)
+            except TypeError as error:
+                print(error)
+"""
+
+
+def test_what_is_no_batch_is_named():
+    """In a process of its own: the types of arguments are checked in that of the tests."""
+    done = subprocess.run([sys.executable, "-c", _GIVES_NO_BATCH], capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 12, done.stderr[-2000:]
+    for number, line in enumerate(lines):
+        name = ("GRPOLoss", "SFTLoss", "MixedLoss")[number // 4]
+        found = ("list: [{'messages': []}]", "tuple: ({}, 1)")[number // 2 % 2]
+        assert line.startswith(f"{name} takes a TensorDict [B] of one row per trajectory")
+        assert f"; got {found}. A list of rows becomes one with tensordict.lazy_stack" in line

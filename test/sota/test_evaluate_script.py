@@ -195,14 +195,39 @@ def test_several_data_sets_in_one_command(evaluate, server, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_what_could_not_be_scored_is_said_and_kept(evaluate, tmp_path):
-    tiny = ("policy.max_model_len=16", "evaluate.num_prompts=4", "evaluate.num_samples=1")
-    done = evaluate("task=calculator", *tiny)
+    (tmp_path / "never.py").write_text("def applies(completions):\n    return [None] * 4\n")
+    rows = [{"prompt": f"What is {n} + 1?"} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = ("task.dataset=rows.jsonl", "task.rewards=never:applies", "policy.max_new_tokens=4")
+    done = evaluate(*own, "evaluate.num_prompts=4", "evaluate.num_samples=1")
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
-    assert re.search(r"no rollout could be scored: \d+ x context_length", done.stderr)
+    assert re.search(r"no rollout could be scored: \d+ x response_length", done.stderr)
     (file,) = tmp_path.rglob("evaluation.json")
     found = json.loads(file.read_text())["estimates"]["reward"]
     assert found == {"value": None, "low": None, "high": None, "num_prompts": 0}
-    assert {sample.stop_reason for sample in RunRecord(file.parent).samples(1)} == {
-        "context_length"
-    }
+    assert {sample.reward for sample in RunRecord(file.parent).samples(1)} == {None}
+
+
+@pytest.mark.slow
+def test_prompts_that_are_too_long_are_told_and_where_none_fits_that_is_refused(evaluate, tmp_path):
+    """Of four prompts one has more characters than the model takes tokens."""
+    (tmp_path / "ones.py").write_text(
+        "def one(completions):\n    return [1.0] * len(completions)\n"
+    )
+    rows = [{"prompt": f"{n} + 1?" if n != 2 else "word " * 400} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = ("task.dataset=rows.jsonl", "task.rewards=ones:one", "policy.max_new_tokens=4")
+    few = ("evaluate.num_prompts=4", "evaluate.num_samples=1")
+    done = evaluate(*own, *few, "policy.max_model_len=200")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(
+        r"1 row\(s\) are left out .*: row 2: the prompt has \d+ tokens, 184 are allowed",
+        done.stderr,
+    )
+    found = json.loads(next(tmp_path.rglob("evaluation.json")).read_text())
+    assert found["estimates"]["reward"]["num_prompts"] == 3
+    refused = evaluate(*own, *few, "policy.max_model_len=17", "name=short")
+    assert refused.returncode != 0
+    assert "Traceback" not in refused.stderr
+    assert "no prompt is short enough: row 0: the prompt has" in refused.stderr

@@ -2,9 +2,11 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from collectors import CheckpointStore
@@ -12,6 +14,7 @@ from collectors.ledger.groups import LedgerError
 from torchrl_agents import start
 from torchrl_agents.settings import command_line
 from torchrl_agents.settings.command_line import compose_config, groups, setting_names
+from torchrl_agents.settings.schema import SettingsError
 
 MINE = """
 from pathlib import Path
@@ -270,6 +273,34 @@ def test_lines_that_hold_no_conversation_can_be_left_out(run, tmp_path):
     assert told in done.stderr
 
 
+def test_what_is_tested_on_and_trained_on_is_told(run, tmp_path):
+    """Conversations 4 to 11 are trained on: they ask the prompts 1, 4 and 5 of the six held-out
+    ones, and the first of these as conversation 1 does."""
+
+    def chat(number):
+        asked = [{"role": "user", "content": f"{number}?"}]
+        return {"messages": [*asked, {"role": "assistant", "content": "Yes."}]}
+
+    chats = [chat(n) for n in (0, 1, 2, 3, 4, 5, 1, 20, 21, 22, 23, 24)]
+    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in chats))
+    said = [{"prompt": f"{n}?"} for n in range(40)]
+    said[4]["prompt"] = [{"role": "system", "content": "0?"}, {"role": "user", "content": "4?"}]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in said))
+    own = ("debug=tiny", "logger=none", "dry_run=true", "data.num_held_out=4")
+    own += ("task.dataset=rows.jsonl", "task.rewards=mine:shape", "evaluate.num_prompts=6")
+    done = run(*own, "data.dataset=chats.jsonl", name="sft")
+    assert done.returncode == 0, done.stderr
+    assert "1 of the 4 held-out conversations are trained on, too" in done.stderr
+    assert "3 of the 6 held-out prompts of the task are asked in conversations" in done.stderr
+    assert "trained on, '1?' first" in done.stderr
+    assert "8 conversations to train on, 4 held out" in done.stdout
+    assert "environment: 6 held out" in done.stdout
+    lines = [json.dumps(chats[n]) for n in (0, 1, 2, 3, 7, 8, 9, 10, 11)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    done = run(*own, "data.dataset=chats.jsonl", name="sft")
+    assert "trained on" not in done.stderr
+
+
 def test_the_column_of_the_prompts_has_any_name(run, tmp_path):
     rows = [{"question": f"{i}?"} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -324,6 +355,43 @@ def test_names_of_other_libraries_stand_for_settings_that_there_are(script):
     told = {text.split()[0] for texts in table.values() for text in texts}
     assert told - known == {"hydra.run.dir"}
     assert known.isdisjoint(table)  # what is a setting here is never looked up
+
+
+def test_what_the_page_about_trl_translates_is_told_to_whoever_types_it(script):
+    """A name in its tables leads to a setting that stands in the same row."""
+    recipe = script("grpo").RECIPE
+    command_line.store_task("environment")
+    composed = compose_config(recipe, ["task=environment"])
+    known, own = [*setting_names(composed)], groups(recipe)
+    text = (Path(__file__).parents[2] / "docs/from-trl.md").read_text()
+    told = 0
+    for line in text[text.index("## Settings of the loss") :].splitlines():
+        cells = line.replace("`torchrl-agents grpo --help`", "").strip("|").split(" | ")
+        if len(cells) != 3 or not line.startswith("|"):
+            continue
+        theirs = re.findall(r"`(?:GRPOConfig)?([a-z][a-z_0-9]*)[`=]", cells[0])
+        ours = re.findall(r"`([a-z_.]+)", cells[2])
+        for name in theirs if ours else ():
+            if name in known or name == "callbacks":  # which are objects
+                assert name in ours or name not in known
+                continue
+            (override,) = OverridesParser.create().parse_overrides([f"{name}=1"])
+            with pytest.raises(SettingsError) as refused:
+                command_line._check_setting(override, known, composed, own)
+            # Of several one stands in the row.
+            named = [*(f" {setting}" for setting in ours), f".{name}"]
+            assert any(each in str(refused.value) for each in named), (name, ours)
+            told += 1
+    assert told > 30
+
+
+def test_passes_over_the_data_are_not_taken_for_passes_over_the_rollouts_of_a_step():
+    guess = partial(command_line._guess, known=["train.num_epochs", "train.num_steps"])
+    settings = {"train.num_epochs", "train.num_steps"}
+    for name in ("num_train_epochs", "trainer.total_epochs", "num_episodes"):
+        assert " Here it is train.num_steps (steps, and not" in guess(name, settings=settings)
+    assert "Here it is train.num_epochs" in guess("max_epochs", settings=settings)
+    assert "Here it is train.num_steps" in guess("max_epochs", settings={"train.num_steps"})
 
 
 def test_conversations_that_are_too_long_or_can_not_be_shown_can_be_left_out(run, tmp_path):

@@ -1,6 +1,7 @@
 """Which row each episode begins with: groups of a prompt, and prompts chosen by difficulty."""
 
 import hashlib
+import heapq
 import json
 import logging
 import math
@@ -250,6 +251,8 @@ class DifficultyPools:
 
 _SAMPLE_ROWS: Final = 16
 _SHOWN_ERRORS: Final = 5
+_MOST_ENCODED: Final = 256
+"""Of the longest prompts, to tell beforehand which are too long."""
 _MAX_TOKENS_PER_CHARACTER: Final = 8
 """Bytes of a character, with room for what a chat template adds."""
 _log = logging.getLogger(__name__)
@@ -299,6 +302,9 @@ class DataLoadingPrimer(EpisodeTransform):
         >>> batch["history"].prompt.to_chats()[3], batch["group_id"]
         ([{'role': 'user', 'content': '3 + 3?'}], tensor([0, 0, 1, 1]))
     """
+
+    _prompt_bounds: Sequence[int] = ()
+    """The longest prompts after which the parts of the environment begin a turn."""
 
     def __init__(
         self,
@@ -403,7 +409,7 @@ class DataLoadingPrimer(EpisodeTransform):
             self._common = frozenset.intersection(*readable) if readable else frozenset()
         errors = ((number, data.row_error(row, [check])) for number, row in sample)
         if bad := {number: error for number, error in errors if error}:
-            first = [f"row {number}: {error}" for number, error in bad.items()][:_SHOWN_ERRORS]
+            first = [f"row {n}: {why.removesuffix('.')}" for n, why in bad.items()][:_SHOWN_ERRORS]
             shown = "; ".join(first) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
             if self.options.skip_bad_rows:
                 self.left_out |= bad
@@ -459,9 +465,16 @@ class DataLoadingPrimer(EpisodeTransform):
         """The batch must hold whole groups, and its prompts tell of the tools that are shown.
 
         Raises:
-            ValueError: it does not; the data lack a column that a transform requires; or, a
-                ``ToolsNotShownError``, its chat template leaves tools out and no prompt names them.
+            ValueError: it does not; another loader draws, too; the data lack a column that a
+                transform requires; or, a ``ToolsNotShownError``, its chat template leaves tools out
+                and no prompt names them.
         """
+        if (count := len(list(env.transforms_of(DataLoadingPrimer)))) > 1:
+            raise ValueError(
+                f"DataLoadingPrimer: the environment has {count} of them, and the rows of the last "
+                "one would take the place of the others'. Append one: its data may be several sets "
+                "in one list, which a column tells apart."
+            )
         size = env.batch_size.numel()
         if size % self.group_size:
             raise ValueError(
@@ -475,6 +488,11 @@ class DataLoadingPrimer(EpisodeTransform):
             part.keeps_prompt or not (overrides(part, "begin") or overrides(part, "before_turn"))
             for part in env.transforms_of(EpisodeTransform)
         )
+        self._prompt_bounds = [
+            part.longest_prompt
+            for part in env.transforms_of(EpisodeTransform)
+            if part.longest_prompt is not None
+        ]
         base: Any = env.base_env
         self._system_prompt = getattr(base, "system_prompt", None)
         sources = [source for source in env.transforms_of(ToolSource) if source.show_schemas]
@@ -485,17 +503,63 @@ class DataLoadingPrimer(EpisodeTransform):
     def check_policy(self, policy: Any) -> None:
         """The policy's prompts tell it of the tools that are shown, and its model takes them.
 
-        Rows whose prompt is as long as the model takes, or longer, are skipped when they are drawn.
+        Rows whose prompt is as long as the model takes, or longer, are skipped when they are drawn;
+        so are those after which a budget leaves no turn. A warning says of how many this is known.
 
         Raises:
             ToolsNotShownError: its chat template leaves tools out, and no prompt names them.
+            ValueError: its model takes no prompt of the data.
         """
         encoder = getattr(policy, "encoder", None)
         if encoder is not None:
             self._check_tools_shown(encoder)
         most = getattr(getattr(policy, "engine", None), "max_model_len", None)
-        if encoder is not None and most is not None and self._keeps_prompts:
-            self._model_limit = encoder, most - 1
+        bounds = [*self._prompt_bounds, *([] if most is None else [most - 1])]
+        if encoder is not None and bounds and self._keeps_prompts:
+            told = self._model_limit is not None and self._model_limit[1] == min(bounds)
+            self._model_limit = encoder, min(bounds)
+            if not told:
+                self._tell_too_long()
+
+    def _tell_too_long(self) -> None:
+        """Say which prompts the model does not take; of many rows the longest are looked at.
+
+        Raises:
+            ValueError: it takes none of them.
+        """
+        shortest: tuple[int, int, Any] | None = None
+        longest: list[tuple[int, int, Any]] = []
+        for number, row in self._rows.sample(self.options.num_checked_rows):
+            if isinstance(row, data.BadRow) or data.row_error(row, self._checks.values()):
+                continue
+            prompt = row[self.prompt_column]
+            found = (len(str(prompt)), number, prompt)  # numbers differ, so no prompts are compared
+            shortest = found if shortest is None else min(shortest, found)
+            change = heapq.heappush if len(longest) < _MOST_ENCODED else heapq.heappushpop
+            change(longest, found)
+        bad: dict[int, str] = {}
+        num_fitting = 0
+        for _, number, prompt in sorted(longest, reverse=True):
+            if reason := self._length_error(prompt):
+                bad[number] = reason
+            else:
+                num_fitting += 1
+                if num_fitting == _SAMPLE_ROWS:
+                    break  # what has fewer characters may have more tokens, but hardly ever so many
+        if not bad or shortest is None:
+            return
+        shown = "; ".join(f"row {n}: {bad[n]}" for n in sorted(bad)[:_SHOWN_ERRORS])
+        shown += "; ..." if len(bad) > _SHOWN_ERRORS else ""
+        is_finite = self._rows.num_rows is not None  # of a stream only the first rows are seen
+        if is_finite and not num_fitting and self._length_error(shortest[2]):
+            raise ValueError(
+                f"DataLoadingPrimer: no prompt is short enough: {shown}. (The first row is row 0.) "
+                "Shorten the prompts, or allow more tokens with max_model_len (of a recipe "
+                "policy.max_model_len)."
+            )
+        self.left_out |= bad
+        told = "%s%d row(s) are left out, whose prompts are too long (the first row is row 0): %s"
+        _log.warning(told, "at least " if len(bad) == _MOST_ENCODED else "", len(bad), shown)
 
     def _check_tools_shown(self, encoder: "ConversationEncoder") -> None:
         messages: list[dict[str, Any]] = []
@@ -576,15 +640,18 @@ class DataLoadingPrimer(EpisodeTransform):
         prompt, reason = item.row[self.prompt_column], ""
         if self._prompt_limit is not None:
             reason = self._prompt_limit.error(prompt, self._system_prompt)
-        if self._model_limit is not None and not reason:
-            encoder, most = self._model_limit
-            # A token has a byte at least: what is short need not be encoded to know it.
-            if (
-                len(str(prompt)) + len(self._system_prompt or "")
-                > most // _MAX_TOKENS_PER_CHARACTER
-            ):
-                reason = data.length_error(encoder, most, prompt, self._system_prompt)
-        return "too_long", reason
+        return "too_long", reason or self._length_error(prompt)
+
+    def _length_error(self, prompt: Any) -> str:
+        """That a prompt is too long for the model, or ``""``."""
+        if self._model_limit is None:
+            return ""
+        encoder, most = self._model_limit
+        # A token has a byte at least: what is short need not be encoded to know it.
+        length = len(str(prompt)) + len(self._system_prompt or "")
+        if length <= most // _MAX_TOKENS_PER_CHARACTER:
+            return ""
+        return data.length_error(encoder, most, prompt, self._system_prompt)
 
     def extra_repr(self) -> str:
         """How many rows there are, in groups of how many rollouts, and in which order."""

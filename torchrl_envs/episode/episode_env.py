@@ -673,6 +673,7 @@ class ChatEnv(EnvBase):
     Raises:
         ValueError: there is no such mode, it needs a tokenizer, the batch has no row, or
             there is no such format.
+        TypeError: the system prompt is no string.
 
     Examples:
         >>> env = ChatEnv(batch_size=(2,), system_prompt="Be brief.")
@@ -699,6 +700,8 @@ class ChatEnv(EnvBase):
         if size.numel() < 1 or min(size, default=1) < 1:
             raise ValueError(f"ChatEnv: batch_size must have at least one row, got {tuple(size)}.")
         one_of("input_mode", input_mode, keys.INPUT_MODES, who="ChatEnv")
+        if not isinstance(system_prompt, str | None):
+            raise TypeError(f"ChatEnv: system_prompt must be a string, got {system_prompt!r:.80}.")
         if tokenizer is None and input_mode != HISTORY:
             raise ValueError(
                 f"ChatEnv: input_mode={input_mode!r} shows what the tokenizer's chat template "

@@ -114,6 +114,9 @@ class EpisodeTransform(ChecksAttributes, Transform):
     keeps_prompt: bool = False
     """Whether ``begin`` and ``before_turn`` leave the data's prompt as it is, or add to it: one
     that is too long for the model stays so, and is left out when it is drawn."""
+    longest_prompt: int | None = None
+    """The most tokens of a prompt after which a turn may begin; rows of the data with a longer one
+    are left out when they are drawn. ``None``: no bound but the model's."""
 
     def concerned(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
         """Those of some episodes in which it takes part.

@@ -151,6 +151,27 @@ class RetrieveLogProb(TrajectoryTransform):
             nothing = rows[i].results[self.entry]
             rows[i].results[self.entry] = nothing.masked_scatter(targets[i], part)
 
+    def check_policy(self, policy: Any) -> None:
+        """A reference scores the distribution that the policy samples from, and is another model.
+
+        What is written under a name of its own is compared with what its reader says, and so are
+        log-probs beside untempered ones of the policy.
+
+        Raises:
+            ValueError: it scores another distribution; or its model is the policy's own, from
+                which there is no KL.
+        """
+        if self.entry != REF_LOG_PROBS or getattr(policy, "untempered_log_probs", False):
+            return
+        self.check_recorded(policy)
+        own = getattr(policy, "model", None)
+        if own is not None and getattr(self._model[0], "model", None) is own:
+            raise ValueError(
+                f"{self._get_name()}: its model is the one that the policy samples with, from "
+                "which the KL of what it has just sampled is 0. Give it a copy of the model as it "
+                "was before training, or name another entry with log_probs_full_key=."
+            )
+
     def check_recorded(self, policy: Any) -> None:
         """See :func:`check_recorded`."""
         check_recorded(self._get_name(), self._model[0], self.temperature, policy)

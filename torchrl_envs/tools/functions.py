@@ -75,6 +75,8 @@ class FunctionTools(ToolSource):
         super().__init__(
             timeout_s=timeout_s, max_result_bytes=max_result_bytes, show_schemas=show_schemas
         )
+        if callable(functions):
+            raise TypeError(f"FunctionTools takes a list of functions: [{functions!r:.80}].")
         if not functions:
             raise ValueError("FunctionTools needs at least one function.")
         is_named = isinstance(functions, Mapping)

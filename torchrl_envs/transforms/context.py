@@ -165,8 +165,10 @@ class TokenBudget(EpisodeTransform):
     first, with a mark, before they enter the conversation; the environment has answered in full, so
     its state is what the model is told about. When not even that leaves enough, the row ends,
     truncated: ``stop_reason`` is ``"token_budget"``, or ``"context_length"`` where the model's
-    length was the bound. A prompt that is too long for the model ends its row before any turn, and
-    such a row has no reward.
+    length was the bound. Rows of the data whose prompt leaves no turn within ``max_model_len`` are
+    left out by a :class:`~torchrl_envs.DataLoadingPrimer`, once a collector has named the policy.
+    Where nothing leaves it out, such a prompt ends its row before any turn, and the row has no
+    reward.
 
     Args:
         max_tokens: of a row of an episode (usually its only one), without the prompt; ``None`` for
@@ -187,6 +189,8 @@ class TokenBudget(EpisodeTransform):
         tensor([32, 32])
     """
 
+    keeps_prompt = True
+
     def __init__(
         self,
         max_tokens: int | None = None,
@@ -205,6 +209,8 @@ class TokenBudget(EpisodeTransform):
         self.max_tokens = max_tokens
         self.max_model_len = max_model_len
         self.min_turn_tokens = min_turn_tokens
+        if max_model_len is not None:
+            self.longest_prompt = max_model_len - min_turn_tokens
         self.encoder: ConversationEncoder | None = encoder
 
     changeable = frozenset({"encoder"})

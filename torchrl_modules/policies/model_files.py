@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -34,6 +35,7 @@ _SLACK: Final = 64 << 20
 """Bytes of a converted folder beside the weights, at most: tokenizer and settings."""
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ANSWER_S: Final = 5.0
+_HUB_ID: Final = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?")
 _FIELDS: Final = (
     *("general.architecture", "tokenizer.ggml.model"),
     *("tokenizer.ggml.pre", "tokenizer.ggml.add_bos_token"),
@@ -72,7 +74,8 @@ def local_model(source: str) -> str:
 
     Raises:
         ValueError: the file is no GGUF file, breaks off, or has a model that Transformers can't
-            read; or the folder holds adapters alone.
+            read; the folder holds adapters alone; or there is no such path, and no hub id is
+            written so.
         OSError: neither hub nor package has the model, or there is no room for the converted one.
         ImportError: the packages ``gguf`` and ``accelerate`` are not there.
 
@@ -85,7 +88,11 @@ def local_model(source: str) -> str:
     if path.is_file() or (source.lower().endswith(".gguf") and not path.is_dir()):
         return str(_converted(path))
     if not path.is_dir():
-        return _packaged(PACKAGED[source]) if source in PACKAGED else source
+        if source in PACKAGED:
+            return _packaged(PACKAGED[source])
+        if not _HUB_ID.fullmatch(source):
+            raise ValueError(f"There is no file or folder {source}, from {Path.cwd()}.")
+        return source
     _refuse_adapter(path)
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))

@@ -32,6 +32,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
     StepEnvironments,
+    TokenBudget,
     row_reward,
 )
 from torchrl_envs.tool_schemas import schema_tool
@@ -678,3 +679,82 @@ def test_prompts_that_are_too_long_for_the_model_are_left_out(
         collector.update_policy_weights_(model)
     assert parts[0].skipped.counts["too_long"] > 0
     collector.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["sync", "streaming"])
+def test_prompts_after_which_a_budget_leaves_no_turn_are_left_out_and_told(
+    kind, chatml_tokenizer, make_tiny_model, caplog
+):
+    """A turn has four tokens at least: a prompt of n fits into n + 4, and a longer one does not."""
+    model = make_tiny_model()
+    policy = TransformersWrapper(
+        model, tokenizer=chatml_tokenizer, generate_kwargs={"max_new_tokens": 4}
+    )
+
+    def length(text):
+        text = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        return len(chatml_tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    texts = {length(text): text for n in range(60) if (text := "a " * n + "b")}
+    shorter, longest = sorted(n for n in texts if n <= 40)[-2:]
+    above = min(n for n in texts if n > longest)
+    rows = [{"prompt": texts[n], "number": n} for n in (longest, above, shorter, max(texts))]
+    budget = TokenBudget(
+        max_tokens=8, max_model_len=longest + 4, min_turn_tokens=4, encoder=policy.encoder
+    )
+    loader = DataLoadingPrimer(rows, group_size=2)
+    env = compose(loader, RewardFunctions([score]), budget, StepCounter(max_steps=1), batch_size=4)
+    if kind == "sync":
+        collector = LLMCollector(env, policy)
+    else:
+        buffer = ReplayBuffer(storage=LazyStackStorage())
+        collector = StreamingCollector(env, policy, replay_buffer=buffer, groups_per_step=2)
+    (told,) = [record.getMessage() for record in caplog.records if "too long" in record.msg]
+    assert told.startswith("2 row(s) are left out, whose prompts are too long"), told
+    assert f"row 1: the prompt has {above} tokens, {longest} are allowed; row 3: " in told
+    for _ in range(2):
+        batch = collector.collect()
+        assert {row["row"]["number"] for row in batch.unbind(0)} == {longest, shorter}
+        assert batch["scorable"].all()
+        collector.update_policy_weights_(model)
+    assert sum("too long" in record.msg for record in caplog.records) == 1
+    collector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        pytest.param(
+            lambda: compose(DataLoadingPrimer(ROWS, group_size=2), DataLoadingPrimer(ROWS)).reset(),
+            ValueError,
+            "the environment has 2 of them, and the rows of the last one would take the place",
+            id="two loaders",
+        ),
+        pytest.param(
+            lambda: ChatEnv(batch_size=2, system_prompt=["Be brief."]),
+            TypeError,
+            "ChatEnv: system_prompt must be a string, got .'Be brief.'.",
+            id="system prompt",
+        ),
+        pytest.param(
+            lambda: FunctionTools(add), TypeError, "takes a list of functions: .<func", id="tool"
+        ),
+    ],
+)
+def test_what_is_put_together_wrongly_is_named_when_it_is(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_prompts_of_which_none_is_short_enough_are_refused(chatml_tokenizer, make_tiny_model):
+    policy = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer, max_model_len=24)
+    rows = [{"prompt": "long " * (40 + n)} for n in range(300)]
+    for data in (rows, rows[:7]):
+        env = compose(DataLoadingPrimer(data), RewardFunctions([score]), batch_size=2)
+        with pytest.raises(
+            ValueError, match=r"no prompt is short enough: row \d+: .* 23 are allowed"
+        ):
+            LLMCollector(env, policy)
+    stream = DataLoadingPrimer(lambda: iter([*rows, {"prompt": "a"}]))  # its first row is seen
+    LLMCollector(compose(stream, batch_size=2), policy)
+    LLMCollector(compose(DataLoadingPrimer([*rows, {"prompt": "a"}]), batch_size=2), policy)

@@ -315,8 +315,9 @@ BAD = [
 
 @pytest.mark.parametrize(("bad", "words"), BAD)
 def test_D05_bad_rows_are_named_before_anything_runs(bad, words):
-    with pytest.raises(ValueError, match=rf"1 row\(s\) can't be used: row 2: .*{words}"):
+    with pytest.raises(ValueError, match=rf"1 row\(s\) can't be used: row 2: .*{words}") as refused:
         DataLoadingPrimer([*ROWS[:2], bad, *ROWS[3:]])
+    assert ".. " not in str(refused.value)  # one full stop ends what is wrong
 
 
 @pytest.mark.parametrize(("bad", "words"), BAD)

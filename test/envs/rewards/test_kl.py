@@ -299,6 +299,46 @@ def test_recorded_log_probs_are_at_the_temperature_of_the_reference(
         build(scripted(["x"]), temperature=2.0)
 
 
+@pytest.mark.parametrize("place", ["environment", "postproc", "Compose"])
+def test_a_reference_for_a_loss_scores_what_the_policy_samples(models, scripted, place):
+    """The loss subtracts log-probs of the policy's own temperature; with equal weights it is 0."""
+    wrapper = models[1]
+
+    def compose(policy, part):
+        score = RewardFunctions([lambda completions: [0.0] * len(completions)])
+        parts = [DataLoadingPrimer([{"prompt": "x"}]), score]
+        after = {"environment": None, "postproc": part, "Compose": Compose(part)}[place]
+        parts += [part] if after is None else []
+        env = ChatEnv(batch_size=1).append_transform(Compose(*parts))
+        LLMCollector(env, policy, postproc=after).shutdown()
+
+    warm = scripted(["x"], generate_kwargs={"temperature": 0.7})
+    with pytest.raises(ValueError, match=r"RetrieveLogProb scores at temperature 1, but .* at 0.7"):
+        compose(warm, RetrieveLogProb(wrapper))
+    compose(warm, RetrieveLogProb(wrapper, temperature=0.7))
+    compose(warm, RetrieveLogProb(wrapper, log_probs_full_key=("teacher_log_probs", "full")))
+    with pytest.raises(ValueError, match=r"samples with top_p=0.5.*the policy's generate_kwargs"):
+        compose(scripted(["x"], generate_kwargs={"top_p": 0.5}), RetrieveLogProb(wrapper))
+
+
+def test_a_policy_is_no_reference_of_itself(models, chatml_tokenizer):
+    policy = TransformersWrapper(models[1].model, tokenizer=chatml_tokenizer)
+    score = RewardFunctions([lambda completions: [0.0] * len(completions)])
+
+    def compose(reference):
+        parts = Compose(DataLoadingPrimer([{"prompt": "x"}]), score)
+        env = ChatEnv(batch_size=1).append_transform(parts)
+        LLMCollector(env, policy, postproc=RetrieveLogProb(reference))
+
+    for same in (policy, models[1]):  # another wrapper of the same weights
+        with pytest.raises(ValueError, match=r"its model is the one that the policy samples with"):
+            compose(same)
+    frozen = TransformersWrapper(
+        copy.deepcopy(policy.model), tokenizer=chatml_tokenizer, generate=False
+    )
+    compose(frozen)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 5}, {"repetition_penalty": 1.1}])
 def test_the_reference_scores_the_distribution_that_is_sampled_from(

@@ -16,8 +16,9 @@ class Library:
 
     read: list[str]
 
-    def reset(self, *, sizes):
+    def reset(self, *, sizes, opening=None):
         self.sizes = list(sizes)
+        return opening
 
     def fetch(self) -> str:
         """Get the next text."""
@@ -80,7 +81,7 @@ def test_a_long_result_is_cut_so_that_a_turn_fits_and_the_others_are_whole(
         pytest.param(["word " * 30], {"max_tokens": 20}, "token_budget", 1, id="turn cut"),
         pytest.param(["CALL"], {"max_tokens": 40}, "token_budget", 1, id="no room for a turn"),
         pytest.param(["done"], {"max_tokens": 40}, "answered", 1, id="fits"),
-        pytest.param(["done"], {"max_model_len": 20}, "context_length", 0, id="prompt too long"),
+        pytest.param(["done"], {"max_model_len": 40}, "context_length", 0, id="made too long"),
         pytest.param(
             ["word " * 300], {"max_model_len": 100}, "context_length", 1, id="model's length"
         ),
@@ -93,7 +94,8 @@ def test_why_an_episode_ends(scripted, call_text, chatml_tokenizer, script, budg
         write_tokens=False,
         generate_kwargs={"max_new_tokens": 1000},
     )
-    rows = [{"prompt": "<0> say it again", "sizes": []}]
+    opening = "word " * 60 if turns == 0 else None
+    rows = [{"prompt": "<0> say it again", "sizes": [], "opening": opening}]
     (row,), _ = run(rows, chatml_tokenizer, policy, TokenBudget(**budget, min_turn_tokens=8))
     assert row["stop_reason"] == reason
     assert row["num_turns"] == turns
