@@ -210,7 +210,7 @@ def scoring(repeats: int) -> None:
         return torch.cat(parts)
 
     def ours() -> torch.Tensor:
-        model.set_attn_implementation("packed_sdpa")
+        model.set_attn_implementation("packed_rows")
         scored = policy(rows.copy())
         return torch.cat([row["log_probs", "full"] for row in scored.unbind(0)])
 

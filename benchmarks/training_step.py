@@ -236,7 +236,7 @@ def ours(model: Qwen3ForCausalLM, batch: Batch, **options: Any) -> Callable[[], 
     loss = GRPOLoss(policy, clip_epsilon=(1 - LOW, HIGH - 1))
 
     def run() -> Tensor:
-        model.set_attn_implementation("packed_sdpa")
+        model.set_attn_implementation("packed_rows")
         return loss(batch.rows).total()
 
     return run

@@ -40,6 +40,19 @@ def cache_name(model: nn.Module) -> str:
     raise TypeError(f"{type(model).__name__}: this release of Transformers names no cache.")
 
 
+def takes_sdpa(model: nn.Module) -> bool:
+    """Whether a model computes what it should with an attention of the form of PyTorch's.
+
+    Args:
+        model: of Transformers.
+    """
+    # Models that cap their attention scores say no from 5.21 on, as PyTorch's attention does not
+    # cap them; ours does. Before that they said yes.
+    config: Any = model.config
+    caps = hasattr(config.get_text_config(), "attn_logit_softcapping")
+    return caps or bool(getattr(model, "_supports_sdpa", False))
+
+
 def with_cache(model: nn.Module, cache: Any) -> dict[str, Any]:
     """The arguments of a forward that goes on with a cache, and fills it.
 

@@ -20,6 +20,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from torchrl_modules.transformers_releases import takes_sdpa
+
 # Packed sequences as a trie: what they begin with in common is there once, attention included.
 #
 # The tokens of the trie lie in depth-first order, so the descendants of a segment follow it, and a
@@ -303,12 +305,13 @@ class _PiecewiseAttention(Function):
 
 # Causal attention over packed sequences, without a mask and without padding.
 #
-# Registered with Transformers as the attention ``"packed_sdpa"``: on packed input each token
+# Registered with Transformers as the attention ``"packed_rows"``: on packed input each token
 # attends to its own sequence alone; on any other input it is Transformers' own ``"sdpa"``.
 #
 # Shape legend: N packed tokens, H heads, G key-value heads, D head size.
 
-PACKED_SDPA: Final = "packed_sdpa"
+PACKED_SDPA: Final = "packed_rows"
+"""A name without "sdpa", which Transformers refuses by for models whose scores it would not cap."""
 _REPLACED: Final = {"sdpa", "eager"}
 """Attentions whose place this one takes; another one was chosen, and stays."""
 _LAYERS: Final = {"full_attention", "sliding_attention"}
@@ -467,7 +470,7 @@ def use_packed_attention(model: PreTrainedModel) -> str | None:
     layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if (
         not getattr(model, "_supports_attention_backend", False)
-        or not getattr(model, "_supports_sdpa", False)
+        or not takes_sdpa(model)
         or getattr(model, "_is_stateful", False)
         or not all(getattr(module, "is_causal", True) for module in model.modules())
         or not layers <= _LAYERS

@@ -23,6 +23,7 @@ from torchrl_modules import (
     vLLMWrapper,
 )
 from torchrl_modules.engines.bridges import BatchingEngine
+from torchrl_modules.transformers_releases import cache_name, with_cache
 
 BUDGET = 90
 SAMPLING = {"max_new_tokens": BUDGET, "stop_token_ids": ()}
@@ -38,8 +39,8 @@ def kept_log_probs(models, versions, prompt, ids):
     for version in sorted(set(versions)):
         # What is drawn last by a version is read by the next one.
         end = len(prompt) + max(at for at, one in enumerate(versions) if one == version)
-        read = models[version](tokens[:, begin:end], past_key_values=cache, use_cache=True)
-        cache, begin = read.past_key_values, end
+        read = models[version](tokens[:, begin:end], **with_cache(models[version], cache))
+        cache, begin = getattr(read, cache_name(models[version])), end
         logits.append(read.logits)
     given = torch.cat(logits, 1)[0, len(prompt) - 1 :].float()
     return given.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]

@@ -263,18 +263,21 @@ def gemma2(attention):
 
 def test_capped_scores_are_capped_by_sampler_and_scorer_though_sdpa_leaves_it_out():
     ids = torch.arange(3, 15)
-    reference, dropped = [
-        gemma2(attention)(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-        for attention in ("eager", "sdpa")
-    ]
-    assert (reference - dropped).abs().max() > 1e-3
+
+    def log_probs(attention):
+        return gemma2(attention)(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+
+    reference, kinds = log_probs("eager"), ["eager"]
+    if Gemma2ForCausalLM._supports_sdpa:  # Transformers refuses it from 5.21 on
+        assert (reference - log_probs("sdpa")).abs().max() > 1e-3
+        kinds.append("sdpa")
     own = reference.gather(1, ids[1:, None]).squeeze(1)
-    scorer = PackedScorer(gemma2("sdpa"))
+    scorer = PackedScorer(gemma2(kinds[-1]))
     assert scorer.packed
     scores = scorer.score_packed(ids, torch.tensor([12]), torch.arange(12) > 0).log_prob
     torch.testing.assert_close(scores, own, rtol=0, atol=1e-5)
 
-    for attention in ("sdpa", "eager"):
+    for attention in kinds:
         engine = TransformersEngine(gemma2(attention))
         params = SamplingParameters(max_new_tokens=6, temperature=0.0, stop_token_ids=())
         prompts = [ids.tolist(), ids[:5].tolist()]
