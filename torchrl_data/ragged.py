@@ -222,7 +222,7 @@ class BatchedObject(NonTensorData):
         rows = torch.where(condition.reshape(-1), own, own + self.numel())
         return type(self).of(both[rows], self.batch_size, view=view_of(self))
 
-    def expand(self, *shape: Any) -> "BatchedObject":
+    def expand(self, *shape: Any) -> "BatchedObject":  # type: ignore[override]
         """The same rows, each as often as a shape has it."""
         size = torch.empty(self.batch_size, device="meta").expand(*shape).shape
         state = self.__dict__
@@ -233,8 +233,8 @@ class BatchedObject(NonTensorData):
     def __torch_function__(
         cls,
         func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """The rows of several, one after the other, for ``torch.cat``."""
