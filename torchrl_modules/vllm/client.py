@@ -440,11 +440,11 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 limits = answer["results"][0]
                 body = {"method": "torchrl_process", "args": []}
                 self._workers = self._post("/collective_rpc", body)["results"]
-                self._tells_versions = limits["tells_versions"]
-                self._labels = [limits["label"]]
+                self._tells_versions = limits.get("tells_versions", True)
                 if self._tells_versions:
                     self._labels = [self._post("/weight_info", method="GET")["weight_version"]]
                 else:
+                    self._labels = [limits["label"]]
                     _log.warning(
                         "The vLLM behind %s does not say which weights drew a token (0.32 does): "
                         "rows that are being drawn end before it takes new weights.",

@@ -59,6 +59,75 @@ def test_responses_say_which_version_drew_them(run):
     assert bad.finish_reason == "error"
 
 
+def test_rows_end_before_new_weights_come_where_a_server_does_not_tell_its_versions(run, caplog):
+    """So each has one version, that of all its tokens; those that come meanwhile wait."""
+
+    async def main(engine):
+        answers = []
+        ask = engine._inside._rows.ask
+
+        async def asking(*request):
+            answers.append(await ask(*request))
+            return answers[-1]
+
+        engine._inside._rows.ask = asking
+        calls = []
+        for number in range(12):
+            length = replace(PARAMS, max_new_tokens=5 + number)
+            calls.append(asyncio.create_task(engine.respond([number], length)))
+            await asyncio.sleep(0.02)
+            if number in (4, 8):
+                calls.append(asyncio.create_task(engine.update_weights(WEIGHTS, version=number)))
+        drawn = [one for one in await asyncio.gather(*calls) if one is not None]
+        with pytest.raises(ValueError, match="names or shapes"):
+            await engine.update_weights({"a": torch.ones(4, 3)})
+        return drawn, answers, await engine.respond([3], PARAMS)
+
+    drawn, answers, after = run(main, {"silent": True, "token_s": 0.01})
+    told = {tuple(answer["choices"][0]["token_ids"]): answer["choices"][0] for _, answer in answers}
+    assert len(drawn) == len(told) - 1 == 12
+    for one in drawn:
+        ((label, *_),) = (list(span.values()) for span in told[tuple(one.ids)]["spans"])
+        version = 0 if label == "default" else int(label)
+        assert one.versions == [(version, 0, len(one.ids))]
+    assert {one.versions[0].version for one in drawn} == {0, 4, 8}
+    assert after.versions == [(8, 0, 10)]
+    assert "does not say which weights drew a token" in caplog.text
+
+
+def test_a_pause_lasts_over_an_update_of_such_a_server_too(run):
+    async def main(engine):
+        first = asyncio.create_task(engine.respond([1], PARAMS))
+        await asyncio.sleep(0.05)
+        await engine.pause()
+        call = asyncio.create_task(engine.respond([1], PARAMS))
+        await engine.update_weights(WEIGHTS)
+        done, _ = await asyncio.wait({call}, timeout=1)
+        assert not done
+        await engine.resume()
+        return await first, await call
+
+    before, after = run(main, {"silent": True, "token_s": 0.01})
+    assert (before.versions, after.versions) == ([(0, 0, 10)], [(1, 0, 10)])
+
+
+def test_rows_that_wait_for_an_update_end_with_its_server(run):
+    async def main(engine):
+        long = replace(PARAMS, max_new_tokens=30)
+        calls = [asyncio.create_task(engine.respond([1], long))]
+        await asyncio.sleep(0.1)
+        calls.append(asyncio.create_task(engine.update_weights(WEIGHTS)))
+        await asyncio.sleep(0.1)
+        calls.append(asyncio.create_task(engine.respond([2], long)))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    faults = {"silent": True, "token_s": 0.01, "die_in_update": True}
+    before, update, waits = run(main, faults, stall_timeout_s=2.0)
+    assert before.versions == [(0, 0, 30)]
+    assert isinstance(update, EngineDied)
+    assert isinstance(waits, (EngineDied, RuntimeError))
+
+
 def test_many_callers_have_the_responses_that_a_batch_has(run):
     prompts = [[1, 2], [3], [4, 5, 6], [8]] * 8
 

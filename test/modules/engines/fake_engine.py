@@ -16,6 +16,7 @@ the weights and the tokens before it, one every ``token_s`` seconds.
     {"token_s": 0.01}  seconds a token takes
     {"cold_s": 3}      seconds before the very first one
     {"vocabulary": 400} it says that it has so many token ids
+    {"silent": true}   as vLLM before 0.32, it does not say which weights drew a token
     {"plain": "raw"}   it has only the routes of `vllm serve`, and raw log-probs
     {"plain": "processed"}  ... and processed ones
     {"plain": "no"}    ... and takes no token ids
@@ -103,11 +104,19 @@ class Engine:
             "weight_versions": spans,
             "finish_reason": "length",
         }
+        if self.faults.get("silent"):
+            del choice["weight_versions"]
+            choice["spans"] = spans  # nobody reads it but a test
         return 200, {"choices": [choice]}
 
     def rpc(self, method, path=None):
         if method == "torchrl_limits":
-            return {"vocab_size": self.faults.get("vocabulary", VOCABULARY), "max_model_len": 64}
+            limits = {"vocab_size": self.faults.get("vocabulary", VOCABULARY), "max_model_len": 64}
+            said = {"tells_versions": False, "label": self.label}
+            return limits | (said if self.faults.get("silent") else {})
+        if method == "torchrl_label_weights":
+            self.label = path
+            return {}
         if method == "torchrl_process":
             return this_process()
         with open(path, "rb") as file:  # safetensors: length, header, values
@@ -143,6 +152,8 @@ class Engine:
             return 200, {"results": [self.rpc(body["method"], *body["args"])]}
         if path == "/metrics":
             return 200, f"vllm:generation_tokens_total {self.num_tokens}"
+        if path in ("/weight_info", "/update_weight_version") and self.faults.get("silent"):
+            return 404, {"error": {"message": "it has no such route"}}
         if path == "/weight_info":
             return 200, {"weight_version": self.label}
         if path == "/update_weight_version":

@@ -1,0 +1,79 @@
+"""What differs between releases of vLLM is asked of what is there; modules stand in for them."""
+
+import sys
+from dataclasses import make_dataclass
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from torchrl_modules.vllm import releases
+from torchrl_modules.vllm.requests import read_answer
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """Puts modules of some vLLM in the place of what is installed; a name in it has a value."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+
+    def install(name, **values):
+        parts = name.split(".")
+        for number in range(1, len(parts) + 1):
+            path = ".".join(parts[:number])
+            if path not in sys.modules:
+                module = ModuleType(path)
+                module.__path__ = []
+                module.__spec__ = SimpleNamespace(name=path, submodule_search_locations=[])
+                monkeypatch.setitem(sys.modules, path, module)
+        vars(sys.modules[name]).update(values)
+
+    install("vllm")
+    return install
+
+
+def test_refused_requests_are_errors_of_values_before_0_27(vllm):
+    vllm("vllm.exceptions")
+    assert releases.client_error() is ValueError
+    error = type("VLLMClientError", (Exception,), {})
+    vllm("vllm.exceptions", VLLMClientError=error)
+    assert releases.client_error() is error
+
+
+def test_versions_are_told_by_outputs_that_have_them(vllm):
+    vllm("vllm.outputs", CompletionOutput=make_dataclass("CompletionOutput", ["text"]))
+    assert not releases.tells_versions()
+    assert [line.partition(" (0.32)")[0] for line in releases.lacking()] == [
+        "servers say which weights drew a token"
+    ]
+    fields = ["text", "weight_versions"]
+    vllm("vllm.outputs", CompletionOutput=make_dataclass("CompletionOutput", fields))
+    assert releases.tells_versions()
+    assert releases.lacking() == []
+
+
+def test_the_server_is_where_this_release_has_it(vllm):
+    with pytest.raises(ImportError, match="none of the servers vllm.entrypoints.launchers"):
+        releases.server_module()
+    vllm("vllm.entrypoints.openai.api_server")
+    assert releases.server_module() == "vllm.entrypoints.openai.api_server"
+    vllm("vllm.entrypoints.launchers.api_server.entry")
+    assert releases.server_module() == "vllm.entrypoints.launchers.api_server.entry"
+
+
+def test_an_engine_that_takes_no_label_gets_none():
+    labels = []
+    releases.label_weights(SimpleNamespace(), "1")
+    releases.label_weights(SimpleNamespace(set_weight_version=labels.append), "2")
+    assert labels == ["2"]
+
+
+def test_an_answer_without_versions_is_of_the_weights_that_it_was_asked_of():
+    choice = {
+        "token_ids": [5, 6],
+        "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.25}]},
+        "finish_reason": "stop",
+    }
+    drawn = read_answer({"choices": [choice]}, ["3"])
+    assert drawn.versions == [(3, 0, 2)]
+    empty = choice | {"token_ids": [], "logprobs": {"content": []}}
+    assert read_answer({"choices": [empty]}, ["3"]).versions == []
