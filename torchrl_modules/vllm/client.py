@@ -29,6 +29,7 @@ from torchrl_modules.weights import UpdateRefused, next_version
 from .requests import (
     Row,
     WholeBatchEngine,
+    check_labels,
     check_prompt,
     read_answer,
     sampling_fields,
@@ -544,6 +545,10 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         async with self._turnstile:
             self._check_not_mixed()
             yield
+            body = {"method": "torchrl_limits", "args": []}
+            status, answer = await self._rows.ask("POST", "/collective_rpc", body)
+            if status == 200:  # or it is broken, which the row says
+                check_labels([answer["results"][0]["label"]], self._labels[-1:])
 
     async def _ask_for(self, row: Row, params: SamplingParameters) -> Generation:
         if self._failure:

@@ -4,7 +4,7 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple, Self
 
 from torchrl_modules.engines.engine import (
@@ -124,6 +124,20 @@ def version_number(label: str) -> int:
     return int(label) if label.isdecimal() else 0
 
 
+def check_labels(drawn_by: Collection[str], labels: Collection[str]) -> None:
+    """Check that nothing was drawn by weights that the client does not know.
+
+    Raises:
+        StaleWeights: something was.
+    """
+    if other := sorted(set(drawn_by) - set(labels)):
+        raise StaleWeights(
+            f"VLLMServerEngine: tokens were drawn by the weights {other}, not by "
+            f"{sorted(labels)}. The server was restarted, or another client updates it. Send "
+            "the weights again."
+        )
+
+
 def read_answer(answer: Any, labels: Sequence[str]) -> Generation:
     """The answer of ``/inference/v1/generate``, by weights of one of the labels.
 
@@ -139,12 +153,7 @@ def read_answer(answer: Any, labels: Sequence[str]) -> Generation:
     except (KeyError, IndexError, TypeError, ValueError) as error:
         message = f"the server's answer is no generation ({error!r}): {str(answer)[:200]}"
         return Generation([], [], "error", message)
-    if other := sorted({version for version, _, _ in spans} - set(labels)):
-        raise StaleWeights(
-            f"VLLMServerEngine: tokens were drawn by the weights {other}, not by "
-            f"{sorted(labels)}. The server was restarted, or another client updates it. Send "
-            "the weights again."
-        )
+    check_labels({version for version, _, _ in spans}, labels)
     if not spans and ids:
         spans = [(labels[0], 0, len(ids))]
     versions = [VersionSpan(version_number(label), start, end) for label, start, end in spans]

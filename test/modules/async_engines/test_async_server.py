@@ -84,6 +84,7 @@ def test_rows_end_before_new_weights_come_where_a_server_does_not_tell_its_versi
         return drawn, answers, await engine.respond([3], PARAMS)
 
     drawn, answers, after = run(main, {"silent": True, "token_s": 0.01})
+    answers = [answer for answer in answers if "choices" in answer[1]]
     told = {tuple(answer["choices"][0]["token_ids"]): answer["choices"][0] for _, answer in answers}
     assert len(drawn) == len(told) - 1 == 12
     for one in drawn:
@@ -93,6 +94,21 @@ def test_rows_end_before_new_weights_come_where_a_server_does_not_tell_its_versi
     assert {one.versions[0].version for one in drawn} == {0, 4, 8}
     assert after.versions == [(8, 0, 10)]
     assert "does not say which weights drew a token" in caplog.text
+
+
+def test_another_client_of_such_a_server_is_noticed(run):
+    async def main(engine):
+        other = VLLMServerEngine(engine._inside._client.url)
+        call = asyncio.create_task(engine.respond([1], replace(PARAMS, max_new_tokens=40)))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(other.update_weights, WEIGHTS)
+        other.close()
+        with pytest.raises(RuntimeError, match=r"by the weights \['1'\], not by \['default'\]"):
+            await call
+        await engine.update_weights(WEIGHTS, version=2)
+        return await engine.respond([1], PARAMS)
+
+    assert run(main, {"silent": True, "token_s": 0.01}).versions == [(2, 0, 10)]
 
 
 def test_a_pause_lasts_over_an_update_of_such_a_server_too(run):
