@@ -110,7 +110,19 @@ _LOG = logging.getLogger(__name__)
 
 
 class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
-    """GRPO and its variants (DAPO, Dr. GRPO, GSPO, ...), selected by options.
+    r"""GRPO and its variants (DAPO, Dr. GRPO, GSPO, ...), selected by options.
+
+    With the defaults, over the :math:`K` trained tokens of a window,
+
+    .. math::
+
+        L = -\frac{1}{K} \sum_{t=1}^{K} \min\left(r_t A_t,
+            \mathrm{clip}(r_t, 1 - \epsilon_l, 1 + \epsilon_h) A_t\right)
+            + \beta\, \mathrm{KL}_t, \qquad
+        r_t = \exp(\log \pi_\theta(t) - \log \mu(t))
+
+    where :math:`\mu` sampled the tokens, :math:`A_t` is the advantage of the token's row,
+    ``clip_epsilon`` is :math:`(\epsilon_l, \epsilon_h)`, and :math:`\beta` is ``kl_to_ref_coeff``.
 
     The batch, ``[B]`` rows, is read once, packed, and only its K trained tokens are scored; nothing
     depends on padding, on the length of prompts or the order of rows. It is not written to.
