@@ -391,7 +391,14 @@ def draw_continuously(
     draw = TokenDraw(params)
     seeds = params.row_seeds(num_rows)
     requests = [
-        Request(prompt, params, params.max_new_tokens, random.Random(seed), None, draw)
+        Request(
+            tokens=prompt,
+            params=params,
+            budget=params.max_new_tokens,
+            stream=random.Random(seed),
+            session=None,
+            draw=draw,
+        )
         for prompt, seed in zip(prompts_of(num_rows), seeds, strict=True)
     ]
     decoding.waiting.extend(requests)
