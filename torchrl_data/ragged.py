@@ -329,6 +329,23 @@ def on_device(
     return values.to(device, non_blocking=True)
 
 
+def on_host(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Bring tensors to the host, with one look at a device for all of them.
+
+    Args:
+        *tensors: of one dimension and of whole numbers or truth values.
+
+    Returns:
+        The same values, of the same types.
+    """
+    far = [one for one in tensors if one.device.type != "cpu"]
+    if not far:
+        return tensors
+    values = torch.cat([one.long() for one in far]).cpu()
+    found = iter(values.split([len(one) for one in far]))
+    return tuple(x if x.device.type == "cpu" else next(found).to(x.dtype) for x in tensors)
+
+
 # Packed sequences: rows one after the other, without padding, beside their lengths.
 #
 # Packed is the layout from buffer to loss; padded is a view for whoever asks for it. Whatever a

@@ -400,7 +400,7 @@ class TokenHistory(NamedTuple):
 
 
 class TargetHistory(NamedTuple):
-    """Where the history of each target lies in packed sequences."""
+    """Where the history of each target lies in packed sequences; on the host."""
 
     ids: Tensor
     """int64 ``[N]``."""
@@ -431,18 +431,23 @@ class TargetHistory(NamedTuple):
         """Most tokens before a target."""
         return int((self.at - self.first).max()) if len(self.at) else 0
 
-    def read(self, vocab_size: int, params: SamplingParameters) -> TokenHistory:
-        """The tokens themselves, as far as the parameters need them: memory of K x V."""
-        num_drawn = self.at - self.turn
+    def read(
+        self, vocab_size: int, params: SamplingParameters, device: torch.device
+    ) -> TokenHistory:
+        """The tokens themselves on a device, as far as they are needed: memory of K x V."""
+        count, num_drawn = self.at - self.turn, None
+        if params.stop_token_ids and bool((count < params.min_tokens).any()):
+            num_drawn = on_device(count, device)
         if not params.penalises:
             return TokenHistory(num_drawn)
-        index = self.first[:, None] + torch.arange(self.longest, device=self.ids.device)
+        index = self.first[:, None] + torch.arange(self.longest)
         tokens = self.ids[index.clamp(max=len(self.ids) - 1)]
         tokens = tokens.masked_fill(index >= self.at[:, None], vocab_size)  # an extra column
-        output = tokens.masked_fill(index < self.turn[:, None], vocab_size)
+        output = on_device(tokens.masked_fill(index < self.turn[:, None], vocab_size), device)
+        tokens = on_device(tokens, device)
         shape = (len(self.at), vocab_size + 1)
-        seen = torch.zeros(shape, dtype=torch.bool, device=self.ids.device)
-        counts = torch.zeros(shape, device=self.ids.device)
+        seen = torch.zeros(shape, dtype=torch.bool, device=device)
+        counts = torch.zeros(shape, device=device)
         seen.scatter_(1, tokens, True)
         counts.scatter_add_(1, output, torch.ones_like(output, dtype=counts.dtype))
         return TokenHistory(num_drawn, seen[:, :vocab_size], counts[:, :vocab_size])
@@ -566,7 +571,8 @@ def warped_head_log_prob(
         with torch.autocast(hidden.device.type, enabled=False) if compute_dtype else nullcontext():
             logits = torch.nn.functional.linear(hidden, weight, own_bias).to(dtype)
         some = history and history.part(slice(start, start + len(hidden)))
-        return warped_log_prob(logits, targets, params, some and some.read(len(weight), params))
+        tokens = some and some.read(len(weight), params, logits.device)
+        return warped_log_prob(logits, targets, params, tokens)
 
     pairs = zip(hidden.split(num_rows), targets.split(num_rows), strict=True)
     parts: list[Any] = [

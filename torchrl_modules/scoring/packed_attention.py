@@ -20,6 +20,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from torchrl_data.ragged import on_device
+
 # Packed sequences as a trie: what they begin with in common is there once, attention included.
 #
 # The tokens of the trie lie in depth-first order, so the descendants of a segment follow it, and a
@@ -58,16 +60,17 @@ class PrefixTrie:
     positions: Tensor
     """int64 ``[M]``, of each token in its sequence."""
     node: Tensor
-    """int64 ``[N]``: where each packed token is in the trie; -1 where nobody needs it."""
+    """int64 ``[N]``, on the host: where each packed token is in the trie; -1 where nobody needs
+    it."""
     segments: tuple[Segment, ...]
     """In depth-first order; they cover ``[0, M)``."""
 
     @cached_property
     def subtree_end(self) -> Tensor:
         """int64 ``[M]``: the token is seen by those from itself up to here, and no others."""
-        ends = torch.tensor([s.subtree_end for s in self.segments], device=self.ids.device)
-        sizes = torch.tensor([s.end - s.start for s in self.segments], device=self.ids.device)
-        return ends.repeat_interleave(sizes)
+        ends = torch.tensor([s.subtree_end for s in self.segments])
+        sizes = torch.tensor([s.end - s.start for s in self.segments])
+        return on_device(ends.repeat_interleave(sizes), self.ids.device)
 
     @cached_property
     def block_mask(self) -> Any:
@@ -96,16 +99,18 @@ class PrefixTrie:
         )
 
 
-def build_trie(ids: Tensor, lengths: Tensor, ends: Tensor, *, share: bool) -> PrefixTrie:
+def build_trie(
+    ids: Tensor, lengths: Tensor, ends: Tensor, *, share: bool, device: torch.device | None = None
+) -> PrefixTrie:
     """Lay packed sequences out as a trie."""
-    # ids: int64 [N].
+    # ids: int64 [N], on the host, as all that follows.
     # lengths: int64 [B], summing to N.
     # ends: int64 [B]: only this many tokens of each sequence are needed; at most its length.
     # share: put what sequences begin with in common there once, where it saves more than it costs;
     # `False` keeps every sequence for itself.
-    # Gives the trie, on the device of `ids`. Segments beside each other without descendants are
-    # sorted by length.
-    values = ids.cpu().numpy()
+    # device: where the model reads it; the host when not given.
+    # Segments beside each other without descendants are sorted by length.
+    values, device = ids.numpy(), device or ids.device
     sizes, needed = lengths.tolist(), ends.tolist()
     starts = np.concatenate([[0], np.cumsum(sizes)])[:-1].tolist()
     rows = [
@@ -135,9 +140,9 @@ def build_trie(ids: Tensor, lengths: Tensor, ends: Tensor, *, share: bool) -> Pr
             segments[above][2] = end
         start = end
     return PrefixTrie(
-        ids=torch.from_numpy(np.concatenate(tokens)).to(ids.device),
-        positions=torch.from_numpy(np.concatenate(positions)).to(ids.device),
-        node=torch.from_numpy(node_of).to(ids.device),
+        ids=on_device(torch.from_numpy(np.concatenate(tokens)), device),
+        positions=on_device(torch.from_numpy(np.concatenate(positions)), device),
+        node=torch.from_numpy(node_of),
         segments=tuple(Segment(*segment) for segment in segments),
     )
 
@@ -372,7 +377,7 @@ def packed_sdpa_forward(
         )
     # A layer that makes a mask of its own, or has sinks or a bias, is not only packed.
     more = [name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()]
-    more += ["attention_mask"] if attention_mask is not None else []
+    more += ["attention_mask"] if attention_mask is not None and attention_mask.numel() else []
     if more:
         raise PackedInputLost(f"{type(module).__name__} gives its attention {', '.join(more)}.")
     lengths = [segment.end - segment.start for segment in trie.segments]
@@ -440,6 +445,15 @@ def _capped_attention(
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return None if _is_packed.get() else sdpa_mask(*args, **kwargs)
+
+
+def no_mask(device: torch.device) -> Tensor | None:
+    """What a model is given in the place of a mask where its input is packed."""
+    # Without any, Transformers reads the positions to see whether rows are packed, and a host would
+    # wait for that. A mask of four dimensions is handed on as it is; this one is empty.
+    return (
+        None if device.type == "cpu" else torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
+    )
 
 
 @contextmanager
