@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
@@ -238,6 +239,14 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is Tensor.backward and len(args) == 1 and not any(kwargs.values()):
+            with self:  # what is computed again on the way is counted, too
+                return _engine_run_backward(
+                    (args[0],),
+                    *((torch.ones_like(args[0]),), False, False, ()),
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
         if func in _READS and isinstance(args[0], FarTensor):
             self.waits.count("read")
             return func(self._moved(args[0], False), *args[1:], **kwargs)
