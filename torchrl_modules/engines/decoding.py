@@ -5,6 +5,7 @@ import random
 import re
 import sys
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left, insort
@@ -13,9 +14,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad as pad_columns
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
@@ -703,6 +705,79 @@ class _SlotLayer(CacheLayerMixin):
         return -1
 
 
+_Capture: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+_STEPS_BEFORE_A_GRAPH: Final = 16
+"""A graph takes as long as a few steps: short responses go without."""
+_GRAPH_TOLERANCE: Final = 0.02
+"""Of the largest logit: kernels may be others than those of the step alone."""
+_not_captured: "WeakSet[nn.Module]" = WeakSet()
+"""Models whose steps can't be captured; told once of each."""
+
+
+def _captured_on_cuda(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """What a function launches, launched again at once; each time its result is overwritten."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # What is made once is made before.
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may use the device meanwhile, as a trainer does.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+_CAPTURES: Final[dict[str, _Capture]] = {"cuda": _captured_on_cuda}
+"""By the kind of device."""
+
+
+class _StepGraph:
+    """A step of a fixed number of rows, of which the last may be nobody's."""
+
+    def __init__(
+        self,
+        step: Callable[[Tensor, Tensor, Tensor], Tensor],
+        capture: _Capture,
+        size: int,
+        tokens: Tensor,
+        lengths: Tensor,
+    ) -> None:
+        device = tokens.device
+        if torch.is_autocast_enabled(device.type):
+            raise RuntimeError("autocast keeps casts of the weights, which a graph would not renew")
+        self._tokens, self._lengths = (tokens.new_zeros(size) for _ in range(2))
+        slots = torch.arange(size, device=device)
+        # Each run writes the same keys and values in the same places.
+        self._set(tokens, lengths)
+        own = step(self._tokens, self._lengths, slots).float()
+        self._replay = capture(lambda: step(self._tokens, self._lengths, slots))
+        apart = (self._replay().float() - own).abs().max()
+        if bool(apart > _GRAPH_TOLERANCE * own.abs().max()):
+            raise RuntimeError(f"its logits are off by {apart.item():.2g}")
+
+    def _set(self, tokens: Tensor, lengths: Tensor) -> None:
+        self._tokens[: len(tokens)] = tokens
+        self._lengths.zero_()
+        self._lengths[: len(lengths)] = lengths
+
+    def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Logits ``[size, V]``, until the next call.
+
+        Args:
+            tokens: int64 ``[A]``, at most ``size``.
+            lengths: int64 ``[A]``.
+        """
+        self._set(tokens, lengths)
+        return self._replay()
+
+
 class SlotReader(PromptReader):
     """Keeps every row in a slot; equal prompts are read once, and of kept rows only what is new.
 
@@ -727,6 +802,10 @@ class SlotReader(PromptReader):
         self._last_position = last_position(model)
         # What is given of shapes that come again needs no plan of its own for each token.
         self._steps = 1 if model.device.type == "cpu" else _STEPS
+        is_captured = model not in _not_captured
+        self._capture = _CAPTURES.get(model.device.type) if is_captured else None
+        self._graphs: dict[int, _StepGraph] = {}
+        self._num_steps = 0
         self.num_read = 0
         """Tokens of prompts that the model has read, padding and what was kept left out."""
 
@@ -744,16 +823,26 @@ class SlotReader(PromptReader):
     def advance(self, tokens: Tensor) -> Tensor:
         """See :class:`PromptReader`."""
         places, counts = self._places, self._counts
-        self._reserve(len(tokens), places.longest + 1)
-        columns = -(-(places.longest + 1) // self._steps) * self._steps
-        places.num_columns = min(columns, self._num_columns)
-        mask: Tensor | None = None
-        if places.num_columns > places.longest + 1 or min(counts) < places.longest:
-            columns = torch.arange(places.num_columns, device=tokens.device)
-            mask = columns <= places.lengths[:, None]
+        logits = None if self._capture is None else self._replayed(tokens)
+        if logits is None:
+            self._reserve(len(tokens), places.longest + 1)
+            columns = -(-(places.longest + 1) // self._steps) * self._steps
+            places.num_columns = min(columns, self._num_columns)
+            is_full = places.num_columns == places.longest + 1 and min(counts) == places.longest
+            logits = self._step(tokens, is_masked=not is_full)
+        self._counts = [count + 1 for count in counts]
+        places.lengths = places.lengths + 1
+        places.longest += 1
+        return logits
+
+    def _step(self, tokens: Tensor, *, is_masked: bool) -> Tensor:
+        """The model's own part of a step, of which the host reads no value."""
+        lengths, mask = self._places.lengths, None
+        if is_masked:
+            mask = torch.arange(self._places.num_columns, device=tokens.device) <= lengths[:, None]
             mask = mask[:, None, None] if self._gives_whole_masks else mask.long()
-        positions = places.lengths
-        if places.longest > self._last_position:  # of rows that have ended
+        positions = lengths
+        if self._places.longest > self._last_position:  # of rows that have ended
             positions = positions.clamp(max=self._last_position)
         output = self.model(
             input_ids=tokens[:, None],
@@ -761,10 +850,47 @@ class SlotReader(PromptReader):
             position_ids=positions[:, None],
             **self._given,
         )
-        self._counts = [count + 1 for count in counts]
-        places.lengths = places.lengths + 1
-        places.longest += 1
         return output.logits[:, -1]
+
+    def _replayed(self, tokens: Tensor) -> Tensor | None:
+        """A step of a graph; ``None`` where there is none, or none yet."""
+        size = 1 << (len(tokens) - 1).bit_length()
+        # Slots behind the last row are read, too, and written at their first column: nobody has
+        # them, and who gets them writes there.
+        self._reserve(size, self._places.longest + 1)
+        self._num_steps += 1
+        if self._capture is None or self._num_steps <= _STEPS_BEFORE_A_GRAPH:
+            return None
+        if size not in self._graphs:
+            try:
+                graph = _StepGraph(
+                    self._whole_step, self._capture, size, tokens, self._places.lengths
+                )
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of the model, or of a driver: it is told, and goes without
+                self._capture = None
+                _not_captured.add(self.model)
+                warnings.warn(
+                    f"TransformersEngine: a step of {type(self.model).__name__} can't be captured "
+                    "as a graph, so each of its operators is launched for every token, which is "
+                    f"slower ({type(error).__name__}: {str(error)[:200]}).",
+                    stacklevel=2,
+                )
+                return None
+            self._graphs[size] = graph
+        return self._graphs[size](tokens, self._places.lengths)[: len(tokens)]
+
+    def _whole_step(self, tokens: Tensor, lengths: Tensor, slots: Tensor) -> Tensor:
+        """A step over all columns, whose shapes stay as they are while the buffers do."""
+        places = self._places
+        before = vars(places).copy()
+        places.lengths = lengths.clamp(max=self._last_position)
+        places.slots, places.num_columns = slots, self._num_columns
+        try:
+            return self._step(tokens, is_masked=True)
+        finally:
+            vars(places).update(before)
 
     def keep(self, rows: Sequence[int]) -> None:
         """See :class:`PromptReader`; rows that stay where they are cost nothing."""
@@ -813,6 +939,7 @@ class SlotReader(PromptReader):
             self._num_slots = max(num_rows, 2 * self._num_slots)
         if num_columns > self._num_columns:
             self._num_columns = max(num_columns + _MIN_COLUMNS, int(_GROWTH * num_columns))
+        self._graphs.clear()  # of the buffers that were
         for layer in self._layers:
             for name in ("keys", "values"):
                 buffer = getattr(layer, name)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -235,9 +235,13 @@ def _compiled_flex() -> Any:
 
 def _runs(segments: Sequence[Segment]) -> Iterator[tuple[slice, int]]:
     """Neighbouring segments of one length, a batch of plain attention: their tokens, the length."""
-    for length, group in groupby(segments, lambda segment: segment.end - segment.start):
-        members = list(group)
-        yield slice(members[0].start, members[-1].end), length
+    # Written out, for `torch.compile` knows no `groupby`.
+    first = 0
+    for i, (start, end, _) in enumerate(segments):
+        following = segments[i + 1] if i + 1 < len(segments) else None
+        if following is None or following.end - following.start != end - start:
+            yield slice(segments[first].start, end), end - start
+            first = i + 1
 
 
 def _batch(x: Tensor, tokens: slice, length: int) -> Tensor:
@@ -350,7 +354,7 @@ def packed_sdpa_forward(
         query, key, value = (x.to(dtype) for x in (query, key, value))
     heads = (query, key, value)
     if trie is None:
-        if _is_packed.get():
+        if _is_packed_here():
             raise PackedInputLost(f"{type(module).__name__} is not told what its sequences are.")
         if softcap is not None:
             mask = _causal_mask(query, key) if attention_mask is None else attention_mask
@@ -386,12 +390,12 @@ def packed_sdpa_forward(
     on_cpu = plain and query.device.type == "cpu" and has_trie_attention(query.device, query.dtype)
     if on_cpu or any(segment.subtree_end > segment.end for segment in trie.segments):
         return trie_attention(*heads, trie, scale=scaling), None
-    return _attend_by_length(heads, lengths, dropout, scaling, sliding_window, softcap), None
+    return _attend_by_length(heads, trie.segments, dropout, scaling, sliding_window, softcap), None
 
 
 def _attend_by_length(
     heads: tuple[Tensor, Tensor, Tensor],
-    lengths: Sequence[int],
+    segments: Sequence[Segment],
     dropout: float,
     scaling: float | None,
     sliding_window: int | None,
@@ -399,7 +403,7 @@ def _attend_by_length(
 ) -> Tensor:
     """Attention of rows that share nothing, ``[1, N, H, D]``."""
     # Neighbours of one length are one batch, so sorting segments by length makes few calls.
-    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+    runs = [(length, (at.stop - at.start) // length) for at, length in _runs(segments)]
     totals = [length * count for length, count in runs]
     is_grouped, outputs = heads[0].shape[1] != heads[1].shape[1], []
     for (length, count), *tensors in zip(runs, *(x.split(totals, 2) for x in heads), strict=True):
@@ -444,7 +448,13 @@ def _capped_attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    return None if _is_packed.get() else sdpa_mask(*args, **kwargs)
+    return None if _is_packed_here() else sdpa_mask(*args, **kwargs)
+
+
+def _is_packed_here() -> bool:
+    # A compiler can't read what is true of a thread. What it has compiled is told of the sequences
+    # or not as its caller was: a model that loses them gives other log-probs, which its trial sees.
+    return not torch.compiler.is_compiling() and _is_packed.get()
 
 
 def no_mask(device: torch.device) -> Tensor | None:
