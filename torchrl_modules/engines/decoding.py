@@ -705,7 +705,7 @@ class _SlotLayer(CacheLayerMixin):
         return -1
 
 
-_Capture: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+_Capture: TypeAlias = Callable[[Callable[[], Tensor], torch.device], Callable[[], Tensor]]
 _STEPS_BEFORE_A_GRAPH: Final = 16
 """A graph takes as long as a few steps: short responses go without."""
 _GRAPH_TOLERANCE: Final = 0.02
@@ -714,18 +714,19 @@ _not_captured: "WeakSet[nn.Module]" = WeakSet()
 """Models whose steps can't be captured; told once of each."""
 
 
-def _captured_on_cuda(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def _captured_on_cuda(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
     """What a function launches, launched again at once; each time its result is overwritten."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # What is made once is made before.
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may use the device meanwhile, as a trainer does.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = run()
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # What is made once is made before.
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile, as a trainer does.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = run()
 
     def replay() -> Tensor:
         graph.replay()
@@ -754,11 +755,13 @@ class _StepGraph:
             raise RuntimeError("autocast keeps casts of the weights, which a graph would not renew")
         self._tokens, self._lengths = (tokens.new_zeros(size) for _ in range(2))
         slots = torch.arange(size, device=device)
-        # Each run writes the same keys and values in the same places.
-        self._set(tokens, lengths)
+        # Captured with other tokens, so that a replay that does nothing is found out. Each run
+        # writes its keys and values in the same places, the last one those of the tokens.
+        self._set(torch.zeros_like(tokens), lengths)
+        self._replay = capture(lambda: step(self._tokens, self._lengths, slots), device)
+        replayed = self(tokens, lengths).float()
         own = step(self._tokens, self._lengths, slots).float()
-        self._replay = capture(lambda: step(self._tokens, self._lengths, slots))
-        apart = (self._replay().float() - own).abs().max()
+        apart = (replayed - own).abs().max()
         if bool(apart > _GRAPH_TOLERANCE * own.abs().max()):
             raise RuntimeError(f"its logits are off by {apart.item():.2g}")
 

@@ -71,7 +71,7 @@ class Captures:
     def __init__(self, off=0.0):
         self.off, self.num_captured, self.num_replayed = off, 0, 0
 
-    def __call__(self, run):
+    def __call__(self, run, _):
         self.num_captured += 1
         logits = run().clone()
 
@@ -103,8 +103,13 @@ def test_captured_steps_draw_the_same_while_rows_come_and_go(device_waits, monke
     assert [row.drawn for row in again] == [row.drawn for row in more]
 
 
-def refuse(_):
+def refuse(*_):
     raise RuntimeError("operation not permitted")
+
+
+def do_nothing_again(run, _):
+    logits = run()
+    return lambda: logits
 
 
 @pytest.mark.parametrize(
@@ -112,6 +117,7 @@ def refuse(_):
     [
         pytest.param(refuse, "RuntimeError: operation not permitted", id="refused"),
         pytest.param(Captures(off=1e3), "its logits are off by 1e\\+03", id="wrong"),
+        pytest.param(do_nothing_again, "its logits are off by", id="does nothing"),
     ],
 )
 def test_what_cannot_be_captured_goes_on_without_and_says_why_once(
