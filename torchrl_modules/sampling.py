@@ -24,7 +24,13 @@ from transformers.generation.logits_process import (
 
 from torchrl_data.checks import NOT_NEGATIVE, POSITIVE, check_counts, check_not_none, check_numbers
 from torchrl_data.conversation import Conversations, stream_number
-from torchrl_data.ragged import cumulative_lengths, read_objects, sequence_index, write_objects
+from torchrl_data.ragged import (
+    cumulative_lengths,
+    on_device,
+    read_objects,
+    sequence_index,
+    write_objects,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +92,9 @@ class StopStrings:
         self._first = min_tokens + 1
         # A token has at least one byte, and a character at most four.
         self._num_tail = 4 + max(len(text.encode()) for text in texts)
+        # What a text may end in: its last character, or a part of one.
+        self._last = ("\ufffd", *{text[-1] for text in texts})
+        self._may_end: dict[int, bool] = {}
 
     def num_kept(self, ids: Sequence[int]) -> int | None:
         """How many tokens there are up to the one that completes a text; ``None`` if none does."""
@@ -96,8 +105,19 @@ class StopStrings:
         index = bisect_left(counts, True, key=lambda count: self._ends(ids[:count], begin))
         return None if index == len(counts) else counts[index]
 
+    def may_end(self, token: int) -> bool:
+        """Whether a token can complete a text at all; few can, and the others cost nothing."""
+        known = self._may_end.get(token)
+        if known is None:
+            # Alone, and behind another one: tokenizers write the first of a text differently.
+            said = self._decode([token]) + self._decode([token, token])
+            known = self._may_end[token] = any(last in said for last in self._last)
+        return known
+
     def just_ended(self, ids: Sequence[int]) -> bool:
         """Whether the last token, most likely, completes a text; after each token, and fast."""
+        if not ids or not self.may_end(ids[-1]):
+            return False
         tail = self._decode(ids[-self._num_tail :])
         return any(text in tail for text in self._texts) and self.num_kept(ids) is not None
 
@@ -371,8 +391,8 @@ def repeat_rows(
 class TokenHistory(NamedTuple):
     """What a turn has before it draws its next token, at each of K positions."""
 
-    num_drawn: Tensor
-    """int64 ``[K]``: tokens of the output."""
+    num_drawn: Tensor | None
+    """int64 ``[K]``: tokens of the output; ``None`` where all are known to have ``min_tokens``."""
     seen: Tensor | None = None
     """bool ``[K, V]``: tokens that the prompt or the output hold; only for penalties."""
     counts: Tensor | None = None
@@ -380,7 +400,7 @@ class TokenHistory(NamedTuple):
 
 
 class TargetHistory(NamedTuple):
-    """Where the history of each target lies in packed sequences."""
+    """Where the history of each target lies in packed sequences; on the host."""
 
     ids: Tensor
     """int64 ``[N]``."""
@@ -411,18 +431,23 @@ class TargetHistory(NamedTuple):
         """Most tokens before a target."""
         return int((self.at - self.first).max()) if len(self.at) else 0
 
-    def read(self, vocab_size: int, params: SamplingParameters) -> TokenHistory:
-        """The tokens themselves, as far as the parameters need them: memory of K x V."""
-        num_drawn = self.at - self.turn
+    def read(
+        self, vocab_size: int, params: SamplingParameters, device: torch.device
+    ) -> TokenHistory:
+        """The tokens themselves on a device, as far as they are needed: memory of K x V."""
+        count, num_drawn = self.at - self.turn, None
+        if params.stop_token_ids and bool((count < params.min_tokens).any()):
+            num_drawn = on_device(count, device)
         if not params.penalises:
             return TokenHistory(num_drawn)
-        index = self.first[:, None] + torch.arange(self.longest, device=self.ids.device)
+        index = self.first[:, None] + torch.arange(self.longest)
         tokens = self.ids[index.clamp(max=len(self.ids) - 1)]
         tokens = tokens.masked_fill(index >= self.at[:, None], vocab_size)  # an extra column
-        output = tokens.masked_fill(index < self.turn[:, None], vocab_size)
+        output = on_device(tokens.masked_fill(index < self.turn[:, None], vocab_size), device)
+        tokens = on_device(tokens, device)
         shape = (len(self.at), vocab_size + 1)
-        seen = torch.zeros(shape, dtype=torch.bool, device=self.ids.device)
-        counts = torch.zeros(shape, device=self.ids.device)
+        seen = torch.zeros(shape, dtype=torch.bool, device=device)
+        counts = torch.zeros(shape, device=device)
         seen.scatter_(1, tokens, True)
         counts.scatter_add_(1, output, torch.ones_like(output, dtype=counts.dtype))
         return TokenHistory(num_drawn, seen[:, :vocab_size], counts[:, :vocab_size])
@@ -431,10 +456,10 @@ class TargetHistory(NamedTuple):
 def changed_logits(logits: Tensor, params: SamplingParameters, history: TokenHistory) -> Tensor:
     """Logits ``[K, V]`` with the bias and the penalties, as vLLM applies them; differentiable."""
     if params.logit_bias:
-        tokens = torch.tensor(list(params.logit_bias), device=logits.device)
-        values = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype)
+        tokens = on_device(list(params.logit_bias), logits.device)
+        values = on_device(list(params.logit_bias.values()), logits.device, logits.dtype)
         bias = torch.zeros(logits.shape[1], dtype=logits.dtype, device=logits.device)
-        logits = logits + bias.index_copy(0, tokens, values.to(logits.device))
+        logits = logits + bias.index_copy(0, tokens, values)
     if history.seen is not None and params.repetition_penalty != 1.0:
         penalty = params.repetition_penalty
         penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
@@ -447,12 +472,12 @@ def changed_logits(logits: Tensor, params: SamplingParameters, history: TokenHis
 
 def too_early(logits: Tensor, params: SamplingParameters, history: TokenHistory) -> Tensor | None:
     """Stop tokens that ``min_tokens`` does not allow yet, bool ``[K, V]``; ``None`` for none."""
-    early = history.num_drawn < params.min_tokens
-    if not params.stop_token_ids or not bool(early.any()):
+    if not params.stop_token_ids or not params.min_tokens or history.num_drawn is None:
         return None
+    early = history.num_drawn < params.min_tokens
+    stops = on_device(params.stop_token_ids, logits.device)
     banned = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    banned[:, list(params.stop_token_ids)] = early[:, None]
-    return banned
+    return banned.index_copy_(1, stops, early[:, None].expand(-1, len(stops)))
 
 
 # The distribution that tokens are drawn from: penalties, temperature, min-p, top-k and top-p.
@@ -546,7 +571,8 @@ def warped_head_log_prob(
         with torch.autocast(hidden.device.type, enabled=False) if compute_dtype else nullcontext():
             logits = torch.nn.functional.linear(hidden, weight, own_bias).to(dtype)
         some = history and history.part(slice(start, start + len(hidden)))
-        return warped_log_prob(logits, targets, params, some and some.read(len(weight), params))
+        tokens = some and some.read(len(weight), params, logits.device)
+        return warped_log_prob(logits, targets, params, tokens)
 
     pairs = zip(hidden.split(num_rows), targets.split(num_rows), strict=True)
     parts: list[Any] = [

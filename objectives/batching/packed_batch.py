@@ -13,7 +13,14 @@ from torch import Tensor
 
 from torchrl_data import keys
 from torchrl_data.checks import MissingEntryError, check_numbers, one_of, require_entries
-from torchrl_data.ragged import Rows, first_entries, read_images, read_rows, sequence_index
+from torchrl_data.ragged import (
+    Rows,
+    first_entries,
+    on_device,
+    read_images,
+    read_rows,
+    sequence_index,
+)
 
 # Which entries each loss reads: pass another instance as ``read=`` to rename them.
 
@@ -84,7 +91,10 @@ def resolve_masking_strategy(name: str) -> MaskingStrategy:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """The rows of a batch one after the other, without padding.
+    """The rows of a batch one after the other, without padding, on the host.
+
+    Which tokens are trained, and where rows begin, decides shapes: on a device each look at them
+    would wait for it. A loss brings there what it computes with.
 
     Example:
         >>> from tensordict import lazy_stack
@@ -130,6 +140,26 @@ class PackedBatch:
     def num_rows(self) -> int:
         """B, rows without trained tokens included."""
         return len(self.lengths)
+
+    def targets_on(self, device: torch.device) -> PackedBatch:
+        """The same, with what is computed with the scores of the trained tokens on a device.
+
+        Args:
+            device: of the scores.
+
+        Returns:
+            The batch, of which ``target_lengths``, ``sampled``, ``entries`` and ``weights`` are
+            there, without having waited for the device.
+        """
+        if device.type == self.sampled.device.type:
+            return self
+        return replace(
+            self,
+            target_lengths=on_device(self.target_lengths, device),
+            sampled=on_device(self.sampled, device),
+            entries={name: on_device(value, device) for name, value in self.entries.items()},
+            weights=None if self.weights is None else on_device(self.weights, device),
+        )
 
     def take_rows(self, rows: Tensor) -> PackedBatch:
         """Some of the rows, in any order.
@@ -294,6 +324,17 @@ class _Columns:
             self.read[key] = rows
         return key in self.read
 
+    def bring_to_host(self) -> None:
+        """Have all that was read on the host: one look at a device for everything that is there."""
+        far = {k: rows.values for k, rows in self.read.items() if rows.values.device.type != "cpu"}
+        if not far:
+            return
+        # Token ids are exact in double precision, and so is all else.
+        values = torch.cat([each.double() for each in far.values()]).cpu()
+        parts = values.split([len(each) for each in far.values()])
+        for (key, each), part in zip(far.items(), parts, strict=True):
+            self.read[key] = self.read[key]._replace(values=part.to(each.dtype))
+
     def tokens(self, key: NestedKey) -> Tensor:
         """A per-token entry, packed ``[N]``."""
         rows, expected = self.read[key], self.read[self.tokens_key].lengths
@@ -318,7 +359,7 @@ class _Columns:
                 f"one, or one for each of the {int(expected[index])} tokens."
             )
         repeats = torch.where(by_row, expected, 1).repeat_interleave(lengths)
-        return self._kept(values.repeat_interleave(repeats.to(values.device)))
+        return self._kept(values.repeat_interleave(repeats))
 
     def _kept(self, values: Tensor) -> Tensor:
         return values if self.keep is None else values[self.keep]
@@ -376,42 +417,41 @@ def pack_batch(
     wanted: Entries,
     *,
     who: str,
-    device: torch.device | None = None,
 ) -> PackedBatch:
     """Pack the rows of a batch ``[B]``, ragged or padded, and what a loss reads of them."""
     check_batch(batch, who=who)
     if batch.ndim == 1 and not len(batch):
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        entries = dict.fromkeys([*wanted.tokens, *wanted.rows], torch.zeros(0, device=device))
+        none = torch.zeros(0, dtype=torch.int64)
+        entries = dict.fromkeys([*wanted.tokens, *wanted.rows], torch.zeros(0))
         return PackedBatch(none, none, none > 0, none, none > 0, entries, none > 0)
     columns = _Columns(batch, read, who)
     needed = [read.tokens, *wanted.tokens.values(), *wanted.rows.values()]
     if strategy != "all":
         needed.append(read.assistant_mask)
     columns.require(needed)
+    is_masked, known = columns.has(read.attention_mask), columns.has(read.assistant_mask)
+    columns.bring_to_host()
     ids, lengths = columns.read[read.tokens]
-    lengths = lengths.to(ids.device)
     sequence = sequence_index(lengths)
-    if columns.has(read.attention_mask):
+    if is_masked:
         real = columns.tokens(read.attention_mask).bool()
         if not bool(real.all()):
             lengths = _count(real, sequence, lengths)
             columns.keep = real
             ids, sequence = ids[real], sequence[real]
-    known = columns.has(read.assistant_mask)
     assistant = columns.tokens(read.assistant_mask).bool() if known else torch.zeros_like(ids) > 0
     target_mask = _targets(assistant, lengths, sequence, strategy)
     entries = {name: columns.tokens(key) for name, key in wanted.tokens.items()}
     entries |= {name: columns.tokens_or_rows(key) for name, key in wanted.rows.items()}
     target_lengths = _count(target_mask, sequence, lengths)
     return PackedBatch(
-        ids=ids.to(device),
-        lengths=lengths.to(device),
-        target_mask=target_mask.to(device),
-        target_lengths=target_lengths.to(device),
-        sampled=assistant[target_mask].to(device),
-        entries={name: value[target_mask].to(device) for name, value in entries.items()},
-        left_out=torch.zeros_like(lengths, dtype=torch.bool).to(device),
+        ids=ids,
+        lengths=lengths,
+        target_mask=target_mask,
+        target_lengths=target_lengths,
+        sampled=assistant[target_mask],
+        entries={name: value[target_mask] for name, value in entries.items()},
+        left_out=torch.zeros_like(lengths, dtype=torch.bool),
         images=read_images(batch),
     )
 
@@ -484,7 +524,6 @@ def pack_streams(
     streams: Mapping[str, Entries],
     *,
     who: str,
-    device: torch.device | None,
 ) -> PackedBatch:
     """Pack the tokens of all streams; the entries are ``"stream.field"``, ``"stream.weight"``."""
     check_batch(batch, who=who)
@@ -502,7 +541,6 @@ def pack_streams(
         "all",
         Entries(by_token, by_row),
         who=who,
-        device=device,
     )
     takes_part = torch.zeros_like(packed.sampled)
     for name in streams:

@@ -494,8 +494,8 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
                 padded ``[B, T]`` with an attention mask; the entries of ``read``.
 
         Returns:
-            The packed batch, on the actor's device; one that is packed already as it is, with the
-            tokens that were to be trained when it was packed.
+            The packed batch, on the host; one that is packed already as it is, with the tokens that
+            were to be trained when it was packed.
 
         Raises:
             MissingEntryError: an entry is missing, also of a batch that was packed before an
@@ -517,7 +517,6 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
             self.masking_strategy,
             self._entries(),
             who=self._get_name(),
-            device=scorer_device(self.actor_network),
         )
 
     def measure_window(
@@ -642,7 +641,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         actor: Any = self.actor_network
         # Other ranks wait for the actor's passes, those without a token included.
         if batch.num_targets == 0 and not getattr(actor, "is_distributed", False):
-            nothing = torch.zeros(0, device=batch.ids.device, requires_grad=True)
+            nothing = torch.zeros(0, device=scorer_device(actor), requires_grad=True)
             return TokenScores(nothing, nothing if entropy else None)
         trained = batch.target_lengths > 0  # a scorer takes no empty rows
         if not bool(trained.all()):

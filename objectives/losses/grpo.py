@@ -221,8 +221,8 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
             batch: see :meth:`TokenLoss.pack`.
 
         Returns:
-            The packed batch, on the actor's device; one that is packed already as it is. Rows that
-            no policy can have sampled are there, but nothing of them is trained.
+            The packed batch, on the host; one that is packed already as it is. Rows that no policy
+            can have sampled are there, but nothing of them is trained.
 
         Raises:
             MissingEntryError: an entry is missing.
@@ -308,7 +308,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         scores = self._score(scored, entropy=self.wants_entropy)
         output = self.of_scores(scored, scores, window)
         if scored is not batch:
-            output.update_(_row_counts(batch))
+            output.update_(_row_counts(batch, scores.log_prob.device))
         filters = self._filters
         is_filtered = filters != TokenFilters() and scored.num_targets > 0
         if is_whole and is_filtered and float(output.kept_fraction) == 0:
@@ -322,7 +322,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> GRPOLossOutput:
         """See the base class."""
-        options = self.options
+        options, batch = self.options, batch.targets_on(scores.log_prob.device)
         policy = policy_scores(batch, scores, options)
         terms = self._policy_term(batch, policy, window)
         # KL and entropy: losses and metrics.
@@ -348,8 +348,9 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
             if batch.weights is not None:
                 entropy = entropy * batch.weights.to(entropy.dtype)
             terms["loss_entropy"] = -coefficient * entropy.sum() / window.num_active_tokens
-        terms["num_active_tokens"] = policy.old.new_tensor(batch.num_targets)
-        return make_output(GRPOLossOutput, terms | _row_counts(batch))
+        terms["num_active_tokens"] = policy.old.new_full((), batch.num_targets)
+        counts = _row_counts(batch, policy.old.device)
+        return make_output(GRPOLossOutput, terms | counts)
 
     def _entries(self) -> Entries:
         tokens = {
@@ -408,8 +409,9 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
                 # The trainer's scores from before the update are there, or have to be made.
                 known = batch.entries.get("old_log_probs")
                 scored = self._score(batch) if known is None else TokenScores(known)
-                old, sampler = policy_scores(batch, scored, self.options)[1:3]
-                own = correction.weights(old, sampler, batch.sampled, batch.target_lengths)
+                beside = batch.targets_on(scored.log_prob.device)
+                old, sampler = policy_scores(beside, scored, self.options)[1:3]
+                own = correction.weights(old, sampler, beside.sampled, beside.target_lengths)
                 weights.append(own.weight.cpu())
             each = gathered_rows(ranks, torch.cat(weights))
             found["sampler_weight_mean"] = float(each.double().mean()) if len(each) else 1.0
@@ -465,11 +467,9 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         return terms
 
 
-def _row_counts(batch: PackedBatch) -> dict[str, Tensor]:
-    return {
-        "num_sequences": torch.tensor(float(batch.num_rows), device=batch.ids.device),
-        "num_rows_left_out": batch.left_out.sum().float(),
-    }
+def _row_counts(batch: PackedBatch, device: torch.device) -> dict[str, Tensor]:
+    counts = {"num_sequences": batch.num_rows, "num_rows_left_out": int(batch.left_out.sum())}
+    return {name: torch.full((), float(n), device=device) for name, n in counts.items()}
 
 
 setattr(GRPOLoss.__init__, "__signature__", signature_with({}, method=True))  # noqa: B010

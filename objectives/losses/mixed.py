@@ -25,8 +25,9 @@ from objectives.batching.packed_batch import (
 from objectives.batching.ranks import Ranks
 from objectives.losses.base import Window
 from torchrl_data.checks import ChecksAttributes, TokenScores, check_type
+from torchrl_data.ragged import on_device
 
-from .base import TokenLoss, scorer_device
+from .base import TokenLoss
 
 _READ = ("read.tokens", "read.attention_mask", "read.assistant_mask")
 _SAME = {what: attrgetter(what) for what in ("actor_network", "temperature", *_READ)}
@@ -176,7 +177,6 @@ class MixedLoss(ChecksAttributes, TensorDictModuleBase):
             self._first.read,
             {name: loss._entries() for name, loss in self._losses()},
             who="MixedLoss",
-            device=scorer_device(self._first.actor_network),
         )
         for name, loss in self._losses():
             unfit = loss.fit(stream_part(packed, name).batch).left_out
@@ -256,6 +256,7 @@ class MixedLoss(ChecksAttributes, TensorDictModuleBase):
             part, index = stream_part(packed, name)
             counts = Window(part.num_targets, part.num_rows) if window is None else window[name]
             counts = counts.check(part.num_targets, part.num_rows, f"MixedLoss, stream {name!r}")
+            index = on_device(index, scores.log_prob.device)
             entropy = scores.entropy if loss.wants_entropy else None
             own = TokenScores(scores.log_prob[index], None if entropy is None else entropy[index])
             outputs[name] = loss.of_scores(part, own, counts)

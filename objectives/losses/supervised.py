@@ -98,7 +98,9 @@ class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> SFTLossOutput:
         """See the base class."""
-        log_prob, lengths, options = scores.log_prob, batch.target_lengths, self.options
+        log_prob, options = scores.log_prob, self.options
+        batch = batch.targets_on(log_prob.device)
+        lengths = batch.target_lengths
         if not options.is_minor:
             objective = self._reduce(F.negative_log_likelihood(log_prob), batch, window)
         else:
@@ -111,8 +113,8 @@ class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
         terms = {
             "loss_sft": objective,
             "nll": F.token_mean(-log_prob.detach()),
-            "num_active_tokens": log_prob.new_tensor(batch.num_targets).detach(),
-            "num_sequences": log_prob.new_tensor(batch.num_rows).detach(),
+            "num_active_tokens": log_prob.new_full((), batch.num_targets).detach(),
+            "num_sequences": log_prob.new_full((), batch.num_rows).detach(),
         }
         if options.kl_to_ref_coeff:
             reference = batch.entries["ref_log_probs"].to(log_prob.dtype)
@@ -203,12 +205,13 @@ class DistillationLoss(TokenLoss[DistillationLossKeys, DistillationLossOutput]):
     ) -> DistillationLossOutput:
         """See the base class."""
         log_prob = scores.log_prob
+        batch = batch.targets_on(log_prob.device)
         teacher = batch.entries["teacher_log_probs"].to(log_prob.dtype)
         kl = F.sampled_distillation(log_prob, teacher, direction=self.options.kl_direction)
         terms = {
             "loss_distill": self._reduce(kl, batch, window),
             "kl_to_teacher": F.token_mean(kl.detach()),
-            "num_active_tokens": kl.detach().new_tensor(batch.num_targets),
-            "num_sequences": kl.detach().new_tensor(batch.num_rows),
+            "num_active_tokens": kl.detach().new_full((), batch.num_targets),
+            "num_sequences": kl.detach().new_full((), batch.num_rows),
         }
         return make_output(DistillationLossOutput, terms)

@@ -17,50 +17,43 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_data.checks import ChecksAttributes, check_counts
-from torchrl_modules.sampling import SamplingParameters, TokenHistory
+from torchrl_data.ragged import on_device
+from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.scoring.models import evaluation_mode
 from torchrl_modules.weights import UpdateRefused
 
 from .bridges import EngineThread, SteppedEngine
-from .decoding import KeptCaches, PromptReader, SlotReader, TokenDraw, start_history
+from .decoding import (
+    AlikeRows,
+    DrawnRow,
+    KeptCaches,
+    PromptReader,
+    SlotReader,
+    TokenDraw,
+    draw_block,
+    look,
+    start_history,
+)
 from .engine import Generation, VersionSpan
 from .readers import group_rows
 from .transformers import TransformersEngine
 
 # A response while it is drawn: its tokens so far, and what they are drawn from next.
-#
-# Shape legend: A requests that are drawn from one distribution, V vocabulary.
 
 
-@dataclass(eq=False, slots=True)
-class Request:
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request(DrawnRow):
     """A response while it is drawn; only the thread changes it."""
 
-    tokens: list[int]
-    params: SamplingParameters
-    budget: int
     stream: random.Random
     session: Hashable
     draw: TokenDraw
     """Requests with the same are drawn from one distribution."""
     future: Future[Generation] = field(default_factory=Future)
-    num_prompt: int = 0
-    log_probs: list[float] = field(default_factory=list)
-    untempered_log_probs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
     starts: list[tuple[int, int]] = field(default_factory=list)
     """Versions, and how many tokens there were before the first of each."""
     seen: Tensor | None = None
     counts: Tensor | None = None
-    is_broken: bool = False
-
-    def __post_init__(self) -> None:
-        self.num_prompt = len(self.tokens)
-
-    @property
-    def num_drawn(self) -> int:
-        """Tokens of the response so far."""
-        return len(self.tokens) - self.num_prompt
 
     def settle(self, outcome: Generation | BaseException) -> None:
         """Hand over to whoever waits for it, if anybody still does."""
@@ -71,62 +64,44 @@ class Request:
         else:
             self.future.set_result(outcome)
 
-    def finish_reason(self) -> str | None:
-        """Why it ends with its last token, if it does."""
-        if self.tokens[-1] in (self.params.stop_token_ids or ()):
-            return "stop"
-        matcher = self.params.stop_matcher
-        if matcher is not None and matcher.just_ended(self.tokens[self.num_prompt :]):
-            return "stop"
-        return "length" if self.num_drawn >= self.budget else None
-
-    def generation(self, reason: str) -> Generation:
+    def generation(self) -> Generation:
         """The whole response."""
+        if self.finish_reason == "error":
+            error = f"the log-prob of token {self.num_drawn} is not finite"
+            return Generation([], [], "error", error)
         ends = [start for _, start in self.starts[1:]] + [self.num_drawn]
-        return Generation(
-            ids=self.tokens[self.num_prompt :],
-            log_probs=self.log_probs,
-            finish_reason=reason,
-            untempered_log_probs=self.untempered_log_probs,
-            entropies=self.entropies,
-            versions=[
-                VersionSpan(version, start, end)
-                for (version, start), end in zip(self.starts, ends, strict=True)
-            ],
-        )
+        versions = [
+            VersionSpan(version, start, end)
+            for (version, start), end in zip(self.starts, ends, strict=True)
+        ]
+        return DrawnRow.generation(self)._replace(versions=versions)
 
 
-def draw_alike(rows: Sequence[Request], logits: Tensor, version: int) -> None:
-    """Draw the next token of requests that are alike, and write it down.
+def alike_rows(rows: Sequence[Request], logits: Tensor, at: Tensor | None) -> AlikeRows:
+    """Requests that are alike, to be drawn.
 
     Args:
-        rows: the requests, of one :class:`TokenDraw`.
-        logits: of their next tokens, ``[A, V]``.
-        version: of the weights.
+        rows: the requests, of one :class:`~.decoding.TokenDraw`.
+        logits: of their batch.
+        at: where they are in it; ``None`` where they are all of it.
     """
-    num_drawn = torch.tensor([row.num_drawn for row in rows], device=logits.device)
-    history = TokenHistory(num_drawn)
+    seen = counts = None
     if rows[0].params.penalises:
         for row in rows:
             if row.seen is None:
                 (row.seen,), (row.counts,) = start_history([row.tokens], logits[:1])
         seen = torch.stack([row.seen for row in rows if row.seen is not None])
         counts = torch.stack([row.counts for row in rows if row.counts is not None])
-        history = TokenHistory(num_drawn, seen, counts)
         for row, own_seen, own_counts in zip(rows, seen, counts, strict=True):
             row.seen, row.counts = own_seen, own_counts
-    drawn = rows[0].draw(logits, history, [row.stream for row in rows])
-    for name in ("log_probs", "untempered_log_probs", "entropies"):
-        values = getattr(drawn, name)
-        if values is not None:
-            for row, value in zip(rows, values.tolist(), strict=True):
-                getattr(row, name).append(value)
-    finite = drawn.log_probs.isfinite().tolist()
-    for row, token, is_finite in zip(rows, drawn.ids.tolist(), finite, strict=True):
-        if not row.starts or row.starts[-1][0] != version:
-            row.starts.append((version, row.num_drawn))
-        row.tokens.append(token)
-        row.is_broken = not is_finite
+    return AlikeRows(
+        rows[0].draw,
+        [row.num_drawn for row in rows],
+        at=at,
+        streams=[row.stream for row in rows],
+        seen=seen,
+        counts=counts,
+    )
 
 
 _alike = attrgetter(
@@ -195,19 +170,24 @@ class ContinuousDecoding:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One token for every row that runs, and the first one for those that join."""
+        """Some tokens for every row that runs, and the first one for those that join."""
         if self._num_changes() != self._changes:
             raise RuntimeError(
                 "the weights were changed by somebody else than update_weights. Train a copy, or "
                 "leave copy_model=True"
             )
         with self._evaluating(), self._engine.precision():
+            num_steps = 0
             for reader, members in [*self._groups] if self._running else ():
-                last = [row.tokens[-1] for row in members]
-                self._draw(members, reader.advance(torch.tensor(last, device=self._model.device)))
+                left = [row.budget - row.num_drawn for row in members if id(row) in self._running]
+                if left:
+                    most = (max if reader.reads_past_ends else min)(left)
+                    num_steps = min(self._engine.tokens_per_look, most)
+                    last = on_device([row.tokens[-1] for row in members], self._model.device)
+                    self._draw(reader, members, reader.advance(last), last, num_steps)
             # Those that wait and may run: a pass over few prompts costs as much as over many.
             room = min(self._max_running - len(self._running), len(self.waiting))
-            self._num_steps_waited += room > 0
+            self._num_steps_waited += max(1, num_steps) if room > 0 else 0
             is_enough = room >= _WAITING_FRACTION * len(self._running)
             if room > 0 and (is_enough or self._num_steps_waited >= _MAX_STEPS_WAITING):
                 self._num_steps_waited = 0
@@ -223,30 +203,46 @@ class ContinuousDecoding:
                     joining = [new[at] for at in group]
                     logits = reader.read([row.tokens for row in joining])
                     members += joining
-                    self._draw(joining, logits)
+                    last = on_device([row.tokens[-1] for row in joining], self._model.device)
+                    self._draw(reader, joining, logits, last, 1)
 
-    def _draw(self, rows: Sequence[Request], logits: Tensor) -> None:
-        """Draw the next token of each row that runs, and let those go that end with it."""
+    def _draw(
+        self,
+        reader: PromptReader,
+        rows: Sequence[Request],
+        logits: Tensor,
+        last: Tensor,
+        num_steps: int,
+    ) -> None:
+        """Draw the next tokens of each row that runs, and let those go that end with them."""
         groups: dict[TokenDraw, list[int]] = defaultdict(list)
         for at, request in enumerate(rows):
             if id(request) in self._running:
                 groups[request.draw].append(at)
-        ended = []
-        for group in groups.values():
-            own = logits if len(group) == len(rows) else logits[group]
-            alike = [rows[at] for at in group]
-            draw_alike(alike, own, self._engine.version)
-            self.num_drawn += len(alike)
-            for request in alike:
-                if request.is_broken:
-                    error = f"the log-prob of token {request.num_drawn} is not finite"
-                    ended.append((request, Generation([], [], "error", error)))
-                elif (reason := request.finish_reason()) is not None:
-                    ended.append((request, request.generation(reason)))
+        alike = [[rows[at] for at in group] for group in groups.values()]
+        parts = [
+            alike_rows(
+                some,
+                logits,
+                None if len(some) == len(rows) else on_device(group, logits.device),
+            )
+            for some, group in zip(alike, groups.values(), strict=True)
+        ]
+        drawn, _ = draw_block(parts, logits, last, reader.advance, num_steps)
+        ended: list[Request] = []
+        for some, steps in zip(alike, look(drawn), strict=True):
+            for at, request in enumerate(some):
+                before, version = request.num_drawn, self._engine.version
+                if not request.starts or request.starts[-1][0] != version:
+                    request.starts.append((version, before))
+                request.take(steps, at)
+                self.num_drawn += request.num_drawn - before
+                if request.finish_reason is not None:
+                    ended.append(request)
         if ended:
-            self._leave([request for request, _ in ended])
-            for request, generation in ended:
-                request.settle(generation)
+            self._leave(ended)
+            for request in ended:
+                request.settle(request.generation())
 
     def _leave(self, requests: Sequence[Request]) -> None:
         """Let rows go; the last ones of their group take the places of those that go."""
@@ -259,7 +255,7 @@ class ContinuousDecoding:
                 row = members[at]
                 if id(row) in self._running:
                     continue
-                if self.slots is not None and row.is_broken:
+                if self.slots is not None and row.finish_reason == "error":
                     self.slots.wipe(at)
                 elif self.slots is not None and row.session is not None:
                     self.slots.leave_behind(at, row.tokens, row.session)
@@ -270,7 +266,7 @@ class ContinuousDecoding:
                 continue
             # Where a cache can't leave a row out, it is read on without use.
             if len(order) < len(members) and reader.can_drop:
-                reader.keep(torch.tensor(order, dtype=torch.int64, device=self._model.device))
+                reader.keep(order)
                 members = [members[at] for at in order]
             self._groups.append((reader, members))
 
@@ -325,8 +321,9 @@ class ContinuousDecoding:
 class AsyncTransformersEngine(ChecksAttributes, SteppedEngine):
     """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over a Transformers model.
 
-    A thread draws one token of every running row at a time. Rows join and leave between two tokens,
-    none waits for another, and weights are replaced between two tokens. A response depends on its
+    A thread draws one token of every running row at a time, or as many as ``tokens_per_look`` of
+    the engine says. Rows join and leave between two of these, none waits for another, and weights
+    are replaced between two. A response depends on its
     prompt, its seed and the weights, not on the rows beside it. Without a seed, torch's generator
     gives one when it is asked for.
 

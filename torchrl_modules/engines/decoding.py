@@ -5,21 +5,24 @@ import random
 import re
 import sys
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
-from weakref import proxy
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad as pad_columns
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from torchrl_data.ragged import pad
+from torchrl_data.ragged import on_device, pad
 from torchrl_modules.sampling import (
     SamplingParameters,
     TokenHistory,
@@ -31,21 +34,29 @@ from torchrl_modules.transformers_releases import with_cache
 
 from .engine import Generation
 
-# Drawing tokens from a Transformers model, one step for the whole batch at a time.
+# Drawing tokens: some for each row of a batch at a time, before the host looks at them.
 #
-# A step is a :class:`TokenDraw` (the distribution, the draw, and what is reported of it) and a
-# :class:`PromptReader` that goes on. Beside what ``generate`` does, a prompt that many rows share
-# is read once, rows that have ended cost nothing where the model's cache can leave them out, and
-# the log-probability of each sampled token is kept without keeping any logits.
+# A host that reads a value waits for all that its device has been told to do, and tells it nothing
+# meanwhile. So a block of tokens is drawn without a look: the device goes on from each token to the
+# next by itself. Then the host looks at all of them at once, decides as if it had looked after
+# each, and drops what was drawn behind the end of a row.
 #
-# Shape legend: A rows that still run, V vocabulary.
+# Shape legend: A rows that still run, S tokens of a block, V vocabulary.
 
-_REPORTED: Final = ("log_probs", "untempered_log_probs", "entropies")
-"""Fields of drawn tokens, and of generations."""
 _BLOCK: Final = 256
 """Tokens of a vocabulary whose probabilities are summed up first."""
-_COMPACT_BELOW = 0.75
-"""Rows that have ended are dropped from the batch once fewer than this fraction still run."""
+_TOKENS_PER_LOOK: Final = {"cpu": 1}
+"""By the kind of device: on a CPU a look costs nothing, and a token drawn too far does."""
+_OF_A_DEVICE: Final = 8
+
+
+def tokens_per_look(device: torch.device) -> int:
+    """How many tokens of each row are drawn before the host looks at them, unless told otherwise.
+
+    Args:
+        device: of the model.
+    """
+    return _TOKENS_PER_LOOK.get(device.type, _OF_A_DEVICE)
 
 
 class DrawnTokens(NamedTuple):
@@ -69,23 +80,26 @@ class TokenDraw:
     """
 
     def __init__(self, params: SamplingParameters) -> None:
-        self._params = params
+        self.params = params
         self._warpers = logits_warpers(params)
         # Asked for once, and not for every token.
         self._changes_logits = params.changes_logits
         self._is_own_softmax = params.is_own_softmax
+        self.is_random = params.temperature != 0
+        """It needs numbers."""
 
     def __call__(
-        self, logits: Tensor, history: TokenHistory, streams: Sequence[random.Random] | None = None
+        self, logits: Tensor, history: TokenHistory, uniform: Tensor | None = None
     ) -> DrawnTokens:
         """Draw.
 
         Args:
             logits: of the model, ``[A, V]``.
             history: of each row; counted on here, where it is needed.
-            streams: of each row; torch's generator draws when not given.
+            uniform: a number of each row, at least 0 and below 1, float64 ``[A]``; torch's
+                generator draws it when not given.
         """
-        params, logits = self._params, logits.float()
+        params, logits = self.params, logits.float()
         scores = logits
         if self._changes_logits:
             scores = changed_logits(logits, params, history)
@@ -97,11 +111,10 @@ class TokenDraw:
         p = log_p.exp()
         if params.temperature == 0:
             tokens = log_p.argmax(-1, True)
-        elif streams is None:
-            tokens = drawn_at(p, torch.rand(len(p), dtype=torch.float64, device=p.device))
         else:
-            uniform = [stream.getrandbits(52) * 2.0**-52 for stream in streams]
-            tokens = drawn_at(p, torch.tensor(uniform, dtype=torch.float64, device=p.device))
+            if uniform is None:
+                uniform = torch.rand(len(p), dtype=torch.float64, device=p.device)
+            tokens = drawn_at(p, uniform)
         if history.seen is not None and history.counts is not None:
             history.seen.scatter_(1, tokens, True)
             history.counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.float32))
@@ -136,6 +149,214 @@ def drawn_at(p: Tensor, uniform: Tensor) -> Tensor:
     return token.clamp(max=p.shape[-1] - 1)
 
 
+@dataclass(eq=False, slots=True)
+class AlikeRows:
+    """Rows of a batch that are drawn from one distribution.
+
+    Args:
+        draw: their distribution.
+        num_drawn: tokens of each so far.
+        at: where they are in the batch, int64 ``[A]``; ``None`` where they are all of it.
+        streams: of each; torch's generator draws when not given.
+        seen: see :class:`~torchrl_modules.sampling.TokenHistory`; it is counted on.
+        counts: the same.
+    """
+
+    draw: TokenDraw
+    num_drawn: Sequence[int]
+    at: Tensor | None = None
+    streams: Sequence[random.Random] | None = None
+    seen: Tensor | None = None
+    counts: Tensor | None = None
+
+
+def draw_block(
+    rows: Sequence[AlikeRows],
+    logits: Tensor,
+    last: Tensor | None,
+    advance: Callable[[Tensor], Tensor],
+    num_steps: int,
+) -> tuple[list[list[DrawnTokens]], Tensor]:
+    """Draw some tokens of each row, of which the host reads none.
+
+    Args:
+        rows: all that are drawn, and what they are drawn from.
+        logits: of their next tokens, ``[A, V]``, of the whole batch.
+        last: the last token of each row of the batch, int64 ``[A]``, for rows that nothing is drawn
+            of; not needed where there are none.
+        advance: reads one more token of each row of the batch, and gives the logits of the next.
+        num_steps: S.
+
+    Returns:
+        What was drawn of each of ``rows``, S times; and the last token of each row, not yet read.
+    """
+    device = logits.device
+    uniform: list[Tensor | None] = []
+    drawn_before: list[Tensor | None] = []
+    for some in rows:
+        is_counted = some.draw.params.min_tokens > min(some.num_drawn)
+        counts = on_device(some.num_drawn, device, torch.int64) if is_counted else None
+        drawn_before.append(counts)
+        numbers = None
+        if some.streams is not None and some.draw.is_random:
+            numbers = [
+                [stream.getrandbits(52) * 2.0**-52 for stream in some.streams]
+                for _ in range(num_steps)
+            ]
+        uniform.append(None if numbers is None else on_device(numbers, device, torch.float64))
+    drawn: list[list[DrawnTokens]] = [[] for _ in rows]
+    for step in range(num_steps):
+        if step:
+            assert last is not None
+            logits = advance(last)
+        for some, before, numbers, found in zip(rows, drawn_before, uniform, drawn, strict=True):
+            is_counted = some.draw.params.min_tokens > min(some.num_drawn) + step
+            count = before + step if is_counted and before is not None else None
+            history = TokenHistory(count, some.seen, some.counts)
+            own = logits if some.at is None else logits.index_select(0, some.at)
+            tokens = some.draw(own, history, None if numbers is None else numbers[step])
+            found.append(tokens)
+            if some.at is None:
+                last = tokens.ids
+            else:
+                assert last is not None
+                last = last.index_copy(0, some.at, tokens.ids)
+    assert last is not None
+    return drawn, last
+
+
+class SeenTokens(NamedTuple):
+    """What the host has seen of drawn tokens: see :class:`DrawnTokens`."""
+
+    ids: list[int]
+    log_probs: list[float]
+    untempered_log_probs: list[float] | None
+    entropies: list[float] | None
+
+
+def look(drawn: Sequence[Sequence[DrawnTokens]]) -> list[list[SeenTokens]]:
+    """Look at what was drawn, at all of it at once.
+
+    Args:
+        drawn: as :func:`draw_block` gives it.
+
+    Returns:
+        The same, on the host.
+    """
+    # Token ids are exact in double precision, and so is what is reported.
+    fields = [x.double() for some in drawn for each in some for x in each if x is not None]
+    values = torch.cat(fields).tolist()
+    seen, end = [], 0
+    for some in drawn:
+        seen.append([])
+        for each in some:
+            columns = []
+            for x in each:
+                begin, end = end, end + (0 if x is None else len(x))
+                columns.append(None if x is None else values[begin:end])
+            ids, *figures = columns
+            seen[-1].append(SeenTokens([*map(int, ids)], *figures))
+    return seen
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class DrawnRow:
+    """A response while it is drawn: what the host has seen of it."""
+
+    tokens: list[int]
+    """Those of the prompt, and behind them what was drawn."""
+    params: SamplingParameters
+    budget: int
+    """Most new tokens."""
+    num_prompt: int = 0
+    log_probs: list[float] = field(default_factory=list)
+    untempered_log_probs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    """Once it has ended: ``"stop"``, ``"length"``, or ``"error"``: a log-prob is not finite."""
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of the response so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def drawn(self) -> list[int]:
+        """Tokens of the response so far."""
+        return self.tokens[self.num_prompt :]
+
+    def take(self, steps: Sequence[SeenTokens], at: int) -> None:
+        """Take tokens up to the one that ends the row; what was drawn behind it is dropped.
+
+        Args:
+            steps: of the rows that were drawn with this one.
+            at: which of them it is.
+        """
+        for step in steps:
+            if self.finish_reason is not None:
+                return
+            token, log_prob = step.ids[at], step.log_probs[at]
+            self.tokens.append(token)
+            self.log_probs.append(log_prob)
+            if step.untempered_log_probs is not None:
+                self.untempered_log_probs.append(step.untempered_log_probs[at])
+            if step.entropies is not None:
+                self.entropies.append(step.entropies[at])
+            self.finish_reason = "error" if not isfinite(log_prob) else self._reason(token)
+
+    def generation(self) -> Generation:
+        """The whole response."""
+        assert self.finish_reason is not None
+        return Generation(
+            ids=self.drawn,
+            log_probs=self.log_probs,
+            finish_reason=self.finish_reason,
+            untempered_log_probs=self.untempered_log_probs or (),
+            entropies=self.entropies or (),
+        )
+
+    def _reason(self, token: int) -> str | None:
+        """Why it ends with its last token, if it does."""
+        if token in (self.params.stop_token_ids or ()):
+            return "stop"
+        matcher = self.params.stop_matcher
+        if matcher is not None and matcher.may_end(token) and matcher.just_ended(self.drawn):
+            return "stop"
+        return "length" if self.num_drawn >= self.budget else None
+
+
+def start_history(prompts: Sequence[Sequence[int]], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tokens each row holds, bool ``[A, V]``, and how often it has drawn them: never yet."""
+    counts = torch.zeros(logits.shape, device=logits.device)
+    seen = torch.zeros_like(counts, dtype=torch.bool)
+    rows = [row for row, prompt in enumerate(prompts) for _ in prompt]
+    tokens = [token for prompt in prompts for token in prompt]
+    at, ids = on_device([rows, tokens], logits.device, torch.int64)
+    return seen.index_put_((at, ids), seen.new_ones(())), counts
+
+
+# Drawing tokens from a Transformers model, one step for the whole batch at a time.
+#
+# A step is a :class:`TokenDraw` (the distribution, the draw, and what is reported of it)
+# and a :class:`PromptReader` that goes on. Beside what ``generate`` does, a prompt that many rows
+# share is read once, rows that have ended cost nothing where the model's cache can leave them out,
+# and the log-probability of each sampled token is kept without keeping any logits.
+#
+# Shape legend: A rows that still run, V vocabulary.
+
+_COMPACT_BELOW = 0.75
+"""Rows that have ended are dropped from the batch once fewer than this fraction still run."""
+
+
+def last_position(model: PreTrainedModel) -> int:
+    """The last position that a model names; a large number where it names none."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return (limit or 1 << 62) - 1
+
+
 class PromptReader(ABC):
     """Reads prompts, and then one token of each row at a time.
 
@@ -149,6 +370,8 @@ class PromptReader(ABC):
     """Rows can be left out."""
     keeps_rows = False
     """What was read of a row that leaves may serve a later turn."""
+    reads_past_ends: ClassVar[bool] = False
+    """Rows that have ended can be read on, behind the last position of the model, without use."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -162,8 +385,8 @@ class PromptReader(ABC):
         """Read one more token of each row, int64 ``[A]``; logits of the next, ``[A, V]``."""
 
     @abstractmethod
-    def keep(self, index: Tensor) -> None:
-        """Go on with some of the rows, int64 ``[A']``."""
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with some of the rows, in this order."""
 
     def leave_behind(self, row: int, ids: Sequence[int], key: Hashable = None) -> None:
         """Keep what was read of a row, where :attr:`keeps_rows`."""
@@ -176,6 +399,8 @@ def decode(
     params: SamplingParameters,
     budgets: Sequence[int],
     seeds: Sequence[int] | None = None,
+    *,
+    per_look: int = 1,
 ) -> list[Generation]:
     """Continue one batch of prompts until every row has drawn a stop token or used up its budget.
 
@@ -185,91 +410,59 @@ def decode(
         params: the distribution and the stop tokens.
         budgets: most new tokens of each row.
         seeds: of each row's stream; torch's generator draws when not given.
+        per_look: so many tokens are drawn of each row before the host looks at them. With seeds a
+            row is the same whatever the number. Torch's generator also draws for rows that have
+            ended and are still in the batch, so without seeds it decides which numbers others get.
     """
-    device, shape = reader.model.device, (len(prompts), max(budgets))
-    draw, matcher = TokenDraw(params), params.stop_matcher
-    streams = None if seeds is None else [random.Random(seed) for seed in seeds]
-    most = torch.tensor(budgets, device=device)
-    stops = torch.tensor(params.stop_token_ids or (), device=device)
-    ids = torch.zeros(shape, dtype=torch.int64, device=device)
-    # What is reported of each token: the log-prob, and what else was asked for.
-    asked = (True, params.untempered_log_probs, params.entropy)
-    names = [name for name, wanted in zip(_REPORTED, asked, strict=True) if wanted]
-    reported = {name: torch.zeros(shape, device=device) for name in names}
-    num_drawn = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-    stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    # Row of each batch element; elements leave the batch when their rows have ended.
-    rows = torch.arange(len(prompts), device=device)
-    running = torch.ones(len(prompts), dtype=torch.bool, device=device)
-    logits = reader.read(prompts)
-    seen, counts = start_history(prompts, logits) if params.penalises else (None, None)
-    for step in range(max(budgets)):
-        drawn_before = torch.full((len(logits),), step, device=logits.device)
-        history = TokenHistory(drawn_before, seen, counts)
-        drawn = draw(logits, history, streams and [streams[row] for row in rows.tolist()])
-        tokens = drawn.ids
-        ids[rows, step] = tokens
-        for name, values in reported.items():
-            values[rows, step] = getattr(drawn, name)
-        ends = torch.isin(tokens, stops)
-        if matcher is not None:
-            for element in running.nonzero().squeeze(1).tolist():
-                row = int(rows[element])
-                ends[element] |= matcher.just_ended(ids[row, : step + 1].tolist())
-        num_drawn[rows] += running
-        stopped[rows] |= ends & running
-        running &= ~ends & (step + 1 < most[rows])
-        num_running = int(running.sum())
-        if num_running == 0:
-            break
-        if num_running < _COMPACT_BELOW * len(rows) and reader.can_drop:
-            _leave_behind(reader, ~running, rows, prompts, ids, num_drawn)
-            keep = running.nonzero().squeeze(1)
-            if seen is not None and counts is not None:
-                seen, counts = seen[keep], counts[keep]
-            reader.keep(keep)
-            rows, running, tokens = rows[keep], running[keep], tokens[keep]
-        logits = reader.advance(tokens)
-    if not bool(reported["log_probs"].isfinite().all()):  # once: a look waits for the device
-        raise RuntimeError(
-            f"{type(reader.model).__name__} gives logits that are not finite, so no token can be "
-            "drawn. Are its weights loaded, or did training diverge?"
-        )
-    _leave_behind(reader, torch.ones_like(running), rows, prompts, ids, num_drawn)
-    longest = int(num_drawn.max())
-    figures = {name: values[:, :longest].tolist() for name, values in reported.items()}
-    ends = zip(ids[:, :longest].tolist(), num_drawn.tolist(), stopped.tolist(), strict=True)
-    return [
-        Generation(
-            ids=drawn[:n],
-            finish_reason="stop" if is_stopped else "length",
-            **{name: values[row][:n] for name, values in figures.items()},
-        )
-        for row, (drawn, n, is_stopped) in enumerate(ends)
+    rows = [
+        DrawnRow(tokens=[*prompt], params=params, budget=budget)
+        for prompt, budget in zip(prompts, budgets, strict=True)
     ]
+    streams = None if seeds is None else [random.Random(seed) for seed in seeds]
+    # Row of each batch element; elements leave the batch when their rows have ended.
+    here = list(range(len(rows)))
+    logits, draw, num_drawn = reader.read(prompts), TokenDraw(params), 0
+    seen, counts = start_history(prompts, logits) if params.penalises else (None, None)
+    while True:
+        batch = AlikeRows(
+            draw,
+            [num_drawn] * len(here),
+            streams=streams and [streams[row] for row in here],
+            seen=seen,
+            counts=counts,
+        )
+        left = [rows[row].budget for row in here if rows[row].finish_reason is None]
+        num_steps = min(per_look, (max if reader.reads_past_ends else min)(left) - num_drawn)
+        drawn, tokens = draw_block([batch], logits, None, reader.advance, num_steps)
+        num_drawn += num_steps
+        (steps,) = look(drawn)
+        for element, row in enumerate(here):
+            rows[row].take(steps, element)
+        if any(row.finish_reason == "error" for row in rows):
+            raise RuntimeError(
+                f"{type(reader.model).__name__} gives logits that are not finite, so no token can "
+                "be drawn. Are its weights loaded, or did training diverge?"
+            )
+        keep = [k for k, row in enumerate(here) if rows[row].finish_reason is None]
+        if not keep:
+            break
+        if len(keep) < _COMPACT_BELOW * len(here) and reader.can_drop:
+            _leave_behind(reader, [rows[row] for row in here], ended=True)
+            reader.keep(keep)
+            at = on_device(keep, tokens.device, torch.int64)
+            tokens, here = tokens[at], [here[k] for k in keep]
+            if seen is not None and counts is not None:
+                seen, counts = seen[at], counts[at]
+        logits = reader.advance(tokens)
+    _leave_behind(reader, [rows[row] for row in here], ended=False)
+    return [row.generation() for row in rows]
 
 
-def _leave_behind(
-    reader: PromptReader,
-    leaving: Tensor,
-    rows: Tensor,
-    prompts: Sequence[Sequence[int]],
-    ids: Tensor,
-    num_drawn: Tensor,
-) -> None:
-    """Rows leave, bool ``[A]``; what was read of them may serve the next turn."""
-    for element in leaving.nonzero().squeeze(1).tolist() if reader.keeps_rows else ():
-        row = int(rows[element])
-        reader.leave_behind(element, [*prompts[row], *ids[row, : int(num_drawn[row])].tolist()])
-
-
-def start_history(prompts: Sequence[Sequence[int]], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens each row holds, bool ``[A, V]``, and how often it has drawn them: never yet."""
-    counts = torch.zeros(logits.shape, device=logits.device)
-    seen = torch.zeros_like(counts, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        seen[row, torch.tensor(prompt, device=logits.device)] = True
-    return seen, counts
+def _leave_behind(reader: PromptReader, rows: Sequence[DrawnRow], *, ended: bool) -> None:
+    """Rows of a batch leave, all or those that have ended; what was read may serve later turns."""
+    for element, row in enumerate(rows) if reader.keeps_rows else ():
+        if not ended or row.finish_reason is not None:
+            reader.leave_behind(element, row.tokens)
 
 
 # What a model has read of conversations, kept for their next turns.
@@ -427,6 +620,8 @@ def _num_shared(left: bytes, right: bytes) -> int:
 
 _WINDOW: Final = re.compile("window|chunk|local")
 _MIN_COLUMNS = 64
+_STEPS: Final = 64
+"""On an accelerator a step sees so many columns more at a time."""
 _GROWTH = 1.25
 _MAX_PREFILL_TOKENS = 1 << 14
 """Most tokens of one pass over prompts, padding included, unless one prompt alone has more."""
@@ -450,17 +645,33 @@ def has_plain_cache(model: PreTrainedModel) -> bool:
     return not any(windows) and bool(layers) and all(type(one) is DynamicLayer for one in layers)
 
 
+class _Places:
+    """Where the rows of a cache go on, which its layers share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        """Tokens that each row has read, int64 ``[A]``."""
+        self.slots = torch.zeros(0, dtype=torch.int64, device=device)
+        """The first A numbers."""
+        self.longest = 0
+        """Tokens that the longest row has read."""
+        self.num_columns = 0
+        """Columns that a step sees, the one included that it writes."""
+
+
 class _SlotLayer(CacheLayerMixin):
     """One layer's buffers, ``[slots, H, columns, D]``; what a step adds is written in place."""
 
     keys: Any
     values: Any
 
-    def __init__(self, rows: "SlotReader", like: Any) -> None:
+    def __init__(self, places: _Places, like: Any) -> None:
         super().__init__()
-        self._rows = proxy(rows)  # or the buffers of a drawing would wait for the garbage collector
+        self._places = places
         self.is_initialized = True
         kind = like.keys.device.type
+        # A mask that could be left out is left out by its values, which a host would wait for.
+        self.is_compileable = kind != "cpu"
         # Rotary positions leave keys in float32 under autocast, which casts them at each use.
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.keys, self.values = (
@@ -475,23 +686,99 @@ class _SlotLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Take the next token of each row, ``[A, H, 1, D]``."""
-        slots, lengths = self._rows.slots, self._rows.lengths
+        slots, lengths = self._places.slots, self._places.lengths
         self.keys[slots, :, lengths] = key_states.squeeze(2).to(self.keys.dtype)
         self.values[slots, :, lengths] = value_states.squeeze(2).to(self.values.dtype)
-        num_rows, num_columns = len(lengths), self._rows.longest + 1
+        num_rows, num_columns = len(lengths), self._places.num_columns
         return self.keys[:num_rows, :, :num_columns], self.values[:num_rows, :, :num_columns]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
         """Columns of the mask, and where it begins."""
-        return self._rows.longest + query_length, 0
+        return self._places.num_columns, 0
 
     def get_seq_length(self) -> int:
         """The longest row's."""
-        return self._rows.longest
+        return self._places.longest
 
     def get_max_length(self) -> int:
         """None."""
         return -1
+
+
+_Capture: TypeAlias = Callable[[Callable[[], Tensor], torch.device], Callable[[], Tensor]]
+_STEPS_BEFORE_A_GRAPH: Final = 16
+"""A graph takes as long as a few steps: short responses go without."""
+_GRAPH_TOLERANCE: Final = 0.02
+"""Of the largest logit: kernels may be others than those of the step alone."""
+_not_captured: "WeakSet[nn.Module]" = WeakSet()
+"""Models whose steps can't be captured; told once of each."""
+
+
+def _captured_on_cuda(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """What a function launches, launched again at once; each time its result is overwritten."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # What is made once is made before.
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile, as a trainer does.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+_CAPTURES: Final[dict[str, _Capture]] = {"cuda": _captured_on_cuda}
+"""By the kind of device."""
+
+
+class _StepGraph:
+    """A step of a fixed number of rows, of which the last may be nobody's."""
+
+    def __init__(
+        self,
+        step: Callable[[Tensor, Tensor, Tensor], Tensor],
+        capture: _Capture,
+        size: int,
+        tokens: Tensor,
+        lengths: Tensor,
+    ) -> None:
+        device = tokens.device
+        if torch.is_autocast_enabled(device.type):
+            raise RuntimeError("autocast keeps casts of the weights, which a graph would not renew")
+        self._tokens, self._lengths = (tokens.new_zeros(size) for _ in range(2))
+        slots = torch.arange(size, device=device)
+        # Captured with other tokens, so that a replay that does nothing is found out. Each run
+        # writes its keys and values in the same places, the last one those of the tokens.
+        self._set(torch.zeros_like(tokens), lengths)
+        self._replay = capture(lambda: step(self._tokens, self._lengths, slots), device)
+        replayed = self(tokens, lengths).float()
+        own = step(self._tokens, self._lengths, slots).float()
+        apart = (replayed - own).abs().max()
+        if bool(apart > _GRAPH_TOLERANCE * own.abs().max()):
+            raise RuntimeError(f"its logits are off by {apart.item():.2g}")
+
+    def _set(self, tokens: Tensor, lengths: Tensor) -> None:
+        self._tokens[: len(tokens)] = tokens
+        self._lengths.zero_()
+        self._lengths[: len(lengths)] = lengths
+
+    def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Logits ``[size, V]``, until the next call.
+
+        Args:
+            tokens: int64 ``[A]``, at most ``size``.
+            lengths: int64 ``[A]``.
+        """
+        self._set(tokens, lengths)
+        return self._replay()
 
 
 class SlotReader(PromptReader):
@@ -503,6 +790,9 @@ class SlotReader(PromptReader):
     """
 
     needs_one_length = False
+    reads_past_ends = True
+    _gives_whole_masks: ClassVar[bool] = True
+    """Of each token over the columns, and not of each column whether it is there."""
 
     def __init__(self, model: PreTrainedModel, kept: KeptCaches | None = None) -> None:
         super().__init__(model)
@@ -511,14 +801,21 @@ class SlotReader(PromptReader):
         self._layers: list[_SlotLayer] = []
         self._num_slots = self._num_columns = 0
         self._counts: list[int] = []
-        self.lengths = torch.zeros(0, dtype=torch.int64, device=model.device)
-        """Tokens that each row has read, int64 ``[A]``."""
-        self.slots = torch.zeros(0, dtype=torch.int64, device=model.device)
-        """The first A numbers."""
-        self.longest = 0
-        """Tokens that the longest row has read."""
+        self._places = _Places(model.device)
+        self._last_position = last_position(model)
+        # What is given of shapes that come again needs no plan of its own for each token.
+        self._steps = 1 if model.device.type == "cpu" else _STEPS
+        is_captured = model not in _not_captured
+        self._capture = _CAPTURES.get(model.device.type) if is_captured else None
+        self._graphs: dict[int, _StepGraph] = {}
+        self._num_steps = 0
         self.num_read = 0
         """Tokens of prompts that the model has read, padding and what was kept left out."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that have a slot."""
+        return len(self._counts)
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See :class:`PromptReader`; the rows come behind those that are there."""
@@ -528,29 +825,85 @@ class SlotReader(PromptReader):
 
     def advance(self, tokens: Tensor) -> Tensor:
         """See :class:`PromptReader`."""
-        self._reserve(len(tokens), self.longest + 1)
-        columns = torch.arange(self.longest + 1, device=tokens.device)
+        places, counts = self._places, self._counts
+        logits = None if self._capture is None else self._replayed(tokens)
+        if logits is None:
+            self._reserve(len(tokens), places.longest + 1)
+            columns = -(-(places.longest + 1) // self._steps) * self._steps
+            places.num_columns = min(columns, self._num_columns)
+            is_full = places.num_columns == places.longest + 1 and min(counts) == places.longest
+            logits = self._step(tokens, is_masked=not is_full)
+        self._counts = [count + 1 for count in counts]
+        places.lengths = places.lengths + 1
+        places.longest += 1
+        return logits
+
+    def _step(self, tokens: Tensor, *, is_masked: bool) -> Tensor:
+        """The model's own part of a step, of which the host reads no value."""
+        lengths, mask = self._places.lengths, None
+        if is_masked:
+            mask = torch.arange(self._places.num_columns, device=tokens.device) <= lengths[:, None]
+            mask = mask[:, None, None] if self._gives_whole_masks else mask.long()
+        positions = lengths
+        if self._places.longest > self._last_position:  # of rows that have ended
+            positions = positions.clamp(max=self._last_position)
         output = self.model(
             input_ids=tokens[:, None],
-            attention_mask=(columns <= self.lengths[:, None]).long(),
-            position_ids=self.lengths[:, None],
-            **with_cache(self.model, self._cache),
+            attention_mask=mask,
+            position_ids=positions[:, None],
+            **self._given,
         )
-        self._count([count + 1 for count in self._counts])
         return output.logits[:, -1]
 
-    def keep(self, index: Tensor) -> None:
+    def _replayed(self, tokens: Tensor) -> Tensor | None:
+        """A step of a graph; ``None`` where there is none, or none yet."""
+        size = 1 << (len(tokens) - 1).bit_length()
+        # Slots behind the last row are read, too, and written at their first column: nobody has
+        # them, and who gets them writes there.
+        self._reserve(size, self._places.longest + 1)
+        self._num_steps += 1
+        if self._capture is None or self._num_steps <= _STEPS_BEFORE_A_GRAPH:
+            return None
+        if size not in self._graphs:
+            try:
+                graph = _StepGraph(
+                    self._whole_step, self._capture, size, tokens, self._places.lengths
+                )
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of the model, or of a driver: it is told, and goes without
+                self._capture = None
+                _not_captured.add(self.model)
+                warnings.warn(
+                    f"TransformersEngine: a step of {type(self.model).__name__} can't be captured "
+                    "as a graph, so each of its operators is launched for every token, which is "
+                    f"slower ({type(error).__name__}: {str(error)[:200]}).",
+                    stacklevel=2,
+                )
+                return None
+            self._graphs[size] = graph
+        return self._graphs[size](tokens, self._places.lengths)[: len(tokens)]
+
+    def _whole_step(self, tokens: Tensor, lengths: Tensor, slots: Tensor) -> Tensor:
+        """A step over all columns, whose shapes stay as they are while the buffers do."""
+        places = self._places
+        before = vars(places).copy()
+        places.lengths = lengths.clamp(max=self._last_position)
+        places.slots, places.num_columns = slots, self._num_columns
+        try:
+            return self._step(tokens, is_masked=True)
+        finally:
+            vars(places).update(before)
+
+    def keep(self, rows: Sequence[int]) -> None:
         """See :class:`PromptReader`; rows that stay where they are cost nothing."""
-        order = index.tolist()
-        moved = [(new, old) for new, old in enumerate(order) if new != old]
+        moved = [(new, old) for new, old in enumerate(rows) if new != old]
         if moved:
-            new, old = (
-                torch.tensor(slots, device=index.device) for slots in zip(*moved, strict=True)
-            )
+            new, old = on_device([*zip(*moved, strict=True)], self.model.device)
             for layer in self._layers:
                 for buffer in (layer.keys, layer.values):
-                    buffer[new, :, : self.longest] = buffer[old, :, : self.longest]
-        self._count([self._counts[old] for old in order])
+                    buffer[new, :, : self._places.longest] = buffer[old, :, : self._places.longest]
+        self._count([self._counts[old] for old in rows])
 
     def leave_behind(self, row: int, ids: Sequence[int], key: Hashable = None) -> None:
         """Keep what was read of a row.
@@ -575,11 +928,11 @@ class SlotReader(PromptReader):
             layer.keys[row] = layer.values[row] = 0.0
 
     def _count(self, counts: list[int]) -> None:
-        self._counts = counts
-        self.lengths = torch.tensor(counts, dtype=torch.int64, device=self.model.device)
-        if len(self.slots) != len(counts):
-            self.slots = torch.arange(len(counts), device=self.model.device)
-        self.longest = max(counts, default=0)
+        self._counts, places, device = counts, self._places, self.model.device
+        places.lengths = on_device(counts, device, torch.int64)
+        if len(places.slots) != len(counts):
+            places.slots = torch.arange(len(counts), device=device)
+        places.longest = max(counts, default=0)
 
     def _reserve(self, num_rows: int, num_columns: int) -> None:
         """Make the buffers large enough; what is in them stays."""
@@ -589,6 +942,7 @@ class SlotReader(PromptReader):
             self._num_slots = max(num_rows, 2 * self._num_slots)
         if num_columns > self._num_columns:
             self._num_columns = max(num_columns + _MIN_COLUMNS, int(_GROWTH * num_columns))
+        self._graphs.clear()  # of the buffers that were
         for layer in self._layers:
             for name in ("keys", "values"):
                 buffer = getattr(layer, name)
@@ -635,9 +989,9 @@ class SlotReader(PromptReader):
     ) -> Tensor:
         """One pass: what is kept is padded on the left, and so is what is new behind it."""
         device = self.model.device
-        new = [torch.tensor(ids[found.num_tokens :], device=device) for ids, found in rows]
+        new = [on_device(ids[found.num_tokens :], device) for ids, found in rows]
         mask = pad([torch.ones_like(row) for row in new], value=0, side="left")
-        known = torch.tensor([[found.num_tokens] for _, found in rows], device=device)
+        known = on_device([[found.num_tokens] for _, found in rows], device)
         width = max(found.num_tokens for _, found in rows)
         columns = torch.arange(width, device=device)
         mask = torch.cat([(columns >= width - known).long(), mask], 1)
@@ -651,11 +1005,11 @@ class SlotReader(PromptReader):
         )
         self.num_read += sum(map(len, new))
         if not self._layers:  # buffers of the shapes that the model has shown
-            self._layers = [_SlotLayer(self, layer) for layer in cache.layers]
-            self._cache = Cache(layers=list(self._layers))
-        self._reserve(len(self._counts), self.longest)
+            self._layers = [_SlotLayer(self._places, layer) for layer in cache.layers]
+            self._given = with_cache(self.model, Cache(layers=list(self._layers)))
+        self._reserve(len(self._counts), self._places.longest)
         for element, (ids, found) in enumerate(rows):  # each into all the slots that have it
-            at = torch.tensor([slots[place] for place in places[ids]], device=device)
+            at = on_device([slots[place] for place in places[ids]], device)
             known, end = found.num_tokens, len(ids)
             for number, (layer, source) in enumerate(zip(self._layers, cache.layers, strict=True)):
                 for which, name in enumerate(("keys", "values")):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad as pad_columns
 from transformers import DynamicCache, PreTrainedModel
 
-from torchrl_data.ragged import pad
+from torchrl_data.ragged import on_device, pad
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.scoring.models import (
     RowPositions,
@@ -26,7 +26,7 @@ from torchrl_modules.scoring.models import (
 from torchrl_modules.scoring.packed_attention import cap_attention, use_packed_attention
 from torchrl_modules.transformers_releases import cache_name, forward_parameters, with_cache
 
-from .decoding import KeptCaches, PromptReader, SlotReader, has_plain_cache
+from .decoding import KeptCaches, PromptReader, SlotReader, has_plain_cache, last_position
 
 # How a model continues rows: what it keeps of the tokens that it has read.
 #
@@ -41,17 +41,29 @@ _found, _found_with_images = _Found(), _Found()
 """Of models that were tried: in which state, and how they continue rows."""
 
 
+class ColumnMaskSlotReader(SlotReader):
+    """The same for models that make more of a mask than their attention does, such as a bias."""
+
+    _gives_whole_masks: ClassVar[bool] = False
+
+
 class PaddedReader(PromptReader):
     """A cache of keys and values, prompts padded on the left; equal prompts are read once."""
 
     needs_one_length = False
+    reads_past_ends = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self._last_position = last_position(model)
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See :class:`PromptReader`."""
         different, index = _different_rows(map(tuple, prompts), self.model.device)
-        rows = [torch.tensor(prompt, device=self.model.device) for prompt in different]
+        rows = [on_device(prompt, self.model.device) for prompt in different]
         mask = pad([torch.ones_like(row) for row in rows], value=0, side="left")
-        self._cache = DynamicCache(config=self.model.config)
+        self._cache = stepped_cache(self.model)
+        self._longest = max(map(len, different))
         output = self.model(
             input_ids=pad(rows, value=0, side="left"),
             attention_mask=mask,
@@ -68,19 +80,37 @@ class PaddedReader(PromptReader):
     def advance(self, tokens: Tensor) -> Tensor:
         """See :class:`PromptReader`."""
         self._mask = pad_columns(self._mask, (0, 1), value=1)
+        positions = self._lengths
+        if self._longest > self._last_position:  # of rows that have ended
+            positions = positions.clamp(max=self._last_position)
         output = self.model(
             input_ids=tokens[:, None],
             attention_mask=self._mask,
-            position_ids=self._lengths[:, None],
+            position_ids=positions[:, None],
             **with_cache(self.model, self._cache),
         )
-        self._lengths = self._lengths + 1
+        self._lengths, self._longest = self._lengths + 1, self._longest + 1
         return output.logits[:, -1]
 
-    def keep(self, index: Tensor) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         """See :class:`PromptReader`."""
+        index = on_device(rows, self.model.device, torch.int64)
         self._cache.batch_select_indices(index)
         self._mask, self._lengths = self._mask[index], self._lengths[index]
+
+
+def stepped_cache(model: PreTrainedModel) -> DynamicCache:
+    """A new cache, for steps of a token.
+
+    Args:
+        model: which fills it.
+    """
+    cache = DynamicCache(config=model.config)
+    if model.device.type != "cpu":
+        # A mask that could be left out is left out by its values, which a host would wait for.
+        for layer in cache.layers:
+            layer.is_compileable = True
+    return cache
 
 
 class OwnCacheReader(PromptReader):
@@ -101,12 +131,12 @@ class OwnCacheReader(PromptReader):
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See :class:`PromptReader`."""
         different, index = _different_rows(map(tuple, prompts), self.model.device)
-        rows = torch.tensor(different, device=self.model.device)
+        rows = on_device(different, self.model.device)
         logits = self._call(rows)
         if len(rows) == len(prompts):
             return logits
         if self.can_drop:
-            self.keep(index)
+            self._cache.reorder_cache(index)
             return logits[index]
         self._cache, self._num_read = None, 0
         return self._call(rows[index])
@@ -132,9 +162,9 @@ class OwnCacheReader(PromptReader):
         """See :class:`PromptReader`."""
         return hasattr(self._cache, "reorder_cache")
 
-    def keep(self, index: Tensor) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         """See :class:`PromptReader`."""
-        self._cache.reorder_cache(index)
+        self._cache.reorder_cache(on_device(rows, self.model.device, torch.int64))
 
 
 class OwnCachePositionsReader(OwnCacheReader):
@@ -155,7 +185,7 @@ class WholeRowReader(PromptReader):
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See :class:`PromptReader`."""
-        self._ids = torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
+        self._ids = on_device([list(prompt) for prompt in prompts], self.model.device)
         return self._logits()
 
     def advance(self, tokens: Tensor) -> Tensor:
@@ -166,16 +196,16 @@ class WholeRowReader(PromptReader):
     def _logits(self) -> Tensor:
         return self.model(input_ids=self._ids, **self._no_cache).logits[:, -1]
 
-    def keep(self, index: Tensor) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         """See :class:`PromptReader`."""
-        self._ids = self._ids[index]
+        self._ids = self._ids[on_device(rows, self.model.device, torch.int64)]
 
 
 def _different_rows(rows: Iterable[Hashable], device: torch.device) -> tuple[list[Any], Tensor]:
     """The different rows, and which of them each row is, int64 ``[A]``."""
     places: dict[Hashable, int] = {}
     index = [places.setdefault(row, len(places)) for row in rows]
-    return list(places), torch.tensor(index, device=device)
+    return list(places), on_device(index, device)
 
 
 def num_positions(model: PreTrainedModel) -> int | None:
@@ -227,7 +257,7 @@ def find_prompt_reader(model: PreTrainedModel) -> type[PromptReader]:
         use_packed_attention(model)  # It repeats no keys and values for heads that share them.
     cap_attention(model)
     readers: list[type[PromptReader]] = [
-        *([SlotReader] if is_plain else []),
+        *([SlotReader, ColumnMaskSlotReader] if is_plain else []),
         *(PaddedReader, OwnCacheReader, OwnCachePositionsReader, WholeRowReader),
     ]
     if getattr(model, "_is_stateful", False):  # padding on the left would be part of the state
@@ -257,7 +287,8 @@ def _fastest(
         f"TransformersEngine: {name} can't be sampled from here, but perhaps with vLLM: no way to "
         f"continue {what} gives what its forward says of a whole one",
     )
-    if wrong and issubclass(readers[0], SlotReader) and wrong[0].is_error:
+    is_slower = bool(wrong) and not issubclass(readers[at], SlotReader)
+    if is_slower and issubclass(readers[0], SlotReader) and wrong[0].is_error:
         warnings.warn(
             f"TransformersEngine: rows of {name} are drawn by {readers[at].__name__}, which is "
             f"slower, because the fastest way failed when it was tried: {wrong[0]}.",
@@ -295,9 +326,8 @@ def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: Trial) -> lis
             if not left:
                 break
             if len(left) < len(here) and reader.can_drop:
-                at = torch.tensor(left, device=drawn.device)
-                reader.keep(at)
-                drawn, here = drawn[at], [here[k] for k in left]
+                reader.keep(left)
+                drawn, here = drawn[left], [here[k] for k in left]
             logits = reader.advance(drawn)
     continued = [torch.stack(values) for values in results]
     if not issubclass(cls, SlotReader) or not trial.allows(trial.difference(continued)):
@@ -324,7 +354,7 @@ def _joined(cls: type[SlotReader], model: PreTrainedModel, rows: Sequence[Tensor
             results[i].append(row[rows[i][num_read[i]]])
         left = [k for k, i in enumerate(here) if num_read[i] + 1 < len(rows[i])]
         here = [here[k] for k in left]
-        reader.keep(torch.tensor(left, dtype=torch.int64, device=logits.device))
+        reader.keep(left)
         if here:
             logits = reader.advance(torch.stack([rows[i][num_read[i]] for i in here]))
             for i in here:
@@ -365,8 +395,8 @@ class ImageReader(ImageRows):
         """See :class:`PromptReader`."""
         rows = zip(map(tuple, prompts), self._images, strict=True)
         different, index = _different_rows(rows, self.model.device)
-        ids = torch.tensor([prompt for prompt, _ in different], device=self.model.device)
-        self._cache = DynamicCache(config=self.model.config)
+        ids = on_device([prompt for prompt, _ in different], self.model.device)
+        self._cache = stepped_cache(self.model)
         self._positions.forget()
         output = self.model(
             input_ids=ids,
@@ -375,7 +405,7 @@ class ImageReader(ImageRows):
             **model_inputs(self.model, self._processor, ids, [its for _, its in different]),
         )
         if len(different) < len(prompts):
-            self.keep(index)
+            self._take(index)
         return output.logits[index, -1]
 
     def advance(self, tokens: Tensor) -> Tensor:
@@ -383,8 +413,11 @@ class ImageReader(ImageRows):
         output = self.model(input_ids=tokens[:, None], **with_cache(self.model, self._cache))
         return output.logits[:, -1]
 
-    def keep(self, index: Tensor) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         """See :class:`PromptReader`."""
+        self._take(on_device(rows, self.model.device, torch.int64))
+
+    def _take(self, index: Tensor) -> None:
         self._cache.batch_select_indices(index)
         self._positions.take(index)
 
@@ -397,10 +430,10 @@ class WholeImageReader(ImageRows, WholeRowReader):
         inputs = model_inputs(self.model, self._processor, self._ids, self._images)
         return self.model(input_ids=self._ids, use_cache=False, **inputs).logits[:, -1]
 
-    def keep(self, index: Tensor) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         """See :class:`PromptReader`."""
-        super().keep(index)
-        self._images = [self._images[i] for i in index.tolist()]
+        super().keep(rows)
+        self._images = [self._images[i] for i in rows]
 
 
 def find_image_reader(model: PreTrainedModel, processor: ImageProcessor) -> type[ImageRows]:
@@ -427,8 +460,7 @@ def _continued_with_images(
                 for i, value in dict(zip(here, log_p, strict=True)).items():
                     results[i].append(value)
                 if step == -2:
-                    left = torch.arange(1, len(here), device=drawn.device)
-                    reader.keep(left)
+                    reader.keep(range(1, len(here)))
                     here = here[1:]
-                    logits = reader.advance(drawn[left])
+                    logits = reader.advance(drawn[1:])
     return [torch.stack(values) for values in results]

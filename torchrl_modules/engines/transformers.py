@@ -28,6 +28,7 @@ from torchrl_modules.scoring.models import (
 from torchrl_modules.weights import ExpectedWeights, LazyWeights, next_version, weights_fingerprint
 
 from .decoding import KeptCaches, PromptReader, SlotReader, decode
+from .decoding import tokens_per_look as default_tokens_per_look
 from .engine import Generation
 from .readers import find_image_reader, find_prompt_reader, group_rows, num_positions
 
@@ -58,13 +59,18 @@ class TransformersEngine(ChecksAttributes):
             and values; others read whole prompts.
         images: what the images of a vision-language model's prompts become; without it a row with
             images is refused.
+        tokens_per_look: so many tokens of each row are drawn before the host looks at them; what
+            was drawn behind the end of a row is dropped, so that rows with seeds are the same
+            whatever the number. A look waits for the device. ``None``: 1 on a CPU, where it costs
+            nothing, and 8 on an accelerator.
         check: try the model now; ``False`` tries it before the first token is drawn, for an engine
             that may draw none.
 
     Raises:
         TypeError: the model has adapters that are not layers of it, such as prompts.
-        ValueError: ``max_model_len`` is not positive, or above the positions that the model has;
-            ``max_cached_tokens`` is negative; or the model can't be sampled from.
+        ValueError: ``max_model_len`` or ``tokens_per_look`` is not positive, or ``max_model_len``
+            above the positions that the model has; ``max_cached_tokens`` is negative; or the model
+            can't be sampled from.
 
     Example:
         >>> from torchrl_modules.tiny_model import tiny_qwen3
@@ -86,13 +92,14 @@ class TransformersEngine(ChecksAttributes):
         autocast_dtype: torch.dtype | None = None,
         max_cached_tokens: int | None = None,
         images: ImageProcessor | None = None,
+        tokens_per_look: int | None = None,
         check: bool = True,
     ) -> None:
         who = "TransformersEngine"
         self.inside = inside = unwrapped(model, who=who)
         """The model itself, without wrappers."""
         own = num_positions(inside)
-        check_counts(who, max_model_len=max_model_len)
+        check_counts(who, max_model_len=max_model_len, tokens_per_look=tokens_per_look)
         check_counts(who, 0, max_cached_tokens=max_cached_tokens)
         if max_model_len is not None and own is not None and max_model_len > own:
             raise ValueError(
@@ -106,6 +113,8 @@ class TransformersEngine(ChecksAttributes):
         self.max_model_len = max_model_len or own or 1 << 62
         """Most tokens of a prompt and its response together."""
         self._autocast_dtype = autocast_dtype
+        self.tokens_per_look = tokens_per_look or default_tokens_per_look(inside.device)
+        """So many tokens of each row are drawn before the host looks at them."""
         self.max_cached_tokens = max_cached_tokens
         """Most tokens of earlier rows that are kept, as it was given."""
         is_on_cpu = inside.device.type == "cpu"
@@ -218,6 +227,7 @@ class TransformersEngine(ChecksAttributes):
                     params,
                     [budgets[i] for i in group],
                     own_seeds,
+                    per_look=self.tokens_per_look,
                 )
                 for i, generation in zip(group, generations, strict=True):
                     results[i] = generation
@@ -271,6 +281,7 @@ class TransformersEngine(ChecksAttributes):
             autocast_dtype=self._autocast_dtype,
             max_cached_tokens=self.max_cached_tokens,
             images=self.images,
+            tokens_per_look=self.tokens_per_look,
         )
         engine.version = self.version
         return engine

@@ -23,6 +23,7 @@ from transformers import (
 
 from torchrl_data.checks import TokenScores, load_pretrained
 from torchrl_data.keys import ENTROPY, FULL, LOG_PROBS_FULL, UNTEMPERED_LOG_PROBS
+from torchrl_data.ragged import on_device, on_host
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.sampling import SamplingParameters, TargetHistory, warped_log_softmax
@@ -347,11 +348,13 @@ class TransformersWrapper(LLMWrapperBase):
             :meth:`log_prob`; differentiable.
         """
         rows = rows_to_score(tensordict, self)
-        ids, lengths, mask = rows.packed()
+        ids, lengths, mask = on_host(*rows.packed())
         logits = self.scorer.logits(ids, lengths, mask, rows.images)
-        ids, lengths, mask = (one.to(logits.device) for one in (ids, lengths, mask))
-        history = TargetHistory.of(ids, lengths, mask).read(logits.shape[1], self._truncation)
-        log_p = warped_log_softmax(logits, self._truncation, ids[mask], history)
+        history = TargetHistory.of(ids, lengths, mask).read(
+            logits.shape[1], self._truncation, logits.device
+        )
+        targets = on_device(ids[mask], logits.device)
+        log_p = warped_log_softmax(logits, self._truncation, targets, history)
         columns = rows.columns(rows.scored, padding_side)
         return TokenDistribution(log_p, columns.reshape(*tensordict.batch_size, -1))
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_data.messages import noise_image
-from torchrl_data.ragged import cumulative_lengths, pack, pad, sequence_index
+from torchrl_data.ragged import cumulative_lengths, on_device, pack, pad, sequence_index
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.transformers_releases import forward_parameters
 
-from .packed_attention import PackedInputLost, build_trie, can_share, packed_input
+from .packed_attention import PackedInputLost, build_trie, can_share, no_mask, packed_input
 
 # Models inside wrappers: PEFT, `DistributedDataParallel`, `fully_shard`, `replicate`.
 #
@@ -413,7 +413,7 @@ class Layout(Enum):
 
 
 class Targets(NamedTuple):
-    """What is to be predicted, and from where."""
+    """What is to be predicted, and from where; on the host."""
 
     ids: Tensor
     """int64 ``[N]``."""
@@ -514,15 +514,19 @@ class ModelReader:
         inputs: dict[str, Any]
         if self.layout is Layout.PACKED:
             share = self.share_prefixes and can_share(self.model, int(targets.ends.max()))
-            trie = build_trie(targets.ids, targets.lengths, targets.ends, share=share)
+            trie = build_trie(
+                targets.ids, targets.lengths, targets.ends, share=share, device=self.model.device
+            )
             at = trie.node[targets.starts[targets.rows] + targets.positions]
             inputs = {"input_ids": trie.ids[None], "position_ids": trie.positions[None]}
+            if (nothing := no_mask(self.model.device)) is not None:
+                inputs["attention_mask"] = nothing
             with packed_input():
                 return self.pick({**inputs, "trie": trie}, torch.zeros_like(at), at)
         if self.layout is Layout.PADDED:
             used = targets.ends.nonzero().squeeze(1)
             place = torch.zeros_like(targets.ends)
-            place[used] = torch.arange(len(used), device=used.device)
+            place[used] = torch.arange(len(used))
             rows = targets.beginnings(used)
             mask = pad([torch.ones_like(row) for row in rows], value=0)
             inputs = {"input_ids": pad(rows, value=0), "attention_mask": mask}
@@ -535,18 +539,24 @@ class ModelReader:
             place = torch.searchsorted(used, targets.rows[mine])
             parts.append(self.pick({"input_ids": rows}, place, targets.positions[mine]))
             order.append(mine)
-        return torch.cat(parts)[torch.cat(order).argsort()]
+        return torch.cat(parts)[on_device(torch.cat(order).argsort(), self.model.device)]
 
     def pick(self, inputs: dict[str, Any], rows: Tensor, columns: Tensor) -> Tensor:
         """What the model gives at some rows and columns of its input, ``[K, ...]``."""
+        device = self.model.device
+        for name in ("input_ids", "attention_mask"):
+            if name in inputs:
+                inputs[name] = on_device(inputs[name], device)
         if self.head is not None:
             outputs = self.model.base_model(**inputs, **self._no_cache).last_hidden_state
         else:
             if self._picks_logits:
-                inputs["logits_to_keep"], columns = columns.unique(return_inverse=True)
+                kept, columns = columns.unique(return_inverse=True)
+                inputs["logits_to_keep"] = on_device(kept, device)
             outputs = call(self.model, **inputs, **self._no_cache).logits.float()
         # One index and not two: its backward pass adds in a fixed order.
-        return outputs.flatten(0, 1).index_select(0, rows * outputs.shape[1] + columns)
+        index = on_device(rows * outputs.shape[1] + columns, device)
+        return outputs.flatten(0, 1).index_select(0, index)
 
 
 def plain_head(model: PreTrainedModel) -> nn.Linear | None:
@@ -582,12 +592,12 @@ def read_with_images(
     images: Sequence[Sequence[str]],
 ) -> Tensor:
     """What predicts the targets, ``[K, ...]``; rows without images are read as ever."""
-    # packed: ids [N], lengths [B], target mask [N].
+    # packed: ids [N], lengths [B], target mask [N], on the host.
     # images: of each row, base 64; perhaps none.
     ids, lengths, mask = packed
     sequence = sequence_index(lengths)
     rows_of_targets = sequence[mask]
-    has_images = torch.tensor([bool(its) for its in images], device=ids.device)
+    has_images = torch.tensor([bool(its) for its in images])
     parts, places = [], []
     plain = ~has_images[sequence]
     if bool(mask[plain].any()):
@@ -605,11 +615,11 @@ def read_with_images(
             at = torch.stack([masks[i][1:] for i in members]).nonzero()
             if not len(at):
                 continue
-            stacked = torch.stack([rows[i] for i in members])
+            stacked = on_device(torch.stack([rows[i] for i in members]), reader.model.device)
             media = model_inputs(reader.model, processor, stacked, [images[i] for i in members])
             parts.append(reader.pick({"input_ids": stacked, **media}, at[:, 0], at[:, 1]))
             places += [(rows_of_targets == i).nonzero().squeeze(1) for i in members]
-    return torch.cat(parts)[torch.cat(places).argsort()]
+    return torch.cat(parts)[on_device(torch.cat(places).argsort(), reader.model.device)]
 
 
 def model_inputs(
@@ -686,14 +696,13 @@ def check_image_reading(reader: ModelReader, processor: ImageProcessor, *, who: 
     """Check that rows with images, read together, get what the model says of each alone."""
     model = reader.model
     trial = run_image_trial(model, processor, who=who)
-    ids, lengths = pack(trial.rows)
-    lengths = lengths.to(ids.device)
-    tails = [torch.arange(len(row)) >= len(row) - 2 for row in trial.rows]
-    mask = torch.cat(tails).to(ids.device)
+    ids, lengths = pack([row.cpu() for row in trial.rows])
+    mask = torch.cat([torch.arange(len(row)) >= len(row) - 2 for row in trial.rows])
     with evaluation_mode(model):
         outputs = read_with_images(reader, processor, (ids, lengths, mask), trial.images)
         logits = outputs if reader.head is None else reader.head(outputs)
-    log_p = logits.double().log_softmax(-1).gather(1, ids[mask][:, None]).squeeze(1)
+    targets = on_device(ids[mask], logits.device)
+    log_p = logits.double().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     difference = trial.difference(log_p.split(2))
     if not trial.allows(difference):
         raise ValueError(

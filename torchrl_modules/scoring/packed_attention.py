@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from torchrl_data.ragged import on_device
 from torchrl_modules.transformers_releases import takes_sdpa
 
 # Packed sequences as a trie: what they begin with in common is there once, attention included.
@@ -60,16 +61,17 @@ class PrefixTrie:
     positions: Tensor
     """int64 ``[M]``, of each token in its sequence."""
     node: Tensor
-    """int64 ``[N]``: where each packed token is in the trie; -1 where nobody needs it."""
+    """int64 ``[N]``, on the host: where each packed token is in the trie; -1 where nobody needs
+    it."""
     segments: tuple[Segment, ...]
     """In depth-first order; they cover ``[0, M)``."""
 
     @cached_property
     def subtree_end(self) -> Tensor:
         """int64 ``[M]``: the token is seen by those from itself up to here, and no others."""
-        ends = torch.tensor([s.subtree_end for s in self.segments], device=self.ids.device)
-        sizes = torch.tensor([s.end - s.start for s in self.segments], device=self.ids.device)
-        return ends.repeat_interleave(sizes)
+        ends = torch.tensor([s.subtree_end for s in self.segments])
+        sizes = torch.tensor([s.end - s.start for s in self.segments])
+        return on_device(ends.repeat_interleave(sizes), self.ids.device)
 
     @cached_property
     def block_mask(self) -> Any:
@@ -98,16 +100,18 @@ class PrefixTrie:
         )
 
 
-def build_trie(ids: Tensor, lengths: Tensor, ends: Tensor, *, share: bool) -> PrefixTrie:
+def build_trie(
+    ids: Tensor, lengths: Tensor, ends: Tensor, *, share: bool, device: torch.device | None = None
+) -> PrefixTrie:
     """Lay packed sequences out as a trie."""
-    # ids: int64 [N].
+    # ids: int64 [N], on the host, as all that follows.
     # lengths: int64 [B], summing to N.
     # ends: int64 [B]: only this many tokens of each sequence are needed; at most its length.
     # share: put what sequences begin with in common there once, where it saves more than it costs;
     # `False` keeps every sequence for itself.
-    # Gives the trie, on the device of `ids`. Segments beside each other without descendants are
-    # sorted by length.
-    values = ids.cpu().numpy()
+    # device: where the model reads it; the host when not given.
+    # Segments beside each other without descendants are sorted by length.
+    values, device = ids.numpy(), device or ids.device
     sizes, needed = lengths.tolist(), ends.tolist()
     starts = np.concatenate([[0], np.cumsum(sizes)])[:-1].tolist()
     rows = [
@@ -137,9 +141,9 @@ def build_trie(ids: Tensor, lengths: Tensor, ends: Tensor, *, share: bool) -> Pr
             segments[above][2] = end
         start = end
     return PrefixTrie(
-        ids=torch.from_numpy(np.concatenate(tokens)).to(ids.device),
-        positions=torch.from_numpy(np.concatenate(positions)).to(ids.device),
-        node=torch.from_numpy(node_of).to(ids.device),
+        ids=on_device(torch.from_numpy(np.concatenate(tokens)), device),
+        positions=on_device(torch.from_numpy(np.concatenate(positions)), device),
+        node=torch.from_numpy(node_of),
         segments=tuple(Segment(*segment) for segment in segments),
     )
 
@@ -232,9 +236,13 @@ def _compiled_flex() -> Any:
 
 def _runs(segments: Sequence[Segment]) -> Iterator[tuple[slice, int]]:
     """Neighbouring segments of one length, a batch of plain attention: their tokens, the length."""
-    for length, group in groupby(segments, lambda segment: segment.end - segment.start):
-        members = list(group)
-        yield slice(members[0].start, members[-1].end), length
+    # Written out, for `torch.compile` knows no `groupby`.
+    first = 0
+    for i, (start, end, _) in enumerate(segments):
+        following = segments[i + 1] if i + 1 < len(segments) else None
+        if following is None or following.end - following.start != end - start:
+            yield slice(segments[first].start, end), end - start
+            first = i + 1
 
 
 def _batch(x: Tensor, tokens: slice, length: int) -> Tensor:
@@ -348,7 +356,7 @@ def packed_sdpa_forward(
         query, key, value = (x.to(dtype) for x in (query, key, value))
     heads = (query, key, value)
     if trie is None:
-        if _is_packed.get():
+        if _is_packed_here():
             raise PackedInputLost(f"{type(module).__name__} is not told what its sequences are.")
         if softcap is not None:
             mask = _causal_mask(query, key) if attention_mask is None else attention_mask
@@ -375,7 +383,7 @@ def packed_sdpa_forward(
         )
     # A layer that makes a mask of its own, or has sinks or a bias, is not only packed.
     more = [name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()]
-    more += ["attention_mask"] if attention_mask is not None else []
+    more += ["attention_mask"] if attention_mask is not None and attention_mask.numel() else []
     if more:
         raise PackedInputLost(f"{type(module).__name__} gives its attention {', '.join(more)}.")
     lengths = [segment.end - segment.start for segment in trie.segments]
@@ -384,12 +392,12 @@ def packed_sdpa_forward(
     on_cpu = plain and query.device.type == "cpu" and has_trie_attention(query.device, query.dtype)
     if on_cpu or any(segment.subtree_end > segment.end for segment in trie.segments):
         return trie_attention(*heads, trie, scale=scaling), None
-    return _attend_by_length(heads, lengths, dropout, scaling, sliding_window, softcap), None
+    return _attend_by_length(heads, trie.segments, dropout, scaling, sliding_window, softcap), None
 
 
 def _attend_by_length(
     heads: tuple[Tensor, Tensor, Tensor],
-    lengths: Sequence[int],
+    segments: Sequence[Segment],
     dropout: float,
     scaling: float | None,
     sliding_window: int | None,
@@ -397,7 +405,7 @@ def _attend_by_length(
 ) -> Tensor:
     """Attention of rows that share nothing, ``[1, N, H, D]``."""
     # Neighbours of one length are one batch, so sorting segments by length makes few calls.
-    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+    runs = [(length, (at.stop - at.start) // length) for at, length in _runs(segments)]
     totals = [length * count for length, count in runs]
     is_grouped, outputs = heads[0].shape[1] != heads[1].shape[1], []
     for (length, count), *tensors in zip(runs, *(x.split(totals, 2) for x in heads), strict=True):
@@ -442,7 +450,22 @@ def _capped_attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    return None if _is_packed.get() else sdpa_mask(*args, **kwargs)
+    return None if _is_packed_here() else sdpa_mask(*args, **kwargs)
+
+
+def _is_packed_here() -> bool:
+    # A compiler can't read what is true of a thread. What it has compiled is told of the sequences
+    # or not as its caller was: a model that loses them gives other log-probs, which its trial sees.
+    return not torch.compiler.is_compiling() and _is_packed.get()
+
+
+def no_mask(device: torch.device) -> Tensor | None:
+    """What a model is given in the place of a mask where its input is packed."""
+    # Without any, Transformers reads the positions to see whether rows are packed, and a host would
+    # wait for that. A mask of four dimensions is handed on as it is; this one is empty.
+    return (
+        None if device.type == "cpu" else torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
+    )
 
 
 @contextmanager

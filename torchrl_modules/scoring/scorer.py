@@ -21,7 +21,7 @@ from torchrl_data.checks import (
     check_counts,
     check_numbers,
 )
-from torchrl_data.ragged import cumulative_lengths, pack
+from torchrl_data.ragged import cumulative_lengths, on_device, on_host, pack
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.sampling import (
     SamplingParameters,
@@ -198,28 +198,30 @@ class _ChunkedLogProb(Function):
         entropy = lse - mean if with_entropy else mean
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(grads[0].device.type, enabled=False):
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
             return _gradients(ctx, *grads)
 
 
-def _gradients(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None
+) -> tuple[Tensor | None, ...]:
     hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
     grad_hidden = torch.zeros_like(hidden)
     grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
     grad_bias = torch.zeros_like(bias) if bias is not None else None
-    # A token without gradient (a clipped one, say) costs nothing.
-    live = ((grad_log_prob != 0) | (grad_entropy != 0)).nonzero().squeeze(1)
+    live = _live(grad_log_prob, grad_entropy)
     if len(live) == 0:
         return grad_hidden, grad_weight, grad_bias, None, None, None
     some, at, lse, entropy = hidden[live], targets[live], lse[live], entropy[live]
-    g = grad_log_prob[live] / ctx.temperature
-    g_entropy = grad_entropy[live] / ctx.temperature if bool((grad_entropy != 0).any()) else None
+    g = torch.zeros_like(lse) if grad_log_prob is None else grad_log_prob[live] / ctx.temperature
+    g_entropy = None if grad_entropy is None else grad_entropy[live] / ctx.temperature
     gradient = _kernel(_gradient_of_tile, hidden.device.type)
     num_rows, num_columns, dtype = _tiling(hidden)
     # What comes from the target's own logit is added at the end.
@@ -249,6 +251,13 @@ def _gradients(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[T
     if grad_bias is not None:
         grad_bias.index_add_(0, at, g.to(grad_bias.dtype))
     return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _live(*grads: Tensor | None) -> Tensor:
+    """Tokens with a gradient, int64: one without (a clipped one, say) costs nothing."""
+    # What no gradient comes from at all is None, so that nobody has to look for it.
+    live = [grad != 0 for grad in grads if grad is not None]
+    return torch.stack(live).any(0).nonzero().squeeze(1)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -498,7 +507,7 @@ class PackedScorer(ChecksAttributes):
             total += length
         splits.append((first, len(lengths), start, start + total))
         if self.is_distributed:  # as many passes as the rank that has most
-            most = torch.tensor(len(splits), device=lengths.device)
+            most = torch.tensor(len(splits), device=self.model.device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             splits += [(0, 0, 0, 0)] * (int(most) - len(splits))
         parts = [
@@ -559,13 +568,14 @@ class PackedScorer(ChecksAttributes):
         if len(targets) == 0:
             empty = torch.zeros(0, device=self.model.device)
             if self.is_distributed:  # a pass that others wait for, with a gradient of 0
-                two = torch.zeros(2, dtype=torch.int64, device=empty.device)
-                of_two = torch.tensor([2], device=empty.device)
-                is_target = torch.tensor([False, True], device=empty.device)
+                two, of_two = torch.zeros(2, dtype=torch.int64), torch.tensor([2])
+                is_target = torch.tensor([False, True])
                 empty = self._score(two, of_two, is_target, drawn_from).log_prob[:0]
             nothing = empty.detach()
             entropy = nothing if drawn_from.entropy else None
             return TokenScores(empty, entropy, nothing if drawn_from.untempered_log_probs else None)
+
+        targets = on_device(targets, self.model.device)
 
         def score() -> TokenScores:
             history, untempered = None, None
@@ -592,7 +602,7 @@ class PackedScorer(ChecksAttributes):
         """From hidden states ``[K, D]``, or from logits ``[K, V]`` of a head of another kind."""
         head = self._reader.head
         if head is None:
-            tokens = history and history.read(outputs.shape[1], drawn_from)
+            tokens = history and history.read(outputs.shape[1], drawn_from, outputs.device)
             return warped_log_prob(outputs, targets, drawn_from, tokens)
         options: dict[str, Any] = {"bias": head.bias, "compute_dtype": self._head_dtype}
         if drawn_from.truncates or drawn_from.changes_logits:
@@ -615,7 +625,8 @@ class PackedScorer(ChecksAttributes):
         target_mask: Tensor,
         images: Sequence[Sequence[str]] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Packed sequences on the model's device."""
+        """Packed sequences on the host, where their shapes are settled."""
+        ids, lengths, target_mask = on_host(ids, lengths, target_mask)
         table = next(self.model.get_input_embeddings().parameters())
         check_packed(ids, lengths, target_mask, table.shape[0], self._images, images)
         longest = int(lengths.max()) if len(lengths) else 0
@@ -625,8 +636,7 @@ class PackedScorer(ChecksAttributes):
                 f"computes with the rotary factors of rows of at most {self._longest}. Give the "
                 "policy a larger max_model_len."
             )
-        device = self.model.device
-        return ids.to(device), lengths.to(device), target_mask.to(device)
+        return ids, lengths, target_mask
 
 
 _found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Reading]]" = WeakKeyDictionary()
@@ -678,11 +688,11 @@ def find_reading(wrapped: nn.Module, model: Any, *, pack: bool) -> Reading:
 def _trial_log_probs(
     model: Any, layout: Layout, head: nn.Linear | None, rows: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    ids, lengths = pack(rows)
-    lengths = lengths.to(ids.device)
+    ids, lengths = pack([row.cpu() for row in rows])
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[cumulative_lengths(lengths)[:-1]] = False
     outputs = ModelReader(model, layout=layout, head=head).read(targets_of(ids, lengths, mask))
     logits = outputs if head is None else head(outputs)
-    log_p = logits.double().log_softmax(-1).gather(1, ids[mask][:, None]).squeeze(1)
+    at = on_device(ids[mask], logits.device)
+    log_p = logits.double().log_softmax(-1).gather(1, at[:, None]).squeeze(1)
     return log_p.split((lengths - 1).tolist())

@@ -270,7 +270,7 @@ def test_cancelling_frees_the_row(run):
             call.cancel()
         await asyncio.gather(*calls[:3], return_exceptions=True)
         await engine.pause()  # after the aborts, in order
-        left = len(engine._decoding._running), len(engine._decoding.slots.lengths)
+        left = len(engine._decoding._running), engine._decoding.slots.num_rows
         await engine.resume()
         return left, (await calls[3]).finish_reason
 

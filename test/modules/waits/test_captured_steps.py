@@ -1,0 +1,142 @@
+"""A decoding step and a layer are one graph each, and a captured step draws what others draw."""
+
+import pytest
+import torch
+
+from torchrl_modules import SamplingParameters, TransformersEngine
+from torchrl_modules.engines import decoding
+from torchrl_modules.engines.decoding import SlotReader
+from torchrl_modules.engines.readers import find_prompt_reader
+from torchrl_modules.scoring.packed_attention import build_trie, use_packed_attention
+
+MODELS = ("Llama", "Qwen3", "Gemma3")
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_compiled():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_decoding_step_compiles_without_a_break(device_waits, name):
+    model = device_waits.tiny_models()[name]
+    cls, prompts = find_prompt_reader(model), device_waits.prompts_of(3)
+    reader, other = cls(model), cls(model)
+    tokens = reader.read(prompts).argmax(-1)
+    assert torch.equal(other.read(prompts).argmax(-1), tokens)
+    step = torch.compile(reader.advance, fullgraph=True, backend="eager")
+    for _ in range(3):
+        logits = other.advance(tokens)
+        assert torch.equal(step(tokens), logits)
+        tokens = logits.argmax(-1)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("rows", ["padded", "packed", "shared", "longer than the window"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
+def test_a_layer_compiles_without_a_break_forward_and_backward(device_waits, name, rows, backend):
+    model = device_waits.tiny_models()[name]
+    use_packed_attention(model)
+    sizes = [12, 6, 6] if rows == "longer than the window" else [8, 8, 8]
+    ids = torch.tensor(
+        [at if at < 5 else row + at for row, n in enumerate(sizes) for at in range(n)]
+    )
+    lengths, trie, positions = torch.tensor(sizes), None, torch.arange(8)[None]
+    if rows != "padded":
+        trie = build_trie(ids, lengths, lengths, share=rows == "shared")
+        positions = trie.positions[None]
+        assert (len(trie.ids) < len(ids)) == (rows == "shared")
+    hidden = torch.randn(1, positions.shape[1], 32, requires_grad=True)
+    kind = ("sliding_attention",) if name == "Gemma3" else ()
+    rotary = model.model.rotary_emb(hidden, positions, *kind)
+
+    def layer(x):
+        given = {"attention_mask": None, "position_embeddings": rotary, "trie": trie}
+        found = model.model.layers[0](x, **given)
+        return found[0] if isinstance(found, tuple) else found
+
+    outputs, gradients = [], []
+    for compute in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
+        outputs.append(compute(hidden))
+        gradients += torch.autograd.grad(outputs[-1].square().sum(), hidden)
+    assert torch.equal(*outputs)
+    assert torch.equal(*gradients)
+
+
+class Captures:
+    """In the place of CUDA's: a replay runs the step again, into the same logits."""
+
+    def __init__(self, off=0.0):
+        self.off, self.num_captured, self.num_replayed = off, 0, 0
+
+    def __call__(self, run, _):
+        self.num_captured += 1
+        logits = run().clone()
+
+        def replay():
+            self.num_replayed += 1
+            return logits.copy_(run()).add_(self.off)
+
+        return replay
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_captured_steps_draw_the_same_while_rows_come_and_go(device_waits, monkeypatch, name):
+    model = device_waits.tiny_models()[name]
+    params = SamplingParameters(max_new_tokens=70, seed=5, stop_token_ids=(*range(30, 34), 150))
+    prompts = device_waits.prompts_of(7)
+    budgets = [70 - 9 * row for row in range(7)]
+    # Reserved columns run out on the way, and rows leave and join.
+    expected = TransformersEngine(model).generate(prompts, params, max_new_tokens=budgets)
+    more = device_waits.draw_continuously(TransformersEngine(model), params, 5)
+    captures = Captures()
+    monkeypatch.setitem(decoding._CAPTURES, "cpu", captures)
+    found = TransformersEngine(model).generate(prompts, params, max_new_tokens=budgets)
+    assert captures.num_captured >= 2
+    assert captures.num_replayed >= 30
+    for here, there in zip(found, expected, strict=True):
+        assert (here.ids, here.finish_reason) == (there.ids, there.finish_reason)
+        assert here.log_probs == pytest.approx(there.log_probs, abs=1e-5, rel=1e-4)
+    again = device_waits.draw_continuously(TransformersEngine(model), params, 5)
+    assert [row.drawn for row in again] == [row.drawn for row in more]
+
+
+def refuse(*_):
+    raise RuntimeError("operation not permitted")
+
+
+def do_nothing_again(run, _):
+    logits = run()
+    return lambda: logits
+
+
+@pytest.mark.parametrize(
+    ("capture", "why"),
+    [
+        pytest.param(refuse, "RuntimeError: operation not permitted", id="refused"),
+        pytest.param(Captures(off=1e3), "its logits are off by 1e\\+03", id="wrong"),
+        pytest.param(do_nothing_again, "its logits are off by", id="does nothing"),
+    ],
+)
+def test_what_cannot_be_captured_goes_on_without_and_says_why_once(
+    device_waits, monkeypatch, capture, why
+):
+    model = device_waits.tiny_models()["Qwen3"]
+    params = SamplingParameters(max_new_tokens=24, seed=5)
+    engine, prompts = TransformersEngine(model), device_waits.prompts_of(3)
+    expected = engine.generate(prompts, params)
+    monkeypatch.setitem(decoding._CAPTURES, "cpu", capture)
+    engine.forget()
+    with pytest.warns(UserWarning, match=f"can't be captured as a graph.*{why}") as told:
+        found = engine.generate(prompts, params)
+    assert len(told) == 1
+    engine.forget()
+    assert [one.ids for one in found] == [one.ids for one in expected]
+    assert engine.generate(prompts, params) == found  # not tried again, and not told again
+
+
+def test_a_graph_is_only_made_where_a_device_captures():
+    assert {*decoding._CAPTURES} == {"cuda"}
+    assert SlotReader.reads_past_ends
