@@ -238,7 +238,7 @@ class BatchedObject(NonTensorData):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """The rows of several, one after the other, for ``torch.cat``."""
-        if func is not torch.cat:
+        if func is not torch.cat or not all(isinstance(leaf, cls) for leaf in args[0]):
             return super().__torch_function__(func, types, args, kwargs)
         return cls._cat(*args, **(kwargs or {}))
 
