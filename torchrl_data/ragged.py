@@ -238,7 +238,8 @@ class BatchedObject(NonTensorData):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """The rows of several, one after the other, for ``torch.cat``."""
-        if func is not torch.cat or not all(isinstance(leaf, cls) for leaf in args[0]):
+        leaves = args[0] if func is torch.cat and args else [None]
+        if not all(isinstance(leaf, cls) for leaf in leaves):
             return super().__torch_function__(func, types, args, kwargs)
         return cls._cat(*args, **(kwargs or {}))
 
