@@ -31,7 +31,7 @@ FUNCTION_IMPORTS = 46
 FILES_TO_THE_LOSS = 35
 STAYS_OF_A_TURN = 25
 DOORS = {
-    "vllm": {"torchrl_modules.vllm.runtime"},
+    "vllm": {"torchrl_modules.vllm.releases"},
     "ray": {"objectives.advantages.mc_advantage", "collectors.cluster.ledger_service"},
     "mcp": {"torchrl_envs.tools.mcp"},
     "websockets": {"torchrl_envs.openenv.session"},

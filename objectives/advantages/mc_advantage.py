@@ -484,6 +484,9 @@ def start_ray(config: Mapping[str, Any] | None) -> bool:
     return True
 
 
+_MOST_TO_START_S: Final = 600.0
+
+
 class RayMCAdvantage(ChecksAttributes, Transform):
     """:class:`~objectives.MCAdvantage` whose groups are shared by buffers in several processes.
 
@@ -494,7 +497,8 @@ class RayMCAdvantage(ChecksAttributes, Transform):
         group_size: rows of a complete group.
         actor_name: name of the shared actor; an actor of that name is used if there is one, and
             its options then win. None for one of its own.
-        timeout_s: how long a call may take before it raises.
+        timeout_s: how long a call may take before it raises; the start of the actor, which imports
+            this library, has ten minutes.
         remote_config: options of the actor, for ``ray.remote``; ``{"num_cpus": 0}`` by default.
         ray_init_config: for ``ray.init``, when Ray does not run yet.
         **options: of ``MCAdvantage``. A collector hands GDPO no weights through it: give them, as
@@ -525,10 +529,14 @@ class RayMCAdvantage(ChecksAttributes, Transform):
             config |= {"name": actor_name, "get_if_exists": True}
         actor = import_module("ray").remote(MCAdvantage).options(**config)
         self._actor = actor.remote(group_size, **options)
+        self._has_started = False
 
     def _call_actor(self, method: str, *args: Any) -> Any:
-        answer = getattr(self._actor, method).remote(*args)
-        return import_module("ray").get(answer, timeout=self.timeout_s)
+        ray = import_module("ray")
+        if not self._has_started:
+            ray.get(self._actor.__ray_ready__.remote(), timeout=_MOST_TO_START_S)
+            self._has_started = True
+        return ray.get(getattr(self._actor, method).remote(*args), timeout=self.timeout_s)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         return None if tensordict is None else self._call_actor("inv", tensordict)
