@@ -235,10 +235,19 @@ def folder_of(source: Source) -> Iterator[str]:
     if isinstance(source, str):
         yield source
         return
-    with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
+    with _folder_of_a_model() as folder:
         for name, content in source.items():
             Path(folder, name).write_bytes(content)
         yield folder
+
+
+@contextmanager
+def _folder_of_a_model() -> Iterator[str]:
+    """A folder that goes afterwards; its name, which may choose a template, is always the same."""
+    with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as above:
+        folder = Path(above, "model")
+        folder.mkdir()
+        yield str(folder)
 
 
 # A policy behind OpenAI's protocol, to be evaluated: messages go out, text comes back.
@@ -343,7 +352,7 @@ def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
     if cfg.policy.model is not None:
         yield model_folder(cfg.policy.model)
         return
-    with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
+    with _folder_of_a_model() as folder:
         tokenizer = _task_tokenizer(task)
         tokenizer.save_pretrained(folder)
         torch.manual_seed(cfg.seed)

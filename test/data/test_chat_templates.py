@@ -2,6 +2,7 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from torchrl_data import (
     template_names,
 )
 from torchrl_data.conversation import Turn
-from torchrl_data.templates.template import render_template
+from torchrl_data.templates.template import family_of, render_template
 
 TEMPLATES = sorted(TEMPLATE_TOKENIZERS)
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -437,3 +438,25 @@ def test_text_that_can_not_be_parsed():
     add_chat_template("my-own", builtin_template("chatml"))
     with pytest.raises(ValueError, match="'my-own' has no inverse parser"):
         History.from_text("garbage", "my-own")
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("Qwen/Qwen3-0.6B", "qwen3"),
+        ("org/CodeQwen1.5-7B", "qwen"),
+        ("/tmp/torchrl-agents-a_qwq_x1/model", None),  # letters that were drawn at random
+        ("/home/falcon/llama/models/mine", None),
+        ("/home/falcon/Llama-3.1-8B", "llama"),
+        ("/cache/models--Qwen--Qwen3-0.6B/snapshots/0aff1", "qwen3"),
+        ("", None),
+    ],
+)
+def test_a_template_is_chosen_by_the_name_of_a_model_and_not_by_folders_above_it(name, family):
+    assert family_of(SimpleNamespace(name_or_path=name)) == family
+
+
+def test_a_folder_that_is_there_is_a_path(tmp_path, monkeypatch):
+    (tmp_path / "qwen3/run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert family_of(SimpleNamespace(name_or_path="qwen3/run")) is None

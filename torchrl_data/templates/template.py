@@ -13,6 +13,7 @@ from datetime import datetime
 from functools import lru_cache
 from importlib.resources import files
 from os.path import commonprefix
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import jinja2
@@ -70,8 +71,8 @@ def add_chat_template(
         template: Jinja source; ``{% generation %} ... {% endgeneration %}`` surrounds what the
             assistant says, end-of-turn token included.
         inverse_parser: turns rendered text into a ``History``, or a list of messages.
-        model_family_keywords: tokenizers whose ``name_or_path`` contains one of these words, in
-            any case, use this template, whatever template they come with.
+        model_family_keywords: tokenizers whose ``name_or_path`` (of a path, its last part) contains
+            one of these words, in any case, use this template, whatever template they come with.
 
     Raises:
         ValueError: the template has no ``{% generation %}`` block.
@@ -159,11 +160,20 @@ def own_template(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
     return own if isinstance(own, str) and own else None
 
 
+def _model_name(source: str) -> str:
+    """The part of a hub id or a path that names a model; folders above it name other things."""
+    path = Path(source)
+    if not (path.is_absolute() or path.exists()):
+        return source
+    cached = [part for part in path.parts if part.startswith("models--")]  # the hub's cache
+    return (cached or [path.name])[-1]
+
+
 def family_of(
     tokenizer: "PreTrainedTokenizerBase | None", *, added_only: bool = False
 ) -> str | None:
     """The template that the name of a tokenizer stands for, or ``None``."""
-    name = str(getattr(tokenizer, "name_or_path", "") or "").lower()
+    name = _model_name(str(getattr(tokenizer, "name_or_path", "") or "")).lower()
     known: list[tuple[str, Sequence[str]]] = [] if added_only else [*FAMILIES.items()]
     known[:0] = [(template, added.keywords) for template, added in reversed(_added.items())]
     named = (template for template, words in known if any(word in name for word in words))
