@@ -156,7 +156,8 @@ def test_each_sampled_token_is_trained_once_with_ratio_one(kind, make_tiny_model
         # Two conversations of two turns each, and the one that left something out.
         assert sorted(int(row["num_turns"]) for row in own) == [5, 5, 5]
         assert len({float(row["reward"]) for row in own}) == 1
-        assert {row["stop_reason"] for row in own} == {"response_length"}
+        (reason,) = {row["stop_reason"] for row in own}  # of the last turn: cut, or said to its end
+        assert reason in {"response_length", "environment_done"}
     masks = [row["masks", "all_assistant_mask"] for row in chain(*episodes.values())]
     if kind == "batch":
         assert sum(int(mask.sum()) for mask in masks) == sum(told)

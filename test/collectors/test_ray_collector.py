@@ -314,7 +314,9 @@ class TestRay:
         assert list(numbers.values()) == [N] * 12
         assert ledger.balance.dropped["load"].groups > 0
         check_balance(ledger)
-        assert all(load["collect/preemptions"] == 6 for load in loads)  # 3 of each
+        # 3 of each; one that has not begun has told none.
+        assert {load["collect/preemptions"] for load in loads} <= {3, 6}
+        assert loads[-1]["collect/preemptions"] == 6
         assert {load["collect/cache_use"] for load in loads} <= {0.95, 0.1}
         most = 2 * collector.ledger.num_slots  # that two collectors may run
         assert all(2 <= load["collect/max_groups"] <= most for load in loads)
