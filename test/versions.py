@@ -189,7 +189,9 @@ def install_bounds(kind, wheel, needed, pip, folder):
 def install_mixture(kind, wheel, pip, folder):
     """The lock of the tests, with other releases in it."""
     others = MIXTURES[kind]
-    lines = [line for line in LOCK.read_text(encoding="utf-8").splitlines() if "==" in line]
+    files = (LOCK, LOCK.with_name("smollm2.txt"))  # and what reads a file of weights
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    lines = sorted({line for line in text.splitlines() if "==" in line})
     kept = [line for line in lines if line.partition("==")[0] not in others]
     other = [f"{name}=={version}" for name, version in others.items() if version is not None]
     (folder / "lock.txt").write_text("\n".join([*kept, *other]) + "\n", encoding="utf-8")
