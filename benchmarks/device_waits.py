@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 import torch
@@ -153,12 +152,7 @@ class DeviceWaits:
         self._opened.enter_context(operators)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._opened.close()
 
 

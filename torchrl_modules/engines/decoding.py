@@ -45,9 +45,6 @@ from .engine import Generation
 
 _BLOCK: Final = 256
 """Tokens of a vocabulary whose probabilities are summed up first."""
-_TOKENS_PER_LOOK: Final = {"cpu": 1}
-"""By the kind of device: on a CPU a look costs nothing, and a token drawn too far does."""
-_OF_A_DEVICE: Final = 8
 
 
 def tokens_per_look(device: torch.device) -> int:
@@ -56,7 +53,8 @@ def tokens_per_look(device: torch.device) -> int:
     Args:
         device: of the model.
     """
-    return _TOKENS_PER_LOOK.get(device.type, _OF_A_DEVICE)
+    # On a CPU a look costs nothing, and a token drawn too far does.
+    return 1 if device.type == "cpu" else 8
 
 
 class DrawnTokens(NamedTuple):

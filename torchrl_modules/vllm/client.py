@@ -228,7 +228,7 @@ class Turnstile:
         await self._is_empty.wait()
 
     async def release(self) -> None:
-        """Let go on who waits."""
+        """Let those who wait go on."""
         self._is_open.set()
 
 
@@ -545,7 +545,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         async with self._turnstile:
             self._check_not_mixed()
             yield
-            body = {"method": "torchrl_limits", "args": []}
+            body = {"method": "torchrl_label_weights", "args": []}
             status, answer = await self._rows.ask("POST", "/collective_rpc", body)
             if status == 200:  # or it is broken, which the row says
                 check_labels([answer["results"][0]["label"]], self._labels[-1:])
@@ -665,7 +665,8 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             self._rows.loop.run(self._turnstile.hold())
 
     def _release(self) -> None:
-        self._rows.loop.run(self._turnstile.release())
+        if not self._tells_versions:
+            self._rows.loop.run(self._turnstile.release())
 
     def _load(self, state_dict: Mapping[str, Tensor], label: str, recompute: bool) -> None:
         with ExitStack() as stack:

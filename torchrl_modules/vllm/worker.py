@@ -62,17 +62,19 @@ class vLLMWorker:
         """Which process this is, see `this_process`; and the engine's, where it is another one."""
         return this_process() | {"parent": os.getppid()}
 
-    def torchrl_label_weights(self, label: str) -> dict[str, str]:
-        """Name the weights that serve, for a release of vLLM that keeps no name itself.
+    def torchrl_label_weights(self, label: str | None = None) -> dict[str, str]:
+        """The name of the weights that serve, for a release of vLLM that keeps none itself.
 
         Args:
-            label: what :meth:`torchrl_limits` gives from now on.
+            label: what they are called from now on; ``None`` leaves it. Asked for every row, so
+                nothing else is looked up.
 
         Returns:
-            ``{}``.
+            Their ``label``.
         """
-        self._torchrl_label = label
-        return {}
+        if label is not None:
+            self._torchrl_label = label
+        return {"label": self._torchrl_label}
 
     def torchrl_load_weights(self, path: str) -> dict[str, str]:
         """Check the weights of a file as a whole, then load them, between two steps.

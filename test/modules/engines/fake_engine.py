@@ -115,8 +115,8 @@ class Engine:
             said = {"tells_versions": False, "label": self.label}
             return limits | (said if self.faults.get("silent") else {})
         if method == "torchrl_label_weights":
-            self.label = path
-            return {}
+            self.label = path or self.label
+            return {"label": self.label}
         if method == "torchrl_process":
             return this_process()
         with open(path, "rb") as file:  # safetensors: length, header, values
