@@ -81,6 +81,8 @@ ENGINE_TESTS = (  # where there is a vLLM
     "test/modules/engines/test_vllm_server.py",
     "test/modules/engines/test_vllm_async.py",
 )
+WARNINGS = "default\nerror:.*the fastest way failed:UserWarning"
+"""Those of other versions' packages are no failure; that a model is drawn from slowly is one."""
 RUNS = (("debug=tiny",),)
 ENGINE_RUNS = (
     ("debug=tiny", "engine=vllm"),
@@ -228,10 +230,17 @@ def try_one(version, python, kind, wheel, needed, folder):
         tests = [env / "bin/python", "-m", "pytest", "-q", "-c", ROOT / "pyproject.toml"]
         tests += ["--rootdir", ".", "-p", "no:cacheprovider"]
         # No checkout before the wheel; warnings of other versions' packages are no failure.
-        tests += ["-o", "pythonpath=", "-W", "default"]
+        tests += ["-o", "pythonpath=", "-o", f"filterwarnings={WARNINGS}"]
+        tests += ["-o", "faulthandler_timeout=300"]
         marks = [("not slow and not vllm", TESTS), *([("vllm", ENGINE_TESTS)] if has_vllm else [])]
-        for marked, files in marks:
-            run([*tests, "-m", marked, *files], work, 1800, reason="^(E  |FAILED |ERROR )")
+        reasons = []
+        for marked, files in marks:  # a log has the failures of all of them
+            try:
+                run([*tests, "-m", marked, *files], work, 1800, reason="^(E  |FAILED |ERROR )")
+            except Failure as error:
+                reasons.append(str(error))
+        if reasons:
+            raise Failure("; ".join(reasons))
     except Failure as error:
         return Row(version, kind, versions, str(error))
     finally:

@@ -9,11 +9,24 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import nn
+from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # ``cache`` from 5.24 on. Before that ``past_key_values``, of Mamba ``cache_params``; these two can
 # go with the last release before 5.24. ``state`` is RWKV's own.
 _CACHE_NAMES: Final = ("cache", "past_key_values", "cache_params", "state")
+
+
+class UnboundedCacheLayer(CacheLayerMixin):
+    """Base of a layer of a cache that rows of any length fit into."""
+
+    def get_max_length(self) -> int:
+        """The most tokens of a row; -1: no limit."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The name of :meth:`get_max_length` up to 5.15, where it has to be there."""
+        return self.get_max_length()
 
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:

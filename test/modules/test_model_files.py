@@ -62,7 +62,7 @@ def config_of(family):
 def tokens_of(family):
     if family in ("llama", "gemma2", "phi3"):  # sentencepiece
         return [*SPECIALS, *BYTES, "▁", *LETTERS]
-    return [*SPECIALS, *[gguf_byte(i) for i in range(256)], "hi"]
+    return [*SPECIALS, *[gguf_byte(i) for i in range(256)], "hi", "hihi"]
 
 
 def gguf_byte(i):
@@ -120,7 +120,8 @@ def write_gguf(path, family, *, template=CHAT, add_bos=None):
     writer.add_tokenizer_model("gpt2" if is_byte_level else "llama")
     writer.add_token_list(tokens)
     if is_byte_level:
-        writer.add_token_merges(["h i"])
+        # Several, as files have them: of a list of one Transformers 5.5 reads the letters.
+        writer.add_token_merges(["h i", "hi hi"])
     else:
         writer.add_token_scores([0.0] * len(SPECIALS) + [-1.0] * (len(tokens) - len(SPECIALS)))
     kinds = [gguf.TokenType.CONTROL] * len(SPECIALS)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad as pad_columns
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from torchrl_data.ragged import on_device, pad
 from torchrl_modules.sampling import (
@@ -30,7 +30,7 @@ from torchrl_modules.sampling import (
     logits_warpers,
     too_early,
 )
-from torchrl_modules.transformers_releases import with_cache
+from torchrl_modules.transformers_releases import UnboundedCacheLayer, with_cache
 
 from .engine import Generation
 
@@ -657,7 +657,7 @@ class _Places:
         """Columns that a step sees, the one included that it writes."""
 
 
-class _SlotLayer(CacheLayerMixin):
+class _SlotLayer(UnboundedCacheLayer):
     """One layer's buffers, ``[slots, H, columns, D]``; what a step adds is written in place."""
 
     keys: Any
@@ -697,10 +697,6 @@ class _SlotLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """The longest row's."""
         return self._places.longest
-
-    def get_max_length(self) -> int:
-        """None."""
-        return -1
 
 
 _Capture: TypeAlias = Callable[[Callable[[], Tensor], torch.device], Callable[[], Tensor]]

@@ -270,8 +270,9 @@ def _convert(path: Path, folder: Path) -> None:
             source: dict[str, Any] = {"gguf_file": path.name}
             tokenizer = load_pretrained(AutoTokenizer, path.parent, **source)
             model = load_pretrained(AutoModelForCausalLM, path.parent, dtype=dtype, **source)
-            # The weights are plain now, and what says otherwise would be saved.
-            del model.config.quantization_config
+            # The weights are plain now, and what says otherwise would be saved; Transformers before
+            # 5.18 says nothing.
+            vars(model.config).pop("quantization_config", None)
             model.hf_quantizer, model.is_quantized = None, False
             model.save_pretrained(made)
             template, bos = own_template(tokenizer), tokenizer.bos_token
