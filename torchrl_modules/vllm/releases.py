@@ -4,6 +4,7 @@ Each difference is asked of what is installed, and not of its version. Beside it
 from which its older branch can go.
 """
 
+from collections.abc import Collection, Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
@@ -55,6 +56,27 @@ def label_weights(llm_engine: Any, label: str) -> None:
     """Name the weights of an engine of this process, for whoever asks vLLM; from 0.27 on."""
     if hasattr(llm_engine, "set_weight_version"):
         llm_engine.set_weight_version(label)
+
+
+def end_engine_core(client: Any) -> None:
+    """End an engine of this process, and leave the process group, which others use.
+
+    Args:
+        client: of the engine's core; ends it with the group by itself from 0.27 on, as it is let go.
+    """
+    if hasattr(client, "_finalizer"):
+        client._finalizer.detach()
+    client.engine_core.model_executor.shutdown()
+
+
+def not_loaded(names: Iterable[str], loaded: Collection[str]) -> list[str]:
+    """The parameters of a model that ``load_weights`` did not report.
+
+    Args:
+        names: of the parameters.
+        loaded: what it reported. Up to 0.26 it calls routed experts what they were called before.
+    """
+    return sorted(n for n in names if not {n, n.replace(".routed_experts.", ".")} & {*loaded})
 
 
 def server_module() -> str:

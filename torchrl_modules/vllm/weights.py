@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_modules.weights import AdapterWeights, ExpectedWeights, refuse
 
+from .releases import not_loaded
 from .runtime import import_vllm
 
 # New weights for a vLLM engine: checked as a whole, then loaded in one go; or adapters alone.
@@ -87,9 +88,10 @@ def load_weights(
             experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
             if experts is not None:
                 experts.process_weights_after_loading(module)
-    unloaded = {name for name, _ in model.named_parameters()} - (loaded or set())
-    if loaded is not None and unloaded:
-        raise RuntimeError(f"vLLM did not load {sorted(unloaded)[:4]} from the state dict.")
+    if loaded is None:
+        return
+    if unloaded := not_loaded((name for name, _ in model.named_parameters()), loaded):
+        raise RuntimeError(f"vLLM did not load {unloaded[:4]} from the state dict.")
 
 
 class ServedAdapters:

@@ -712,11 +712,13 @@ def test_prompts_after_which_a_budget_leaves_no_turn_are_left_out_and_told(
     (told,) = [record.getMessage() for record in caplog.records if "too long" in record.msg]
     assert told.startswith("2 row(s) are left out, whose prompts are too long"), told
     assert f"row 1: the prompt has {above} tokens, {longest} are allowed; row 3: " in told
-    for _ in range(2):
+    drawn = set()  # beside training groups come as they end: a batch may be of one prompt alone
+    for _ in range(3):
         batch = collector.collect()
-        assert {row["row"]["number"] for row in batch.unbind(0)} == {longest, shorter}
+        drawn |= {row["row"]["number"] for row in batch.unbind(0)}
         assert batch["scorable"].all()
         collector.update_policy_weights_(model)
+    assert drawn == {longest, shorter}
     assert sum("too long" in record.msg for record in caplog.records) == 1
     collector.shutdown()
 

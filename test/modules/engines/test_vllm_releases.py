@@ -77,3 +77,12 @@ def test_an_answer_without_versions_is_of_the_weights_that_it_was_asked_of():
     assert drawn.versions == [(3, 0, 2)]
     empty = choice | {"token_ids": [], "logprobs": {"content": []}}
     assert read_answer({"choices": [empty]}, ["3"]).versions == []
+
+
+def test_routed_experts_are_loaded_by_their_old_name_too():
+    """As Qwen3-MoE has them in vLLM 0.26; a parameter that is nowhere is told."""
+    names = ["layers.0.mlp.experts.routed_experts.w13_weight", "layers.0.mlp.gate.weight"]
+    for experts in (names[0], "layers.0.mlp.experts.w13_weight"):
+        assert releases.not_loaded(names, {experts, names[1]}) == []
+        assert releases.not_loaded(names, {experts}) == [names[1]]
+    assert releases.not_loaded(names, {names[1]}) == [names[0]]
