@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from .losses.options import SFTOptions as SFTOptions
     from .losses.options import TokenFilters as TokenFilters
     from .losses.options import VespoSurrogate as VespoSurrogate
+    from .losses.options import reads as reads
     from .losses.supervised import DistillationLoss as DistillationLoss
     from .losses.supervised import SFTLoss as SFTLoss
 

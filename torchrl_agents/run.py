@@ -725,7 +725,9 @@ class StopSignals:
 
 # Where a model comes from, and what it takes along from the run that left it.
 
-_PROMPTS: Final = ("chat_template_name", "show_tool_schemas", "max_new_tokens", "stop")
+_PROMPTS: Final = (
+    *("chat_template_name", "show_tool_schemas", "tool_call_format", "max_new_tokens", "stop"),
+)
 """Of ``policy``: what the prompts and turns were that a model was trained with."""
 
 

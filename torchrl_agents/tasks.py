@@ -268,6 +268,7 @@ def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Set
             "seed": cfg.seed,
             "max_steps": limits.max_turns,
             "show_schemas": cfg.policy.show_tool_schemas,
+            "tool_call_format": cfg.policy.tool_call_format,
         }
         if test.ks is None:
             test.ks = [1 << i for i in range(count.bit_length())] if count > 1 else []

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from .import_path import import_callable
 from .templates.template import DEFAULT_TEMPLATE, builtin_template, family_of, own_template
 
 if TYPE_CHECKING:
@@ -591,8 +592,27 @@ def parse_tool_calls(text: str, format: str = DEFAULT_FORMAT) -> ParsedTurn:
 def tool_call_parser(
     format: str | TurnParser | None = None, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> TurnParser:
-    """The parser of a format, of the tokenizer's if none is given; your own has to be total."""
+    """Give the parser of a format; your own has to be total.
+
+    Args:
+        format: a name of :data:`FORMATS`; a function of your own from the text of a turn to a
+            :class:`ParsedTurn`, or where it is, ``package.module:name``; ``None`` for the format
+            that the chat template teaches.
+        tokenizer: has the chat template.
+
+    Raises:
+        ValueError: there is no such format, or no such function.
+        TypeError: the function gives something else, of a turn without text.
+    """
+    if isinstance(format, str) and ":" in format:
+        format = import_callable("tool_call_format", format)
     if callable(format):
+        turn = format("")
+        if not isinstance(turn, ParsedTurn):
+            raise TypeError(
+                f"tool_call_format: {format!r:.80} must give a ParsedTurn(content, calls) of any "
+                f"text, got {turn!r:.80} of an empty one."
+            )
         return format
     name = format or detect_tool_call_format(tokenizer)
     _format(name)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torchrl_data import Text as Text
     from torchrl_data import Tokens as Tokens
 
+    from .engines.bridges import BatchingEngine as BatchingEngine
     from .engines.bridges import open_async as open_async
     from .engines.continuous import AsyncTransformersEngine as AsyncTransformersEngine
     from .engines.engine import AsyncEngine as AsyncEngine
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from .engines.engine import EngineLoad as EngineLoad
     from .engines.engine import Generation as Generation
     from .engines.engine import VersionSpan as VersionSpan
+    from .engines.engine import check_prompt as check_prompt
     from .engines.fleet import EngineFleet as EngineFleet
+    from .engines.json_client import JSONClient as JSONClient
     from .engines.supervision import EngineHealth as EngineHealth
     from .engines.transformers import TransformersEngine as TransformersEngine
     from .policies.base import LLMWrapperBase as LLMWrapperBase

@@ -25,6 +25,7 @@ from .options import (
     PolicyTokens,
     TokenFilters,
     TokenOptions,
+    batch_entries,
     options_of,
     signature_with,
     surrogate_inputs,
@@ -107,6 +108,8 @@ def filter_tokens(
 # Shape legend: B rows (one per trajectory), T tokens of one, N tokens of all, K trained tokens.
 
 _LOG = logging.getLogger(__name__)
+_OF_SURROGATE: Final = "surrogate."
+"""Begins the names of entries that a surrogate reads itself."""
 
 
 class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
@@ -212,6 +215,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         self._filters = self.options.all_filters()
         self._surrogate = self.options.surrogate_function()
         self._surrogate_inputs = surrogate_inputs(self._surrogate)
+        self._surrogate_entries = batch_entries(self._surrogate)
         super()._options_changed()
 
     def pack(self, batch: TensorDictBase | PackedBatch) -> PackedBatch:
@@ -363,8 +367,11 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
             "advantage": self.options.advantage_coeff,
             "truncated": self._filters.drop_truncated,
         }
-        wanted = ({n: getattr(self.read, n) for n, on in c.items() if on} for c in (tokens, rows))
-        return Entries(*wanted)
+        by_token, by_row = (
+            {n: getattr(self.read, n) for n, on in c.items() if on} for c in (tokens, rows)
+        )
+        own = {f"{_OF_SURROGATE}{name}": key for name, key in self._surrogate_entries.items()}
+        return Entries(by_token, by_row | own)
 
     def _pack_window(
         self, batch: TensorDictBase | PackedBatch, window: Window | None
@@ -442,7 +449,9 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
             behavior_log_prob=scores.old,
             sampler_log_ratio=None if weights is None else weights.weight.log(),
         )
-        taken = {name: getattr(tokens, name) for name in self._surrogate_inputs}
+        own = {name: batch.entries[f"{_OF_SURROGATE}{name}"] for name in self._surrogate_entries}
+        given = {**tokens._asdict(), **own}
+        taken = {name: given[name] for name in self._surrogate_inputs}
         surrogate = self._surrogate(**taken)
         loss = surrogate.loss
         if weights is not None and "sampler_log_ratio" not in self._surrogate_inputs:

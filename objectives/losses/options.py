@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from numbers import Real
-from typing import Any, ClassVar, Final, Literal, NamedTuple, TypedDict
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
+from tensordict import NestedKey
 from torch import Tensor
 
 from objectives import functional as F
@@ -76,9 +77,10 @@ class TokenOptions:
 # The parts that :class:`~objectives.GRPOLoss` is put together from: settings, no arithmetic.
 #
 # A surrogate is a function of :mod:`objectives.functional` with settings. It takes, by name, what
-# it needs of :class:`PolicyTokens`; so can one of your own.
+# it needs of :class:`PolicyTokens` and, with :func:`reads`, of the batch; so can one of your own.
 
 SurrogateFunction = Callable[..., F.Surrogate]
+SurrogateT = TypeVar("SurrogateT", bound=SurrogateFunction)
 
 
 class PolicyTokens(NamedTuple):
@@ -101,6 +103,71 @@ class PolicyTokens(NamedTuple):
     the others the loss is multiplied by the correction."""
 
 
+def reads(**entries: NestedKey) -> Callable[[SurrogateT], SurrogateT]:
+    """Let a surrogate take entries of the batch, beside what it takes of :class:`PolicyTokens`.
+
+    Args:
+        **entries: the key of each in the batch, by the name of the parameter that takes it. An
+            entry has one value per token, like the tokens, or one per row, ``[B, 1]``; the
+            surrogate gets it as ``[K]``, in the dtype that it has in the batch.
+
+    Raises:
+        ValueError: a parameter has the name of one of :class:`PolicyTokens`.
+
+    Example:
+        >>> @reads(patience=("next", "patience"))
+        ... def patient(log_ratio, advantage, patience):
+        ...     return F.clipped_surrogate(log_ratio / patience, advantage)
+        >>> sorted(surrogate_inputs(patient))  # GRPOLoss(actor, surrogate=patient)
+        ['advantage', 'log_ratio', 'patience']
+    """
+    taken = sorted(entries.keys() & set(PolicyTokens._fields))
+    if taken:
+        raise ValueError(
+            f"reads: {taken} are what every surrogate may take, see PolicyTokens; give the entry "
+            "of the batch another name."
+        )
+
+    def mark(function: SurrogateT) -> SurrogateT:
+        setattr(function, "batch_entries", dict(entries))  # noqa: B010
+        return function
+
+    return mark
+
+
+def batch_entries(function: SurrogateFunction) -> Mapping[str, NestedKey]:
+    """The entries of the batch that a surrogate takes, by its parameters, see :func:`reads`."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "batch_entries", {})
+
+
+def try_surrogate(function: SurrogateFunction, *, num_tokens: int = 2) -> None:
+    """Call a surrogate with tokens on policy of one row, without advantage.
+
+    Raises:
+        TypeError: it gives something else than a :class:`~objectives.functional.Surrogate` with a
+            value for each token.
+    """
+    zeros = torch.zeros(num_tokens)
+    tokens = PolicyTokens(
+        log_ratio=zeros,
+        log_prob=zeros.clone().requires_grad_(),
+        advantage=zeros,
+        lengths=torch.tensor([num_tokens] if num_tokens else [], dtype=torch.int64),
+        behavior_log_prob=zeros,
+    )
+    own = dict.fromkeys(batch_entries(function), torch.ones(num_tokens))
+    given = {**tokens._asdict(), **own}
+    result = function(**{name: given[name] for name in surrogate_inputs(function)})
+    shapes = [getattr(x, "shape", None) for x in result] if isinstance(result, F.Surrogate) else []
+    if shapes != [zeros.shape] * len(F.Surrogate._fields):
+        raise TypeError(
+            f"surrogate: {function!r:.80} must give a Surrogate(loss, ratio, clipped_low, "
+            f"clipped_high) of the shape of log_ratio, {tuple(zeros.shape)}, got {result!r:.200}."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class SurrogateSettings:
     """Base of the settings of a surrogate; they are tried on no tokens when they are made."""
@@ -108,10 +175,7 @@ class SurrogateSettings:
     function: ClassVar[SurrogateFunction]
 
     def __post_init__(self) -> None:
-        none, no_rows = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-        tokens = PolicyTokens(none, none, none, no_rows, behavior_log_prob=none)
-        function = self.bind()
-        function(**{name: getattr(tokens, name) for name in surrogate_inputs(function)})
+        try_surrogate(self.bind(), num_tokens=0)
 
     def bind(self) -> SurrogateFunction:
         """The function with these settings; None leaves a setting at the function's default."""
@@ -236,17 +300,34 @@ SURROGATES: Final[Mapping[str, type[SurrogateSettings]]] = {
 
 
 def surrogate_inputs(function: SurrogateFunction) -> frozenset[str]:
-    """Which of :class:`PolicyTokens` a surrogate takes; it may need nothing else."""
+    """What a surrogate takes of :class:`PolicyTokens` and of the batch; it may need nothing else.
+
+    Raises:
+        TypeError: it needs something else, or takes no entry of the batch that it says it reads.
+    """
+    entries = batch_entries(function)
+    parameters = inspect.signature(function).parameters
+    if unused := sorted(entries.keys() - parameters.keys()):
+        raise TypeError(f"surrogate: {function!r:.80} reads {unused} and has no such parameter.")
     names: set[str] = set()
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name in PolicyTokens._fields:
+    for name, parameter in parameters.items():
+        if name in PolicyTokens._fields or name in entries:
             names.add(name)
         elif parameter.default is parameter.empty:
             raise TypeError(
                 f"surrogate: {function!r:.80} needs {name!r}. A surrogate takes, by name, any of "
-                f"{PolicyTokens._fields}; bind other settings with functools.partial."
+                f"{PolicyTokens._fields}; bind other settings with functools.partial, and say with "
+                f"@objectives.reads({name}=key) which entry of the batch it is."
             )
     return frozenset(names)
+
+
+def takes_clip(
+    surrogate: SurrogateSettings | type[SurrogateSettings] | SurrogateFunction,
+) -> bool:
+    """Whether a surrogate has both bounds of ``clip_epsilon``."""
+    function: Any = getattr(surrogate, "function", surrogate)
+    return {"clip_low", "clip_high"} <= inspect.signature(function).parameters.keys()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -487,7 +568,7 @@ class GRPOOptions(TokenOptions):
             pair. None is the surrogate's default: 0.2 for ``"clipped"``.
         surrogate: ``"clipped"``, ``"cispo"``, ``"sapo"``, ``"vespo"``, ``"gmpo"``,
             ``"divergence"``; settings such as ``CispoSurrogate(max_ratio=5.0)``; or a function of
-            your own, see :class:`PolicyTokens`.
+            your own, see :class:`PolicyTokens` and :func:`reads`.
         ratio_level: ``"token"``, ``"sequence"`` (GSPO) or ``"sequence_token"``.
         kl_to_ref_coeff: weight of the KL to the reference; None or 0 for none.
         kl_to_inference_coeff: weight of the KL to the policy that sampled; None or 0 for none.
@@ -592,20 +673,23 @@ class GRPOOptions(TokenOptions):
         if isinstance(settings, str):
             settings = SURROGATES[one_of("surrogate", settings, tuple(SURROGATES))]()
         clip = self.clip_epsilon
+        function = settings.bind() if isinstance(settings, SurrogateSettings) else settings
         if clip is None:
-            return settings.bind() if isinstance(settings, SurrogateSettings) else settings
-        if not isinstance(settings, ClippedSurrogate | GmpoSurrogate):
+            return function
+        if not takes_clip(settings):
             raise ValueError(
                 f"clip_epsilon={self.clip_epsilon} has no effect on surrogate {self.surrogate!r}: "
                 "give it settings with a bound of its own, and leave clip_epsilon out."
             )
-        if (settings.clip_low, settings.clip_high) != (None, None):
+        if {"clip_low", "clip_high"} & getattr(function, "keywords", {}).keys():
             raise ValueError(
                 f"clip_epsilon={self.clip_epsilon} and {settings} both give the clip bounds: give "
                 "them once."
             )
         low, high = pair("clip_epsilon", (clip, clip) if isinstance(clip, Real) else clip)
-        return replace(settings, clip_low=low, clip_high=high).bind()
+        if isinstance(settings, SurrogateSettings):
+            return replace(settings, clip_low=low, clip_high=high).bind()  # type: ignore[call-arg]
+        return partial(function, clip_low=low, clip_high=high)
 
     def _check_ratio(self) -> None:
         if not callable(self.surrogate) and not isinstance(self.surrogate, SurrogateSettings | str):
@@ -613,7 +697,10 @@ class GRPOOptions(TokenOptions):
                 f"surrogate takes one of {tuple(SURROGATES)}, settings such as "
                 f"ClippedSurrogate(...), or a function, got {self.surrogate!r}."
             )
-        inputs = surrogate_inputs(self.surrogate_function())
+        function = self.surrogate_function()
+        inputs = surrogate_inputs(function)
+        if not isinstance(self.surrogate, SurrogateSettings | str):  # which are tried themselves
+            try_surrogate(function)
         if inputs & {"lengths", "behavior_log_prob"} and self.ratio_level != "token":
             raise ValueError(
                 f"surrogate {self.surrogate!r} has a ratio of its own: leave ratio_level at "

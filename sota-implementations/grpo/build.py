@@ -5,14 +5,15 @@ Loss, advantages, and what is done to rollouts.
 
 from __future__ import annotations  # and what they name is imported when it is used
 
+import inspect
 from dataclasses import dataclass, field, replace
 from functools import partial
-from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
 import objectives
 import torchrl_envs
 from torchrl_agents.settings.schema import EpochsTrainConfig, RolloutsConfig
+from torchrl_data.import_path import import_callable
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -34,7 +35,9 @@ class LossConfig:
     clip_high: float | None = None
     """The ratio is kept below 1 + clip_high."""
     surrogate: str | None = None
-    """clipped, cispo, sapo, vespo, gmpo or divergence."""
+    """clipped, cispo, sapo, vespo, gmpo or divergence; or mine:f, a function of yours."""
+    surrogate_settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the surrogate by name: +loss.surrogate_settings.max_ratio=3."""
     divergence: str | None = None
     """Of dppo, ipo and kpop: tv, kl or symmetric_kl."""
     divergence_threshold: float | None = None
@@ -121,8 +124,9 @@ def build_loss(
         ValueError: an option is unknown, out of range, or cannot take effect with the others.
     """
     kind = getattr(objectives, PRESETS[cfg.name])
+    surrogate = _surrogate(cfg, kind.preset)
     options = {
-        "surrogate": _surrogate(cfg, kind.preset),
+        "surrogate": surrogate,
         "ratio_level": cfg.ratio_level,
         "aggregation": cfg.aggregation,
         "max_tokens": cfg.max_tokens,
@@ -130,7 +134,7 @@ def build_loss(
         "kl_mask_threshold": cfg.kl_mask_threshold,
         "kl_to_ref_coeff": cfg.kl_to_ref_coeff or None,
         "kl_to_inference_coeff": cfg.kl_to_inference_coeff or None,
-        "clip_epsilon": _clip_epsilon(cfg, kind.preset),
+        "clip_epsilon": _clip_epsilon(cfg, kind.preset, surrogate),
     }
     options = {name: value for name, value in options.items() if value is not None}
     merged = {**kind.preset, **options}
@@ -174,47 +178,67 @@ def check_correction(cfg: GRPOConfig) -> None:
 
 
 def _surrogate(cfg: LossConfig, preset: Any) -> Any:
-    """The surrogate, with the settings of a divergence where there is one."""
-    surrogate = preset.get("surrogate") if cfg.surrogate is None else cfg.surrogate
-    changed = {"divergence": cfg.divergence, "threshold": cfg.divergence_threshold}
-    changed = {name: value for name, value in changed.items() if value is not None}
-    if not changed:
-        return cfg.surrogate
-    if surrogate == "divergence":
-        return objectives.DivergenceSurrogate(**changed)
-    if not isinstance(surrogate, objectives.DivergenceSurrogate):
+    """The surrogate with its settings; None for the preset's as it is."""
+    from objectives.losses.options import SURROGATES, SurrogateSettings
+    from torchrl_data.checks import one_of
+
+    own = {"divergence": cfg.divergence, "threshold": cfg.divergence_threshold}
+    own = {name: value for name, value in own.items() if value is not None}
+    chosen = cfg.surrogate or preset.get("surrogate", "clipped")
+    if ":" in str(cfg.surrogate):
+        chosen = import_callable("surrogate", cfg.surrogate or "")
+    elif isinstance(chosen, str):
+        chosen = SURROGATES[one_of("surrogate", chosen, tuple(SURROGATES))]
+    kind = chosen if isinstance(chosen, type) else type(chosen)
+    if own and kind is not objectives.DivergenceSurrogate:
         raise ValueError(
-            f"{', '.join(changed)}: for dppo, ipo, kpop and surrogate=divergence, not {cfg.name}."
+            f"{', '.join(own)}: for dppo, ipo, kpop and surrogate=divergence, not {cfg.name}."
         )
-    return replace(surrogate, **changed)
+    settings = {**own, **cfg.surrogate_settings}
+    if cfg.surrogate is None and not settings:
+        return None
+    try:
+        if isinstance(chosen, SurrogateSettings):  # a preset's
+            return replace(chosen, **settings)
+        if isinstance(chosen, type):
+            return chosen(**settings)
+        inspect.signature(chosen).bind_partial(**settings)
+    except TypeError as error:
+        raise ValueError(
+            f"surrogate_settings of {cfg.surrogate or kind.__name__}: {error}"
+        ) from None
+    return partial(chosen, **settings) if settings else chosen
 
 
-def _clip_epsilon(cfg: LossConfig, preset: Any) -> tuple[float, float] | None:
+def _clip_epsilon(cfg: LossConfig, preset: Any, surrogate: Any) -> tuple[float, float] | None:
     """Both bounds, where one is given: the other is the preset's, or the surrogate's own."""
     if cfg.clip_low is None and cfg.clip_high is None:
         return None
-    from objectives.losses.options import SURROGATES
+    from objectives.losses.options import SURROGATES, takes_clip
 
-    surrogate = cfg.surrogate or preset.get("surrogate", "clipped")
-    # A name, or settings of one, as some presets have it.
-    function = getattr(SURROGATES.get(surrogate, surrogate), "function", None)
-    known = {} if function is None else signature(function).parameters
-    if function is not None and "clip_high" not in known:
-        takes = {name: signature(kind.function).parameters for name, kind in SURROGATES.items()}
-        bounded = [name for name, its in takes.items() if "clip_high" in its]
+    own = preset.get("surrogate", "clipped")
+    own = SURROGATES[own] if isinstance(own, str) else own
+    chosen = own if surrogate is None else surrogate
+    if not takes_clip(chosen):
+        bounded = [name for name, kind in SURROGATES.items() if takes_clip(kind)]
         kinds = {name: getattr(objectives, kind).preset for name, kind in PRESETS.items()}
-        able = [n for n, own in kinds.items() if own.get("surrogate", "clipped") in bounded]
+        able = [n for n, its in kinds.items() if its.get("surrogate", "clipped") in bounded]
         raise ValueError(
             f"clip_low and clip_high are for {', '.join(able)}, and surrogate="
-            f"{' or '.join(bounded)}, not for {cfg.name} with the surrogate {surrogate}. Leave "
-            "them out."
+            f"{' or '.join(bounded)}, not for {cfg.name} with the surrogate "
+            f"{cfg.surrogate or type(chosen).__name__}. Leave them out."
         )
-    bounds = [known[name].default if name in known else 0.2 for name in ("clip_low", "clip_high")]
-    low, high = preset.get("clip_epsilon", bounds)
-    return (
-        low if cfg.clip_low is None else cfg.clip_low,
-        high if cfg.clip_high is None else cfg.clip_high,
-    )
+    function = getattr(chosen, "function", chosen)
+    bounds = [inspect.signature(function).parameters[n].default for n in ("clip_low", "clip_high")]
+    if function is getattr(own, "function", own):
+        bounds = preset.get("clip_epsilon", bounds)
+    given = [cfg.clip_low, cfg.clip_high]
+    low, high = (x if y is None else y for x, y in zip(bounds, given, strict=True))
+    if inspect.Parameter.empty in (low, high):
+        raise ValueError(
+            f"surrogate={cfg.surrogate} has no bounds of its own: give clip_low and clip_high."
+        )
+    return low, high
 
 
 def build_advantage(cfg: LossConfig, group_size: int) -> objectives.MCAdvantage:

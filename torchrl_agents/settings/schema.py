@@ -79,6 +79,9 @@ class PolicyConfig:
     """Add the template's control tokens to a vocabulary that lacks them, as a base model's does."""
     show_tool_schemas: bool | None = None
     """Show the tools in the prompt."""
+    tool_call_format: str | None = None
+    """How the model writes tool calls: hermes, llama3, ... (docs/tools.md), or mine:f, a parser of
+    yours; none: as its chat template teaches."""
     max_new_tokens: int | None = None
     """Most tokens of a turn."""
     stop: list[str] | None = None

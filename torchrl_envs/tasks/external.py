@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from torchrl_data import import_package
 from torchrl_data.checks import check_counts
+from torchrl_data.import_path import import_callable
 from torchrl_envs.agents.agent_program import AgentProgram
 from torchrl_envs.agents.programs import AgentCommand, AgentEndpoint
 from torchrl_envs.concurrency import OwnRandom, accepted_arguments
@@ -147,30 +148,7 @@ def environment_task(
 def _functions(setting: str, given: Any) -> list[Callable[..., Any]]:
     """The functions that a setting names, one or several."""
     names = [given] if isinstance(given, str) else list(given or ())
-    return [found(setting, str(name)) for name in names]
-
-
-def found(setting: str, path: str) -> Callable[..., Any]:
-    """What ``package.module:name`` names.
-
-    Args:
-        setting: that has it.
-        path: its value.
-
-    Raises:
-        ValueError: there is no such thing, or it can't be called.
-    """
-    module, colon, name = path.partition(":")
-    if not (module and colon and name) or "/" in module or module.endswith(".py"):
-        hint = "of mine.py mine:name, where mine.py is in the folder from which it is called"
-        raise ValueError(f"{setting} must be package.module:name, got {path!r}; {hint}.")
-    try:
-        named = functools.reduce(getattr, name.split("."), import_module(module))
-    except Exception as error:  # the user's module, which runs now
-        raise ValueError(f"{setting}={path!r} can't be found: {error}") from error
-    if not callable(named):
-        raise ValueError(f"{setting}={path!r} can't be called: it is {named!r:.80}.")
-    return named
+    return [import_callable(setting, str(name)) for name in names]
 
 
 def _tried(
@@ -180,7 +158,7 @@ def _tried(
 
     That one is to see what it is; an environment is closed again.
     """
-    make = found("factory", factory)
+    make = import_callable("factory", factory)
     if arguments is not None and not isinstance(arguments, Mapping):
         raise ValueError(f"arguments must be {{name: value}}, got {arguments!r}.")
     given = {str(name): value for name, value in (arguments or {}).items()}
@@ -274,7 +252,7 @@ def agent_task(
         raise ValueError("agent needs a dataset: the rows that the agent works on.")
     if program is not None and (sandbox is not False or not prints_reward):
         raise ValueError("prints_reward and sandbox are for command: program runs in this process.")
-    run: Any = found("program", program) if program is not None else None
+    run: Any = import_callable("program", program) if program is not None else None
     if command is not None:
         run = AgentCommand(list(command), prints_reward=prints_reward, sandbox=sandbox)
     rewards: Any = {"error_reward": error_reward, "cut_reward": cut_reward}

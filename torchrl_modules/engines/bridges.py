@@ -592,8 +592,9 @@ def open_async(engine: object, **options: Any) -> AsyncEngine:
     Args:
         engine: a ``TransformersEngine``, ``VLLMEngine``, ``VLLMServerEngine`` or
             ``SupervisedEngine``; the URL of a vLLM server; a list of any of these, which are served
-            as an :class:`~torchrl_modules.EngineFleet`; or what is an :class:`AsyncEngine` already,
-            or was made of one.
+            as an :class:`~torchrl_modules.EngineFleet`; what is an :class:`AsyncEngine` already, or
+            was made of one; or any other :class:`Engine`, which draws in batches of those that came
+            together (:class:`BatchingEngine`).
         options: of the class that serves it, such as ``stall_timeout_s`` of
             :class:`~torchrl_modules.vllm.engine.AsyncVLLMEngine`, or of the client of a URL.
 
@@ -630,8 +631,10 @@ def open_async(engine: object, **options: Any) -> AsyncEngine:
                 f"options, got {sorted(options)}. Give them when you build it."
             )
         return engine
-    taken = sorted(name.rpartition(".")[2] for name in _ASYNC)
+    if isinstance(engine, Engine):
+        return BatchingEngine(engine, **options)
     raise TypeError(
-        f"open_async takes one of {taken}, a URL, a list of these, or an AsyncEngine (respond, "
-        f"update_weights, pause, resume, end_session, close), got {type(engine).__name__}."
+        "open_async takes an Engine (version, generate, update_weights), an AsyncEngine (respond, "
+        "update_weights, pause, resume, end_session, close), the URL of a vLLM server, or a list "
+        f"of these, got {type(engine).__name__}."
     )

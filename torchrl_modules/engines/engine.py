@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import math
+from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Protocol, Self, runtime_checkable
@@ -88,6 +89,7 @@ class Generation(NamedTuple):
         return columns
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Draws tokens. One implementation per inference library.
 
@@ -356,6 +358,36 @@ def _fault_of(row: int, given: Any, params: SamplingParameters, engine: Any) -> 
         return f"response {row} has {spans!r:.200}, and the engine has version {engine.version}"
     fault = log_prob_fault(given) if given.error is None else ""
     return fault and f"response {row} {fault}"
+
+
+def check_prompt(prompt: Sequence[int], *, vocab_size: int | None, max_model_len: int) -> list[int]:
+    """Give the token ids of a row that an engine can serve.
+
+    Args:
+        prompt: the ids.
+        vocab_size: ids are below it; ``None`` for any.
+        max_model_len: most tokens of a prompt and its response.
+
+    Raises:
+        ValueError: there are none, too many, or one is no token.
+    """
+    try:
+        ids = array("q", prompt).tolist()
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"The prompt is not a sequence of token ids: {error}.") from error
+    if not ids:
+        raise ValueError("The prompt is empty.")
+    if len(ids) >= max_model_len:
+        raise ValueError(
+            f"The prompt has {len(ids)} tokens, which leaves no room for a response: "
+            f"max_model_len is {max_model_len}."
+        )
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < (vocab_size or math.inf):
+            raise ValueError(
+                f"The prompt holds the token id {token}; the vocabulary has {vocab_size}."
+            )
+    return ids
 
 
 def log_prob_fault(given: Generation) -> str:

@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from torchrl_modules.engines.bridges import EngineThread, SteppedEngine
-from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation
+from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation, check_prompt
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.weights import AdapterWeights, ExpectedWeights, UpdateRefused, next_version
 
-from .releases import label_weights
+from .releases import end_engine_core, label_weights
 from .requests import (
     Delta,
     GenerationStream,
     RespondingEngine,
     Row,
     WholeBatchEngine,
-    check_prompt,
     own_ends,
     read_output,
     sampling_fields,
@@ -332,8 +331,7 @@ class VLLMEngine(WholeBatchEngine):
             if self._owns_group:
                 client.shutdown()
             else:  # `shutdown` would end the process group of the trainer.
-                client._finalizer.detach()
-                client.engine_core.model_executor.shutdown()
+                end_engine_core(client)
         finally:
             self._lock.release()
 

@@ -1,9 +1,7 @@
 """Requests to vLLM and what comes back, whole or as a stream, whichever engine asks."""
 
 import asyncio
-import math
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -22,27 +20,6 @@ from torchrl_modules.sampling import SamplingParameters, StopStrings
 
 class StaleWeights(RuntimeError):
     """Tokens were drawn by other weights than the engine was given."""
-
-
-def check_prompt(prompt: Sequence[int], *, vocab_size: int | None, max_model_len: int) -> list[int]:
-    """The token ids of one row; `ValueError` if there are none, too many, or one is no token."""
-    try:
-        ids = array("q", prompt).tolist()
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"The prompt is not a sequence of token ids: {error}.") from error
-    if not ids:
-        raise ValueError("The prompt is empty.")
-    if len(ids) >= max_model_len:
-        raise ValueError(
-            f"The prompt has {len(ids)} tokens, which leaves no room for a response: "
-            f"max_model_len is {max_model_len}."
-        )
-    for token in (min(ids), max(ids)):
-        if not 0 <= token < (vocab_size or math.inf):
-            raise ValueError(
-                f"The prompt holds the token id {token}; the vocabulary has {vocab_size}."
-            )
-    return ids
 
 
 def sampling_fields(params: SamplingParameters, budget: int, seed: int | None) -> dict[str, Any]:

@@ -25,9 +25,11 @@ from torch import Tensor
 from torchrl_modules.engines.bridges import BlockingEngine, gather_rows
 from torchrl_modules.engines.engine import ClosedOnLeaving, EngineDied, EngineLoad, Generation
 from torchrl_modules.engines.fleet import EngineFleet
+from torchrl_modules.engines.json_client import JSONClient
 from torchrl_modules.sampling import SamplingParameters
 
-from .client import TOKEN_VARIABLE, JSONClient, VLLMServerEngine
+from .access_control import TOKEN_VARIABLE
+from .client import VLLMServerEngine
 from .engine import AsyncVLLMEngine, VLLMEngine
 from .requests import RespondingEngine, Row, WholeBatchEngine
 from .runtime import CPU_DEFAULTS, FIXED, PARENT_VARIABLE, WORKER, as_options, import_vllm, serve
@@ -41,7 +43,7 @@ from .runtime import CPU_DEFAULTS, FIXED, PARENT_VARIABLE, WORKER, as_options, i
 
 _PARENT: Final = PARENT_VARIABLE
 _OPTIONS: Final = {"host": "127.0.0.1", "tokens_only": True, **FIXED, **WORKER}
-_GUARD: Final = "torchrl_modules.vllm.client.AccessControl"
+_GUARD: Final = "torchrl_modules.vllm.access_control.AccessControl"
 _SHORTEST_TOKEN: Final = 16
 _ENVIRONMENT: Final = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause and update
@@ -211,7 +213,9 @@ def start_server(
         guardian = _guard(process.pid, folder)
         try:
             url = f"unix://{socket_path}"
-            with closing(JSONClient(url, timeout_s=5.0)) as client:
+            with closing(
+                JSONClient(url, timeout_s=5.0, token=os.environ.get(TOKEN_VARIABLE))
+            ) as client:
                 is_up = client.await_answer(
                     "/health", start_timeout_s, goes_on=lambda: process.poll() is None
                 )

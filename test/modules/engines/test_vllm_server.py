@@ -15,7 +15,9 @@ import torch
 
 from torchrl_modules.engines.engine import EngineDied
 from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.vllm.client import TOKEN_VARIABLE, VLLMServerEngine
+from torchrl_modules.vllm.access_control import TOKEN_VARIABLE
+from torchrl_modules.vllm.client import VLLMServerEngine
+from torchrl_modules.vllm.releases import server_module
 from torchrl_modules.vllm.server import start_server
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
@@ -212,7 +214,7 @@ def test_a_plain_server_can_be_drawn_from_but_not_updated(model_directory, model
     path = tmp_path / "socket"
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
+            *(sys.executable, "-m", server_module()),
             *("--model", model_directory, f"--uds={path}", "--skip-tokenizer-init"),
             *("--enforce-eager", "--no-enable-chunked-prefill", "--enable-scale-out", *options),
         ],
