@@ -108,23 +108,6 @@ def test_a_surrogate_of_your_own(make_scorer, make_batch):
         GRPOLoss(scorer, surrogate=own_ratio, ratio_level="sequence")
 
 
-def test_every_named_surrogate_is_its_function():
-    from objectives.losses.options import SURROGATES, surrogate_inputs
-
-    found = {name: kind.function for name, kind in SURROGATES.items()}
-    assert found == {
-        "clipped": F.clipped_surrogate,
-        "cispo": F.cispo,
-        "sapo": F.sapo,
-        "vespo": F.vespo,
-        "gmpo": F.gmpo,
-        "divergence": F.divergence_masked,
-    }
-    takes = {name: surrogate_inputs(function) for name, function in found.items()}
-    assert {name for name, inputs in takes.items() if "lengths" in inputs} == {"vespo", "gmpo"}
-    assert {name for name, inputs in takes.items() if "sampler_log_ratio" in inputs} == {"vespo"}
-
-
 # Options that are set after construction.
 
 CHANGES = {

@@ -18,6 +18,7 @@ from objectives import (
     TokenFilters,
 )
 from objectives.batching.packed_batch import Entries, GRPOLossKeys, pack_batch
+from objectives.losses.options import SURROGATES, surrogate_inputs
 
 
 def make_packed(lengths, target_lengths):
@@ -130,7 +131,7 @@ def grpo_options(draw):
     def maybe(values):
         return draw(st.none() | values)
 
-    surrogate = draw(st.sampled_from(["clipped", "cispo", "sapo", "vespo", "gmpo", "divergence"]))
+    surrogate = draw(st.sampled_from(list(SURROGATES)))
     aggregation = draw(
         st.sampled_from(["token_mean", "sequence_mean", "fixed_length", "sequence_sum"])
     )
@@ -151,7 +152,8 @@ def grpo_options(draw):
     }
     if aggregation == "fixed_length":
         options["max_tokens"] = 7
-    if surrogate not in ("vespo", "gmpo", "divergence"):
+    own_ratio = {"lengths", "behavior_log_prob"} & surrogate_inputs(SURROGATES[surrogate].function)
+    if not own_ratio:
         options["ratio_level"] = draw(st.sampled_from(["token", "sequence", "sequence_token"]))
     if options["old_policy"] != "sampler":
         level, mode = st.sampled_from(["token", "sequence"]), st.sampled_from(["truncate", "mask"])

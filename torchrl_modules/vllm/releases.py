@@ -62,7 +62,7 @@ def end_engine_core(client: Any) -> None:
     """End an engine of this process, and leave the process group, which others use.
 
     Args:
-        client: of the engine's core; ends it with the group by itself from 0.27 on, as it is let go.
+        client: of the engine's core; from 0.27 on one that is let go ends the group, too.
     """
     if hasattr(client, "_finalizer"):
         client._finalizer.detach()

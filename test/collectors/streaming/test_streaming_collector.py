@@ -255,12 +255,15 @@ def test_an_engine_that_dies_once_costs_nothing(make_policy):
 
 def test_an_engine_that_is_given_is_served_or_refused_when_composed(make_policy):
     policy = make_policy()
-    # Draws in batches, and is of no known kind.
-    failing = Failing(policy.engine, EngineDied("gone"))
-    with pytest.raises(TypeError, match=r"an AsyncEngine \(respond, .*got Failing"):
-        StreamingCollector(make_env(), policy, engine=failing)
-    with StreamingCollector(make_env(6, num_epochs=1), policy, engine=policy.engine) as collector:
-        assert sum(len(batch) for batch in collector) == 6 * N
+    with pytest.raises(TypeError, match=r"an AsyncEngine \(respond, .*got TransformersWrapper"):
+        StreamingCollector(make_env(), policy, engine=policy)
+    # That draws in batches, and is of no known kind: it has the methods of an engine.
+    plain = Failing(policy.engine, EngineDied("gone"))
+    for engine in (policy.engine, plain):
+        with StreamingCollector(make_env(6, num_epochs=1), policy, engine=engine) as collector:
+            assert sum(len(batch) for batch in collector) == 6 * N
+            collector.update_policy_weights_(policy.model, wait=True)
+            assert collector.policy_version == 1
 
 
 class DiesUnderHold(BatchingEngine):

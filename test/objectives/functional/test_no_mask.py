@@ -12,12 +12,6 @@ NO_MASK = {
     "sequence ratio": lambda x: F.leveled_log_ratio(
         x.lp, level="sequence", mask=x.mask, lengths=x.lengths
     ),
-    "clipped": lambda x: F.clipped_surrogate(x.lp, x.adv, x.mask),
-    "cispo": lambda x: F.cispo(x.other, x.lp, x.adv, x.mask, max_ratio=1.0),
-    "sapo": lambda x: F.sapo(x.lp, x.adv, x.mask),
-    "vespo": lambda x: F.vespo(x.other, x.lp, x.adv, mask=x.mask, lengths=x.lengths),
-    "gmpo": lambda x: F.gmpo(x.lp, x.adv, mask=x.mask, lengths=x.lengths),
-    "divergence": lambda x: F.divergence_masked(x.lp, x.other, x.adv, x.mask, threshold=0.5),
     "distillation advantage": lambda x: F.distillation_advantage(x.lp, x.other, x.mask),
     "k3": lambda x: F.sampler_correction(
         x.lp, x.other, mask=x.mask, lengths=x.lengths, level="k3", max_k3=0.5
