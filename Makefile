@@ -78,8 +78,9 @@ lint: .venv/.installed-test
 check: .venv/.installed-test
 	$(MAKE) --jobs=2 lint fast-tests
 
+# Those that a change touches, for two minutes at most; make check FOR=objectives: all of a package.
 fast-tests: .venv/.installed-test
-	HYPOTHESIS_PROFILE=quick $(BIN)/pytest -q -x -m "not slow and not vllm" test/data test/test_house.py
+	$(BIN)/python test/changed.py $(FOR)
 
 # A flaky test fails here too, unless test/house/known_flaky.txt names it with a reason.
 tests: .venv/.installed-test
