@@ -8,8 +8,8 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -43,12 +43,53 @@ from torchrl_modules.engines.transformers import TransformersEngine
 
 from . import models
 from .models import transformers_policy
-from .run import CHECKPOINTS, SIGNALS, Failures, RankJobs, Run
+from .run import CHECKPOINTS, SIGNALS, Failures, Job, RankJobs, Run
 from .settings.schema import CheckpointConfig, Recipe, SettingsError, TrainingConfig
 
 _LOG = logging.getLogger("torchrl_agents")
 
 # Passes over the rows of a step, each of which ends in an optimizer step; all ranks make them.
+
+
+@dataclass
+class Share:
+    """What a rank trains on in a step: its micro-batches of the rows.
+
+    Args:
+        parts: as many on every rank.
+        window: counts of the tokens and rows of all of them, by which a loss is divided.
+        model: adds the gradients of all ranks up.
+        reduces_once: it does so after the last micro-batch alone, or else after each.
+        ranks: of the run.
+    """
+
+    parts: Sequence[PackedBatch]
+    window: Any
+    model: nn.Module
+    reduces_once: bool
+    ranks: Ranks
+
+    def micro_batches(self) -> Iterable[PackedBatch]:
+        """Each of them, one after the other; forward and backward come before the next one."""
+        return self.ranks.reduced_once(self.model, self.parts) if self.reduces_once else self.parts
+
+
+def train_pass(loss: Any, gate: NonFiniteGate, share: Share) -> tuple[list[Any], StepOutcome]:
+    """Make an optimizer step over the rows of a step, as every rank does with its share of them.
+
+    Args:
+        loss: of the recipe.
+        gate: has the optimizer.
+        share: of this rank.
+
+    Returns:
+        What the loss gave of each micro-batch, and what came of the optimizer step.
+    """
+    outputs = []
+    for part in share.micro_batches():
+        outputs.append(loss(part, window=share.window))
+        gate.backward(outputs[-1], part)
+    return outputs, gate.step()
 
 
 class Updates:
@@ -82,8 +123,8 @@ class Updates:
             dump_dir=folder / "not_finite",
             ranks=jobs.ranks,
         )
-        self._parts: list[PackedBatch] = []
-        self._window: Any = None
+        self._train_pass = recipe.train_pass or train_pass
+        self._share: Share | None = None
         self._model = actor.model
         copies = parallel_kind(cfg, jobs.ranks) != "fsdp2"
         # Reduced once, the gradients of shards would be whole on every rank until then.
@@ -99,7 +140,7 @@ class Updates:
             "optimizer": ShardedOptimizer(actor.model, self._optimizer),
         }
         """What is saved, of which each rank has a share."""
-        jobs.known |= {"take in": self._take_in, "make": self._make}
+        jobs.known |= {Job.TAKE_ROWS: self._take_rows, Job.TRAIN_PASS: self._make_pass}
 
     def begin(self, step: int, rows: Any) -> float:
         """Take in what a step trains on, and set its learning rate; rank 0 calls it.
@@ -114,34 +155,29 @@ class Updates:
         if rows is None:
             return self._set_rate(step)
         batch = self.loss.pack(rows)
-        self._jobs.tell("take in", step)
-        return self._take_in(step, batch)
+        self._jobs.tell(Job.TAKE_ROWS, step)
+        return self._take_rows(step, batch)
 
     def _set_rate(self, step: int) -> float:
         return models.set_learning_rate(
             self._cfg.optim, self._optimizer, step, self._cfg.train.num_steps
         )
 
-    def _take_in(self, step: int, batch: PackedBatch | None = None) -> float:
+    def _take_rows(self, step: int, batch: PackedBatch | None = None) -> float:
         """Every rank gets its share of the rows, as many micro-batches as the others."""
         ranks = self._jobs.ranks
-        self._parts = ranks.scatter(batch, max_tokens=self._cfg.train.micro_batch_tokens)
-        self._window = self.loss.measure_window(self._parts, ranks=ranks)
+        parts = ranks.scatter(batch, max_tokens=self._cfg.train.micro_batch_tokens)
+        window = self.loss.measure_window(parts, ranks=ranks)
+        self._share = Share(parts, window, self._model, self._reduces_once, ranks)
         return self._set_rate(step)
 
-    def _make(self) -> tuple[Any, StepOutcome]:
-        """A pass: a gradient over all rows, in micro-batches, and an optimizer step.
-
-        Of several losses in one, the first is the policy's, whose output tells of the step.
-        """
-        ranks, parts, outputs = self._jobs.ranks, self._parts, []
-        for part in ranks.reduced_once(self._model, parts) if self._reduces_once else parts:
-            outputs.append(self.loss(part, window=self._window))
-            self.gate.backward(outputs[-1], part)
-        output = type(outputs[0]).combine(outputs, ranks=ranks)
+    def _make_pass(self) -> tuple[Any, StepOutcome]:
+        """Make a pass; of several losses in one, the output of the first, the policy's, is told."""
+        assert self._share is not None
+        outputs, outcome = self._train_pass(self.loss, self.gate, self._share)
+        output = type(outputs[0]).combine(outputs, ranks=self._jobs.ranks)
         if isinstance(output, MixedLossOutput):
             output = next(iter(output.streams.values()))
-        outcome = self.gate.step()
         if self._cfg.engine.colocate:
             torch.cuda.empty_cache()  # the engine takes its memory back
         return output, outcome
@@ -151,9 +187,6 @@ class Updates:
 #
 # Rank 0 alone has the task, environments, folder and trackers. The others get the filled-in
 # settings and the model, and do the jobs that rank 0 names.
-
-GIVE_WEIGHTS = "give weights"
-_WHOLE = "give all that is trained and frozen"
 
 
 def parallel_kind(cfg: TrainingConfig, ranks: Ranks) -> str:
@@ -232,8 +265,8 @@ def follow(ranks: Ranks, recipe: Recipe) -> None:
     actor = _wrapped(cfg, ranks, model, tokenizer)
     jobs = RankJobs(ranks)
     jobs.known |= {
-        GIVE_WEIGHTS: lambda: contribute_weights(actor.model),
-        _WHOLE: lambda: _whole_state(actor.model),
+        Job.GIVE_WEIGHTS: lambda: contribute_weights(actor.model),
+        Job.GIVE_ALL: lambda: _whole_state(actor.model),
     }
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
         updates = Updates(recipe, cfg, actor, Path(folder), jobs)
@@ -261,11 +294,11 @@ def whole_model(
     if not models.is_adapted(model):
         if not is_spread(actor.model):
             return actor, None
-        jobs.tell(GIVE_WEIGHTS)
+        jobs.tell(Job.GIVE_WEIGHTS)
         with pushed_weights(actor.model) as weights:
             return actor, {name: value.cpu() for name, value in weights.items()}
     if is_spread(model):
-        jobs.tell(_WHOLE)
+        jobs.tell(Job.GIVE_ALL)
         state = _whole_state(model)
         plain = cast("TransformersEngine", actor.engine).inside
         skeleton: Any = type(plain)(plain.config)
@@ -371,7 +404,7 @@ class Checkpoints:
         self._store: CheckpointStore | None = None
         self.failures = Failures("checkpoint")
         """Saves that failed."""
-        jobs.known["open checkpoints"] = self.open
+        jobs.known[Job.OPEN_CHECKPOINTS] = self.open
 
     def open(self, folder: Path) -> Self:
         """Open the checkpoints in the folder of a run.
@@ -381,7 +414,7 @@ class Checkpoints:
         """
         ranks = self._jobs.ranks
         if ranks.rank == 0:
-            self._jobs.tell("open checkpoints", folder.resolve())
+            self._jobs.tell(Job.OPEN_CHECKPOINTS, folder.resolve())
         seen = ranks.gather((folder.is_dir(), socket.gethostname()))
         blind = [f"{rank} on {host}" for rank, (there, host) in enumerate(seen) if not there]
         if blind and ranks.rank == 0:
@@ -397,8 +430,8 @@ class Checkpoints:
             process_group=None if ranks.size == 1 else dist.group.WORLD,
         )
         self._jobs.known |= {
-            "save checkpoint": partial(self._state.save, store),
-            "load checkpoint": partial(self._state.restore, store),
+            Job.SAVE_CHECKPOINT: partial(self._state.save, store),
+            Job.LOAD_CHECKPOINT: partial(self._state.restore, store),
         }
         return self
 
@@ -421,7 +454,7 @@ class Checkpoints:
         try:
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                step = self._jobs.do("load checkpoint")
+                step = self._jobs.do(Job.LOAD_CHECKPOINT)
         except CheckpointMismatch as error:
             raise SettingsError(f"resume: {error}") from error
         except ValueError as error:  # of a part
@@ -472,6 +505,6 @@ class Checkpoints:
         metric = metrics.get("reward", -metrics.get("loss", 0.0))
         metric = metric if math.isfinite(metric) else -sys.float_info.max
         about: Any = {"metric": metric, "wait": wait}
-        self._jobs.tell("save checkpoint", step, **about)
-        self._jobs.known["save checkpoint"](step, **about, further=further, since=self._mark)
+        self._jobs.tell(Job.SAVE_CHECKPOINT, step, **about)
+        self._jobs.known[Job.SAVE_CHECKPOINT](step, **about, further=further, since=self._mark)
         self.failures.note(self._store.last_error)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum, auto
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -201,9 +202,25 @@ def claim_folder(recipe: str, *, _root_: DictConfig) -> str:
 OmegaConf.register_new_resolver("run_folder", claim_folder, replace=True)
 
 
+class Job(Enum):
+    """What all ranks of a run do together, in the order in which a run comes to it."""
+
+    OPEN_CHECKPOINTS = auto()
+    LOAD_CHECKPOINT = auto()
+    GIVE_WEIGHTS = auto()
+    """To rank 0, which hands them to what samples."""
+    TAKE_ROWS = auto()
+    """Each its share of a step's rows."""
+    TRAIN_PASS = auto()
+    """An optimizer step over them."""
+    SAVE_CHECKPOINT = auto()
+    GIVE_ALL = auto()
+    """What is trained and what is frozen, at the end."""
+
+
 @dataclass
 class RankJobs:
-    """What all ranks of a run do at the same time, when rank 0 says so: jobs, by name.
+    """What all ranks of a run do at the same time, when rank 0 says so.
 
     Rank 0 runs the recipe; the others wait for what it says in :meth:`follow`.
 
@@ -212,30 +229,30 @@ class RankJobs:
     """
 
     ranks: Ranks
-    known: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    known: dict[Job, Callable[..., Any]] = field(default_factory=dict)
     """What this rank does of each job, with the arguments that rank 0 gives along."""
 
-    def tell(self, name: str | None, *args: Any, **further: Any) -> None:
+    def tell(self, job: Job | None, *args: Any, **further: Any) -> None:
         """Let the other ranks do a job that this one, rank 0, is about to do.
 
         Args:
-            name: of the job; ``None`` lets them end.
+            job: what; ``None`` lets them end.
             *args: for theirs; can be pickled.
             **further: the same, by name.
         """
         if self.ranks.size > 1:
-            self.ranks.broadcast((name, args, further))
+            self.ranks.broadcast((job, args, further))
 
-    def do(self, name: str, *args: Any) -> Any:
+    def do(self, job: Job, *args: Any) -> Any:
         """Do a job with the others, which rank 0 calls; gives what its own part gave."""
-        self.tell(name, *args)
-        return self.known[name](*args)
+        self.tell(job, *args)
+        return self.known[job](*args)
 
     def follow(self) -> None:
         """Do what rank 0 says until it ends; the others call it."""
         while (order := self.ranks.broadcast())[0] is not None:
-            name, args, further = order
-            self.known[name](*args, **further)
+            job, args, further = order
+            self.known[job](*args, **further)
 
 
 @dataclass

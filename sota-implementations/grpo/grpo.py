@@ -27,6 +27,16 @@ from build import (
 from torchrl_agents.settings.command_line import read_command_line
 from torchrl_agents.settings.schema import Recipe
 
+
+def train_pass(loss, gate, share):
+    """Make an optimizer step over the rows of a step; every rank does, with its share of them."""
+    outputs = []
+    for part in share.micro_batches():  # as many rows as fit; gradients add up to the whole's
+        outputs.append(loss(part, window=share.window))  # scores the sampled tokens, packed
+        gate.backward(outputs[-1], part)
+    return outputs, gate.step()  # clips, and steps the optimizer; leaves out what is not finite
+
+
 RECIPE = Recipe(
     name="grpo",
     summary="GRPO: a language model learns a task in an environment that scores it.",
@@ -57,6 +67,7 @@ RECIPE = Recipe(
         temperature=cfg.policy.temperature,
         max_tokens=(cfg.collector.max_turns or 1) * (cfg.policy.max_new_tokens or 1),
     ),
+    train_pass=train_pass,
 )
 
 if __name__ == "__main__":
@@ -91,7 +102,7 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run) -> dict:
         for step in steps:  # records, tests, checkpoints and signals are around them
             step.draw()  # the collector fills the buffer, which gives its groups advantages
             for _ in step.passes():  # train.num_epochs, over the groups that have a signal
-                step.update()  # on every rank: a gradient over all rows, and an optimizer step
+                step.update()  # train_pass, on every rank
             step.push()  # the policy gets the new weights
     return result
 

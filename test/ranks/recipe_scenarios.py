@@ -49,14 +49,14 @@ def program(*arguments, dies=None):
 
 
 def die_at(number):
-    make, passes = Updates._make, iter(range(1, number + 1))
+    make, passes = Updates._make_pass, iter(range(1, number + 1))
 
     def made(self):
         if next(passes) == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return make(self)
 
-    Updates._make = made
+    Updates._make_pass = made
 
 
 def run(size, *arguments, dies=None):
