@@ -13,7 +13,7 @@ from objectives.advantages.estimators import GroupMean, LeaveOneOut, MaxRL, Pass
 from objectives.advantages.mc_advantage import MCAdvantage, TopKRewardSelector
 from torchrl_data import page
 from torchrl_data.keys import REWARD
-from torchrl_data.templates.template import check_same_rendering
+from torchrl_data.templates.rendering_identity import check_same_rendering
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource
 from torchrl_envs.episode.episode_env import EpisodeEnv

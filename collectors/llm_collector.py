@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 from torchrl.envs import Transform
 
-from torchrl_data.batch_io import one_dimension, row_tensordicts, write_conversations
-from torchrl_data.checks import ChecksAttributes, check_counts
+from torchrl_data.batched_object import read_objects
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import check_counts
+from torchrl_data.conversation_io import one_dimension, row_tensordicts, write_conversations
 from torchrl_data.keys import (
     DONE,
     EPISODE_ID,
@@ -35,7 +37,6 @@ from torchrl_data.keys import (
     TOOL_CALLS,
     TRUNCATED,
 )
-from torchrl_data.ragged import read_objects
 from torchrl_data.stop_reason import StopReason, stop_reason_of
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.entries import REWARD_ERRORS, REWARD_KEYS, token_entries_of_row, turn_ends

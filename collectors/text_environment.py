@@ -22,7 +22,7 @@ from torchrl_data.conversation import (
     Turn,
     stream_number,
 )
-from torchrl_data.display import TextHistory
+from torchrl_data.display.text_history import TextHistory
 from torchrl_data.stop_reason import StopReason
 from torchrl_data.templates.control_tokens import ControlTokenGuard
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome

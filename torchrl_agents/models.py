@@ -33,10 +33,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from collectors.weight_update.weights import gathered_state_dict, unwrapped, whole
 from objectives import SFTLoss
 from torchrl_data import import_package
-from torchrl_data.batch_io import row_tensordicts
-from torchrl_data.checks import TokenScorer, TokenScores, load_pretrained
 from torchrl_data.conversation import Conversations, Turn, waiting_rows
-from torchrl_data.templates.template import (
+from torchrl_data.conversation_io import row_tensordicts
+from torchrl_data.pretrained import load_pretrained
+from torchrl_data.templates.registry import (
     DEFAULT_TEMPLATE,
     builtin_template,
     control_literals,
@@ -44,6 +44,7 @@ from torchrl_data.templates.template import (
     own_template,
     resolve_template,
 )
+from torchrl_data.token_scorer import TokenScorer, TokenScores
 from torchrl_envs.datasets import MODEL_FILES, check_source
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import (

@@ -37,7 +37,7 @@ from collectors.resume import Sharded
 from collectors.streaming.collector import BackgroundCollector
 from collectors.weight_update.weights import is_spread, pushed_weights, unwrapped
 from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepOutcome
-from torchrl_data.checks import TokenScorer
+from torchrl_data.token_scorer import TokenScorer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 

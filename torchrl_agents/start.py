@@ -29,9 +29,9 @@ from collectors.composition_checks import check_fit
 from collectors.record.samples import finite
 from objectives import Ranks
 from torchrl_data import page
-from torchrl_data.checks import load_pretrained
+from torchrl_data.pretrained import load_pretrained
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_data.templates.template import render_template
+from torchrl_data.templates.rendering import render_template
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.transformers import TransformersEngine

@@ -30,7 +30,7 @@ from collectors.ledger import StalenessPolicy
 from collectors.llm_collector import PostProcessing
 from collectors.resume import random_state, set_random_state
 from collectors.streaming.collector import verdict
-from torchrl_data.checks import TokenScorer
+from torchrl_data.token_scorer import TokenScorer
 from torchrl_envs import DataLoadingPrimer, RewardErrorLimit, TokenBudget
 from torchrl_envs.entries import reward_of_row
 from torchrl_envs.rewards.answer import names_that_solve

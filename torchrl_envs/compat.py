@@ -8,8 +8,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_data.batch_io import encode_texts, prompt_of_tokens, read_conversations
 from torchrl_data.conversation import Conversations, EncodedMessages, Turn
+from torchrl_data.conversation_io import read_conversations
+from torchrl_data.foreign_conversations import encode_texts, prompt_of_tokens
 from torchrl_data.keys import PROMPT, TEXT, TOKENS
 
 from .datasets.primer import DataLoadingPrimer

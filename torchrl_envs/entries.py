@@ -14,8 +14,8 @@ from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, laz
 from torch import Tensor
 
 from torchrl_data import page
+from torchrl_data.batched_object import write_objects
 from torchrl_data.keys import REWARD, REWARDS, SCORABLE
-from torchrl_data.ragged import write_objects
 
 from .concurrency import Outcome
 

@@ -13,8 +13,8 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_data import batch_io, keys
+from torchrl_data.batched_object import write_objects
 from torchrl_data.conversation import Conversations, Turn
-from torchrl_data.ragged import write_objects
 from torchrl_data.templates.encoder import ConversationEncoder
 
 if TYPE_CHECKING:

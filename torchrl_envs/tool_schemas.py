@@ -22,7 +22,7 @@ from referencing.exceptions import Unresolvable
 from transformers.utils import chat_template_utils
 
 from torchrl_data import page
-from torchrl_data.tool_calls import read_json
+from torchrl_data.tool_calls.strict_json import read_json
 
 # Arguments checked against JSON schemas that somebody else wrote, in bounded time all the same.
 

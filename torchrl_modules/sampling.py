@@ -22,15 +22,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from torchrl_data.batched_object import read_objects, write_objects
 from torchrl_data.checks import NOT_NEGATIVE, POSITIVE, check_counts, check_not_none, check_numbers
 from torchrl_data.conversation import Conversations, stream_number
-from torchrl_data.ragged import (
-    cumulative_lengths,
-    on_device,
-    read_objects,
-    sequence_index,
-    write_objects,
-)
+from torchrl_data.devices import on_device
+from torchrl_data.ragged.packed import cumulative_lengths, sequence_index
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,10 +26,11 @@ from tensordict import (
     is_tensorclass,
 )
 
-from torchrl_data.conversation import Conversations, conversation_states, conversations_from_states
+from torchrl_data.batched_object import BatchedObject, RowObjects, view_of
+from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_state import conversation_states, conversations_from_states
+from torchrl_data.conversation_view import ConversationView
 from torchrl_data.keys import HISTORY
-from torchrl_data.layout import ConversationView
-from torchrl_data.ragged import BatchedObject, RowObjects, view_of
 
 from .files import DTYPES, CheckpointError, Entry, as_bytes
 
@@ -53,7 +54,8 @@ _WORDS: Final[dict[str, Callable[[str], Any]]] = {
 # Tensorclasses that may be stored, imported when a checkpoint has one: some are expensive.
 _OWN: Final = {
     **dict.fromkeys(["ChatHistory", "LogProbs", "Masks", "Text", "Tokens"], "torchrl_data.layout"),
-    **dict.fromkeys(("ContentBase", "History"), "torchrl_data.history"),
+    "ContentBase": "torchrl_data.content",
+    "History": "torchrl_data.history",
     "IFEvalScoreData": "torchrl_envs.tasks.ifeval",
 }
 

@@ -20,10 +20,12 @@ from collectors.ledger.groups import OF_TICKET
 from objectives import MixedLoss
 from objectives.batching.packed_batch import PackedBatch
 from objectives.losses.base import TokenLoss
-from torchrl_data.batch_io import read_conversations
-from torchrl_data.checks import TokenScores, check_counts
+from torchrl_data.batched_object import read_objects
+from torchrl_data.checks import check_counts
 from torchrl_data.conversation import Conversations, Source
-from torchrl_data.display import token_texts, visible
+from torchrl_data.conversation_io import read_conversations
+from torchrl_data.display.text import token_texts, visible
+from torchrl_data.images import described, images_of
 from torchrl_data.keys import (
     ADVANTAGE,
     ENTROPY,
@@ -42,8 +44,7 @@ from torchrl_data.keys import (
     TOOL_CALLS,
     TRUNCATED,
 )
-from torchrl_data.messages import described, images_of
-from torchrl_data.ragged import read_objects
+from torchrl_data.token_scorer import TokenScores
 from torchrl_envs.datasets.primer import IDS_PER_EPOCH
 from torchrl_envs.entries import REWARD_ERRORS, reward_of_row
 from torchrl_envs.rewards.functions import LOGGED_EXTRA, LOGGED_METRICS

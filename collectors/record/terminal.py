@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from torchrl_data.display import visible
+from torchrl_data.display.text import visible
 from torchrl_data.stop_reason import end_text
 
 from .samples import GroupSummary, PromptHistory, RolloutSample, RunRecord, StepSummary

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from torchrl_data.display import message_text, message_title, visible
+from torchrl_data.display.text import message_text, message_title, visible
 from torchrl_data.stop_reason import end_text
 
 from .samples import RolloutSample, RunRecord, StepSummary, find_prompts, finite

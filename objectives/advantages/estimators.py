@@ -16,16 +16,11 @@ from torch import Tensor
 
 from objectives import functional as F
 from torchrl_data import keys
-from torchrl_data.batch_io import row_from_state, row_state
-from torchrl_data.checks import (
-    POSITIVE,
-    ChecksAttributes,
-    MissingEntryError,
-    check_counts,
-    check_numbers,
-    one_of,
-)
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers, one_of
 from torchrl_data.keys import EPISODE_ID, NUM_SEGMENTS, SEGMENT
+from torchrl_data.missing_entry import MissingEntryError
+from torchrl_data.saved_rows import row_from_state, row_state
 
 # How complete groups become advantages: one small class for each way, which reads rows.
 #

@@ -18,7 +18,8 @@ from torchrl.envs.transforms import Transform
 
 from objectives import functional as F
 from torchrl_data import import_package, keys
-from torchrl_data.checks import ChecksAttributes, check_counts, check_numbers, one_of, pair
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import check_counts, check_numbers, one_of, pair
 
 from .estimators import (
     TRAJECTORY_RETURNS,

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from torchrl_agents.models import load_model, model_folder
 from torchrl_agents.settings.schema import PolicyConfig, SettingsError, refusing
-from torchrl_data.checks import POSITIVE, TokenScorer, TokenScores, check_numbers
+from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_data.keys import ROW
+from torchrl_data.token_scorer import TokenScorer, TokenScores
 from torchrl_envs import DataLoadingPrimer
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_envs.tasks.task import TaskEnv

@@ -19,7 +19,8 @@ from torchrl_agents.settings.schema import RecipeConfig
 from torchrl_agents.training import Step
 from torchrl_data.conversation import Conversations
 from torchrl_data.stop_reason import StopReason, kind_of
-from torchrl_data.tool_calls import ToolCall, parse_tool_calls
+from torchrl_data.tool_calls.parser import parse_tool_calls
+from torchrl_data.tool_calls.records import ToolCall
 from torchrl_envs import EnvironmentTools
 from torchrl_envs.entries import RowReward, Score, with_observation
 from torchrl_envs.episode.episode import Episode

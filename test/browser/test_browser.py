@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, nullcontext
 import pytest
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.batch_io import read_conversations
+from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import (
     BrowserTransform,
     ChatEnv,

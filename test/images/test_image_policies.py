@@ -14,10 +14,11 @@ from collectors.record.recorder import prompt_of
 from objectives import GRPOLoss, SFTLoss
 from objectives.batching.ranks import equal_shares
 from torchrl_data import Conversations, encode_demonstrations, row_tensordicts
-from torchrl_data.batch_io import row_from_state, row_state, write_conversations
 from torchrl_data.conversation import continues
-from torchrl_data.ragged import pad
-from torchrl_data.templates.encoder import ImageProcessor
+from torchrl_data.conversation_io import write_conversations
+from torchrl_data.ragged.packed import pad
+from torchrl_data.saved_rows import row_from_state, row_state
+from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_modules import SamplingParameters, TransformersWrapper
 from torchrl_modules.engines import readers

@@ -9,8 +9,8 @@ from tensordict import TensorDict, lazy_stack
 
 from objectives import GRPOLoss
 from torchrl_data import Tokens
-from torchrl_data.batch_io import write_conversations
 from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_io import write_conversations
 from torchrl_modules import TransformersWrapper, sampling
 from torchrl_modules.policies.base import compute_dtype, warn_of_other_dtype
 

@@ -9,8 +9,8 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from objectives import GRPOLoss
-from torchrl_data.batch_io import write_conversations
 from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_io import write_conversations
 from torchrl_modules import SamplingParameters, TransformersEngine, TransformersWrapper, sampling
 from torchrl_modules.engines.bridges import BlockingEngine, open_async
 from torchrl_modules.engines.decoding import drawn_at

@@ -17,8 +17,8 @@ from torchrl_data.checks import check_counts, check_numbers
 from torchrl_data.conversation import Conversations, waiting_rows
 from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
+from torchrl_data.templates.content_shown import ToolsNotShownError
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_data.templates.template import ToolsNotShownError
 from torchrl_envs.concurrency import CallTimeoutError, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardSource

@@ -24,7 +24,8 @@ import torch
 
 from torchrl_data.checks import POSITIVE, check_counts, check_not_none, check_numbers
 from torchrl_data.conversation import Conversations
-from torchrl_data.messages import begun_turn, check_messages, images_of, with_plain_images
+from torchrl_data.images import images_of, with_plain_images
+from torchrl_data.messages import begun_turn, check_messages
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs.concurrency import CallTimeoutError, DaemonThreads
 from torchrl_envs.processes import ToolProcessError, WorkerPool, WorkerStartError

@@ -16,25 +16,34 @@ from torchrl.envs import EnvBase, StepCounter, Transform, TransformedEnv
 from torchrl.envs.transforms import Compose
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_data import batch_io, keys, page
-from torchrl_data.batch_io import one_dimension, read_conversations
-from torchrl_data.checks import (
-    ChecksAttributes,
-    MissingEntryError,
-    check_counts,
-    check_numbers,
-    entries_of,
-    one_of,
-)
+from torchrl_data import keys, page
+from torchrl_data.batched_object import read_objects, write_objects
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import check_counts, check_numbers, one_of
 from torchrl_data.conversation import Conversations, Turn, stream_number, waiting_rows
+from torchrl_data.conversation_io import (
+    active_rows,
+    one_dimension,
+    read_conversations,
+    stored_conversations,
+    write_conversations,
+)
+from torchrl_data.foreign_conversations import (
+    chats_of,
+    edited,
+    has_entry,
+    prompt_of_tokens,
+    read_fulls,
+)
 from torchrl_data.history import History
 from torchrl_data.keys import GROUP_ID, HISTORY, PROMPT, QUERY, REWARD, ROW, SEED, TOOLS
 from torchrl_data.messages import Message
-from torchrl_data.ragged import first_entries, read_objects, read_rows, write_objects
+from torchrl_data.missing_entry import MissingEntryError, entries_of
+from torchrl_data.ragged.packed import first_entries, read_rows
 from torchrl_data.stop_reason import StopReason, kind_of, stop_reason_of
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_data.templates.template import family_of
-from torchrl_data.tool_calls import (
+from torchrl_data.templates.registry import family_of
+from torchrl_data.tool_calls.parser import (
     TurnParser,
     format_of_template,
     parse_tool_calls,
@@ -374,7 +383,7 @@ class EpisodeEnv(TransformedEnv):
         run = functools.partial(self.transform._reset, batch)
         if {"edits", "reads the reward"}.isdisjoint(map(runner.role_of, self._found)):
             return run(reset)
-        return batch_io.edited(reset, run, who="EpisodeEnv.reset")
+        return edited(reset, run, who="EpisodeEnv.reset")
 
     # Step ---------------------------------------------------------------------------------------
 
@@ -612,7 +621,7 @@ def _queries(batch: TensorDictBase) -> list[Any] | None:
         rows = read_rows(batch, key)
         return None if rows is None else list(rows.split())
     if isinstance(value, History):
-        return batch_io.chats_of(batch.get(key), batch.numel(), who="ChatEnv.reset")
+        return chats_of(batch.get(key), batch.numel(), who="ChatEnv.reset")
     return read_objects(batch, key)
 
 
@@ -667,8 +676,9 @@ class ChatEnv(EnvBase):
         system_role: name of the system's role.
         user_role: the role of a query that is a string.
         tool_call_format: how the model writes tool calls, see
-            :func:`~torchrl_data.tool_calls.tool_call_parser`; what the chat template teaches when
-            not given: the tokenizer's, or without one that of the policy that a collector has.
+            :func:`~torchrl_data.tool_calls.parser.tool_call_parser`; what the chat template
+            teaches when not given: the tokenizer's, or without one that of the policy that a
+            collector has.
 
     Raises:
         ValueError: there is no such mode, it needs a tokenizer, the batch has no row, or
@@ -782,7 +792,7 @@ class ChatEnv(EnvBase):
             ids = [int(index) for index in query]
             if self.system_prompt is not None:
                 ids = [*self.encoder.encode_chats([[system]])[0].ids, *ids]
-            return batch_io.prompt_of_tokens([ids], self.encoder)
+            return prompt_of_tokens([ids], self.encoder)
         else:
             also = ", or token ids" if self.input_mode == keys.TOKENS else ""
             raise TypeError(
@@ -823,8 +833,8 @@ class ChatEnv(EnvBase):
         if len(rows) < size:
             # TorchRL hides the rows that go on from the reset, and puts them back itself.
             kept = Conversations.from_messages([[]] * size)
-            if batch_io.has_entry(tensordict, (self.input_mode, keys.PROMPT)):
-                kept = batch_io.read_conversations(tensordict, keys.PROMPT, who="ChatEnv.reset")
+            if has_entry(tensordict, (self.input_mode, keys.PROMPT)):
+                kept = read_conversations(tensordict, keys.PROMPT, who="ChatEnv.reset")
             index = list(range(size))
             for new, row in enumerate(rows):
                 index[row] = size + new
@@ -835,10 +845,10 @@ class ChatEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         full = self._read_full(tensordict)
-        active = batch_io.active_rows(tensordict)
+        active = active_rows(tensordict)
         if not bool(active.all()):
             # Rows that take no part in a step stay where they were.
-            prompt = batch_io.read_conversations(tensordict, keys.PROMPT, who="ChatEnv.step")
+            prompt = read_conversations(tensordict, keys.PROMPT, who="ChatEnv.step")
             own = torch.arange(len(full))
             full = Conversations.cat([full, prompt])[torch.where(active, own, own + len(full))]
         # A row that nobody answered could not be generated, or its messages not be encoded.
@@ -858,11 +868,11 @@ class ChatEnv(EnvBase):
         return out
 
     def _read_full(self, batch: TensorDictBase) -> Conversations:
-        stored = batch_io.stored_conversations(batch, self.input_mode, keys.FULL)
+        stored = stored_conversations(batch, self.input_mode, keys.FULL)
         if stored is not None:
             return stored.conversations
-        if batch_io.has_entry(batch, (self.input_mode, keys.FULL)):
-            return batch_io.read_fulls(
+        if has_entry(batch, (self.input_mode, keys.FULL)):
+            return read_fulls(
                 batch, self.input_mode, encoder=self._speller, who="ChatEnv.step"
             )
         if batch.get(keys.TEXT_RESPONSE, None) is None:
@@ -874,7 +884,7 @@ class ChatEnv(EnvBase):
 
     def _with_text(self, batch: TensorDictBase, texts: Sequence[str]) -> Conversations:
         """The prompts with what somebody said as the assistant."""
-        prompt = batch_io.read_conversations(batch, keys.PROMPT, who="ChatEnv.step")
+        prompt = read_conversations(batch, keys.PROMPT, who="ChatEnv.step")
         if self.tokenizer is not None:
             texts = [self.encoder.without_end(text) for text in texts]
         said = [{"role": "assistant", "content": text} for text in texts]
@@ -888,7 +898,7 @@ class ChatEnv(EnvBase):
         return self.encoder.encode_waiting(prompt).append_turns(turns)
 
     def _write_prompt(self, batch: TensorDictBase, prompt: Conversations) -> None:
-        batch_io.write_conversations(
+        write_conversations(
             batch, keys.PROMPT, prompt, mode=self.input_mode, encoder=self._speller
         )
 

@@ -15,10 +15,10 @@ from torchrl.envs import StepCounter, Transform
 from torchrl.envs.transforms import Compose
 
 from torchrl_data import batch_io, keys, page
+from torchrl_data.batched_object import read_objects, write_objects
 from torchrl_data.conversation import Conversations, continues, stream_number
-from torchrl_data.ragged import read_objects, write_objects
 from torchrl_data.stop_reason import FinishReason, StopReason, kind_of, stop_reason_of
-from torchrl_data.tool_calls import TurnParser, parse_tool_calls
+from torchrl_data.tool_calls.parser import TurnParser, parse_tool_calls
 from torchrl_envs import entries
 from torchrl_envs.concurrency import ConcurrentCalls
 from torchrl_envs.tool_results import environment_error

@@ -14,17 +14,15 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.envs import Transform
 
-from torchrl_data.checks import (
-    POSITIVE,
-    ChecksAttributes,
-    MissingEntryError,
-    check_counts,
-    check_numbers,
-)
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, REWARD
 from torchrl_data.messages import Message
-from torchrl_data.ragged import TokenEntries, read_images
-from torchrl_data.tool_calls import MalformedCall, ToolCall, TurnParser
+from torchrl_data.missing_entry import MissingEntryError
+from torchrl_data.ragged.packed import read_images
+from torchrl_data.ragged.token_entries import TokenEntries
+from torchrl_data.tool_calls.parser import TurnParser
+from torchrl_data.tool_calls.records import MalformedCall, ToolCall
 from torchrl_envs.concurrency import Call, ConcurrentCalls, EpisodeLostError, Outcome
 from torchrl_envs.entries import RowReward, copied_rows, dense_reward, joined_rows
 from torchrl_envs.tool_results import (

@@ -15,12 +15,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_data import import_package
-from torchrl_data.batch_io import read_conversations, write_conversations
-from torchrl_data.checks import POSITIVE, check_counts, check_numbers, load_pretrained
+from torchrl_data.batched_object import read_objects
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_io import read_conversations, write_conversations
 from torchrl_data.keys import FINISH_REASON, FULL, PROMPT
 from torchrl_data.messages import Message
-from torchrl_data.ragged import pad, read_objects
+from torchrl_data.pretrained import load_pretrained
+from torchrl_data.ragged.packed import pad
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs.concurrency import DaemonThreads, is_async
 

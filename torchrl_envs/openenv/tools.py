@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from torchrl_data.checks import one_of
 from torchrl_data.stop_reason import StopReason
-from torchrl_data.tool_calls import ToolCall
+from torchrl_data.tool_calls.records import ToolCall
 from torchrl_envs.concurrency import ConcurrentCalls, Outcome
 from torchrl_envs.entries import RewardOf, RewardSource, reward_of_steps, with_observation
 from torchrl_envs.episode.episode import Episode

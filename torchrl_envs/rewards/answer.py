@@ -11,8 +11,9 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import Binary, Composite, Unbounded
 
-from torchrl_data.batch_io import read_conversations
-from torchrl_data.checks import MissingEntryError, check_numbers
+from torchrl_data.batched_object import read_objects
+from torchrl_data.checks import check_numbers
+from torchrl_data.conversation_io import read_conversations
 from torchrl_data.keys import (
     ASSISTANT_MASK,
     FULL,
@@ -23,7 +24,7 @@ from torchrl_data.keys import (
     SCORABLE,
     STOP_REASON,
 )
-from torchrl_data.ragged import read_objects
+from torchrl_data.missing_entry import MissingEntryError
 from torchrl_data.stop_reason import StopReason, stop_reason_of
 from torchrl_envs.concurrency import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer

@@ -18,10 +18,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_data import keys, page
-from torchrl_data.batch_io import read_conversations
-from torchrl_data.checks import POSITIVE, MissingEntryError, check_numbers, one_of
+from torchrl_data.batched_object import read_objects
+from torchrl_data.checks import POSITIVE, check_numbers, one_of
+from torchrl_data.conversation_io import read_conversations
 from torchrl_data.messages import Message
-from torchrl_data.ragged import read_objects
+from torchrl_data.missing_entry import MissingEntryError
 from torchrl_envs import entries
 from torchrl_envs.concurrency import (
     Call,

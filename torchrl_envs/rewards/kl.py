@@ -7,16 +7,10 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_data.checks import (
-    POSITIVE,
-    TokenScorer,
-    TokenScores,
-    check_numbers,
-    check_scorer,
-    image_arguments,
-)
+from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_data.keys import FULL, LOG_PROBS_FULL
-from torchrl_data.ragged import pack
+from torchrl_data.ragged.packed import pack
+from torchrl_data.token_scorer import TokenScorer, TokenScores, check_scorer, image_arguments
 from torchrl_envs.episode.transform import EpisodeEnvironment, TokenRow, TrajectoryTransform
 
 # Whether log-probs that a policy recorded compare with those that a model scores.
@@ -81,7 +75,7 @@ class RetrieveLogProb(TrajectoryTransform):
     """Scores the tokens of trajectories with a model.
 
     Args:
-        model: gives log-probs, see :class:`~torchrl_data.checks.TokenScorer`
+        model: gives log-probs, see :class:`~torchrl_data.TokenScorer`
             (``TransformersWrapper`` is one). It is not part of ``state_dict``; place it yourself.
         log_probs_full_key: what is written under ``"next"``: float32 ``[T]``, 0 where not scored.
         assistant_only: score the sampled tokens only; otherwise all but the first, which nothing

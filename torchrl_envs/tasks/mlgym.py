@@ -12,8 +12,8 @@ from typing import Any, Final
 from torchrl.envs.transforms import Compose
 
 from torchrl_data import import_package
-from torchrl_data.checks import load_pretrained
 from torchrl_data.messages import Message
+from torchrl_data.pretrained import load_pretrained
 from torchrl_data.stop_reason import StopReason
 from torchrl_envs.concurrency import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer

@@ -16,12 +16,13 @@ from typing import Any, Final
 from torchrl.envs import Transform
 from torchrl.envs.transforms import Compose, StepCounter
 
-from torchrl_data.batch_io import read_conversations
 from torchrl_data.checks import check_columns, check_numbers
 from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_io import read_conversations
 from torchrl_data.messages import Message
-from torchrl_data.templates.encoder import ConversationEncoder, encode_demonstrations
-from torchrl_data.templates.template import ToolsNotShownError
+from torchrl_data.templates.content_shown import ToolsNotShownError
+from torchrl_data.templates.demonstrations import encode_demonstrations
+from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs.datasets import rows as data
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode import Episode

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torchrl_data.tool_calls import ToolCall
+from torchrl_data.tool_calls.records import ToolCall
 from torchrl_envs.browser.proxy import (
     REFUSED_HEADER,
     AllowedHosts,

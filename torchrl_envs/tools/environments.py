@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torchrl_data.checks import POSITIVE, check_numbers, one_of
 from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
-from torchrl_data.tool_calls import ToolCall
+from torchrl_data.tool_calls.records import ToolCall
 from torchrl_envs import concurrency
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries import RewardOf, RewardSource, reward_of_steps, with_observation

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from torchrl_data.tool_calls import ToolCall
+from torchrl_data.tool_calls.records import ToolCall
 from torchrl_envs.concurrency import Outcome
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import Answer, Job, ToolSource, tool_message

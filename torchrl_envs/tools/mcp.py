@@ -17,7 +17,7 @@ from jsonschema import SchemaError
 
 from torchrl_data import import_package
 from torchrl_data.checks import check_counts
-from torchrl_data.tool_calls import ToolCall
+from torchrl_data.tool_calls.records import ToolCall
 from torchrl_envs.concurrency import LoopThread
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.transform import EpisodeStartError, Job, ToolSource

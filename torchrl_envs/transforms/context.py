@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_data.conversation import Conversations
-from torchrl_data.messages import Message, split_reasoning
+from torchrl_data.message_edits import split_reasoning
+from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs.entries import with_observation

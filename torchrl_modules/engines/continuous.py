@@ -16,8 +16,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from torchrl_data.checks import ChecksAttributes, check_counts
-from torchrl_data.ragged import on_device
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import check_counts
+from torchrl_data.devices import on_device
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.scoring.models import evaluation_mode
 from torchrl_modules.weights import UpdateRefused

@@ -22,7 +22,8 @@ from torch.nn.functional import pad as pad_columns
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from torchrl_data.ragged import on_device, pad
+from torchrl_data.devices import on_device
+from torchrl_data.ragged.packed import pad
 from torchrl_modules.sampling import (
     SamplingParameters,
     TokenHistory,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchrl_data.checks import ChecksAttributes, check_counts
-from torchrl_data.templates.encoder import ImageProcessor
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import check_counts
+from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.scoring.models import (
     acting_adapters,

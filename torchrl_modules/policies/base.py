@@ -21,16 +21,19 @@ from tensordict.nn.probabilistic import InteractionType, interaction_type
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_data.batch_io import (
+from torchrl_data.batched_object import view_of, write_objects
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import check_counts, check_type, one_of
+from torchrl_data.conversation import Conversations, Source, Turn, ids_and_images
+from torchrl_data.conversation_io import (
     active_rows,
-    read_fulls,
-    read_prompts,
     row_tensordicts,
     stored_conversations,
     write_parts,
 )
-from torchrl_data.checks import ChecksAttributes, check_counts, check_type, one_of
-from torchrl_data.conversation import Conversations, Source, Turn, ids_and_images
+from torchrl_data.conversation_view import ConversationView
+from torchrl_data.foreign_conversations import read_fulls, read_prompts
+from torchrl_data.images import images_of
 from torchrl_data.keys import (
     ASSISTANT_MASK,
     ATTENTION_MASK,
@@ -46,24 +49,14 @@ from torchrl_data.keys import (
     TOKENS_FULL,
     TOKENS_PROMPT,
 )
-from torchrl_data.layout import TOKEN_GROUPS, ConversationView
-from torchrl_data.messages import images_of
-from torchrl_data.ragged import (
-    TokenEntries,
-    entries_of,
-    pack,
-    pad,
-    padded_rows,
-    read_images,
-    read_rows,
-    unpack,
-    view_of,
-    write_objects,
-)
+from torchrl_data.layout import TOKEN_GROUPS
+from torchrl_data.ragged.packed import entries_of, pack, pad, read_images, read_rows, unpack
+from torchrl_data.ragged.padded import padded_rows
+from torchrl_data.ragged.token_entries import TokenEntries
 from torchrl_data.releases import warn_untested
 from torchrl_data.stop_reason import FinishReason
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_data.templates.template import check_same_rendering
+from torchrl_data.templates.rendering_identity import check_same_rendering
 from torchrl_modules.engines.engine import AsyncEngine, Engine, Generation, checked, seeded
 from torchrl_modules.sampling import SamplingParameters, repeat_rows, requested_sampling
 from torchrl_modules.weights import AdapterWeights, LazyWeights, copied

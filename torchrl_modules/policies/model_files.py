@@ -23,8 +23,9 @@ from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from torchrl_data.checks import load_pretrained
-from torchrl_data.templates.template import own_template, render_template
+from torchrl_data.pretrained import load_pretrained
+from torchrl_data.templates.registry import own_template
+from torchrl_data.templates.rendering import render_template
 
 _LOG = logging.getLogger("torchrl_agents")
 _MAGIC: Final = b"GGUF"

@@ -21,10 +21,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from torchrl_data.checks import TokenScores, load_pretrained
+from torchrl_data.devices import on_device, on_host
 from torchrl_data.keys import ENTROPY, FULL, LOG_PROBS_FULL, UNTEMPERED_LOG_PROBS
-from torchrl_data.ragged import on_device, on_host
-from torchrl_data.templates.encoder import ImageProcessor
+from torchrl_data.pretrained import load_pretrained
+from torchrl_data.templates.image_processor import ImageProcessor
+from torchrl_data.token_scorer import TokenScores
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.sampling import SamplingParameters, TargetHistory, warped_log_softmax
 from torchrl_modules.scoring.packed_attention import PACKED_SDPA
@@ -305,7 +306,7 @@ class TransformersWrapper(LLMWrapperBase):
         entropy: bool = False,
         images: Sequence[Sequence[str]] | None = None,
     ) -> TokenScores:
-        """See :class:`torchrl_data.checks.TokenScorer`.
+        """See :class:`torchrl_data.TokenScorer`.
 
         The temperature is the caller's; penalties, top-k, top-p and min-p are those of the sampling
         parameters, the last three unless ``score_truncated`` is off.

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from torchrl_data.checks import load_pretrained
+from torchrl_data.pretrained import load_pretrained
 from torchrl_modules.engines.bridges import BlockingEngine
 from torchrl_modules.engines.engine import Engine
 from torchrl_modules.engines.fleet import EngineFleet

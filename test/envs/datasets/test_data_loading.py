@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
 from torchrl_envs import (
     ChatEnv,
     DataExhaustedError,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from collectors import LLMCollector
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

@@ -10,7 +10,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, DifficultyPools, RewardFunctions
 from torchrl_envs.datasets.primer import IDS_PER_EPOCH, POOLS
 

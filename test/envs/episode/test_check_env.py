@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.transforms import Compose, Transform
 
-from torchrl_data.batch_io import active_rows, read_conversations, write_conversations
 from torchrl_data.conversation import Conversations, Turn
+from torchrl_data.conversation_io import active_rows, read_conversations, write_conversations
 from torchrl_data.keys import INPUT_MODES
 from torchrl_envs import (
     ChatEnv,

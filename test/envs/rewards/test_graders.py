@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RepetitionPenalty, RewardFunctions
 from torchrl_envs.graders.answers import (
     MathVerifyReward,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
 from torchrl_envs import (
     ChatCompletions,
     ChatEnv,

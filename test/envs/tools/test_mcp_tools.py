@@ -18,8 +18,8 @@ from mcp.server import MCPServer
 from mcp.types import ListToolsResult, Tool, ToolListChangedNotification
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.batch_io import read_conversations
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
+from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.batch_io import read_conversations
+from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

@@ -9,9 +9,9 @@ import threading
 import pytest
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.batch_io import read_conversations
-from torchrl_data.ragged import read_objects
-from torchrl_data.tool_calls import ParsedTurn, ToolCall
+from torchrl_data.batched_object import read_objects
+from torchrl_data.conversation_io import read_conversations
+from torchrl_data.tool_calls.records import ParsedTurn, ToolCall
 from torchrl_envs import (
     Answer,
     ChatEnv,

@@ -1,143 +1,16 @@
-"""Tool calls in the text of a model: every format in which they are written, read strictly."""
+"""Formats in which the families of models write tool calls: one function per format.
+
+Each finds the calls of a text, lazily and in order. All are total: any text gives calls and
+errors, never an exception, in time linear in its length for a bounded number of calls.
+"""
 
 import functools
-import json
-import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
 
-from .templates.template import DEFAULT_TEMPLATE, builtin_template, family_of, own_template
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-# What a parser of tool calls finds.
-
-
-class ToolCall(NamedTuple):
-    """A call that is well formed; whether such a tool exists is for the environment to say."""
-
-    name: str
-    arguments: dict[str, Any]
-    id: str | None = None
-    """How the model calls this call, where its format has such names."""
-    is_text: bool = False
-    """The arguments are text, as formats write that do not quote them; the tool's schema says what
-    each stands for."""
-
-
-class MalformedCall(NamedTuple):
-    """A call that could not be read."""
-
-    error: str
-    """What is wrong with it, so that the model can repair it."""
-
-
-class Found(NamedTuple):
-    """A call and where it is in the text."""
-
-    start: int
-    end: int
-    call: ToolCall | MalformedCall
-
-
-class ParsedTurn(NamedTuple):
-    """What one assistant turn holds."""
-
-    content: str
-    """The text outside the calls."""
-    calls: list[ToolCall | MalformedCall]
-    """Calls in the order in which they were written."""
-    positions: Sequence[int] = ()
-    """Where each call starts, in characters of the turn; none where that is not known: all of them
-    then count as at its beginning."""
-
-
-# JSON as a model writes it: read strictly, in bounded time, whatever the text.
-
-MAX_CALL_CHARS: Final = 64 * 1024
-"""Most characters of one value."""
-MAX_DEPTH: Final = 64
-"""Most nested braces and brackets of one value."""
-MAX_DIGITS: Final = 1000
-"""Most digits of one integer."""
-
-# The next bracket outside strings. Possessive, so that whatever has none is passed over once.
-_BRACKET: Final = re.compile(
-    r'[^"\[\]{}]*+(?:"(?:[^"\\]|\\.)*+"?[^"\[\]{}]*+)*+([\[\]{}])', re.DOTALL
-)
-
-
-def _end_and_depth(text: str, start: int) -> tuple[int, int]:
-    """The end of what opens at ``start``, -1 beyond MAX_CHARS, and its deepest nesting."""
-    depth = deepest = 0
-    last = start + MAX_CALL_CHARS
-    while bracket := _BRACKET.match(text, start, last):
-        depth += 1 if bracket[1] in "[{" else -1
-        deepest = max(deepest, depth)
-        start = bracket.end()
-        if depth <= 0:
-            return start, deepest
-    return -1, deepest
-
-
-def value_end(text: str, start: int) -> int:
-    """The position after the last bracket of what opens at ``start``; -1 beyond MAX_CHARS."""
-    return _end_and_depth(text, start)[0]
-
-
-def read_json(body: str) -> Any:
-    """Read JSON that holds no key twice, no NaN, no huge integer, and is not too long or deep."""
-    if len(body) > MAX_CALL_CHARS:
-        raise ValueError(f"the call has {len(body)} characters; at most {MAX_CALL_CHARS}")
-    # Counting is cheap, and the brackets of most calls are few.
-    many = body.count("{") + body.count("[") > MAX_DEPTH
-    if many and _end_and_depth(body, 0)[1] > MAX_DEPTH:
-        raise ValueError(f"the call is nested deeper than {MAX_DEPTH} levels")
-    try:
-        return _DECODER.decode(body)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the call is not valid JSON: {error}") from error
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        raise ValueError(f"a key is given twice in {[key for key, _ in pairs[:8]]}")
-    return unique
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not a JSON number")
-
-
-def _parse_float(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"{digits:.40} is not finite")
-    return value
-
-
-def _parse_int(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
-
-
-_DECODER: Final = json.JSONDecoder(
-    object_pairs_hook=_unique_keys,
-    parse_constant=_refuse,
-    parse_float=_parse_float,
-    parse_int=_parse_int,
-)
-
-
-# How the families of models write tool calls: one function per format.
-#
-# Each finds the calls of a text, lazily and in order. All are total: any text gives calls and
-# errors, never an exception, in time linear in its length for a bounded number of calls.
+from .records import Found, MalformedCall, ToolCall
+from .strict_json import MAX_CALL_CHARS, read_json, value_end
 
 Finder = Callable[[str, int], Iterator[Found]]
 """Finds the calls of a text from a position on."""
@@ -149,9 +22,6 @@ class Format(NamedTuple):
     find: Finder
     example: str
     """One call, shown to a model that got it wrong."""
-
-
-# Shared pieces -----------------------------------------------------------------------------------
 
 
 def call_of(value: Any, keys: tuple[str, ...]) -> ToolCall | MalformedCall:
@@ -194,13 +64,11 @@ def _skip_space(text: str, position: int) -> int:
     return position if space is None else space.end()
 
 
-def _after(text: str, mark: str, position: int) -> int:
+def after_mark(text: str, mark: str, position: int) -> int:
     """Where the next mark ends: where to go on after a broken call."""
     at = text.find(mark, position)
     return len(text) if at < 0 else at + len(mark)
 
-
-# Formats -----------------------------------------------------------------------------------------
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -288,13 +156,13 @@ def _marked_call(text: str, start: int, at: int, markup: _Markup) -> Found:
             return Found(start, len(text), MalformedCall(f"a parameter has no {markup.value_end}"))
         if parameter[1] in arguments:
             error = MalformedCall(f"the parameter {parameter[1]:.80} is given twice")
-            return Found(start, _after(text, markup.call_end, end), error)
+            return Found(start, after_mark(text, markup.call_end, end), error)
         arguments[parameter[1]] = text[parameter.end() : end].removesuffix(markup.line_break)
         position = end + len(markup.value_end)
     close = markup.end.match(text, position)
     if close is None:
         error = MalformedCall(f"the call has no {markup.call_end}")
-        return Found(start, _after(text, markup.call_end, position), error)
+        return Found(start, after_mark(text, markup.call_end, position), error)
     if close.end() - start > MAX_CALL_CHARS:
         error = f"the call has {close.end() - start} characters; at most {MAX_CALL_CHARS}"
         return Found(start, close.end(), MalformedCall(error))
@@ -434,7 +302,7 @@ def find_deepseek(text: str, position: int = 0, marks: _Section = _DEEPSEEK) -> 
     """DeepSeek V3 and R1: a type, a name and fenced JSON; V3.1: a name and JSON."""
     while (start := text.find(marks.open, position)) >= 0:
         head = start + len(marks.open)
-        end = _after(text, marks.close, head)
+        end = after_mark(text, marks.close, head)
         # What is around all calls belongs to the first one and to the last one.
         start -= len(marks.first) * text.endswith(marks.first, position, start)
         position = end + len(marks.last) * text.startswith(marks.last, end)
@@ -526,132 +394,3 @@ FORMATS: Final[dict[str, Format]] = {
     ),
 }
 """Formats by name."""
-
-
-# Tool calls in what a model wrote, in the format of its family.
-#
-# The parser is total: any text gives calls and errors, never an exception, in time linear in its
-# length.
-
-MAX_CALLS: Final = 16
-"""Most calls of one turn; further ones are refused with one error."""
-DEFAULT_FORMAT: Final = "hermes"
-
-TurnParser = Callable[[str], ParsedTurn]
-_THOUGHT, _THOUGHT_END = "<think>", "</think>"
-
-
-def parse_tool_calls(text: str, format: str = DEFAULT_FORMAT) -> ParsedTurn:
-    """Find the tool calls of an assistant turn.
-
-    What a model calls while it thinks (before ``</think>``) is no call.
-
-    Args:
-        text: what the model wrote, in any shape.
-        format: one of :data:`FORMATS`.
-
-    Returns:
-        The text outside the calls, and the calls in order.
-
-    Raises:
-        ValueError: there is no such format.
-
-    Example:
-        >>> call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-        >>> turn = parse_tool_calls("Let me add. " + call)
-        >>> turn.content, turn.calls[0].name, turn.calls[0].arguments
-        ('Let me add.', 'add', {'a': 1, 'b': 2})
-    """
-    written = _format(format)
-    # A turn may begin with a thought, which may never end.
-    thinks = text.lstrip().startswith(_THOUGHT)
-    found = _collect(written, text, _after(text, _THOUGHT_END, 0) if thinks else 0)
-    end = 0
-    if _THOUGHT_END in text:
-        # Where the first thought ends, but for one that an argument of a call spells.
-        read = [(start, stop) for start, stop, call in found if isinstance(call, ToolCall)]
-        marks = (mark.span() for mark in re.finditer(_THOUGHT_END, text))
-        ends = (end for at, end in marks if not any(start < at < stop for start, stop in read))
-        end = next(ends, 0)
-    if end > 0:
-        after = _collect(written, text, end)
-        # A call that is broken may have spelled the end of a thought itself.
-        if after or not any(start < end < stop for start, stop, _ in found):
-            found = after
-    if not found:
-        return ParsedTurn(text.strip(), [], [])
-    content, position = "", 0
-    for start, stop, _ in found:
-        content += text[position:start]
-        position = max(position, stop)
-    starts, _, calls = map(list, zip(*found, strict=True))
-    return ParsedTurn((content + text[position:]).strip(), calls, starts)
-
-
-def tool_call_parser(
-    format: str | TurnParser | None = None, tokenizer: "PreTrainedTokenizerBase | None" = None
-) -> TurnParser:
-    """The parser of a format, of the tokenizer's if none is given; your own has to be total."""
-    if callable(format):
-        return format
-    name = format or detect_tool_call_format(tokenizer)
-    _format(name)
-    return functools.partial(parse_tool_calls, format=name)
-
-
-_SIGNS: Final = (
-    ("<function=", "qwen3_coder"),
-    ("<arg_key>", "glm"),
-    ("<minimax:tool_call>", "minimax"),
-    ("<|tool_call_begin|>", "kimi"),
-    ("<TOOLCALL>", "nemotron"),
-    ("<|tool_call|>", "phi4mini"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<｜tool▁call▁begin｜>", "deepseek"),
-    ("<|channel|>", "harmony"),
-    ("<tool_call>", "hermes"),
-    ("<|start_header_id|>", "llama3"),
-    ('{"name": function name, "parameters"', "llama3"),
-)
-_FAMILIES: Final = {"deepseek": "deepseek"}
-"""Formats of families whose built-in template does not show any."""
-
-
-def detect_tool_call_format(tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """The format that a model's chat template teaches."""
-    family = family_of(tokenizer) or ""
-    template = own_template(tokenizer) or builtin_template(family or DEFAULT_TEMPLATE)
-    return format_of_template(template, family=family)
-
-
-def format_of_template(template: str, *, family: str = "") -> str:
-    """The format that a chat template teaches; ``hermes`` where it teaches none.
-
-    Args:
-        template: Jinja source.
-        family: of the tokenizer, for templates that show no call.
-    """
-    shown = (name for sign, name in _SIGNS if sign in template)
-    return next(shown, _FAMILIES.get(family, DEFAULT_FORMAT))
-
-
-def _format(name: str) -> Format:
-    if name not in FORMATS:
-        raise ValueError(f"There is no tool call format {name!r}; there are {sorted(FORMATS)}.")
-    return FORMATS[name]
-
-
-def _collect(format: Format, text: str, start: int) -> list[Found]:
-    """Calls; those that are malformed say how to write one."""
-    found: list[Found] = []
-    for item in format.find(text, start):
-        if len(found) == MAX_CALLS:
-            error = MalformedCall(f"at most {MAX_CALLS} calls in a turn; the rest is ignored")
-            found.append(Found(item.start, len(text), error))
-            break
-        if isinstance(item.call, MalformedCall):
-            error = f"{item.call.error}; write a call as {format.example}"
-            found.append(item._replace(call=MalformedCall(error)))
-        else:
-            found.append(item)
-    return found
