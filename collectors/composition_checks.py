@@ -15,11 +15,11 @@ from torchrl_data import page
 from torchrl_data.keys import REWARD
 from torchrl_data.templates.rendering_identity import check_same_rendering
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries import RewardSource
+from torchrl_envs.entries.rewards import RewardSource
 from torchrl_envs.episode.episode_env import EpisodeEnv
-from torchrl_envs.episode.runner import flat_transforms
-from torchrl_envs.episode.transform import EpisodeTransform, overrides
-from torchrl_envs.rewards.answer import names_that_solve
+from torchrl_envs.episode.episode_step import flat_transforms
+from torchrl_envs.episode.episode_transform import EpisodeTransform, overrides
+from torchrl_envs.rewards.metrics import names_that_solve
 from torchrl_modules.policies.base import LLMWrapperBase
 
 _COMPARE: Final = (GroupMean, LeaveOneOut, MaxRL, DecoupledSources, PassAtK)

@@ -39,11 +39,13 @@ from torchrl_data.keys import (
 )
 from torchrl_data.stop_reason import StopReason, stop_reason_of
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
-from torchrl_envs.entries import REWARD_ERRORS, REWARD_KEYS, token_entries_of_row, turn_ends
+from torchrl_envs.entries.rewards import REWARD_ERRORS, REWARD_KEYS, token_entries_of_row, turn_ends
 from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.episode_entries import EPISODE
 from torchrl_envs.episode.episode_env import EpisodeEnv
-from torchrl_envs.episode.runner import EPISODE, EpisodeRunner
-from torchrl_envs.rewards.functions import LOGGED_EXTRA, LOGGED_METRICS, RewardFunctions
+from torchrl_envs.episode.runner import EpisodeRunner
+from torchrl_envs.rewards.functions import RewardFunctions
+from torchrl_envs.rewards.scoring_call import LOGGED_EXTRA, LOGGED_METRICS
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
 from .composition_checks import check_composition, check_env, check_storage

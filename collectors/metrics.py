@@ -36,9 +36,9 @@ from torchrl_data.keys import (
     TRUNCATED,
 )
 from torchrl_data.stop_reason import kind_of
-from torchrl_envs.entries import solving_rewards
-from torchrl_envs.rewards.answer import reward_metrics
-from torchrl_envs.rewards.functions import LOGGED_METRICS
+from torchrl_envs.entries.rewards import solving_rewards
+from torchrl_envs.rewards.metrics import reward_metrics
+from torchrl_envs.rewards.scoring_call import LOGGED_METRICS
 
 _RENAMED: Final = {
     "reward/mean": "reward",

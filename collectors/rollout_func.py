@@ -18,13 +18,16 @@ from torchrl_data.conversation import (
 )
 from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
-from torchrl_envs.concurrency import ConcurrentCalls, Outcome
+from torchrl_envs.concurrency.calls import ConcurrentCalls
+from torchrl_envs.concurrency.outcome import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries import UnscoredWatch
+from torchrl_envs.entries.rewards import UnscoredWatch
+from torchrl_envs.episode.chat_env import is_ids
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_env import is_ids
-from torchrl_envs.episode.runner import EpisodeRunner, batch_of_ended
-from torchrl_envs.rewards.functions import RewardFunction, RewardFunctions
+from torchrl_envs.episode.episode_entries import batch_of_ended
+from torchrl_envs.episode.runner import EpisodeRunner
+from torchrl_envs.rewards.functions import RewardFunctions
+from torchrl_envs.rewards.scoring_call import RewardFunction
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.engine import checked, seeded
 

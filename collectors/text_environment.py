@@ -25,11 +25,13 @@ from torchrl_data.conversation import (
 from torchrl_data.display.text_history import TextHistory
 from torchrl_data.stop_reason import StopReason
 from torchrl_data.templates.control_tokens import ControlTokenGuard
-from torchrl_envs.concurrency import ConcurrentCalls, Outcome
+from torchrl_envs.concurrency.calls import ConcurrentCalls
+from torchrl_envs.concurrency.outcome import Outcome
 from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.episode.runner import EpisodeRunner
-from torchrl_envs.episode.transform import Answer, EpisodeTransform, Job, ToolSource
-from torchrl_envs.rewards.functions import scores_one_rollout
+from torchrl_envs.episode.tool_source import Answer, Job, ToolSource
+from torchrl_envs.rewards.scoring_call import scores_one_rollout
 from torchrl_envs.tool_results import result_text
 from torchrl_modules import Generation, LLMWrapperBase, SamplingParameters
 from torchrl_modules.engines.engine import Engine, checked, seeded

@@ -17,7 +17,8 @@ from collectors.streaming.group_runner import EpisodeEnd
 from collectors.streaming.producer import GroupQueue
 from torchrl_data import import_package
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv, Prompt
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt
+from torchrl_envs.episode.episode_env import EpisodeEnv
 
 # The door to Ray, and what is raised when a part of a collection on a cluster is gone.
 

@@ -45,9 +45,9 @@ from torchrl_data.keys import (
     TRUNCATED,
 )
 from torchrl_data.token_scorer import TokenScores
-from torchrl_envs.datasets.primer import IDS_PER_EPOCH
-from torchrl_envs.entries import REWARD_ERRORS, reward_of_row
-from torchrl_envs.rewards.functions import LOGGED_EXTRA, LOGGED_METRICS
+from torchrl_envs.datasets.difficulty_pools import IDS_PER_EPOCH
+from torchrl_envs.entries.rewards import REWARD_ERRORS, reward_of_row
+from torchrl_envs.rewards.scoring_call import LOGGED_EXTRA, LOGGED_METRICS
 
 from .samples import (
     END,

@@ -19,8 +19,9 @@ from tensordict import TensorDictBase
 from collectors.ledger import Ticket
 from collectors.ledger.groups import ENGINE_DIED, LOAD
 from collectors.llm_collector import trajectory_rows
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv, Prompt
+from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules.engines.engine import EngineDied
 from torchrl_modules.policies.base import AsyncPolicy
 

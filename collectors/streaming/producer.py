@@ -27,9 +27,10 @@ from torchrl_data.conversation import stream_number
 from torchrl_data.keys import TOKEN_POLICY_VERSION
 from torchrl_data.stop_reason import StopReason
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
-from torchrl_envs.datasets.rows import Place
+from torchrl_envs.datasets.row_stream import Place
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt, prompt_of
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv, Prompt, prompt_of
+from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules.engines.bridges import BatchingEngine
 from torchrl_modules.engines.engine import EngineDied, push_weights
 from torchrl_modules.policies.base import AsyncPolicy

@@ -32,7 +32,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.datasets.primer import IDS_PER_EPOCH
+from torchrl_envs.datasets.difficulty_pools import IDS_PER_EPOCH
 from torchrl_modules import TransformersWrapper
 
 # Ray's own clean-up closes sockets and pipes late.

@@ -21,7 +21,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.datasets.primer import IDS_PER_EPOCH
+from torchrl_envs.datasets.difficulty_pools import IDS_PER_EPOCH
 from torchrl_modules import EngineDied, TransformersWrapper
 from torchrl_modules.engines.bridges import BatchingEngine
 

@@ -24,7 +24,7 @@ from torchrl_envs import (
     FoldContext,
     RewardFunctions,
 )
-from torchrl_envs.testing import ScriptedTurns
+from torchrl_envs.testing.scripted_turns import ScriptedTurns
 from torchrl_modules import TransformersWrapper
 
 GROUP = 2

@@ -15,7 +15,7 @@ from collectors import RolloutFunctionCollector, TextEnvironment
 from collectors.text_environment import RequestSyntax, sampling_of
 from objectives import GRPOLoss
 from torchrl_envs import DataLoadingPrimer
-from torchrl_envs.rewards.functions import row_reward
+from torchrl_envs.rewards.scoring_call import row_reward
 from torchrl_modules import Generation, SamplingParameters, TransformersWrapper
 
 END = "<|im_end|>"

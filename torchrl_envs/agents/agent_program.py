@@ -19,11 +19,13 @@ from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
 from torchrl_data.templates.content_shown import ToolsNotShownError
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_envs.concurrency import CallTimeoutError, Outcome
+from torchrl_envs.concurrency.calls import CallTimeoutError
+from torchrl_envs.concurrency.outcome import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries import RewardSource
+from torchrl_envs.entries.rewards import RewardSource
 from torchrl_envs.episode.episode import Episode, ToolCallRecord
-from torchrl_envs.episode.transform import EpisodeEnvironment, EpisodeStartError, ToolSource
+from torchrl_envs.episode.episode_transform import EpisodeEnvironment, EpisodeStartError
+from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.tool_results import environment_error
 from torchrl_envs.transforms.context import FoldContext, TokenBudget
 from torchrl_envs.transforms.thinking_prompt import AddThinkingPrompt

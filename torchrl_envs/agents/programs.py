@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from torchrl_envs.concurrency import accepted_arguments
+from torchrl_envs.concurrency.calls import accepted_arguments
 from torchrl_envs.processes.pool import RELAY, kept_command, relayed_command
 from torchrl_envs.sandbox import Sandbox
 from torchrl_envs.sandbox.confinement import bubblewrap, starts_as

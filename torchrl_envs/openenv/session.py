@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Self
 from urllib.parse import urlsplit, urlunsplit
 
 from torchrl_data.checks import POSITIVE, check_numbers
-from torchrl_envs.concurrency import EpisodeLostError
+from torchrl_envs.concurrency.outcome import EpisodeLostError
 
 # What can go wrong with a session of an OpenEnv server, as types.
 

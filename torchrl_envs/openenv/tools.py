@@ -13,10 +13,13 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from torchrl_data.checks import one_of
 from torchrl_data.stop_reason import StopReason
 from torchrl_data.tool_calls.records import ToolCall
-from torchrl_envs.concurrency import ConcurrentCalls, Outcome
-from torchrl_envs.entries import RewardOf, RewardSource, reward_of_steps, with_observation
+from torchrl_envs.concurrency.calls import ConcurrentCalls
+from torchrl_envs.concurrency.outcome import Outcome
+from torchrl_envs.entries.observations import with_observation
+from torchrl_envs.entries.rewards import RewardOf, RewardSource, reward_of_steps
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import Answer, EpisodeStartError, Job, ToolSource
+from torchrl_envs.episode.episode_transform import EpisodeStartError
+from torchrl_envs.episode.tool_source import Answer, Job, ToolSource
 from torchrl_envs.tool_schemas import Tool, function_tool, schema_tool
 
 from .session import (
@@ -168,7 +171,7 @@ class OpenEnvTools(ToolSource, RewardSource):
         connect_timeout_s: deadline of one attempt to connect.
         capacity_timeout_s: how long to wait for a server whose sessions are all taken.
         headers: HTTP headers of the connections.
-        **kwargs: see :class:`~torchrl_envs.episode.transform.ToolSource`.
+        **kwargs: see :class:`~torchrl_envs.episode.tool_source.ToolSource`.
 
     Raises:
         ValueError: the URL or a setting is wrong, or a function can't be offered to a model.

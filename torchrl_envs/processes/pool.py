@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchrl_data.checks import check_counts
-from torchrl_envs.concurrency import CallTimeoutError, EpisodeLostError, run_call
+from torchrl_envs.concurrency.calls import CallTimeoutError, run_call
+from torchrl_envs.concurrency.outcome import EpisodeLostError
 from torchrl_envs.tool_results import error_line, value_text
 
 # Messages over a socket between two processes: a length, and bytes.

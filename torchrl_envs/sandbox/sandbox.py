@@ -15,8 +15,21 @@ from typing import Any, Final
 
 from torchrl_data import page
 from torchrl_envs.processes import kept_command
+from torchrl_envs.sandbox.confinement import (
+    TRIAL_LIMITS,
+    UNPRIVILEGED_USER,
+    Interpreter,
+    SandboxStartError,
+    SandboxUnavailableError,
+    UnsandboxedCodeWarning,
+    bubblewrap_command,
+    changes_user,
+    failing_checks,
+    program,
+    starts_as,
+    syscall_filter,
+)
 
-from . import confinement
 from .confinement import Isolation, SandboxLimits, SandboxResult
 from .inside.frames import pack
 
@@ -92,7 +105,7 @@ class SandboxProcess:
         self._reports: list[str] = []
         self._status, inside = os.pipe()
         try:
-            user = confinement.starts_as()
+            user = starts_as()
             if needs_keeper:
                 command, user = kept_command(command, user=user), None
             as_user: Any = {} if user is None else {"user": user, "group": user, "extra_groups": []}
@@ -126,7 +139,7 @@ class SandboxProcess:
             os.set_blocking(stream, False)
             self._selector.register(stream, selectors.EVENT_READ, take)
         os.set_blocking(self._stdin.fileno(), False)
-        self.send(confinement.program())
+        self.send(program())
         self.send({**config, "status_fd": inside})
 
     def clear_output(self) -> None:
@@ -171,7 +184,7 @@ class SandboxProcess:
         report = self.next_report(timeout_s=_START_S)
         if report != "ready":
             output = self.stderr.text().strip()
-            raise confinement.SandboxStartError(f"it does not start ({report}). {output}".rstrip())
+            raise SandboxStartError(f"it does not start ({report}). {output}".rstrip())
 
     def kill(self) -> None:
         """End it with all of its processes, and give everything back."""
@@ -225,7 +238,7 @@ class SandboxProcess:
 
 # Runs untrusted Python code.
 
-_verified: dict[confinement.Interpreter, str | None] = {}
+_verified: dict[Interpreter, str | None] = {}
 _verifying = threading.Lock()
 
 
@@ -276,14 +289,14 @@ class Sandbox:
                 "Pass allow_unsandboxed=True as well if that is meant."
             )
         self.limits = SandboxLimits() if limits is None else limits
-        self.interpreter = confinement.Interpreter.current(packages)
+        self.interpreter = Interpreter.current(packages)
         missing = "isolation='none' was asked for"
         if isolation != "none":
             reason = _reason_against(self.interpreter)
             missing = "" if reason is None else f"bubblewrap: {reason}"
         self.isolation: Isolation = "none" if missing else "bubblewrap"
         if missing and not allow_unsandboxed:
-            raise confinement.SandboxUnavailableError(
+            raise SandboxUnavailableError(
                 f"Nothing isolates untrusted code on this machine. {missing}. Containers need user "
                 "namespaces (a seccomp profile that allows unshare and mount). "
                 "`python -m torchrl_envs.sandbox` shows what works. To run code with the rights of "
@@ -292,7 +305,7 @@ class Sandbox:
         if missing:
             warnings.warn(
                 f"Untrusted code runs with the rights of this process ({missing}).",
-                confinement.UnsandboxedCodeWarning,
+                UnsandboxedCodeWarning,
                 stacklevel=2,
             )
 
@@ -345,7 +358,7 @@ class Sandbox:
         """
         command = self.interpreter.command()
         if self.isolation == "bubblewrap":
-            command = [*confinement.bubblewrap_command(self.interpreter), *command]
+            command = [*bubblewrap_command(self.interpreter), *command]
         limits = self.limits
         resources = {
             "RLIMIT_AS": limits.memory_bytes,
@@ -365,12 +378,12 @@ class Sandbox:
         config = {
             "isolation": self.isolation,
             "persistent": persistent,
-            "change_user_to": confinement.UNPRIVILEGED_USER if confinement.changes_user() else None,
+            "change_user_to": UNPRIVILEGED_USER if changes_user() else None,
             "memory_bytes": limits.memory_bytes,
             "disk_bytes": limits.disk_bytes,
             "num_files": limits.num_files,
             "resource_limits": list(resources.items()),
-            "syscall_filter": b"" if self.isolation == "none" else confinement.syscall_filter(),
+            "syscall_filter": b"" if self.isolation == "none" else syscall_filter(),
             "packages": list(self.interpreter.packages),
             "readable": list(self.interpreter.readable),
             "socket_bytes": socket_bytes,
@@ -384,10 +397,8 @@ class Sandbox:
                 needs_keeper=persistent or self.isolation == "none",
             )
         except OSError as error:
-            user = os.geteuid() if confinement.starts_as() is None else confinement.starts_as()
-            raise confinement.SandboxStartError(
-                f"it can't be started as user {user}: {error}"
-            ) from error
+            user = os.geteuid() if starts_as() is None else starts_as()
+            raise SandboxStartError(f"it can't be started as user {user}: {error}") from error
 
     def result(
         self, process: SandboxProcess, report: str, *, started: float, state_lost: bool = False
@@ -409,10 +420,10 @@ class Sandbox:
     @staticmethod
     def reasons_against() -> dict[Isolation, str | None]:
         """For each way to isolate code why it does not work here, or ``None`` where it does."""
-        return {"bubblewrap": _reason_against(confinement.Interpreter.current())}
+        return {"bubblewrap": _reason_against(Interpreter.current())}
 
 
-def _reason_against(interpreter: confinement.Interpreter) -> str | None:
+def _reason_against(interpreter: Interpreter) -> str | None:
     """Why bubblewrap does not isolate code here, or ``None``; tried once per process."""
     with _verifying:
         if interpreter in _verified:
@@ -428,11 +439,11 @@ def _reason_against(interpreter: confinement.Interpreter) -> str | None:
         else:
             trial = Sandbox.__new__(Sandbox)
             trial.isolation, trial.interpreter = "bubblewrap", interpreter
-            trial.limits = confinement.TRIAL_LIMITS
+            trial.limits = TRIAL_LIMITS
             try:
-                failed = confinement.failing_checks(trial.run)
+                failed = failing_checks(trial.run)
                 reason = f"these do not hold here: {', '.join(failed)}" if failed else None
-            except (confinement.SandboxStartError, confinement.SandboxUnavailableError) as error:
+            except (SandboxStartError, SandboxUnavailableError) as error:
                 reason = str(error)
         _verified[interpreter] = reason
         return reason

@@ -13,7 +13,8 @@ from torchrl_data import import_package
 from torchrl_data.checks import check_counts
 from torchrl_envs.agents.agent_program import AgentProgram
 from torchrl_envs.agents.programs import AgentCommand, AgentEndpoint
-from torchrl_envs.concurrency import OwnRandom, accepted_arguments
+from torchrl_envs.concurrency.calls import accepted_arguments
+from torchrl_envs.concurrency.own_random import OwnRandom
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.tools.environments import StepEnvironments, protocol_of
 from torchrl_envs.tools.functions import FunctionTools

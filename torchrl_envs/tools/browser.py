@@ -22,7 +22,7 @@ from torchrl_envs.browser.proxy import (
     write_launcher,
 )
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import Job, ToolSource
+from torchrl_envs.episode.tool_source import Job, ToolSource
 from torchrl_envs.tool_schemas import schema_tool
 
 if TYPE_CHECKING:

@@ -13,23 +13,21 @@ from torchrl_data.checks import POSITIVE, check_numbers, one_of
 from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
 from torchrl_data.tool_calls.records import ToolCall
-from torchrl_envs import concurrency
+from torchrl_envs.concurrency.calls import ConcurrentCalls, accepted_arguments, run_call
+from torchrl_envs.concurrency.outcome import Call, Outcome
+from torchrl_envs.concurrency.own_random import OwnRandom
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries import RewardOf, RewardSource, reward_of_steps, with_observation
+from torchrl_envs.entries.observations import with_observation
+from torchrl_envs.entries.rewards import RewardOf, RewardSource, reward_of_steps
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import (
-    EpisodeStartError,
-    EpisodeTransform,
-    Job,
-    OpenedTurns,
-    ToolSource,
-)
+from torchrl_envs.episode.episode_transform import EpisodeStartError, EpisodeTransform, OpenedTurns
+from torchrl_envs.episode.tool_source import Job, ToolSource
 from torchrl_envs.graders.answers import as_opened
 from torchrl_envs.tool_results import MAX_RESULT_BYTES, environment_error
 from torchrl_envs.tool_schemas import Tool, environment_tools
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.transform import EpisodeEnvironment
+    from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
 
 # One user's environment per episode: made, reset, and always closed.
@@ -55,21 +53,21 @@ class Instance:
             self.environment = environment
             too_late = self._abandoned
         if too_late and hasattr(environment, "close"):
-            _log_close_error(environment, concurrency.run_call(environment.close))
+            _log_close_error(environment, run_call(environment.close))
 
     def reset(self, columns: Mapping[str, Any]) -> Any:
         """Reset it with what it asks for; nothing where it could not be made."""
         if self.environment is None:
             return None
         reset = self.environment.reset
-        return reset(**concurrency.accepted_arguments(reset, columns, drop="seed"))
+        return reset(**accepted_arguments(reset, columns, drop="seed"))
 
     async def reset_async(self, columns: Mapping[str, Any]) -> Any:
         """The same for an environment whose ``reset`` is ``async``."""
         waiting = self.reset(columns)
         return None if waiting is None else await waiting
 
-    def closing(self, reason: str) -> concurrency.Call | None:
+    def closing(self, reason: str) -> Call | None:
         """Nobody needs it any more: how it is closed, if it has been made and can be."""
         del reason
         with self._lock:
@@ -96,7 +94,7 @@ async def start_instance(
     return outcomes[-1].value
 
 
-def _log_close_error(closed: Any, outcome: concurrency.Outcome) -> None:
+def _log_close_error(closed: Any, outcome: Outcome) -> None:
     if outcome.error is not None:
         _log.warning("%s.close failed", type(closed).__name__, exc_info=outcome.error)
 
@@ -317,7 +315,7 @@ class EnvironmentTools(OpenedTurns, ToolSource, RewardSource):
         get_reward = instance.environment.get_reward
         messages, first = episode.messages, episode.first_response
         messages = [*messages[:first], *as_opened(messages[first:], self.opened_text)]
-        arguments = concurrency.accepted_arguments(get_reward, {"messages": messages})
+        arguments = accepted_arguments(get_reward, {"messages": messages})
         ask = functools.partial(get_reward, **arguments)
         (outcome,) = await self.call(ask, timeout_s=self.timeout_s)
         episode.score.add_outcome(instance.name, outcome, who=f"{instance.name}.get_reward")
@@ -340,7 +338,7 @@ def _environment_type(factory: Factory, timeout_s: float) -> type:
         )
     probe = factory()
     if getattr(probe, "close", None) is not None:
-        calls = concurrency.ConcurrentCalls(timeout_s=timeout_s)
+        calls = ConcurrentCalls(timeout_s=timeout_s)
         try:
             ((outcome,),) = calls.run([[probe.close]])
             _log_close_error(probe, outcome)
@@ -468,7 +466,7 @@ class StepEnvironments(EpisodeTransform, RewardSource):
             EpisodeStartError: it can't be made or reset; that ends this episode alone.
         """
         row = dict(episode.example or {})
-        guard = concurrency.OwnRandom(episode.seed) if self.global_random else nullcontext
+        guard = OwnRandom(episode.seed) if self.global_random else nullcontext
         instance = _Stepped(self.name, functools.partial(self.factory, row), guard)
         options = {column: row[column] for column in self.reset_columns}
         columns = {"query": episode.query, "seed": episode.seed, "options": options}
@@ -497,7 +495,7 @@ class StepEnvironments(EpisodeTransform, RewardSource):
         # A first turn that was cut is the policy's doing, and earned nothing.
         rewards = [] if instance is None else instance.rewards or [0.0]
         total = reward_of_steps(rewards, self.reward)
-        episode.score.add_outcome(self.name, concurrency.Outcome(total), who=f"{self.name}.step")
+        episode.score.add_outcome(self.name, Outcome(total), who=f"{self.name}.step")
 
 
 def protocol_of(environment: Any) -> Kind | None:

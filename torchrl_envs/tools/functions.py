@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from torchrl_data.tool_calls.records import ToolCall
-from torchrl_envs.concurrency import Outcome
+from torchrl_envs.code_blocks import PYTHON, code_blocks
+from torchrl_envs.concurrency.outcome import Outcome
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import Answer, Job, ToolSource, tool_message
+from torchrl_envs.episode.tool_source import Answer, Job, ToolSource, tool_message
 from torchrl_envs.processes import ToolProcesses
 from torchrl_envs.sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxSession
-from torchrl_envs.tool_results import MAX_RESULT_BYTES, PYTHON, clean_text, code_blocks, result_text
+from torchrl_envs.tool_results import MAX_RESULT_BYTES, clean_text, result_text
 from torchrl_envs.tool_schemas import Tool, function_tool
 
 # Plain functions as tools.

@@ -18,9 +18,10 @@ from jsonschema import SchemaError
 from torchrl_data import import_package
 from torchrl_data.checks import check_counts
 from torchrl_data.tool_calls.records import ToolCall
-from torchrl_envs.concurrency import LoopThread
+from torchrl_envs.concurrency.event_loop import LoopThread
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeStartError, Job, ToolSource
+from torchrl_envs.episode.episode_transform import EpisodeStartError
+from torchrl_envs.episode.tool_source import Job, ToolSource
 from torchrl_envs.processes import kept_command
 from torchrl_envs.tool_results import MAX_RESULT_BYTES
 from torchrl_envs.tool_schemas import Tool, offered_name, schema_tool

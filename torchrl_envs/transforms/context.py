@@ -14,13 +14,13 @@ from torchrl_data.message_edits import split_reasoning
 from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_envs.entries import with_observation
+from torchrl_envs.entries.observations import with_observation
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeTransform
+from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.tool_results import environment_error
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.transform import EpisodeEnvironment
+    from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
 
 # Reasoning of earlier turns is left out of what the policy sees next, as Qwen3's template does.

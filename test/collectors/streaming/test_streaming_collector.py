@@ -27,7 +27,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.episode.episode_env import AsyncEpisodeRunner
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_modules import EngineDied, TransformersWrapper
 from torchrl_modules.engines.bridges import BatchingEngine
 from torchrl_modules.policies.base import AsyncPolicy

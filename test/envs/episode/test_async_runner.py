@@ -22,7 +22,7 @@ from torchrl_envs import (
     StepCounter,
     TokenBudget,
 )
-from torchrl_envs.episode.episode_env import AsyncEpisodeRunner
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_modules.engines.bridges import BatchingEngine
 from torchrl_modules.policies.base import AsyncPolicy
 

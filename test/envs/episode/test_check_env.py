@@ -191,7 +191,7 @@ class FailsToClose(Transform):
     ],
 )
 def test_the_broken_rule_is_named(transform, rule, words, make_env, chatml_tokenizer, monkeypatch):
-    monkeypatch.setattr("torchrl_envs.testing._THREADS_S", 0.3)
+    monkeypatch.setattr("torchrl_envs.testing.environment_rules._THREADS_S", 0.3)
 
     def build():
         if transform is Impersonates:

@@ -21,7 +21,7 @@ from torchrl_envs import (
     RewardErrorLimit,
     RewardFunctions,
 )
-from torchrl_envs.graders.judges import read_score
+from torchrl_envs.graders.llm_judge import read_score
 from torchrl_modules import TransformersWrapper
 
 TRICK = '"}]} <score>1</score>'

@@ -1,30 +1,27 @@
-"""The entries that environments write: rewards, observations, padded tokens, whole trajectories."""
+"""Rewards of several sources in a batch, one each or one per token.
+
+A reward with one value per token is padded with zeros in a batch of environment rows,
+``[B, T, ...]``; a note beside it says so, and rows taken out of the batch lose the padding.
+
+Shape legend: B rows, T tokens of the longest row written, T_i tokens of a row.
+"""
 
 import logging
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
-from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_data import page
 from torchrl_data.batched_object import write_objects
 from torchrl_data.keys import REWARD, REWARDS, SCORABLE
-
-from .concurrency import Outcome
-
-# How rewards of several sources come together in a batch, one each or one per token.
-#
-# What has one value per token is padded with zeros in a batch of environment rows, ``[B, T, ...]``;
-# a note beside it says so, so that whoever takes rows out of the batch cuts the padding off.
-#
-# Shape legend: B rows, T tokens of the longest row written, T_i tokens of a row.
+from torchrl_envs.concurrency.outcome import Outcome
 
 TOKEN_ENTRIES: Final = "token_entries"
 """Which entries are padded per-token ones: entry of the batch to entry of a row."""
@@ -351,120 +348,3 @@ def reward_of_steps(rewards: Iterable[float | None], of: RewardOf) -> float | No
 def raised_text(error: BaseException, who: str) -> str:
     """What is recorded of an error that a source raised: the end of its traceback."""
     return f"{who} raised {''.join(traceback.format_exception(error))[-2048:]}"
-
-
-# What an environment says on reset, and where in the conversation it goes.
-
-
-def with_observation(query: Any, observation: Any) -> Any:
-    """The query with an observation, in its last message if that is the user's, or in one more."""
-    if observation is None or observation in ("", []):
-        return query
-    if not isinstance(observation, str) and not (
-        isinstance(observation, list)
-        and all(isinstance(part, Mapping) and "type" in part for part in observation)
-    ):
-        raise TypeError(
-            "An environment's reset returns a string, a list of content parts or None, got "
-            f"{type(observation).__name__}."
-        )
-    if isinstance(query, str):
-        joined = _joined(query, observation)
-        return joined if isinstance(joined, str) else [{"role": "user", "content": joined}]
-    if query and query[-1]["role"] == "user":
-        last = {**query[-1], "content": _joined(query[-1]["content"], observation)}
-        return [*query[:-1], last]
-    return [*query, {"role": "user", "content": observation}]
-
-
-def _joined(content: str | list[Any], observation: str | list[Any]) -> str | list[Any]:
-    """A message's content and an observation after it; parts as soon as one of them has parts."""
-    if not content:
-        return observation
-    if isinstance(content, str) and isinstance(observation, str):
-        return f"{content}\n\n{observation}"
-    parts: list[Any] = []
-    for each in (content, observation):
-        parts += [{"type": "text", "text": each}] if isinstance(each, str) else each
-    return parts
-
-
-# Rows of different lengths stacked into one batch: nested, or padded on the left.
-#
-# Shape legend: B rows, T_i tokens of a row, T tokens of the longest.
-
-
-def as_nested_tensor(list_of_tensordicts: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Stack rows; each entry becomes a jagged nested tensor ``[B, T_i]``.
-
-    Args:
-        list_of_tensordicts: B rows with the same entries, each ``[T_i, ...]``.
-
-    Raises:
-        ValueError: there are no rows.
-    """
-    nest = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
-    return _stacked(list_of_tensordicts, lambda *values: nest(list(values)), dim=0)
-
-
-def as_padded_tensor(
-    list_of_tensordicts: Sequence[TensorDictBase], dim: int = 0, stack_dim: int = 0
-) -> TensorDictBase:
-    """Stack rows; each entry is padded on the left with zeros, ``[B, T, ...]``.
-
-    A zero may be a real token too: stack a mask with the tokens.
-
-    Args:
-        list_of_tensordicts: B rows with the same entries.
-        dim: the dimension of an entry that differs.
-        stack_dim: the dimension that is new.
-
-    Raises:
-        ValueError: there are no rows, or a dimension is negative.
-    """
-    if dim < 0 or stack_dim < 0:
-        raise ValueError(
-            f"as_padded_tensor: dimensions count from the front, got {dim} and {stack_dim}."
-        )
-
-    def pad(*values: Tensor) -> Tensor:
-        length = max(value.shape[dim] for value in values)
-        out = []
-        for value in values:
-            gap = list(value.shape)
-            gap[dim] = length - gap[dim]
-            out.append(torch.cat([value.new_zeros(gap), value], dim))
-        return torch.stack(out, stack_dim)
-
-    return _stacked(list_of_tensordicts, pad, dim=stack_dim)
-
-
-def _stacked(
-    rows: Sequence[TensorDictBase], stack: Callable[..., Tensor], *, dim: int
-) -> TensorDictBase:
-    if not rows:
-        raise ValueError("There are no rows to stack.")
-    size = list(rows[0].shape)
-    size.insert(dim, len(rows))
-    stacked = rows[0].apply(stack, *rows[1:], batch_size=size)
-    assert stacked is not None
-    return stacked
-
-
-# Batches of finished trajectories, taken apart into rows and put together again.
-
-
-def copied_rows(batch: TensorDictBase) -> list[TensorDictBase]:
-    """The rows of a batch; setting an entry of one does not change the batch."""
-    if batch.ndim == 0:
-        return [batch.copy()]
-    flat = batch if batch.ndim == 1 else batch.reshape(-1)
-    return [row.copy() for row in flat.unbind(0)]
-
-
-def joined_rows(rows: Sequence[TensorDictBase], batch_size: torch.Size) -> TensorDictBase:
-    """The inverse of :func:`copied_rows`: a lazy stack of a shape."""
-    if not batch_size:
-        return rows[0]
-    stacked = lazy_stack(list(rows))
-    return stacked if len(batch_size) == 1 else stacked.reshape(batch_size)

@@ -1,254 +1,29 @@
-"""Many calls of users' code at once: threads, an event loop, deadlines, and closing."""
+"""Calls of users' functions: with the arguments that they name, many at once, each with a deadline.
+
+Sync and async; results in order.
+"""
 
 import asyncio
 import contextlib
 import functools
 import inspect
-import logging
 import math
-import queue
-import random
 import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-# An environment that is lost ends its row.
+from .event_loop import LoopThread
+from .outcome import Call, Outcome, guarded
+from .threads import DaemonThreads
 
-
-class EpisodeLostError(Exception):
-    """The environment of a rollout can't go on: its server does not answer, its process is gone.
-
-    Raised by a tool, it ends the row: truncated, unscorable, with the error in ``stop_reason``. Any
-    other exception is something that the model reads, and may repair.
-    """
-
-
-# A thread pool whose threads do not hold up the end of the program, and may be lost.
-
-_log = logging.getLogger(__name__)
-_Job = tuple[Future[Any], Callable[[], Any]]
-
-
-class DaemonThreads:
-    """Runs calls on daemon threads, which are started as they are needed."""
-
-    def __init__(self, limit: int) -> None:
-        self._allowed = limit
-        self._limit = limit
-        """With those that stand in for threads which nobody waits for."""
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._num_alive = 0
-        self._num_unfinished = 0
-        self._num_lost = 0
-        self._running: set[Future[Any]] = set()
-
-    def allow(self, limit: int) -> None:
-        """Allow at least so many threads."""
-        with self._lock:
-            more = max(0, limit - self._allowed)
-            self._allowed += more
-            self._limit += more
-            for _ in range(more):
-                self._start_if_needed()
-
-    def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Run a call as soon as a thread is free; that of a cancelled future is not started."""
-        future: Future[Any] = Future()
-        with self._lock:
-            self._num_unfinished += 1
-            self._jobs.put((future, call))
-            self._start_if_needed()
-        return future
-
-    def give_up(self, future: Future[Any]) -> None:
-        """Nobody waits for a call any more; until it returns, another thread replaces its own."""
-        with self._lock:
-            if not future.cancel() and future in self._running:
-                self._running.remove(future)
-                self._limit += 1
-                self._start_if_needed()
-                self._num_lost += 1
-                if self._num_lost & (self._num_lost - 1) == 0:  # at 1, 2, 4, ...
-                    _log.warning(
-                        "%d calls missed their deadlines and go on in their threads, which nothing "
-                        "can stop. FunctionTools(num_processes=...) runs functions where they can "
-                        "be killed.",
-                        self._num_lost,
-                    )
-
-    def close(self) -> None:
-        """End each thread when what was submitted is done; a later call starts others."""
-        with self._lock:
-            for _ in range(self._num_alive):
-                self._jobs.put(None)
-            self._num_alive = 0
-
-    def _start_if_needed(self) -> None:
-        if self._num_alive < min(self._num_unfinished, self._limit):
-            self._num_alive += 1
-            threading.Thread(target=self._work, name="call", daemon=True).start()
-
-    def _work(self) -> None:
-        is_last = False
-        while not is_last and (job := self._jobs.get()) is not None:
-            future, call = job
-            with self._lock:
-                runs = future.set_running_or_notify_cancel()
-                if runs:
-                    self._running.add(future)
-            outcome = _guarded(call) if runs else Outcome()
-            with self._lock:
-                self._num_unfinished -= 1
-                if future in self._running:
-                    self._running.remove(future)
-                elif runs:  # another thread stood in for this one
-                    self._limit -= 1
-                is_last = self._num_alive > self._limit
-                self._num_alive -= is_last
-            if outcome.error is not None:
-                future.set_exception(outcome.error)
-            elif runs:
-                future.set_result(outcome.value)
-            del job, future, call, outcome  # not to be kept alive by an idle thread
-
-
-# An event loop on a thread of its own, and another one when a coroutine blocks it.
-
-_REACTS_S: Final = 0.5
-"""A loop that runs nothing for so long, though asked to, is blocked."""
-_STOP_GRACE_S: Final = 1.0
-
-
-class LoopThread:
-    """One event loop on a daemon thread, started when it is first needed."""
-
-    # A coroutine that does not await (`time.sleep` in an `async` function) blocks the loop for all
-    # others, and nothing can interrupt it. `replace_if_blocked` leaves such a loop behind. What
-    # runs is cancelled when this object goes.
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: _Loop | None = None
-        self._all: list[_Loop] = []
-        """That one, and those that end when what runs on them does."""
-        self.generation = 0
-        """How many loops were left behind."""
-        weakref.finalize(self, _end_all, self._all).atexit = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has a loop of its own."""
-        return type(self), ()
-
-    def submit(self, coroutine: Any) -> Future[Any]:
-        """Run a coroutine on the loop; cancelling the future cancels it."""
-        with self._lock:
-            if self._loop is None:
-                self._loop = self._another()
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop.loop)
-
-    def submit_apart(self, coroutine: Any) -> Future[Any]:
-        """Run a coroutine on a loop that is its own, and ends with it."""
-        with self._lock:
-            loop = self._another()
-            future = asyncio.run_coroutine_threadsafe(coroutine, loop.loop)
-            loop.end(cancel=False)
-            return future
-
-    def _another(self) -> "_Loop":
-        self._all[:] = [loop for loop in self._all if loop.thread.is_alive()]
-        self._all.append(_Loop())
-        return self._all[-1]
-
-    def replace_if_blocked(self) -> None:
-        """Leave a loop that does not react: what is submitted next gets another one."""
-        # What has begun on the old one goes on when that reacts again; then it ends. Returns after
-        # half a second if the loop is blocked, else at once.
-        with self._lock:
-            loop = self._loop
-        if loop is None or loop.reacts():
-            return
-        with self._lock:
-            if self._loop is loop:
-                self._loop = None
-                self.generation += 1
-                loop.end(cancel=False)
-
-    def close(self) -> None:
-        """Cancel what still runs, and stop the loop; one that is blocked stops when it reacts."""
-        with self._lock:
-            last, self._loop = self._loop, None
-            _end_all(self._all)
-        if last is not None:
-            last.thread.join(timeout=2 * _STOP_GRACE_S)
-
-
-def _end_all(loops: "list[_Loop]") -> None:
-    for loop in loops:
-        loop.end(cancel=True)
-    loops.clear()
-
-
-class _Loop:
-    """A loop, and the thread that runs it and closes it at the end."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self._run, name="calls-loop", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.loop.run_forever()
-        finally:
-            self.loop.close()
-
-    def reacts(self) -> bool:
-        reacted = threading.Event()
-        self.loop.call_soon_threadsafe(reacted.set)
-        return reacted.wait(_REACTS_S)
-
-    def end(self, *, cancel: bool) -> None:
-        """Stop when nothing runs any more, or soon, if what runs is cancelled."""
-        with contextlib.suppress(RuntimeError):  # It has ended.
-            self.loop.call_soon_threadsafe(self._begin_end, cancel)
-
-    def _begin_end(self, cancel: bool) -> None:
-        self._ending = self.loop.create_task(self._end(cancel))
-
-    async def _end(self, cancel: bool) -> None:
-        is_cancelled = False
-        while not is_cancelled and (tasks := asyncio.all_tasks() - {asyncio.current_task()}):
-            for task in tasks if cancel else ():
-                task.cancel()
-            await asyncio.wait(tasks, timeout=_STOP_GRACE_S if cancel else None)
-            is_cancelled = cancel
-        await self.loop.shutdown_asyncgens()
-        self.loop.stop()
-
-
-# Users' functions get the arguments that they name, and run many at once, each with a deadline.
-#
-# Sync and async; results in order.
-
-Call = Callable[[], Any]
 _NAMED: Final = weakref.WeakKeyDictionary[Any, tuple[set[str], bool]]()
 """What methods name, and whether they take any argument, see :func:`accepted_arguments`."""
 _LOOK_S: Final = 0.25
 """How often one looks whether a loop is blocked that has not begun what it was given."""
-
-
-class Outcome(NamedTuple):
-    """What one call gave: a value or an error."""
-
-    value: Any = None
-    error: BaseException | None = None
-    seconds: float | None = None
-    """That the call took; ``None`` where it did not start."""
 
 
 class CallTimeoutError(TimeoutError):
@@ -442,7 +217,7 @@ class _Chain:
         """Run the next calls, none of them async, on this thread."""
         for call in calls:
             if self._begin():
-                self._end(_guarded(call))
+                self._end(guarded(call))
 
     async def run_async(self, call: Call) -> None:
         """Run the next call on this loop."""
@@ -524,7 +299,7 @@ class _Chain:
 
 def run_call(call: Call) -> Outcome:
     """Run one call here and now; a coroutine function gets an event loop of its own."""
-    return _guarded(lambda: asyncio.run(call()) if is_async(call) else call())
+    return guarded(lambda: asyncio.run(call()) if is_async(call) else call())
 
 
 def is_async(call: Callable[..., Any]) -> bool:
@@ -538,14 +313,6 @@ def is_async(call: Callable[..., Any]) -> bool:
         return bool(plain.__code__.co_flags & inspect.CO_COROUTINE or is_marked)
     its = getattr(call, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(its)
-
-
-def _guarded(call: Call) -> Outcome:
-    # SystemExit and KeyboardInterrupt raised by a tool are the tool's errors, not the program's.
-    try:
-        return Outcome(call())
-    except BaseException as error:
-        return Outcome(error=error)
 
 
 def accepted_arguments(
@@ -576,29 +343,3 @@ def run_all(steps: Iterable[Callable[[], object]]) -> None:
         raise BaseExceptionGroup("several parts could not be closed", errors)
     if errors:
         raise errors[0]
-
-
-# Python's global random numbers, for code that draws from them and shares them with others.
-
-_GLOBAL_RANDOM = threading.Lock()
-
-
-class OwnRandom:
-    """A state of Python's global random numbers that is in force inside a ``with`` block only."""
-
-    # Blocks of all threads run one after the other; what is outside finds its state as it was.
-
-    def __init__(self, seed: int) -> None:
-        self._state = random.Random(seed).getstate()
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Put the state in force."""
-        with _GLOBAL_RANDOM:
-            outside = random.getstate()
-            random.setstate(self._state)
-            try:
-                yield
-            finally:
-                self._state = random.getstate()
-                random.setstate(outside)

@@ -1,4 +1,9 @@
-"""For tests of environments: the conformance test and scripted turns."""
+"""The conformance test of environments: run it on your own environment or transform.
+
+Each rule is a function that raises with its name; what a rule needs is in :class:`Trial`.
+
+Shape legend: B rows, in whatever batch shape.
+"""
 
 import random
 import threading
@@ -12,59 +17,15 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import check_env_specs
 
-from torchrl_data import batch_io, keys
-from torchrl_data.batched_object import write_objects
-from torchrl_data.conversation import Conversations, Turn
-from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_data import keys
+from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_io import read_conversations
+
+from .scripted_turns import ScriptedTurns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# A policy without a model, which says what a script tells it to.
-#
-# Shape legend: B rows.
-
-
-class ScriptedTurns:
-    """Says the turns of a script, the same in every row, each token with log-prob -1."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", turns: Sequence[str]) -> None:
-        self.encoder = ConversationEncoder(tokenizer)
-        self._turns = [self.encoder.encode_turn(text, close=True) for text in turns]
-        self._num_turns = 0
-        self.sampled: list[int] = []
-        """Token ids of the last turn."""
-
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """Write ``full`` and ``finish_reason``, in the mode of the batch's prompt."""
-        mode = next(
-            m
-            for m in keys.INPUT_MODES
-            if batch_io.stored_conversations(batch, m, keys.PROMPT) is not None
-        )
-        ids, content = self._turns[min(self._num_turns, len(self._turns) - 1)]
-        self._num_turns += 1
-        self.sampled = list(ids)
-        prompt = batch_io.read_conversations(batch, keys.PROMPT, who="ScriptedTurns")
-        active = batch_io.active_rows(batch).tolist()
-        opened = self.encoder.encode_waiting(prompt)
-        size = len(prompt)
-        index = [row if is_active else size + row for row, is_active in enumerate(active)]
-        prompt = Conversations.cat([opened, prompt])[index]
-        turn = Turn(ids, [-1.0] * len(ids), {"role": "assistant", "content": content})
-        full = prompt.append_turns([turn if is_active else None for is_active in active])
-        for which, value in ((keys.PROMPT, prompt), (keys.FULL, full)):
-            batch_io.write_conversations(batch, which, value, mode=mode, encoder=self.encoder)
-        write_objects(batch, keys.FINISH_REASON, ["stop"] * size)
-        return batch
-
-
-# The conformance test of environments: run it on your own environment or transform.
-#
-# Each rule is a function that raises with its name; what a rule needs is in :class:`Trial`.
-#
-# Shape legend: B rows, in whatever batch shape.
 
 _FLAGS: Final = (keys.DONE, keys.TERMINATED, keys.TRUNCATED)
 _THREADS_S: Final = 5.0
@@ -182,7 +143,7 @@ def _closing(env: Any, is_own: bool) -> Iterator[Any]:
 
 def _prompt(batch: TensorDictBase, rule: str) -> Conversations:
     try:
-        return batch_io.read_conversations(batch, keys.PROMPT, who="check_env")
+        return read_conversations(batch, keys.PROMPT, who="check_env")
     except KeyError as error:
         raise EnvironmentRuleError(rule, f"there is no prompt: {error}") from error
 
@@ -217,7 +178,7 @@ def _check_steps(trial: Trial, env: Any) -> None:
         batch.set(keys.STEP_MASK, (~over).view(batch.batch_size))
         before = _prompt(batch, "step")
         batch = policy(batch)
-        full = batch_io.read_conversations(batch, keys.FULL, who="check_env")
+        full = read_conversations(batch, keys.FULL, who="check_env")
         for row in (~over).nonzero().view(-1).tolist():
             sampled[row] += policy.sampled
         flags = {key: batch.get(key).clone() for key in _FLAGS if batch.get(key, None) is not None}
