@@ -30,7 +30,8 @@ from transformers import (
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from collectors.weight_update.weights import gathered_state_dict, unwrapped, whole
+from collectors.weight_update.merged_adapters import whole
+from collectors.weight_update.plain_weights import gathered_state_dict, unwrapped
 from objectives import SFTLoss
 from torchrl_data import import_package
 from torchrl_data.conversation import Conversations, Turn, waiting_rows

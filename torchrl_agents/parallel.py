@@ -33,9 +33,10 @@ from collectors import (
     ShardedOptimizer,
     contribute_weights,
 )
-from collectors.resume import Sharded
-from collectors.streaming.collector import BackgroundCollector
-from collectors.weight_update.weights import is_spread, pushed_weights, unwrapped
+from collectors.resume.sharded import Sharded
+from collectors.streaming.background_collector import BackgroundCollector
+from collectors.weight_update.plain_weights import unwrapped
+from collectors.weight_update.sharded_weights import is_spread, pushed_weights
 from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepOutcome
 from torchrl_data.token_scorer import TokenScorer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper

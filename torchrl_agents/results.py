@@ -31,7 +31,7 @@ from torchrl.record.loggers import Logger
 import collectors
 from collectors import Estimate
 from collectors.record import RolloutRecorder
-from collectors.record.samples import finite
+from collectors.record.files import finite
 from collectors.record.terminal import axis_bounds
 from torchrl_data import read_conversations
 from torchrl_data.batched_object import read_objects

@@ -24,9 +24,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
-from collectors.checkpoint.store import stored
+from collectors.checkpoint.retention import stored
 from collectors.composition_checks import check_fit
-from collectors.record.samples import finite
+from collectors.record.files import finite
 from objectives import Ranks
 from torchrl_data import page
 from torchrl_data.pretrained import load_pretrained

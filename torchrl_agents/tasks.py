@@ -26,10 +26,10 @@ from collectors import (
     Wait,
 )
 from collectors.checkpoint.format import Encoder, known_tensorclasses
+from collectors.collector import PostProcessing
 from collectors.ledger import StalenessPolicy
-from collectors.llm_collector import PostProcessing
-from collectors.resume import random_state, set_random_state
-from collectors.streaming.collector import verdict
+from collectors.resume.random_numbers import random_state, set_random_state
+from collectors.streaming.background_collector import verdict
 from torchrl_data.token_scorer import TokenScorer
 from torchrl_envs import DataLoadingPrimer, RewardErrorLimit, TokenBudget
 from torchrl_envs.entries.rewards import reward_of_row

@@ -66,15 +66,15 @@ if TYPE_CHECKING:
     from .testing.environment_rules import check_env as check_env
     from .tools.browser import BrowserTransform as BrowserTransform
     from .tools.environments import EnvironmentTools as EnvironmentTools
-    from .tools.environments import StepEnvironments as StepEnvironments
     from .tools.functions import FunctionTools as FunctionTools
-    from .tools.functions import PythonInterpreter as PythonInterpreter
     from .tools.mcp import MCPToolTransform as MCPToolTransform
-    from .transforms.context import DropReasoning as DropReasoning
-    from .transforms.context import FoldContext as FoldContext
-    from .transforms.context import TokenBudget as TokenBudget
+    from .tools.python_interpreter import PythonInterpreter as PythonInterpreter
+    from .tools.step_environments import StepEnvironments as StepEnvironments
+    from .transforms.drop_reasoning import DropReasoning as DropReasoning
+    from .transforms.fold_context import FoldContext as FoldContext
     from .transforms.policy_version import PolicyVersion as PolicyVersion
     from .transforms.thinking_prompt import AddThinkingPrompt as AddThinkingPrompt
+    from .transforms.token_budget import TokenBudget as TokenBudget
     from .transforms.tokenizer import TemplateTransform as TemplateTransform
     from .transforms.tokenizer import Tokenizer as Tokenizer
 

@@ -32,7 +32,8 @@ from torchrl_data.conversation_state import conversation_states, conversations_f
 from torchrl_data.conversation_view import ConversationView
 from torchrl_data.keys import HISTORY
 
-from .files import DTYPES, CheckpointError, Entry, as_bytes
+from .errors import CheckpointError
+from .tensor_file import DTYPES, Entry, as_bytes
 
 MAX_DEPTH: Final = 64
 """Levels of nesting that a state may have."""

@@ -1,4 +1,7 @@
-"""A record in the terminal, page by page."""
+"""The record of a run in the terminal: tables of steps and groups, samples side by side, a sample.
+
+What a rollout says is printed as text: no markup is read in it, what is invisible is spelled out.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,11 +17,8 @@ from rich.text import Text
 from torchrl_data.display.text import visible
 from torchrl_data.stop_reason import end_text
 
-from .samples import GroupSummary, PromptHistory, RolloutSample, RunRecord, StepSummary
-
-# The record of a run in the terminal: tables of steps and groups, samples side by side, a sample.
-#
-# What a rollout says is printed as text: no markup is read in it, what is invisible is spelled out.
+from .prompt_history import PromptHistory
+from .samples import GroupSummary, RolloutSample, StepSummary
 
 WRITER_STYLES: Final = {
     "template": "bright_black",
@@ -30,8 +30,8 @@ WRITER_STYLES: Final = {
 """Colour of a token, by who wrote it."""
 COLOURS: Final = ("writer", "ratio", "advantage", "entropy", "surprise", "version")
 """What tokens can be coloured by."""
-_LEFT: Final = ("rewards", "group", "prompt", "trained", "stop reason")
-_SQUARES: Final = 12
+LEFT_COLUMNS: Final = ("rewards", "group", "prompt", "trained", "stop reason")
+NUM_SQUARES: Final = 12
 """Rewards of a group in a line of a table, so that there is room for its prompt."""
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _BINS: Final = 8
@@ -61,7 +61,7 @@ def run_rows(steps: Sequence[StepSummary], title: str) -> Rows:
     columns = ("step", "reward", "rewards", "groups", "trained", "tokens", "tool errors", "cut")
     rows = []
     for step in steps:
-        rewards = _rewards(step.groups)
+        rewards = rewards_of_groups(step.groups)
         cells = (
             str(step.step),
             number(fmean(rewards) if rewards else None),
@@ -99,7 +99,8 @@ def axis_bounds(values: Iterable[float]) -> tuple[float, float]:
     return (low - lacking / 2, high + lacking / 2) if lacking > 0 else (low, high)
 
 
-def _rewards(groups: Iterable[GroupSummary]) -> list[float]:
+def rewards_of_groups(groups: Iterable[GroupSummary]) -> list[float]:
+    """Rewards of all rollouts of groups that have one."""
     return [reward for group in groups for reward in group.rewards if reward is not None]
 
 
@@ -229,9 +230,6 @@ def prompt_view(prompt: PromptHistory) -> RenderableType:
     return Group(*lines)
 
 
-# Tokens ------------------------------------------------------------------------------------------
-
-
 def value_of(sample: RolloutSample, colour: str, at: int) -> float | None:
     """What a token is coloured by; ``None`` where it is not known."""
     tokens = sample.tokens
@@ -300,96 +298,3 @@ def legend(colour: str, scale: float) -> Text:
         return Text(f"colour: {colour}, which is not recorded or 0", style="bright_black")
     low = "0" if colour in ("entropy", "surprise") else f"{-scale:.2g} (red)"
     return Text(f"colour: {colour}, from {low} to {scale:.2g}", style="bright_black")
-
-
-# Places in the record of a run: the run itself, a step, a group of it, a sample of that.
-
-Place = tuple[int, ...]
-"""Step, number of a group in it, number of a sample in that; fewer show more."""
-RUN: Final[Place] = ()
-
-
-class View(NamedTuple):
-    """What there is to see at a place."""
-
-    rows: Rows | None
-    """What can be opened from here."""
-    body: RenderableType
-    """What stands below."""
-
-    def printed(self) -> RenderableType:
-        """All of it."""
-        if self.rows is None or not self.rows.title:
-            return self.body
-        wide = "prompt" in self.rows.columns
-        title = Text(self.rows.title)
-        table = Table(title=title, title_justify="left", header_style="bold", expand=wide)
-        for name in self.rows.columns:
-            width: dict[str, Any] = {"max_width": _SQUARES} if name == "rewards" else {}
-            width |= {"ratio": 1} if name == "prompt" else {}  # what the others leave
-            table.add_column(name, justify="left" if name in _LEFT else "right", **width)
-        for row in self.rows.rows:
-            table.add_row(*row)
-        return Group(table, self.body)
-
-
-class Browser:
-    """Finds what to show at a place in a record.
-
-    Args:
-        run: the record.
-        keep: which samples are shown; others are dimmed, or left out of a group.
-    """
-
-    def __init__(
-        self, run: RunRecord, *, keep: Callable[[RolloutSample], bool] = lambda _: True
-    ) -> None:
-        self.run = run
-        self._keep = keep
-        self._samples: tuple[int, list[RolloutSample]] | None = None
-
-    def view(self, place: Sequence[int], colour: str) -> View:
-        """What there is at a place.
-
-        Args:
-            place: in the record.
-            colour: of tokens.
-
-        Raises:
-            KeyError: there is no such place.
-        """
-        if not place:
-            steps = self.run.steps
-            means = [fmean(rewards) for step in steps if (rewards := _rewards(step.groups))]
-            line = Text(f"reward {sparkline(means)}", style="blue")
-            return View(run_rows(steps, self.run.name), line)
-        numbers = [step.step for step in self.run.steps]
-        if place[0] not in numbers:
-            raise KeyError(f"no step {place[0]}; there are {numbers}")
-        step = self.run.steps[numbers.index(place[0])]
-        if self._samples is None or self._samples[0] != step.step:
-            self._samples = step.step, list(self.run.samples(step.step))
-        samples = self._samples[1]
-        if len(place) == 1:
-            return View(step_rows(step, samples, self._keep), Text())
-        if not 0 <= place[1] < len(step.groups):
-            raise KeyError(f"step {step.step} has groups 0 to {len(step.groups) - 1}")
-        own = [s for s in samples if s.group_id == step.groups[place[1]].group_id]
-        if len(place) == 2:
-            kept = [sample for sample in own if self._keep(sample)]
-            return View(group_rows(own, self._keep), group_columns(kept, colour))
-        if not 0 <= place[2] < len(own):
-            raise KeyError(f"the group has samples 0 to {len(own) - 1}")
-        return View(None, sample_view(own[place[2]], colour))
-
-    def beside(self, place: Place, by: int) -> Place:
-        """The place so many further on, in what it is in; itself where there is none."""
-        if not place:
-            return place
-        keys = self.view(place[:-1], "writer").rows
-        assert keys is not None
-        numbers = list(keys.keys)
-        if place[-1] not in numbers:  # left out by the filter
-            return place
-        at = numbers.index(place[-1]) + by
-        return (*place[:-1], numbers[min(max(at, 0), len(numbers) - 1)])

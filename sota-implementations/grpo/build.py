@@ -17,7 +17,7 @@ from torchrl_agents.settings.schema import EpochsTrainConfig, RolloutsConfig
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-    from collectors.llm_collector import PostProcessing
+    from collectors.collector import PostProcessing
     from torchrl_data.token_scorer import TokenScorer
 
 # Settings of GRPO alone, typed, with what they mean; ``grpo.py --help`` shows all.

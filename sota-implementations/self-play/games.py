@@ -12,7 +12,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from collectors import LLMCollector
-from collectors.llm_collector import trajectory_rows
+from collectors.trajectory_rows import trajectory_rows
 from torchrl_agents.models import transformers_policy
 from torchrl_agents.settings.command_line import num_ranks
 from torchrl_agents.settings.schema import RecipeConfig

@@ -11,7 +11,8 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, LLMCollector, OnPolicy, StreamingCollector, Wait
-from collectors.resume import CheckpointMismatch, RunState, identity_of
+from collectors.resume.identity import CheckpointMismatch, identity_of
+from collectors.resume.run_state import RunState
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import (
     ChatEnv,

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from collectors import RolloutFunctionCollector, TextEnvironment
-from collectors.text_environment import RequestSyntax, sampling_of
+from collectors.text_environment.parts import sampling_of
+from collectors.text_environment.requests import RequestSyntax
 from objectives import GRPOLoss
 from torchrl_envs import DataLoadingPrimer
 from torchrl_envs.rewards.scoring_call import row_reward

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from vision_models import asked, llava, picture, qwen
 
-from collectors.record.recorder import prompt_of
+from collectors.record.row_values import prompt_of
 from objectives import GRPOLoss, SFTLoss
 from objectives.batching.ranks import equal_shares
 from torchrl_data import Conversations, encode_demonstrations, row_tensordicts

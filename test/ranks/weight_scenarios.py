@@ -8,8 +8,8 @@ from torch.distributed.fsdp import fully_shard
 from training_scenarios import build, error_of, wrap
 
 from collectors import InProcessUpdater, contribute_weights
-from collectors.streaming.collector import SnapshotUpdater
-from collectors.weight_update import weights as sharded
+from collectors.streaming.snapshot_updater import SnapshotUpdater
+from collectors.weight_update import sharded_weights as sharded
 from torchrl_modules import SamplingParameters
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.tiny_model import tiny_qwen3

@@ -27,8 +27,9 @@ from torchrl_envs.episode.episode import Episode, ToolCallRecord
 from torchrl_envs.episode.episode_transform import EpisodeEnvironment, EpisodeStartError
 from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.tool_results import environment_error
-from torchrl_envs.transforms.context import FoldContext, TokenBudget
+from torchrl_envs.transforms.fold_context import FoldContext
 from torchrl_envs.transforms.thinking_prompt import AddThinkingPrompt
+from torchrl_envs.transforms.token_budget import TokenBudget
 
 from . import programs, turns
 from .programs import Program

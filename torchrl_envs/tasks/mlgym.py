@@ -24,7 +24,7 @@ from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.episode.tool_source import Answer, Job, ToolSource
 from torchrl_envs.tool_results import clean_text, environment_error
-from torchrl_envs.tools.environments import Instance, start_instance
+from torchrl_envs.tools.instances import Instance, start_instance
 
 # One MLGym environment, spoken to in the words of its own templates.
 #

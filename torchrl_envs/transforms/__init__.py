@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from torchrl_envs.tools.browser import BrowserTransform as BrowserTransform
     from torchrl_envs.tools.environments import EnvironmentTools as EnvironmentTools
     from torchrl_envs.tools.functions import FunctionTools as FunctionTools
-    from torchrl_envs.tools.functions import PythonInterpreter as PythonInterpreter
     from torchrl_envs.tools.mcp import MCPToolTransform as MCPToolTransform
+    from torchrl_envs.tools.python_interpreter import PythonInterpreter as PythonInterpreter
 
-    from .context import TokenBudget as TokenBudget
     from .policy_version import PolicyVersion as PolicyVersion
     from .thinking_prompt import AddThinkingPrompt as AddThinkingPrompt
+    from .token_budget import TokenBudget as TokenBudget
     from .tokenizer import TemplateTransform as TemplateTransform
     from .tokenizer import Tokenizer as Tokenizer
 

@@ -15,7 +15,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, LLMCollector, OnPolicy, StreamingCollector, Wait
-from collectors.streaming.producer import draw_point
+from collectors.streaming.evaluation_point import draw_point
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import (
     ChatEnv,

@@ -9,7 +9,7 @@ from torchrl.envs import RenameTransform, RewardScaling, RewardSum
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
-from collectors.llm_collector import trajectory_rows
+from collectors.trajectory_rows import trajectory_rows
 from torchrl_envs import (
     ChatEnv,
     DataExhaustedError,

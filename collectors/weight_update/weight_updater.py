@@ -1,18 +1,17 @@
-"""Ways in which a trainer's weights reach a policy."""
+"""Weight updates of a policy: the face that all of them share."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.weights import UpdateRefused, facts_of
 
-from .weights import adapter_weights, gathered_state_dict, is_spread, pushed_weights, unwrapped
-
-# How a trainer's weights reach a policy.
+from .adapters_alone import adapter_weights
+from .plain_weights import gathered_state_dict
+from .sharded_weights import is_spread, pushed_weights
 
 ModelMetadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 """Parameter name to precision and shape."""
@@ -150,114 +149,3 @@ class WeightUpdater:
 
     def _connect(self, policy: UpdatablePolicy) -> None:
         """Set up the way to a policy, if it needs any."""
-
-
-# Weight updates of a policy that lives in the trainer's process.
-
-
-class InProcessUpdater(WeightUpdater):
-    """Hands weights to the policy's engine, whatever it is, by reference.
-
-    An engine of this process copies them; a vLLM server of this machine gets them in a file. Of a
-    model that the policy itself samples from, the weights are there: a push checks that they are
-    finite and counts the version, and adapters (PEFT) stay as they are.
-
-    Example:
-        >>> from torchrl_modules import TransformersWrapper
-        >>> from torchrl_modules.tiny_model import tiny_qwen3
-        >>> policy = TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer)
-        >>> updater = InProcessUpdater(policy)  # what LLMCollector(env, policy) makes
-        >>> updater.push(policy.model), policy.policy_version
-        (1, 1)
-    """
-
-    def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        model = getattr(getattr(self.policy, "engine", None), "model", None)
-        if isinstance(source, nn.Module) and isinstance(model, nn.Module):
-            inside = unwrapped(source)
-            if inside is unwrapped(model):
-                return inside.state_dict()
-        return super()._gathered(source)
-
-
-# Weight updates of a policy over vLLM, wherever it runs.
-
-
-class vLLMUpdater(WeightUpdater):
-    """Pushes weights into a running vLLM, which forgets what it cached under the old ones.
-
-    Args:
-        policy: a :class:`~torchrl_modules.vLLMWrapper`; a collector sets its own.
-        transfer: ``"direct"``: an engine of this process is handed the tensors, a server gets them
-            as its ``weight_transfer`` says. ``"c10d"``: they are broadcast to the server's workers,
-            which :meth:`init` joins; see :meth:`~torchrl_modules.VLLMServerEngine.join`.
-        master_address: for ``"c10d"``: of this process, as the workers reach it.
-        master_port: for ``"c10d"``: where they meet; a free one when not given.
-        device: for ``"c10d"``: what sends.
-
-    Raises:
-        ValueError: ``transfer`` is another one.
-
-    Example:
-        >>> collector = LLMCollector(  # doctest: +SKIP
-        ...     env, policy=policy, weight_updater=vLLMUpdater(), track_policy_version=True
-        ... )
-        >>> collector.weight_updater.init()  # doctest: +SKIP
-        >>> collector.update_policy_weights_(state_dict=model.state_dict())  # doctest: +SKIP
-        1
-    """
-
-    def __init__(
-        self,
-        policy: UpdatablePolicy | None = None,
-        *,
-        transfer: Literal["direct", "c10d"] = "direct",
-        master_address: str | None = None,
-        master_port: int | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        if transfer not in ("direct", "c10d"):
-            raise ValueError(f"vLLMUpdater: transfer must be 'direct' or 'c10d', got {transfer!r}.")
-        super().__init__()
-        self._by_broadcast = transfer == "c10d"
-        self._meeting = {
-            "master_address": master_address,
-            "master_port": master_port,
-            "device": device,
-        }
-        if policy is not None:
-            self.attach(policy)
-
-    def attach(self, policy: UpdatablePolicy) -> None:
-        """See :meth:`WeightUpdater.attach`.
-
-        Args:
-            policy: what is updated.
-
-        Raises:
-            TypeError: its engine is not vLLM, or can't be reached by this transfer.
-        """
-        engine: Any = getattr(policy, "engine", policy)
-        if self._by_broadcast and not hasattr(engine, "join"):
-            raise TypeError(
-                f"vLLMUpdater can't broadcast to {type(engine).__name__}: an engine of this "
-                "process is updated with transfer='direct', and so are several servers, and one "
-                "that is supervised or asynchronous: build these with weight_transfer='c10d'."
-            )
-        if isinstance(engine, TransformersEngine):
-            raise TypeError(
-                "vLLMUpdater updates a policy over vLLM, not one over TransformersEngine. "
-                "Use InProcessUpdater()."
-            )
-        super().attach(policy)
-
-    def _connect(self, policy: UpdatablePolicy) -> None:
-        if self._by_broadcast:
-            engine: Any = getattr(policy, "engine", policy)
-            engine.join(**self._meeting)
-
-    def close(self) -> None:
-        """Leave the workers' group. May be called twice."""
-        if self._by_broadcast and self._policy is not None:
-            engine: Any = getattr(self._policy, "engine", self._policy)
-            engine.leave()
