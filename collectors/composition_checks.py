@@ -10,7 +10,8 @@ from torchrl.envs.transforms import Compose
 
 from objectives import DecoupledSources
 from objectives.advantages.estimators import GroupMean, LeaveOneOut, MaxRL, PassAtK
-from objectives.advantages.mc_advantage import MCAdvantage, TopKRewardSelector
+from objectives.advantages.mc_advantage import MCAdvantage
+from objectives.advantages.top_k_reward_selector import TopKRewardSelector
 from torchrl_data import page
 from torchrl_data.keys import REWARD
 from torchrl_data.templates.rendering_identity import check_same_rendering

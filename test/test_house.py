@@ -32,7 +32,10 @@ FILES_TO_THE_LOSS = 35
 STAYS_OF_A_TURN = 25
 DOORS = {
     "vllm": {"torchrl_modules.vllm.releases"},
-    "ray": {"objectives.advantages.mc_advantage", "collectors.cluster.ray_door"},
+    "ray": {
+        "objectives.advantages.ray_mc_advantage",
+        "collectors.cluster.ray_door",
+    },
     "mcp": {"torchrl_envs.tools.mcp_connection"},
     "websockets": {"torchrl_envs.openenv.session"},
     "math_verify": {"torchrl_envs.graders.math_verify"},

@@ -56,10 +56,10 @@ from torchrl_modules import (
     local_model,
 )
 from torchrl_modules.engines.transformers import TransformersEngine
-from torchrl_modules.policies.base import warn_of_other_dtype
-from torchrl_modules.policies.transformers_wrapper import OF_BOTH, load_causal_lm
+from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
+from torchrl_modules.policies.loading import OF_BOTH, load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
-from torchrl_modules.vllm.runtime import ADAPTER_RANKS
+from torchrl_modules.vllm.settings import ADAPTER_RANKS
 
 from .settings.schema import (
     SCHEDULES,
@@ -165,7 +165,7 @@ def _started_fleet(
     source: Source, devices: Sequence[int | str], count: int, options: Mapping[str, Any]
 ) -> EngineFleet:
     """Servers that are started here, each on its share of the devices."""
-    from torchrl_modules.vllm.server import OwnServerEngine
+    from torchrl_modules.vllm.bridges import OwnServerEngine
 
     each = len(devices) // count
     shares = [devices[i * each : (i + 1) * each] or None for i in range(count)]

@@ -19,7 +19,7 @@ from collectors.streaming.background_collector import BackgroundCollector
 from collectors.streaming.load_cap import LoadCap, together
 from collectors.streaming.snapshot_updater import SnapshotUpdater, shares_memory
 from collectors.weight_update.plain_weights import gathered_state_dict
-from objectives.advantages.mc_advantage import start_ray
+from objectives.advantages.ray_mc_advantage import start_ray
 from torchrl_data.checks import check_counts
 from torchrl_envs.datasets.primer import DataExhaustedError
 from torchrl_envs.episode.episode_env import EpisodeEnv

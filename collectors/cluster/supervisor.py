@@ -10,7 +10,7 @@ from collectors.ledger import GroupLedger
 from collectors.streaming.loop_thread import LoopThread
 from torchrl_modules.engines.engine import EngineDied
 from torchrl_modules.engines.supervision import Supervision
-from torchrl_modules.weights import UpdateRefused
+from torchrl_modules.weights.expected_weights import UpdateRefused
 
 from .ledger_service import WHO
 from .ray_door import CollectorDied, is_death, load_ray

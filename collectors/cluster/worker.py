@@ -20,7 +20,7 @@ from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase, TransformersEngine, open_async
 from torchrl_modules.engines.engine import push_weights
-from torchrl_modules.policies.base import AsyncPolicy
+from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .ledger_service import WHO, Scored, built
 from .ray_door import load_ray

@@ -24,7 +24,7 @@ from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.bridges import BatchingEngine, open_async
 from torchrl_modules.engines.engine import AsyncEngine
-from torchrl_modules.policies.base import AsyncPolicy
+from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .background_collector import BackgroundCollector
 from .checks import (

@@ -18,7 +18,7 @@ from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules.engines.engine import EngineDied
-from torchrl_modules.policies.base import AsyncPolicy
+from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .timeline import Timeline
 

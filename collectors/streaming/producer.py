@@ -21,7 +21,7 @@ from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules.engines.bridges import BatchingEngine
 from torchrl_modules.engines.engine import push_weights
-from torchrl_modules.policies.base import AsyncPolicy
+from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .checks import WHO
 from .evaluation_point import EvaluationPoint, draw_point

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from collectors.weight_update.in_process_updater import InProcessUpdater
-from torchrl_modules.weights import AdapterWeights, LazyWeights, copied
+from torchrl_modules.weights.adapter_weights import AdapterWeights
+from torchrl_modules.weights.lazy_weights import LazyWeights, copied
 
 
 class SnapshotUpdater(InProcessUpdater):

@@ -5,10 +5,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from torchrl_modules.weights import (
-    AdapterWeights,
-    UpdateRefused,
-)
+from torchrl_modules.weights.adapter_weights import AdapterWeights
+from torchrl_modules.weights.expected_weights import UpdateRefused
 
 from .merged_adapters import AdapterNames, has_adapters, tuner_layers, whole
 from .plain_weights import unwrapped

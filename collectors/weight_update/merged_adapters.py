@@ -13,9 +13,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from torchrl_modules.weights import (
-    narrowed,
-)
+from torchrl_modules.weights.lazy_weights import narrowed
 
 
 def has_adapters(module: nn.Module) -> bool:

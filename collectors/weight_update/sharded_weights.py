@@ -14,10 +14,10 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchrl_modules.weight_transfer import WeightLayout
-from torchrl_modules.weights import (
+from torchrl_modules.weight_transfer.layout import WeightLayout
+from torchrl_modules.weights.expected_weights import UpdateRefused
+from torchrl_modules.weights.lazy_weights import (
     LazyWeights,
-    UpdateRefused,
     WeightFacts,
     first_names,
     largest,

@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from torchrl_modules.weights import UpdateRefused, facts_of
+from torchrl_modules.weights.expected_weights import UpdateRefused
+from torchrl_modules.weights.lazy_weights import facts_of
 
 from .adapters_alone import adapter_weights
 from .plain_weights import gathered_state_dict

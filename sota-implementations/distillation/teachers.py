@@ -23,8 +23,8 @@ from torchrl_envs import DataLoadingPrimer
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
-from torchrl_modules.policies.transformers_wrapper import load_causal_lm
-from torchrl_modules.vllm.client import TOKEN_VARIABLE, JSONClient
+from torchrl_modules.policies.loading import load_causal_lm
+from torchrl_modules.vllm.json_client import TOKEN_VARIABLE, JSONClient
 
 # Teachers: models in this process, or behind a URL, that score what a student sampled.
 #

@@ -22,7 +22,7 @@ from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_modules import SamplingParameters, TransformersWrapper
 from torchrl_modules.engines import readers
-from torchrl_modules.policies.base import AsyncPolicy
+from torchrl_modules.policies.async_policy import AsyncPolicy
 from torchrl_modules.scoring.scorer import PackedScorer
 
 CHATS = [

@@ -21,7 +21,7 @@ from transformers import (
 
 from torchrl_envs import RewardModel
 from torchrl_modules import TransformersWrapper, local_model
-from torchrl_modules.policies import model_files
+from torchrl_modules.policies import gguf, model_files
 
 ROOT = Path(__file__).parents[2]
 SIZES = {
@@ -264,7 +264,7 @@ def test_a_family_that_transformers_does_not_read_is_refused_before_it_is_conver
 
 def test_what_reads_a_file_is_asked_for_before_it_is_read(tmp_path, monkeypatch):
     write_gguf(tmp_path / "tiny.gguf", "llama")
-    monkeypatch.setattr(model_files, "find_spec", lambda name: None if name == "accelerate" else 1)
+    monkeypatch.setattr(gguf, "find_spec", lambda name: None if name == "accelerate" else 1)
     with pytest.raises(ImportError, match=r"tiny\.gguf can't be read.*pip install accelerate$"):
         local_model(str(tmp_path / "tiny.gguf"))
 

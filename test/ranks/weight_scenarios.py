@@ -13,12 +13,11 @@ from collectors.weight_update import sharded_weights as sharded
 from torchrl_modules import SamplingParameters
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.tiny_model import tiny_qwen3
-from torchrl_modules.weight_transfer import (
-    C10dWeightTransfer,
-    WeightLayout,
-    stateless_init_process_group,
-)
-from torchrl_modules.weights import ExpectedWeights, RenamedWeights
+from torchrl_modules.weight_transfer.broadcast_group import stateless_init_process_group
+from torchrl_modules.weight_transfer.c10d import C10dWeightTransfer
+from torchrl_modules.weight_transfer.layout import WeightLayout
+from torchrl_modules.weights.expected_weights import ExpectedWeights
+from torchrl_modules.weights.lazy_weights import RenamedWeights
 
 
 class Policy:

@@ -20,12 +20,9 @@ from torchrl_data.devices import on_device, on_host
 from torchrl_data.ragged.packed import cumulative_lengths, pack
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_data.token_scorer import TokenScores
-from torchrl_modules.sampling import (
-    SamplingParameters,
-    TargetHistory,
-    warped_head_log_prob,
-    warped_log_prob,
-)
+from torchrl_modules.sampling.distribution import warped_head_log_prob, warped_log_prob
+from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.sampling.token_history import TargetHistory
 
 from .models import (
     Difference,

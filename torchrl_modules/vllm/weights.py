@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from torchrl_modules.weights import AdapterWeights, ExpectedWeights, refuse
+from torchrl_modules.weights.adapter_weights import AdapterWeights
+from torchrl_modules.weights.expected_weights import ExpectedWeights, refuse
 
 from .runtime import import_vllm
 

@@ -30,8 +30,8 @@ from torchrl_envs import (
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_modules import EngineDied, TransformersWrapper
 from torchrl_modules.engines.bridges import BatchingEngine
-from torchrl_modules.policies.base import AsyncPolicy
-from torchrl_modules.weights import UpdateRefused
+from torchrl_modules.policies.async_policy import AsyncPolicy
+from torchrl_modules.weights.expected_weights import UpdateRefused
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 # TorchRL's storages count in shared memory, whose file lives to the end.

@@ -24,7 +24,7 @@ from torchrl_envs import (
 )
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_modules.engines.bridges import BatchingEngine
-from torchrl_modules.policies.base import AsyncPolicy
+from torchrl_modules.policies.async_policy import AsyncPolicy
 
 
 def add(a: int, b: int) -> int:

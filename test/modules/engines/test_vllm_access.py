@@ -13,7 +13,8 @@ import pytest
 
 from torchrl_modules import SamplingParameters, VLLMServerEngine
 from torchrl_modules.vllm import server
-from torchrl_modules.vllm.client import TOKEN_VARIABLE, AccessControl, JSONClient
+from torchrl_modules.vllm.access_control import AccessControl
+from torchrl_modules.vllm.json_client import TOKEN_VARIABLE, JSONClient
 
 PARAMS = SamplingParameters(max_new_tokens=4, stop_token_ids=())
 TOKEN = "a secret of many letters"
@@ -142,7 +143,7 @@ def test_where_a_server_listens(monkeypatch, capsys, tmp_path, words, token, exp
             server._access(server._command_line_options(), str(tmp_path))
         return
     options = server._access(server._command_line_options(), str(tmp_path))
-    assert options[:2] == ["--middleware", "torchrl_modules.vllm.client.AccessControl"]
+    assert options[:2] == ["--middleware", "torchrl_modules.vllm.access_control.AccessControl"]
     assert options[2:] == ([expected, f"{tmp_path}/socket"] if expected else [])
     assert capsys.readouterr().out == (f"unix://{tmp_path}/socket\n" if expected else "")
 

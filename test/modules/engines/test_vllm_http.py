@@ -13,7 +13,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from torchrl_modules.vllm.client import JSONClient
+from torchrl_modules.vllm.json_client import JSONClient
 
 
 class Echo(BaseHTTPRequestHandler):

@@ -18,7 +18,7 @@ from torchrl_data.conversation import Conversations
 from torchrl_data.conversation_io import write_conversations
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper, vLLMWrapper
-from torchrl_modules.vllm.engine import AsyncVLLMEngine
+from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
 
 pytestmark = pytest.mark.vllm
 

@@ -1,104 +1,21 @@
-"""The weights of an update: what an engine expects, what it is given, and adapters."""
+"""Weights that an engine expects: an update is taken as a whole or refused as a whole."""
 
-import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-# Weights of which only some exist at a time: they are made whole when they are read.
-
-
-class WeightFacts(NamedTuple):
-    """What is known of a weight before it is made whole."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    largest: float
-    """The largest absolute value; infinity where a value is NaN or infinite."""
-    place: Hashable
-    """The same for names of one and the same tensor, which are tied."""
-
-
-class LazyWeights(Mapping[str, Tensor]):
-    """A state dict whose values are made when they are read, and belong to the reader.
-
-    Reading in the order of the names is cheap; reading one again makes it again.
-    """
-
-    facts: Mapping[str, WeightFacts]
-    """Of every weight, by its name, in order."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.facts)
-
-    def __len__(self) -> int:
-        return len(self.facts)
-
-
-class RenamedWeights(LazyWeights):
-    """Some weights of others, by other names."""
-
-    def __init__(self, weights: LazyWeights, names: Mapping[str, str]) -> None:
-        self._weights = weights
-        self._names = names
-        self.facts = {name: weights.facts[inside] for name, inside in names.items()}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._weights[self._names[name]]
-
-
-def facts_of(weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What has the shapes and types of weights, without making any."""
-    return weights.facts if isinstance(weights, LazyWeights) else weights
-
-
-def shells(weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Weights without data as they are sent: tied ones once, and no wider than an engine's type."""
-    facts = facts_of(weights)
-    return {
-        name: torch.empty(facts[name].shape, dtype=narrowed(facts[name], dtype), device="meta")
-        for name, first in first_names(weights).items()
-        if name == first
-    }
-
-
-def narrowed(value: Any, dtype: torch.dtype | None) -> torch.dtype:
-    """In which type a tensor is sent to an engine that computes in ``dtype``; ``None``: in its own.
-
-    Scales, biases and other vectors stay as they are: a model may keep them in a wider type.
-    """
-    own: torch.dtype = value.dtype
-    if dtype is None or len(value.shape) < 2 or not own.is_floating_point:
-        return own
-    return min(own, dtype, key=lambda each: each.itemsize)
-
-
-def first_names(weights: Mapping[str, Any]) -> dict[str, str]:
-    """For each name the first one of the same tensor."""
-    first: dict[Hashable, str] = {}
-    facts = facts_of(weights).items()
-    return {name: first.setdefault(_place(x), name) for name, x in facts}
-
-
-def copied(
-    weights: Mapping[str, Tensor],
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> dict[str, Tensor]:
-    """Copies that no training changes: as they are sent, see :func:`shells`; on their devices."""
-    return {
-        name: weights[name].detach().to(device=device, dtype=shell.dtype, copy=True)
-        for name, shell in shells(weights, dtype).items()
-    }
-
-
-# Weights are taken as a whole or refused as a whole.
+from .lazy_weights import (
+    LazyWeights,
+    RenamedWeights,
+    WeightFacts,
+    facts_of,
+    first_names,
+    largest,
+    storage_of,
+)
 
 _WORD: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _NO_VERSION: Final = 1 << 63
@@ -206,20 +123,12 @@ def value_fault(name: str, value: Any) -> str | None:
     return f"{name} is no whole torch.Tensor with data, but {found}"
 
 
-def _place(value: Tensor | WeightFacts) -> Hashable:
-    """The same for weights that share their memory, or of which the facts say so."""
-    if isinstance(value, WeightFacts):
-        return value.place
-    at = 0 if value.is_meta else value.data_ptr()
-    return (at, value.shape, value.stride()) if at else id(value)
-
-
 def _same(weights: Mapping[str, Tensor], first: str, second: str) -> bool:
     """Whether two names stand for the same values, where the first one's can be taken."""
     facts = facts_of(weights)
     if not isinstance(weights, LazyWeights) and value_fault(second, facts[second]):
         return False
-    if _place(facts[first]) == _place(facts[second]):
+    if storage_of(facts[first]) == storage_of(facts[second]):
         return True
     left = weights[first]
     return torch.equal(left, weights[second].to(left))
@@ -230,15 +139,6 @@ def all_finite(value: Tensor) -> bool:
     # Either of them makes the sum one of them, at half the cost of a copy. Large values can, too.
     value = value.detach()
     return bool(value.sum().isfinite()) or bool(largest(value) < torch.inf)
-
-
-def largest(value: Tensor) -> float:
-    """The largest absolute value, infinity for NaN; 0 where there is none."""
-    if not value.numel() or not value.is_floating_point():
-        return 0.0
-    low, high = torch.aminmax(value.detach())  # `vector_norm` takes twenty times as long on a CPU
-    most = max(-float(low), float(high))
-    return most if most == most else torch.inf
 
 
 def next_version(version: int | None, present: int, *, who: str) -> int:
@@ -274,78 +174,3 @@ def weights_fingerprint(model: nn.Module) -> Hashable:
         by_device.setdefault(words.device, []).append(words.sum(dtype=torch.int64))
     values = tuple(tuple(torch.stack(sums).tolist()) for sums in by_device.values())
     return values, tuple((t.data_ptr(), t._version) for t in tensors)
-
-
-# Low-rank adapters on their way to an engine that applies them beside the weights it has.
-
-_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
-
-
-class AdapterWeights(dict[str, Tensor]):
-    """The factors of LoRA adapters, in place of whole weights.
-
-    A layer's output is that of its own weights plus ``B @ A @ x``: scales are in ``B`` already.
-
-    Args:
-        factors: by the name of the layer in the model without adapters: ``A``, ``[rank, in]``, and
-            ``B``, ``[out, rank]``.
-    """
-
-    def __init__(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        super().__init__()
-        for layer, (down, up) in factors.items():
-            self[f"{layer}{_DOWN}"] = down.detach()
-            self[f"{layer}{_UP}"] = up.detach()
-
-    @property
-    def layers(self) -> list[str]:
-        """The names of the layers that have adapters."""
-        return [name.removesuffix(_DOWN) for name in self if name.endswith(_DOWN)]
-
-    @property
-    def rank(self) -> int:
-        """The largest one."""
-        return max(self[f"{layer}{_DOWN}"].shape[0] for layer in self.layers)
-
-    def faults(self, own: Mapping[str, Tensor]) -> list[str]:
-        """What keeps them from being used.
-
-        Args:
-            own: weights of the model that they are for, by name.
-        """
-        faults = [] if self else ["it holds no adapter"]
-        faults += value_faults(self)
-        faults += [fault for layer in self.layers if (fault := self._fault(layer, own))]
-        return faults or [
-            f"{name} holds NaN or infinity. Did training diverge?"
-            for name, value in self.items()
-            if not all_finite(value)
-        ]
-
-    def _fault(self, layer: str, own: Mapping[str, Tensor]) -> str | None:
-        if f"{layer}.weight" not in own:
-            return f"the model has no {layer}"
-        down, up = self[f"{layer}{_DOWN}"], self[f"{layer}{_UP}"]
-        shape = own[f"{layer}.weight"].shape
-        if (*up.shape[:1], *down.shape[1:]) == shape and up.shape[1:] == down.shape[:1]:
-            return None
-        factors = f"{tuple(up.shape)} and {tuple(down.shape)}"
-        return f"the adapter of {layer} has factors {factors} for a weight of {tuple(shape)}"
-
-    def save(self, folder: Path) -> None:
-        """Write them as PEFT does, so that an engine can load them.
-
-        Args:
-            folder: is there.
-        """
-        tensors = {f"base_model.model.{n}": v.cpu().contiguous() for n, v in self.items()}
-        save_file(tensors, folder / "adapter_model.safetensors")
-        config = {
-            "peft_type": "LORA",
-            "r": self.rank,
-            "lora_alpha": self.rank,  # a scale of 1: they are scaled already
-            "target_modules": sorted({name.rpartition(".")[2] for name in self.layers}),
-            "bias": "none",
-            "task_type": "CAUSAL_LM",
-        }
-        (folder / "adapter_config.json").write_text(json.dumps(config))

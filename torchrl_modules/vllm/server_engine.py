@@ -1,364 +1,31 @@
-"""The engine behind the URL of a vLLM server, and the HTTP client that asks it."""
+"""Engine of vLLM in a process of its own, reached by URL: `VLLMServerEngine`."""
 
 import asyncio
-import json
 import logging
-import os
-import secrets
 import threading
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
-from concurrent.futures import CancelledError, Future
+from collections.abc import AsyncIterator, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, Literal
-from urllib.parse import urlencode, urlsplit
 
-import httpcore2
 import torch
 from torch import Tensor
 
 from torchrl_data.checks import one_of
-from torchrl_modules.engines.bridges import LoopThread, gather_rows
-from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation, read_load
+from torchrl_modules.engines.bridges import gather_rows
+from torchrl_modules.engines.engine import EngineDied, Generation
 from torchrl_modules.engines.supervision import ProgressWatch, is_near, is_stopped
-from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.weight_transfer import C10dWeightTransfer, own_address, weights_file
-from torchrl_modules.weights import UpdateRefused, next_version
+from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.weight_transfer.file import weights_file
+from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
 
-from .requests import (
-    Row,
-    WholeBatchEngine,
-    check_labels,
-    check_prompt,
-    read_answer,
-    sampling_fields,
-    version_number,
-)
+from .json_client import AnswerTimeout, JSONClient
+from .requests import check_labels, check_prompt, read_answer, sampling_fields, version_number
+from .server_routes import ServerRoutes, Turnstile
+from .whole_batch_engine import Row, WholeBatchEngine
 
 _log = logging.getLogger(__name__)
-
-# JSON over HTTP with a token: the client's end, and the guard in front of a server's routes.
-
-TOKEN_VARIABLE: Final = "TORCHRL_VLLM_TOKEN"
-"""Holds the secret that a server asks for, at both ends."""
-
-# A server closes a connection that was idle for some seconds (uvicorn: 5).
-_KEEP_IDLE_S: Final = 2.0
-
-
-class AnswerTimeout(ConnectionError):
-    """Somebody is there, but did not answer in time."""
-
-
-class JSONClient:
-    """Sends JSON and reads JSON, from any number of threads."""
-
-    def __init__(
-        self, url: str, timeout_s: float, *, token: str | None = None, num_connections: int = 8
-    ) -> None:
-        parts = urlsplit(url)
-        is_file = parts.scheme == "unix"
-        if parts.scheme not in ("http", "https", "unix") or not (parts.netloc or is_file):
-            raise ValueError(f"The URL must be http://host:port or unix:///path, got {url!r}.")
-        self.url = url
-        self._base = "http://localhost" if is_file else url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if token := token or os.environ.get(TOKEN_VARIABLE):
-            self._headers["Authorization"] = f"Bearer {token}"
-        self._timeouts = dict.fromkeys(("connect", "read", "write"), timeout_s)
-        self._running: set[asyncio.Task[Any]] = set()
-        self._is_over = False
-        self.loop = LoopThread(f"JSONClient({url!r})")
-        """Where requests are made."""
-        self._pool = httpcore2.AsyncConnectionPool(
-            max_connections=num_connections,
-            max_keepalive_connections=num_connections,
-            keepalive_expiry=_KEEP_IDLE_S,
-            uds=parts.path if is_file else None,
-        )
-
-    def request(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """Send one request; status and answer, as text where it is no JSON, ``None`` if empty."""
-        try:
-            return self.loop.run(self.ask(method, path, body))
-        except (RuntimeError, CancelledError):
-            if self._is_over:
-                raise self._lost("the client is closed") from None
-            raise
-
-    async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """As `request`, in `loop`; the server learns at once of a call that is cancelled."""
-        if self._is_over:
-            raise self._lost("the client is closed")
-        task = asyncio.current_task()
-        assert task is not None
-        self._running.add(task)
-        content = b"" if body is None else json.dumps(body).encode()
-        try:
-            async with self._pool.stream(
-                method,
-                self._base + path,
-                headers=[*self._headers.items(), ("Content-Length", str(len(content)))],
-                content=content,
-                extensions={"timeout": self._timeouts},
-            ) as response:
-                answer = await response.aread()
-                if response.status >= 500:  # vLLM drops the connection, which it does not say
-                    await response.extensions["network_stream"].aclose()
-        except httpcore2.TimeoutException as error:
-            raise AnswerTimeout(f"No answer from {self.url}: it timed out ({error!r}).") from error
-        except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
-            raise self._lost(repr(error)) from error
-        except asyncio.CancelledError:
-            if self._is_over:
-                raise self._lost("the request was ended") from None
-            raise
-        finally:
-            self._running.discard(task)
-        text = answer.decode()
-        try:
-            return response.status, json.loads(text) if text else None
-        except json.JSONDecodeError:
-            return response.status, text
-
-    def _lost(self, reason: str) -> ConnectionError:
-        return ConnectionError(f"No answer from {self.url}: {reason}.")
-
-    def await_answer(self, path: str, wait_s: float, *, goes_on: Callable[[], bool]) -> bool:
-        """Ask until the answer is 200, for at most ``wait_s`` and while ``goes_on()``."""
-        deadline = time.monotonic() + wait_s
-        while goes_on():
-            with suppress(ConnectionError):
-                if self.request("GET", path)[0] == 200:
-                    return True
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.2)
-        return False
-
-    def interrupt(self) -> None:
-        """Let everybody who waits for an answer go, and who comes later, with `ConnectionError`."""
-        with suppress(RuntimeError):  # it was closed meanwhile
-            self.loop.submit(self._end())
-
-    async def _end(self) -> None:
-        self._is_over = True
-        running = set(self._running)
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running)
-        await self._pool.aclose()
-
-    def close(self) -> None:
-        """As `interrupt`, and end the thread. May be called twice."""
-        with suppress(RuntimeError):  # it is closed
-            self.loop.run(self._end())
-        self.loop.close()
-
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[Any], Awaitable[None]]
-
-
-class AccessControl:
-    """ASGI middleware in front of every route: who may ask, and how."""
-
-    # With a token in the environment every request needs it. A browser's page of another origin is
-    # refused, and a body that is not JSON, which such a page could send unasked.
-
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        self._app = app
-        self._token = os.environ.get(TOKEN_VARIABLE, "")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it."""
-        if scope["type"] == "lifespan":
-            return await self._app(scope, receive, send)
-        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        status, reason = self._refusal(scope, headers)
-        if not status:
-            return await self._app(scope, receive, send)
-        if scope["type"] == "websocket":
-            return await send({"type": "websocket.close", "code": 1008})
-        body = json.dumps({"error": {"message": reason}}).encode()
-        kind = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": status, "headers": kind})
-        return await send({"type": "http.response.body", "body": body})
-
-    def _refusal(self, scope: Scope, headers: dict[bytes, str]) -> tuple[int, str]:
-        sent = headers.get(b"authorization", "").encode()
-        if self._token and not secrets.compare_digest(sent, f"Bearer {self._token}".encode()):
-            return 401, f"This server asks for its token: set {TOKEN_VARIABLE}, or token=..."
-        origin = headers.get(b"origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get(b"host"):
-            return 403, f"Pages of another origin, {origin}, may not use this server."
-        kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
-        has_body = headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers
-        if scope["type"] == "http" and has_body and kind != "application/json":
-            return 415, f"A body has to be application/json, not {kind or 'of no type'}."
-        return 0, ""
-
-
-class Turnstile:
-    """Lets rows through; held, it lets those inside end and others wait. In one event loop."""
-
-    def __init__(self) -> None:
-        self._inside = 0
-        self._is_open, self._is_empty = asyncio.Event(), asyncio.Event()
-        self._is_open.set()
-        self._is_empty.set()
-
-    async def __aenter__(self) -> None:
-        while not self._is_open.is_set():
-            await self._is_open.wait()
-        self._inside += 1
-        self._is_empty.clear()
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self._inside -= 1
-        if not self._inside:
-            self._is_empty.set()
-
-    async def hold(self) -> None:
-        """Wait until nobody is inside; whoever comes waits for `release`."""
-        self._is_open.clear()
-        await self._is_empty.wait()
-
-    async def release(self) -> None:
-        """Let those who wait go on."""
-        self._is_open.set()
-
-
-class ServerRoutes:
-    """Asks a server, and says what it answers; meets its workers."""
-
-    _client: JSONClient
-    _prober: JSONClient
-    _missing = ""
-    _lock: threading.Lock
-    mixed = _sleeps = _broadcasts = False
-    _transfer: C10dWeightTransfer | None = None
-    _meeting: Mapping[str, Any] = {}
-
-    def _check_health(self) -> None:
-        status, _ = self._prober.request("GET", "/health")
-        if status != 200:
-            raise ConnectionError(f"The engine behind {self._prober.url} has died ({status}).")
-
-    def check_health(self) -> None:
-        """Ask the server whether it is well; ``EngineDied``, ``AnswerTimeout``: it is not."""
-        try:
-            self._check_health()
-        except AnswerTimeout:
-            raise
-        except ConnectionError as error:
-            raise EngineDied(f"VLLMServerEngine: {error}") from error
-
-    def _read_metrics(self) -> str:
-        return str(self._prober.request("GET", "/metrics")[1])
-
-    @property
-    def tells_load(self) -> bool:
-        """Whether the server reports how full its cache is; it is asked."""
-        return read_load(self._read_metrics()) is not None
-
-    def measure_load(self) -> EngineLoad:
-        """How full the fullest of its caches is; recomputing after an update is preemption, too.
-
-        Raises:
-            ConnectionError: it did not answer.
-            RuntimeError: it does not report that.
-        """
-        load = read_load(self._read_metrics())
-        if load is None:
-            raise RuntimeError(f"VLLMServerEngine: {self._prober.url}/metrics tells no load.")
-        return load
-
-    def _rpc(self, method: str, *args: Any) -> dict[str, Any]:
-        results = self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
-        kinds = {str(list(result)) for result in results}
-        if len(kinds) > 1:
-            return {"failed": f"the workers' answers to {method} differ: {results}"}
-        return results[0]
-
-    def _post(self, path: str, body: object = None, *, method: str = "POST", **query: str) -> Any:
-        if query:
-            path = f"{path}?{urlencode(query)}"
-        status, answer = self._client.request(method, path, body)
-        if status != 200:
-            raise RuntimeError(
-                f"VLLMServerEngine: {path} at {self._client.url} answers {status}: {answer}. Was "
-                "the server started by `python -m torchrl_modules.vllm.server`?"
-            )
-        return answer
-
-    def _check_updatable(self) -> None:
-        if self._missing:
-            raise RuntimeError(
-                f"VLLMServerEngine: the server at {self._client.url} can be drawn from, but its "
-                f"weights can't be updated: it lacks {self._missing}. Start it with the same "
-                "options by `python -m torchrl_modules.vllm.server`, which adds it."
-            )
-
-    def join(
-        self,
-        *,
-        master_address: str | None = None,
-        master_port: int | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        """Meet the server's workers, to which all later updates are broadcast, a bucket at a time.
-
-        By NCCL between GPUs and by gloo between CPUs, of one or several machines; the workers take
-        their shares of each bucket as it comes. An update that breaks off leaves the server
-        paused; the next one meets anew. Without this call, the first update that is broadcast does
-        it (``weight_transfer``).
-
-        Args:
-            master_address: of this process, as the workers reach it; the address of this machine on
-                the way to the server when not given.
-            master_port: where they meet; a free one when not given.
-            device: what sends; this process's GPU where it has one and the workers compute on GPUs.
-
-        Raises:
-            RuntimeError: the server is a plain ``vllm serve``, or the workers did not come.
-        """
-        self._check_updatable()
-        self.leave()
-        self._broadcasts = True
-        host = urlsplit(self._client.url).hostname or "127.0.0.1"
-        self._meeting = {
-            "master_address": master_address or own_address(host),
-            "master_port": master_port,
-            "device": device,
-        }
-        self._transfer = C10dWeightTransfer(self._rpc, **self._meeting)
-
-    def leave(self) -> None:
-        """Close the group that :meth:`join` opened. May be called twice."""
-        if self._transfer is not None:
-            self._transfer.close()
-
-    def sleep(self) -> None:
-        """Lend the memory of the weights and the cache, until the next update wakes it.
-
-        The weights are forgotten (vLLM's level 2). The server of a GPU has to be started with
-        ``--enable-sleep-mode``.
-
-        Raises:
-            ConnectionError: the server is gone.
-            RuntimeError: it is a plain ``vllm serve``, or can't sleep.
-        """
-        self._check_updatable()
-        with self._lock:
-            self._post("/sleep", level="2")
-            self.mixed = self._sleeps = True
-
-
-# vLLM in a process of its own, reached by URL: `VLLMServerEngine`.
 
 _DRAWN = "vllm:generation_tokens_total"
 _READ = "vllm:prompt_tokens_total"
@@ -491,7 +158,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         return version_number(self._labels[-1])
 
     def check_sampling(self, params: SamplingParameters) -> None:
-        """See :meth:`~torchrl_modules.vllm.requests.WholeBatchEngine.check_sampling`."""
+        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.check_sampling`."""
         super().check_sampling(params)
         if self._missing and params.min_tokens:
             raise ValueError(
