@@ -21,7 +21,8 @@ from transformers import (
 
 from torchrl_envs import RewardModel
 from torchrl_modules import TransformersWrapper, local_model
-from torchrl_modules.policies import gguf, model_files
+from torchrl_modules.policies import gguf as gguf_files
+from torchrl_modules.policies import model_files
 
 ROOT = Path(__file__).parents[2]
 SIZES = {
@@ -264,15 +265,15 @@ def test_a_family_that_transformers_does_not_read_is_refused_before_it_is_conver
 
 def test_what_reads_a_file_is_asked_for_before_it_is_read(tmp_path, monkeypatch):
     write_gguf(tmp_path / "tiny.gguf", "llama")
-    monkeypatch.setattr(gguf, "find_spec", lambda name: None if name == "accelerate" else 1)
+    monkeypatch.setattr(gguf_files, "find_spec", lambda name: None if name == "accelerate" else 1)
     with pytest.raises(ImportError, match=r"tiny\.gguf can't be read.*pip install accelerate$"):
         local_model(str(tmp_path / "tiny.gguf"))
 
 
 def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
     write_gguf(tmp_path / "tiny.gguf", "llama")
-    usage = model_files.shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(model_files.shutil, "disk_usage", lambda _: usage)
+    usage = gguf_files.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(gguf_files.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(OSError, match=r"takes 0\.1 GB, of which 0\.0 GB are free.*_CACHE="):
         local_model(str(tmp_path / "tiny.gguf"))
 

@@ -24,7 +24,7 @@ _KEEPER: Final = Path(__file__).with_name("keeper.py")
 RELAY: Final = _KEEPER.with_name("relay.py")
 _PROGRAM: Final = (
     "import json, sys; descriptor, path = sys.argv[1:]; sys.path[:] = json.loads(path); "
-    f"from {__name__} import serve; serve(int(descriptor))"
+    "from torchrl_envs.processes.worker import serve; serve(int(descriptor))"
 )
 
 
