@@ -27,7 +27,7 @@ _COMPARE: Final = (GroupMean, LeaveOneOut, MaxRL, DecoupledSources, PassAtK)
 """Estimators that give a rollout an advantage over others of its group."""
 
 
-def check_env(env: Any, *, who: str) -> None:
+def check_collected_env(env: Any, *, who: str) -> None:
     """Check that it is an environment of episodes.
 
     Raises:

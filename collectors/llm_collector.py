@@ -24,7 +24,7 @@ from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
 from .collector import Collector, PostProcessing
-from .composition_checks import check_composition, check_env
+from .composition_checks import check_collected_env, check_composition
 from .trajectory_rows import trajectory_rows
 from .weight_update.weight_updater import WeightUpdater
 
@@ -82,7 +82,7 @@ class LLMCollector(Collector):
         max_turns: int = 1000,
     ) -> None:
         who = "LLMCollector"
-        check_env(env, who=who)
+        check_collected_env(env, who=who)
         check_counts(who, max_turns=max_turns, total_trajectories=total_trajectories)
         tracker = PolicyVersion() if track_policy_version is True else track_policy_version
         self.policy_version_tracker: PolicyVersion | None = tracker or None

@@ -31,7 +31,7 @@ from transformers import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from collectors.weight_update.merged_adapters import whole
-from collectors.weight_update.plain_weights import gathered_state_dict, unwrapped
+from collectors.weight_update.plain_weights import gathered_state_dict, unwrapped_module
 from objectives import SFTLoss
 from torchrl_data import import_package
 from torchrl_data.conversation import Conversations, Turn, waiting_rows
@@ -661,7 +661,7 @@ def with_adapters(settings: PolicyConfig, model: Any) -> Any:
 
 def is_adapted(model: Any) -> bool:
     """Whether a model has adapters."""
-    return hasattr(unwrapped(model), "peft_config")
+    return hasattr(unwrapped_module(model), "peft_config")
 
 
 def frozen_weights(model: nn.Module) -> str:

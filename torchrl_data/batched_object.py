@@ -107,7 +107,9 @@ class BatchedObject(NonTensorData):
         snapshot = self.snapshot()
         if view is not None:
             return view.show(snapshot, self.batch_size)
-        return in_shape(snapshot, self.batch_size) if type(snapshot) is RowObjects else snapshot
+        return (
+            nested_in_shape(snapshot, self.batch_size) if type(snapshot) is RowObjects else snapshot
+        )
 
     def clone(self, recurse: bool = True, **kwargs: Any) -> "BatchedObject":  # noqa: ARG002
         """The same leaf: nothing changes a snapshot."""
@@ -220,7 +222,7 @@ def snapshot_of(leaf: Any, kind: type[_T]) -> _T | None:
     return data if isinstance(data, kind) else None
 
 
-def in_shape(rows: Sequence[Any], shape: Sequence[int]) -> Any:
+def nested_in_shape(rows: Sequence[Any], shape: Sequence[int]) -> Any:
     """Rows as nested lists of a batch's shape; the row itself for a batch without dimensions."""
     if not len(shape):
         return rows[0]

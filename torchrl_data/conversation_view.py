@@ -12,7 +12,7 @@ from typing import Any, Final
 from tensordict import lazy_stack
 from torch import Tensor
 
-from .batched_object import in_shape
+from .batched_object import nested_in_shape
 from .conversation import Conversations
 from .history import History, history_of
 from .keys import FULL, HISTORY, PROMPT, RESPONSE, TEXT
@@ -34,7 +34,7 @@ class ConversationView:
         """A ``History`` ``[*B, M]``, or the rows as nested lists of a batch's shape."""
         if self.mode == HISTORY:
             return history_view(conversations, shape, response_only=self.part == RESPONSE)
-        return in_shape(self.rows(conversations), shape)
+        return nested_in_shape(self.rows(conversations), shape)
 
     def rows(self, conversations: Conversations) -> list[Any]:
         """The part of each row: B histories ``[M]``, strings, or tensors of ids, int64 ``[T]``."""

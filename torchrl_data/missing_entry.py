@@ -54,11 +54,11 @@ def missing_entry(
     remedy: str = _RESET,
 ) -> MissingEntryError:
     """The error for an entry that a batch lacks, such as a part of a mode."""
-    held = entries_of(batch)
+    held = known_entries(batch)
     return MissingEntryError(f"{who} reads {key}, {instead}. The batch holds {held}. {remedy}")
 
 
-def entries_of(batch: TensorDictBase) -> list[str]:
+def known_entries(batch: TensorDictBase) -> list[str]:
     """Name the entries of a batch for an error: tensors, conversations and plain values."""
     found: list[Any] = list(batch.keys(include_nested=True))
     keys: list[tuple[str, ...]] = [(k,) if isinstance(k, str) else k for k in found]

@@ -9,11 +9,11 @@ from typing import Any, Final, NoReturn
 import torch
 from safetensors import safe_open
 
+from .checkpoint_group import CheckpointGroup
 from .errors import CheckpointError
 from .files import open_file
 from .format import Decoder
 from .manifest import problems_of, read_manifest
-from .ranks import Ranks
 from .shards import flatten, leaves, load_shards
 
 STATE: Final = "state.json"
@@ -34,7 +34,7 @@ class Checkpoint:
     manifest: Mapping[str, Any]
     """Step, metric, versions, and the length and SHA-256 of every file."""
     _plain: Mapping[str, Mapping[str, Any]] = field(repr=False)
-    _ranks: Ranks = field(repr=False)
+    _ranks: CheckpointGroup = field(repr=False)
 
     @property
     def sharded(self) -> tuple[str, ...]:
@@ -66,7 +66,9 @@ class Checkpoint:
                 holder[key] = plain[place]
 
 
-def read_checkpoint(path: Path, tensorclasses: Mapping[str, Any], ranks: Ranks) -> Checkpoint:
+def read_checkpoint(
+    path: Path, tensorclasses: Mapping[str, Any], ranks: CheckpointGroup
+) -> Checkpoint:
     """Verify and read the checkpoint of a folder; all ranks call it together.
 
     Raises:

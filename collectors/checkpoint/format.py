@@ -33,7 +33,7 @@ from torchrl_data.conversation_view import ConversationView
 from torchrl_data.keys import HISTORY
 
 from .errors import CheckpointError
-from .tensor_file import DTYPES, Entry, as_bytes
+from .tensor_file import DTYPES, TensorEntry, as_bytes
 
 MAX_DEPTH: Final = 64
 """Levels of nesting that a state may have."""
@@ -130,7 +130,7 @@ class Encoder:
     def __init__(
         self, tensorclasses: Mapping[str, Any], buffers: StagingBuffers | None = None
     ) -> None:
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         """What goes into the tensor file, by name."""
         self.root = "state"
         """What errors call the value that is encoded."""
@@ -249,7 +249,7 @@ class Encoder:
             name, number = f"{place}#{number}", number + 1
         if self._buffers is not None:
             data = self._buffers.copied(name, data)
-        self.entries[name] = Entry(dtype, shape, data.cpu())
+        self.entries[name] = TensorEntry(dtype, shape, data.cpu())
         return name
 
     def _array(self, value: np.ndarray | np.generic) -> Any:

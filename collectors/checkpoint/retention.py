@@ -15,7 +15,7 @@ REMOVING: Final = ".removing-"
 _NAME: Final = re.compile(r"step-(\d{8,})\.save-(\d{5,})")
 
 
-class Stored(NamedTuple):
+class StoredCheckpoint(NamedTuple):
     """A checkpoint's folder, as its name says it."""
 
     save: int
@@ -24,11 +24,13 @@ class Stored(NamedTuple):
     path: Path
 
 
-def stored(folder: Path) -> list[Stored]:
+def stored(folder: Path) -> list[StoredCheckpoint]:
     """The checkpoints of a folder, the newest first."""
     paths = list(folder.iterdir()) if folder.is_dir() else []
     found = [(path, _NAME.fullmatch(path.name)) for path in paths]
-    return sorted((Stored(int(m[2]), int(m[1]), path) for path, m in found if m), reverse=True)
+    return sorted(
+        (StoredCheckpoint(int(m[2]), int(m[1]), path) for path, m in found if m), reverse=True
+    )
 
 
 def prune(
@@ -44,8 +46,8 @@ def prune(
         known_broken: checkpoints that were found broken.
     """
     checkpoints = stored(folder)
-    whole: list[Stored] = []
-    metrics: dict[Stored, float] = {}
+    whole: list[StoredCheckpoint] = []
+    metrics: dict[StoredCheckpoint, float] = {}
     for one in checkpoints:
         try:
             manifest = read_manifest(one.path)

@@ -10,15 +10,15 @@ from shutil import rmtree
 from typing import Any, NamedTuple
 
 from .checkpoint import SHARDED, STATE, TENSORS
+from .checkpoint_group import CheckpointGroup
 from .errors import CheckpointError, CheckpointWarning
 from .files import make_folders, sync_folder, synced, tree
 from .format import Encoder, StagingBuffers
 from .lock import WriterLock
 from .manifest import write_manifest
-from .ranks import Ranks
 from .retention import REMOVING, STAGING, prune, stored
 from .shards import Shards, flatten, plan_shards
-from .tensor_file import Entry, write_tensors
+from .tensor_file import TensorEntry, write_tensors
 
 FileWriter = Callable[[Path], object]
 
@@ -27,7 +27,7 @@ class Encoded(NamedTuple):
     """A state as it will be written."""
 
     tree: Any
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     shards: dict[str, Shards]
 
 
@@ -77,7 +77,7 @@ class Saver:
         folder: Path,
         tensorclasses: Mapping[str, Any],
         keep: tuple[int, int, str],
-        ranks: Ranks,
+        ranks: CheckpointGroup,
     ) -> None:
         self.error: CheckpointError | None = None
         """Why there is no checkpoint of the last save."""

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .checkpoint_group import CheckpointGroup
 from .errors import CheckpointError
 from .format import StagingBuffers
-from .ranks import Ranks
-from .tensor_file import DTYPES, Entry, as_bytes
+from .tensor_file import DTYPES, TensorEntry, as_bytes
 
 
 class Shards(NamedTuple):
     """What this rank writes of a state dict."""
 
     file: str
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     metadata: dict[str, str]
 
 
@@ -57,7 +57,10 @@ def flatten(name: str, state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor
 
 
 def plan_shards(
-    name: str, tensors: dict[str, torch.Tensor], ranks: Ranks, buffers: StagingBuffers | None
+    name: str,
+    tensors: dict[str, torch.Tensor],
+    ranks: CheckpointGroup,
+    buffers: StagingBuffers | None,
 ) -> Shards:
     """What this rank writes; all ranks call it together.
 
@@ -77,7 +80,7 @@ def plan_shards(
         planner.set_up_planner(tensors, is_coordinator=ranks.rank == 0)
         local_plan = planner.create_local_plan()
     plans = ranks.gather(local_plan)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     offsets = {}
     with ranks.agreed():
         # Every rank works the global plan out for itself; it is the same everywhere.
@@ -95,13 +98,15 @@ def plan_shards(
             data = as_bytes(value)
             if buffers is not None:
                 data = buffers.copied(f"{name}:{key}", data)
-            entries[key] = Entry(dtype, tuple(value.shape), data.cpu())
+            entries[key] = TensorEntry(dtype, tuple(value.shape), data.cpu())
             offsets[key] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
     metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     return Shards(f"shard-{ranks.rank + 1:05d}-of-{ranks.size:05d}", entries, metadata)
 
 
-def load_shards(folder: Path, name: str, tensors: dict[str, torch.Tensor], ranks: Ranks) -> None:
+def load_shards(
+    folder: Path, name: str, tensors: dict[str, torch.Tensor], ranks: CheckpointGroup
+) -> None:
     """Fill tensors, sharded in whatever way, with what a folder holds; all ranks call it together.
 
     Raises:

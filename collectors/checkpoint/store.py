@@ -16,11 +16,11 @@ from torchrl_data import __version__
 from torchrl_data.checks import check_counts, check_numbers, one_of
 
 from .checkpoint import SHARDED, STATE, TENSORS, Checkpoint, read_checkpoint
+from .checkpoint_group import CheckpointGroup
 from .errors import CheckpointError, CheckpointWarning, NoCheckpoint
 from .format import StagingBuffers, known_tensorclasses
 from .manifest import MANIFEST
-from .ranks import Ranks
-from .retention import Stored, stored
+from .retention import StoredCheckpoint, stored
 from .saver import FileWriter, Saver
 
 _SAVE: Final = "CheckpointStore.save"
@@ -91,7 +91,7 @@ class CheckpointStore(AbstractContextManager["CheckpointStore", None]):
         self._keep_best = keep_best
         self._on_error = on_error
         self._tensorclasses = known_tensorclasses(tensorclasses)
-        self._ranks = Ranks(process_group)
+        self._ranks = CheckpointGroup(process_group)
         keep = (keep_last, keep_best, best)
         self._saver = Saver(self.folder, self._tensorclasses, keep, self._ranks)
         self._thread: threading.Thread | None = None
@@ -277,7 +277,7 @@ class CheckpointStore(AbstractContextManager["CheckpointStore", None]):
                     return checkpoint
             seen.update(one.path for one in new)
 
-    def _read(self, one: Stored, broken: list[str]) -> Checkpoint | None:
+    def _read(self, one: StoredCheckpoint, broken: list[str]) -> Checkpoint | None:
         """A checkpoint, if it is whole; what is wrong with it is added to that of others."""
         try:
             if one.path.is_symlink():

@@ -17,7 +17,7 @@ DTYPES: Final = {
 """Those of torch that the format has; all else is stored as bytes."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """What is written under a name."""
 
     dtype: str
@@ -37,7 +37,7 @@ def as_bytes(value: torch.Tensor) -> torch.Tensor:
 
 
 def write_tensors(
-    path: Path, entries: dict[str, Entry], metadata: dict[str, str] | None = None
+    path: Path, entries: dict[str, TensorEntry], metadata: dict[str, str] | None = None
 ) -> None:
     """Write a new safetensors file.
 

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from collectors.composition_checks import check_data, check_env, reward_weights
+from collectors.composition_checks import check_collected_env, check_data, reward_weights
 from collectors.ledger import GroupLedger, StalenessPolicy, Ticket
 from collectors.ledger.reasons import STALE
-from collectors.streaming.group_queue import GroupQueue
 from collectors.streaming.group_runner import EpisodeEnd
+from collectors.streaming.group_scheduler import GroupScheduler
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt
 from torchrl_envs.episode.episode_env import EpisodeEnv
@@ -72,7 +72,7 @@ class LedgerService:
     ) -> None:
         self._made_of = (env, groups_per_step, staleness)
         self.ledger: GroupLedger
-        self._queue: GroupQueue
+        self._queue: GroupScheduler
         self._incarnations: dict[int, int] = {}
         self._num_finished: dict[int, int] = {}
         self._waiting: dict[int, asyncio.Future[tuple[Ticket, Prompt] | None]] = {}
@@ -93,7 +93,7 @@ class LedgerService:
         """
         env, groups_per_step, staleness = self._made_of
         self._env = built(env, EpisodeEnv)
-        check_env(self._env, who=WHO)
+        check_collected_env(self._env, who=WHO)
         check_data(self._env, who=WHO)
         self._env.check()
         loaders = list(self._env.transforms_of(DataLoadingPrimer))
@@ -103,7 +103,7 @@ class LedgerService:
             groups_per_step=groups_per_step, group_size=group_size, policy=staleness
         )
         self._runner = AsyncEpisodeRunner(self._env)
-        self._queue = GroupQueue(self._runner, self.ledger, next(iter(loaders), None), who=WHO)
+        self._queue = GroupScheduler(self._runner, self.ledger, next(iter(loaders), None), who=WHO)
         weights = reward_weights(self._env.episode_transforms())
         return groups_per_step, group_size, self.ledger.num_slots, weights
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar
 
 from collectors.ledger import GroupLedger
-from collectors.streaming.loop_thread import LoopThread
+from collectors.streaming.loop_thread import CollectionThread
 from torchrl_modules.engines.engine import EngineDied
 from torchrl_modules.engines.supervision import Supervision
 from torchrl_modules.weights.expected_weights import UpdateRefused
@@ -42,7 +42,7 @@ class Weights(NamedTuple):
     """Of the training that is in them."""
 
 
-class Supervisor(LoopThread):
+class Supervisor(CollectionThread):
     """Keeps collectors running, each with the newest weights.
 
     Args:

@@ -11,7 +11,7 @@ from collectors.ledger import StalenessPolicy
 from collectors.ledger.reasons import ENGINE_DIED
 from collectors.resume.random_numbers import random_state, set_random_state
 from collectors.streaming.checks import check_streaming, recomputes
-from collectors.streaming.group_runner import Group, GroupRunner
+from collectors.streaming.group_runner import GroupRunner, RunningGroup
 from collectors.streaming.load_cap import GroupCap, LoadCap, cap_of
 from collectors.streaming.timeline import Timeline
 from objectives import MCAdvantage
@@ -196,7 +196,7 @@ class CollectorWorker:
             await groups.end()
 
     async def _run_group(
-        self, ledger: Any, worker: int, incarnation: int, groups: GroupRunner, group: Group
+        self, ledger: Any, worker: int, incarnation: int, groups: GroupRunner, group: RunningGroup
     ) -> None:
         ticket = group.ticket
         why = await groups.run(group)

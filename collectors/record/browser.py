@@ -13,9 +13,9 @@ from .samples import RolloutSample
 from .terminal import (
     LEFT_COLUMNS,
     NUM_SQUARES,
-    Rows,
+    RecordTable,
     group_columns,
-    group_rows,
+    group_table,
     rewards_of_groups,
     run_rows,
     sample_view,
@@ -31,7 +31,7 @@ RUN: Final[Place] = ()
 class View(NamedTuple):
     """What there is to see at a place."""
 
-    rows: Rows | None
+    rows: RecordTable | None
     """What can be opened from here."""
     body: RenderableType
     """What stands below."""
@@ -98,7 +98,7 @@ class Browser:
         own = [s for s in samples if s.group_id == step.groups[place[1]].group_id]
         if len(place) == 2:
             kept = [sample for sample in own if self._keep(sample)]
-            return View(group_rows(own, self._keep), group_columns(kept, colour))
+            return View(group_table(own, self._keep), group_columns(kept, colour))
         if not 0 <= place[2] < len(own):
             raise KeyError(f"the group has samples 0 to {len(own) - 1}")
         return View(None, sample_view(own[place[2]], colour))

@@ -52,7 +52,7 @@ from .row_values import (
     group_name,
     group_of,
     number,
-    prompt_of,
+    recorded_prompt,
     reward_of,
     rounded,
     row_key,
@@ -264,7 +264,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
         rows: Sequence[TensorDictBase],
         advantages: Mapping[tuple[int, int], Tensor],
     ) -> GroupSummary:
-        prompt_id, prompt = prompt_of(rows[0])
+        prompt_id, prompt = recorded_prompt(rows[0])
         episodes = {row_key(row)[0]: row for row in rows}
         ordinal, attempt = self._ordinals.pop(name, (None, 0))
         return GroupSummary(

@@ -79,7 +79,7 @@ def row_key(row: TensorDictBase) -> tuple[int, int]:
     return int(row.get(EPISODE_ID)), int(row.get(SEGMENT, 0))
 
 
-def prompt_of(row: TensorDictBase) -> tuple[str, str]:
+def recorded_prompt(row: TensorDictBase) -> tuple[str, str]:
     """A digest of the prompt's tokens and images, and the beginning of its last message."""
     conversation = read_conversations(row, FULL, who="RolloutRecorder")
     ids = conversation.ids(0)[: conversation.num_tokens_before_policy(0)]

@@ -39,14 +39,14 @@ _LEAST_SPAN: Final = 0.1
 _VERSION_STYLES: Final = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def number_text(value: float | None, digits: int = 3) -> str:
     """A number as short as it can be; a dash for none."""
     if value is None:
         return "–"
     return f"{value:.{digits}f}".rstrip("0").rstrip(".") if value % 1 else f"{value:,.0f}"
 
 
-class Rows(NamedTuple):
+class RecordTable(NamedTuple):
     """A table, before it is drawn."""
 
     title: str
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
     """Of each row: what opens it."""
 
 
-def run_rows(steps: Sequence[StepSummary], title: str) -> Rows:
+def run_rows(steps: Sequence[StepSummary], title: str) -> RecordTable:
     """The steps of a run."""
     columns = ("step", "reward", "rewards", "groups", "trained", "tokens", "tool errors", "cut")
     rows = []
@@ -64,16 +64,16 @@ def run_rows(steps: Sequence[StepSummary], title: str) -> Rows:
         rewards = rewards_of_groups(step.groups)
         cells = (
             str(step.step),
-            number(fmean(rewards) if rewards else None),
+            number_text(fmean(rewards) if rewards else None),
             _distribution(rewards),
             str(len(step.groups)),
             str(sum(group.num_trained > 0 for group in step.groups)),
-            number(step.metrics.get("sampled_tokens"), 1),
-            number(step.metrics.get("tool_errors")),
-            number(step.metrics.get("truncated_fraction")),
+            number_text(step.metrics.get("sampled_tokens"), 1),
+            number_text(step.metrics.get("tool_errors")),
+            number_text(step.metrics.get("truncated_fraction")),
         )
         rows.append([Text(cell) for cell in cells])
-    return Rows(title, columns, rows, [step.step for step in steps])
+    return RecordTable(title, columns, rows, [step.step for step in steps])
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -119,7 +119,7 @@ def _distribution(rewards: Sequence[float]) -> str:
 
 def step_rows(
     step: StepSummary, samples: Sequence[RolloutSample], keep: Callable[[RolloutSample], bool]
-) -> Rows:
+) -> RecordTable:
     """The groups of a step; a filter dims the samples that it leaves out."""
     rows = []
     for place, group in enumerate(step.groups):
@@ -138,17 +138,19 @@ def step_rows(
             [
                 Text(f"{place} ").append(str(name), style="bright_black"),
                 squares,
-                Text(number(fmean(known) if known else None)),
+                Text(number_text(fmean(known) if known else None)),
                 _yes_no(group.num_trained > 0),
                 Text(str(group.attempt + 1)),
                 Text(visible(group.prompt) or "(no text)", overflow="ellipsis", no_wrap=True),
             ]
         )
     columns = ("group", "rewards", "mean", "trained", "attempt", "prompt")
-    return Rows(f"step {step.step}", columns, rows, range(len(rows)))
+    return RecordTable(f"step {step.step}", columns, rows, range(len(rows)))
 
 
-def group_rows(samples: Sequence[RolloutSample], keep: Callable[[RolloutSample], bool]) -> Rows:
+def group_table(
+    samples: Sequence[RolloutSample], keep: Callable[[RolloutSample], bool]
+) -> RecordTable:
     """The samples of a group that a filter keeps."""
     rows, keys = [], []
     for place, sample in enumerate(samples):
@@ -157,8 +159,8 @@ def group_rows(samples: Sequence[RolloutSample], keep: Callable[[RolloutSample],
         keys.append(place)
         cells = (
             str(sample.index),
-            number(sample.reward),
-            number(sample.advantage),
+            number_text(sample.reward),
+            number_text(sample.advantage),
             str(sample.num_turns),
             str(sample.sampled_tokens),
             str(sample.num_tool_errors),
@@ -166,7 +168,7 @@ def group_rows(samples: Sequence[RolloutSample], keep: Callable[[RolloutSample],
         )
         rows.append([*map(Text, cells), _yes_no(sample.advantage is not None)])
     columns = ("sample", "reward", "advantage", "turns", "tokens", "tool errors", "stop reason")
-    return Rows("", (*columns, "trained"), rows, keys)
+    return RecordTable("", (*columns, "trained"), rows, keys)
 
 
 def _yes_no(is_so: bool) -> Text:
@@ -182,7 +184,7 @@ def group_columns(samples: Sequence[RolloutSample], colour: str) -> RenderableTy
     panels = []
     for sample in samples:
         said = _tokens(sample, colour, scale, sample.prompt_tokens)
-        title = f"sample {sample.index}: {number(sample.reward)}"
+        title = f"sample {sample.index}: {number_text(sample.reward)}"
         panels.append(
             Panel(said, title=title, subtitle=Text(visible(sample.stop_reason)), width=46)
         )
@@ -195,9 +197,9 @@ def sample_view(sample: RolloutSample, colour: str) -> RenderableType:
     text = _tokens(sample, colour, scale)
     facts = Table.grid(padding=(0, 2))
     values: list[tuple[str, Any]] = [
-        ("reward", number(sample.reward)),
-        *((name, number(value)) for name, value in sample.rewards.items()),
-        ("advantage", "not trained" if sample.advantage is None else number(sample.advantage)),
+        ("reward", number_text(sample.reward)),
+        *((name, number_text(value)) for name, value in sample.rewards.items()),
+        ("advantage", "not trained" if sample.advantage is None else number_text(sample.advantage)),
         ("stop reason", end_text(sample.stop_reason, sample.stop_limit)),
         ("last turn", sample.finish_reason),
         ("turns", sample.num_turns),
@@ -225,7 +227,7 @@ def prompt_view(prompt: PromptHistory) -> RenderableType:
         line = f"  attempt {event['attempt'] + 1}: {event['name']}{step}{detail}"
         lines.append(Text(visible(line)))
     for step, group in prompt.groups:
-        rewards = " ".join(number(reward) for reward in group.rewards)
+        rewards = " ".join(number_text(reward) for reward in group.rewards)
         lines.append(Text(f"  step {step}: rewards {rewards}, {group.num_trained} rows trained"))
     return Group(*lines)
 

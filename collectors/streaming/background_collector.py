@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from collectors.collector import Collector
 
-from .loop_thread import LoopThread
+from .loop_thread import CollectionThread
 
 
 class BackgroundCollector(Collector):
@@ -21,7 +21,7 @@ class BackgroundCollector(Collector):
     for them, and ``state()`` and ``load(state)``: of the ledger, the place in the data, and the
     rows of the groups that wait."""
 
-    _loop: LoopThread
+    _loop: CollectionThread
     """In which it collects, and weights are pushed."""
 
     _is_lockstep: bool

@@ -5,7 +5,7 @@ from typing import Any, Final
 from torchrl.data import ReplayBuffer
 
 from collectors.collector import PostProcessing
-from collectors.composition_checks import check_composition, check_env
+from collectors.composition_checks import check_collected_env, check_composition
 from collectors.ledger import GroupLedger, StalenessPolicy
 from torchrl_data.checks import check_counts, check_type
 from torchrl_envs.datasets.primer import DataLoadingPrimer
@@ -28,7 +28,7 @@ def check_streaming(
         ValueError: they do not.
         TypeError: one of them is none.
     """
-    check_env(env, who=WHO)
+    check_collected_env(env, who=WHO)
     if not isinstance(policy, LLMWrapperBase):
         raise TypeError(
             f"{WHO}: the policy takes one turn at a time, so it has to be an LLMWrapperBase of "

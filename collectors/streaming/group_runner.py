@@ -41,7 +41,7 @@ class EpisodeEnd(NamedTuple):
 
 
 @dataclass(slots=True)
-class Group:
+class RunningGroup:
     """The episodes of one prompt."""
 
     ticket: Ticket
@@ -95,7 +95,7 @@ class GroupRunner:
         group_size: int,
         max_episodes: int,
         timeline: Timeline,
-        on_end: Callable[[Group, int], None] = lambda *_: None,
+        on_end: Callable[[RunningGroup, int], None] = lambda *_: None,
     ) -> None:
         self.episodes = AsyncEpisodeRunner(env)
         """Draws them."""
@@ -107,7 +107,7 @@ class GroupRunner:
         self._on_end = on_end
         self._slots = asyncio.Semaphore(max_episodes)
         self._finishers = ThreadPoolExecutor(_MAX_FINISHERS, thread_name_prefix="finish-group")
-        self.groups: dict[Ticket, Group] = {}
+        self.groups: dict[Ticket, RunningGroup] = {}
         """Those that were added, the oldest first; who runs one takes it out afterwards."""
         self._most: float = math.inf
         self._num_deaths = self._num_at_risk = 0
@@ -121,7 +121,7 @@ class GroupRunner:
     # How many run -------------------------------------------------------------------------------
 
     @property
-    def running(self) -> list[Group]:
+    def running(self) -> list[RunningGroup]:
         """Groups whose episodes are not all over, the oldest first."""
         return [group for group in self.groups.values() if group.num_open]
 
@@ -143,13 +143,13 @@ class GroupRunner:
 
     # One group ----------------------------------------------------------------------------------
 
-    def add(self, ticket: Ticket, prompt: Prompt, episodes: list[Episode]) -> Group:
+    def add(self, ticket: Ticket, prompt: Prompt, episodes: list[Episode]) -> RunningGroup:
         """A group that is about to run."""
-        group = self.groups[ticket] = Group(ticket, prompt, episodes)
+        group = self.groups[ticket] = RunningGroup(ticket, prompt, episodes)
         self.num_open += len(episodes)
         return group
 
-    async def run(self, group: Group) -> str:
+    async def run(self, group: RunningGroup) -> str:
         """Take all episodes to their ends, and score them; gives why that was given up, if it was.
 
         Raises:
@@ -181,7 +181,7 @@ class GroupRunner:
         await self._in_thread(self.episodes.give_up, group.episodes)
         return reason
 
-    async def _run(self, group: Group) -> None:
+    async def _run(self, group: RunningGroup) -> None:
         episodes = enumerate(group.episodes)
         await run_together(self._run_episode(group, number, each) for number, each in episodes)
         with self._timeline.span("score", group.track, self._group_size):
@@ -189,7 +189,7 @@ class GroupRunner:
                 scored_rows, self.episodes, group.episodes, self._further
             )
 
-    async def _run_episode(self, group: Group, number: int, episode: Episode) -> None:
+    async def _run_episode(self, group: RunningGroup, number: int, episode: Episode) -> None:
         try:
             async with self._slots:
                 with self._timeline.span("episode", group.track, number):

@@ -13,7 +13,7 @@ T = TypeVar("T")
 LOOK_S: Final = 0.5
 
 
-class LoopThread(ABC):
+class CollectionThread(ABC):
     """Runs tasks in an event loop until it is stopped, or one of them fails.
 
     Args:

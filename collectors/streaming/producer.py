@@ -25,16 +25,16 @@ from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .checks import WHO
 from .evaluation_point import EvaluationPoint, draw_point
-from .group_queue import GroupQueue
-from .group_runner import Group, GroupRunner
+from .group_runner import GroupRunner, RunningGroup
+from .group_scheduler import GroupScheduler
 from .load_cap import GroupCap
-from .loop_thread import LOOK_S, LoopThread
+from .loop_thread import LOOK_S, CollectionThread
 from .timeline import Timeline
 
 T = TypeVar("T")
 
 
-class Producer(LoopThread):
+class Producer(CollectionThread):
     """Runs groups of episodes without a barrier, as many as the ledger admits.
 
     Its methods are called by the trainer's thread; everything else happens in an event loop on a
@@ -74,7 +74,7 @@ class Producer(LoopThread):
             on_end=self._note_end,
         )
         runner = self.runner.episodes
-        self.queue = GroupQueue(runner, ledger, loader, version=policy.version, who=WHO)
+        self.queue = GroupScheduler(runner, ledger, loader, version=policy.version, who=WHO)
         self._advantages = advantages
         self.cap = cap
         self.taken: list[Ticket] = []
@@ -128,7 +128,7 @@ class Producer(LoopThread):
             self._num_holds += change
         self.wake()
 
-    def take(self) -> list[Group]:
+    def take(self) -> list[RunningGroup]:
         """Wait for the groups of the next batch.
 
         Raises:
@@ -196,7 +196,7 @@ class Producer(LoopThread):
         with self.changed:
             prompts = self.queue.load(state, {*rows, *state["taken"]}, self.policy.version)
             for ticket, prompt in prompts.items():
-                self.queue.finished[ticket] = Group(ticket, prompt, [], rows[ticket.ordinal])
+                self.queue.finished[ticket] = RunningGroup(ticket, prompt, [], rows[ticket.ordinal])
         batches = self.ledger.batches
         self.taken = batches[0] if batches else []
         assert self.queue.finished.keys() >= set(self.ledger.tickets(GroupState.FINISHED))
@@ -259,7 +259,7 @@ class Producer(LoopThread):
         if isinstance(self.policy.engine, BatchingEngine):
             self.policy.engine.check()
 
-    async def _run_group(self, group: Group) -> None:
+    async def _run_group(self, group: RunningGroup) -> None:
         given_up_for = await self.runner.run(group)
         is_wanted = not (given_up_for or any(a.asks_again(group.rows) for a in self._advantages))
         pools = self.queue.pools
@@ -275,7 +275,7 @@ class Producer(LoopThread):
         if self.queue.error:
             raise RuntimeError(self.queue.error)
 
-    def _note_end(self, group: Group, number: int) -> None:
+    def _note_end(self, group: RunningGroup, number: int) -> None:
         if number in group.ends:
             with self.changed:
                 self.queue.end_episode(group.ticket, number, group.ends[number])

@@ -28,8 +28,8 @@ from torchrl_modules.engines.engine import Engine
 
 from .events import RequestTools, TextReward
 from .histories import episode_of, show
-from .parts import Tool, engine_of, named_tools, sampling_of
-from .requests import RequestSyntax, TextModel, decode
+from .parts import Tool, engine_of, named_tools, text_sampling
+from .requests import RequestSyntax, TextModel, decoded_text
 
 Episodes = tuple[list[Tensor], list[Tensor], list[Tensor], list[float], list[TextHistory]]
 
@@ -120,7 +120,7 @@ class TextEnvironment:
         self.syntax = syntax
         stops, engine = (syntax.call, syntax.submit), engine_of(model)
         own_ends = getattr(engine, "end_token_ids", ())  # as in Transformers' generate()
-        sampling = sampling_of(model, self.tokenizer, generation_kwargs, own_ends)
+        sampling = text_sampling(model, self.tokenizer, generation_kwargs, own_ends)
         self._model = TextModel(engine, self.tokenizer, sampling, stops)
         bounds = (max_length, getattr(engine, "max_model_len", None))
         self._max_tokens = min((bound for bound in bounds if bound is not None), default=1 << 62)
@@ -202,7 +202,7 @@ class TextEnvironment:
         for episode, drawn in zip(episodes, generations, strict=True):
             episode.num_turns += 1
             if drawn.ids:
-                said = {"role": "assistant", "content": decode(self.tokenizer, drawn.ids)}
+                said = {"role": "assistant", "content": decoded_text(self.tokenizer, drawn.ids)}
                 turn = Turn(drawn.ids, drawn.log_probs, said)
                 episode.conversation = episode.conversation.append_turns([turn])
             if drawn.error is not None:
@@ -221,7 +221,7 @@ class TextEnvironment:
                 num_left = max(self.max_length - conversation.num_tokens(0), 0)
             if num_left < len(ids):  # as many as the episode has room for
                 ids = ids[:num_left]
-                kept = [{**answer, "content": decode(self.tokenizer, ids)}] if ids else []
+                kept = [{**answer, "content": decoded_text(self.tokenizer, ids)}] if ids else []
                 conversation = conversation.replace_waiting([kept])
             encoded = EncodedMessages(ids, [Source.CONTENT] * len(ids))
             episode.conversation = conversation.append_encoded([encoded])

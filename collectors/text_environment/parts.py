@@ -60,7 +60,7 @@ def named_tools(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
     return named
 
 
-def sampling_of(
+def text_sampling(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     kwargs: Mapping[str, Any] | None,

@@ -47,7 +47,7 @@ class RequestSyntax(NamedTuple):
         return None if match is None else (match.group(1), text[match.end() : end])
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def decoded_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Text of tokens, control tokens included; never empty where there are tokens."""
     text = str(
         tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -140,7 +140,7 @@ class TextModel:
                 ends[i] = generation
                 is_stopped = generation.finish_reason == "stop" and ids[i][-1] not in self.end_ids
                 if is_stopped and len(ids[i]) < budgets[i]:
-                    text = decode(self._tokenizer, ids[i])
+                    text = decoded_text(self._tokenizer, ids[i])
                     if not any(stop in text for stop in self._stop_texts):
                         going_on.append(i)
             waiting = going_on

@@ -9,7 +9,7 @@ from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused
 
 from .merged_adapters import AdapterNames, has_adapters, tuner_layers, whole
-from .plain_weights import unwrapped
+from .plain_weights import unwrapped_module
 
 
 def adapter_weights(source: nn.Module) -> AdapterWeights:
@@ -18,7 +18,7 @@ def adapter_weights(source: nn.Module) -> AdapterWeights:
     Raises:
         UpdateRefused: it has none, or changes something that is no pair of low-rank factors.
     """
-    model = unwrapped(source)
+    model = unwrapped_module(source)
     if not has_adapters(model):
         _refuse(f"{type(model).__name__} has no adapters")
     layers = tuner_layers(model)

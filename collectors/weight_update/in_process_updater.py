@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from .plain_weights import unwrapped
+from .plain_weights import unwrapped_module
 from .weight_updater import WeightUpdater
 
 
@@ -27,7 +27,7 @@ class InProcessUpdater(WeightUpdater):
     def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         model = getattr(getattr(self.policy, "engine", None), "model", None)
         if isinstance(source, nn.Module) and isinstance(model, nn.Module):
-            inside = unwrapped(source)
-            if inside is unwrapped(model):
+            inside = unwrapped_module(source)
+            if inside is unwrapped_module(model):
                 return inside.state_dict()
         return super()._gathered(source)

@@ -38,7 +38,7 @@ def gathered_state_dict(source: nn.Module | Mapping[str, Tensor]) -> dict[str, T
             refuses to merge those of a model.
     """
     if isinstance(source, nn.Module):
-        source = unwrapped(source)
+        source = unwrapped_module(source)
         if has_adapters(source):
             return merged_weights(source)
         source = source.state_dict()
@@ -60,7 +60,7 @@ def plain_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace(_COMPILED, ""): value for name, value in weights.items()}
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrapped_module(module: nn.Module) -> nn.Module:
     """The model inside the wrappers of ``torch.compile`` and ``DistributedDataParallel``."""
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel):

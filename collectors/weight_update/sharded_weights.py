@@ -25,7 +25,7 @@ from torchrl_modules.weights.lazy_weights import (
 )
 
 from .merged_adapters import Maker, has_adapters, lazy_merge, whole
-from .plain_weights import plain_weights, unwrapped
+from .plain_weights import plain_weights, unwrapped_module
 
 dist: Any = torch.distributed  # it names little of what is used here as exported
 BUCKET_BYTES: Final = 256 << 20
@@ -125,7 +125,7 @@ class ShardedWeights(LazyWeights):
         self._at = -1
         self._bucket: dict[str, Tensor] = {}
         if isinstance(source, nn.Module):
-            module = unwrapped(source)
+            module = unwrapped_module(source)
             for part in module.modules():
                 if isinstance(part, FSDPModule):  # A forward pass may have gathered parameters.
                     part.reshard()

@@ -199,7 +199,7 @@ class GroupQueue:
         self.expired = deque(map(tuple, state["expired"]), maxlen=self.expired.maxlen)
 
 
-def place_of(row: TensorDictBase) -> tuple[int, int]:
+def row_place(row: TensorDictBase) -> tuple[int, int]:
     """Which row of its episode it is, and how many there are."""
     count = row.get(NUM_SEGMENTS, None)
     return (0, 1) if count is None else (int(row.get(SEGMENT)), int(count))
@@ -226,7 +226,7 @@ Waiting = dict[tuple[Hashable, int], dict[int, TensorDictBase]]
 
 def member_of(group: Hashable, row: TensorDictBase, waiting: Waiting) -> TensorDictBase | None:
     """One row for the whole episode of a row, once all of its rows are there."""
-    segment, count = place_of(row)
+    segment, count = row_place(row)
     if count == 1:
         return row
     episode = int(row.get(EPISODE_ID))

@@ -34,7 +34,7 @@ from .estimators import (
     read_entry,
     trajectory_return,
 )
-from .group_queue import GroupQueue, GroupStats, Waiting, member_of, num_rows, place_of, rows_of
+from .group_queue import GroupQueue, GroupStats, Waiting, member_of, num_rows, row_place, rows_of
 
 Estimator = Literal["group", "rloo", "gdpo", "maxrl"]
 Credit = Literal["trajectory", "turn"]
@@ -368,7 +368,7 @@ class MCAdvantage(ByGroups):
         complete: list[RewardedGroup] = []
         for row in rows:
             group_id = int(read_entry(row, self.group_key, "MCAdvantage"))
-            if self.credit == "turn" and place_of(row)[1] > 1:
+            if self.credit == "turn" and row_place(row)[1] > 1:
                 raise ValueError(
                     "MCAdvantage: credit='turn' needs the turns of an episode in one row, and an "
                     "episode whose past was rewritten has several. Use credit='trajectory'."
@@ -377,7 +377,7 @@ class MCAdvantage(ByGroups):
                 self.stats.rows_in += 1
                 self.stats.rows_dropped_unscorable += 1
                 # An episode is asked for once, however many rows it has.
-                self._refills[group_id] += place_of(row)[0] == 0
+                self._refills[group_id] += row_place(row)[0] == 0
                 continue
             if (members := self.queue.add(group_id, row)) is not None:
                 complete.append(self._group(group_id, members))

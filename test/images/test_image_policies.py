@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from vision_models import asked, llava, picture, qwen
 
-from collectors.record.row_values import prompt_of
+from collectors.record.row_values import recorded_prompt
 from objectives import GRPOLoss, SFTLoss
 from objectives.batching.ranks import equal_shares
 from torchrl_data import Conversations, encode_demonstrations, row_tensordicts
@@ -137,7 +137,7 @@ def test_the_past_with_another_image_is_another_past(policy):
     assert continues(encode(Conversations.from_messages([asked("red")])), encode(red))
     batch = TensorDict(batch_size=[3])
     write_conversations(batch, "full", encode(Conversations.cat([red, green, red])))
-    digests = [prompt_of(row)[0] for row in batch.unbind(0)]
+    digests = [recorded_prompt(row)[0] for row in batch.unbind(0)]
     assert digests[0] == digests[2] != digests[1]
 
 

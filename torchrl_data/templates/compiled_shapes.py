@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 from torchrl_data.conversation import Source
 from torchrl_data.messages import Message
 
-from .content_shown import entries_of
-from .control_tokens import ControlTokenGuard, Run, RunStart, TextPiece
+from .content_shown import message_entries
+from .control_tokens import ControlTokenGuard, RunStart, TextPiece, TokenRun
 
 Shape = tuple[tuple[str, tuple[str, ...]], ...]
 """Role and entries of each message."""
@@ -41,7 +41,7 @@ _FIELDS = ("content", "name", "tool_call_id")
 
 
 class _Compiled(NamedTuple):
-    runs: list[Run | list[Any]]
+    runs: list[TokenRun | list[Any]]
     """A list stands for a text: its parts (strings, and slots as numbers), start, head, tail."""
     fields: list[tuple[int, str]]
     """Message and entry of each slot."""
@@ -76,7 +76,7 @@ class CompiledShapes:
         self._secret = secrets.token_hex(8)
         self._slot = re.compile(f"Slot{self._secret}n([0-9]+)x")
 
-    def runs(self, messages: Sequence[Message]) -> list[Run] | None:
+    def runs(self, messages: Sequence[Message]) -> list[TokenRun] | None:
         """The runs of messages, or ``None`` if they are to be rendered."""
         shape = tuple([(message["role"], tuple(message)) for message in messages])
         compiled = self._cache.get(shape)
@@ -92,7 +92,7 @@ class CompiledShapes:
                 return None
             if not compiled.keeps_edges and (not value or value != value.strip()):
                 return None
-        return [run if isinstance(run, Run) else _fill(run, values) for run in compiled.runs]
+        return [run if isinstance(run, TokenRun) else _fill(run, values) for run in compiled.runs]
 
     def _compile(self, messages: Sequence[Message]) -> _Compiled | None:
         allowed = {"role", *_FIELDS}
@@ -113,7 +113,7 @@ class CompiledShapes:
         except ValueError:
             return None
         runs = [self._run_of(piece) for piece in pieces]
-        held = [(entry.message, entry.key) for entry in entries_of(marked)]
+        held = [(entry.message, entry.key) for entry in message_entries(marked)]
         dropped = [entry for entry in held if entry not in fields]
         compiled = _Compiled(runs, fields, True, [], dropped)
         if not all(self._agrees(compiled, messages, value) for value in _GENERAL):
@@ -131,12 +131,12 @@ class CompiledShapes:
 
     def _run_of(self, piece: TextPiece) -> Any:
         if piece.control_id is not None:
-            return Run((piece.control_id,), Source.TEMPLATE)
+            return TokenRun((piece.control_id,), Source.TEMPLATE)
         # Strings at even places, numbers of slots at odd ones.
         parts: list[Any] = self._slot.split(piece.text)
         parts[1::2] = map(int, parts[1::2])
         if len(parts) == 1:
-            return Run(self._encode(piece.text, piece.before), Source.TEMPLATE)
+            return TokenRun(self._encode(piece.text, piece.before), Source.TEMPLATE)
         head = self._encode(parts[0], piece.before) if parts[0] else ()
         tail = self._encode(parts[-1], RunStart.RUN) if parts[-1] else ()
         return [parts, piece.before, head, tail]
@@ -154,7 +154,7 @@ class CompiledShapes:
         except ValueError:
             return False
         expected = [index for piece in pieces for index in self._run_of(piece).ids]
-        filled = [run if isinstance(run, Run) else _fill(run, values) for run in compiled.runs]
+        filled = [run if isinstance(run, TokenRun) else _fill(run, values) for run in compiled.runs]
         return expected == [
             index
             for run in filled
@@ -163,10 +163,10 @@ class CompiledShapes:
         ]
 
 
-def _fill(text: list[Any], values: Sequence[Any]) -> Run:
+def _fill(text: list[Any], values: Sequence[Any]) -> TokenRun:
     parts, start, head, tail = text
     joined = "".join([part if type(part) is str else values[part] for part in parts])
-    return Run(head, Source.CONTENT, joined, start, tail)
+    return TokenRun(head, Source.CONTENT, joined, start, tail)
 
 
 def _filled(

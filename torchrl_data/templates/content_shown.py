@@ -24,7 +24,7 @@ TOOL_ROLES: Final = ("tool", "function", "ipython")
 _ENTRY: Final = f"mark{secrets.token_hex(8)}"
 
 
-class Entry(NamedTuple):
+class MessageEntry(NamedTuple):
     """Something that a message holds, and that a template may leave out."""
 
     message: int
@@ -35,24 +35,24 @@ class Entry(NamedTuple):
     """Of a call: ``name`` or ``arguments``."""
 
 
-def entries_of(messages: Sequence[Message]) -> Iterator[Entry]:
+def message_entries(messages: Sequence[Message]) -> Iterator[MessageEntry]:
     """Whatever is to be read in messages, but for what is only white space."""
     for i, message in enumerate(messages):
         role = message["role"]
         if role == PLACEHOLDER_ROLE:
             continue
         if _text(message.get("content")).strip():
-            yield Entry(i, "content")
+            yield MessageEntry(i, "content")
         if _text(message.get("reasoning_content")).strip():
-            yield Entry(i, "reasoning_content")
+            yield MessageEntry(i, "reasoning_content")
         name = message.get("name")
         if name and name != role and role not in TOOL_ROLES:
-            yield Entry(i, "name")
+            yield MessageEntry(i, "name")
         for j, call in enumerate(message.get("tool_calls") or ()):
             function = _function(call)
-            yield Entry(i, "tool_calls", j, "name")
+            yield MessageEntry(i, "tool_calls", j, "name")
             if function.get("arguments") not in (None, {}, "", "{}"):
-                yield Entry(i, "tool_calls", j, "arguments")
+                yield MessageEntry(i, "tool_calls", j, "arguments")
 
 
 def _text(content: Any) -> str:
@@ -65,7 +65,7 @@ def _function(call: Any) -> dict[str, Any]:
     return call.get("function") or call
 
 
-def _replaced(message: Message, entry: Entry, mark: str) -> Message:
+def _replaced(message: Message, entry: MessageEntry, mark: str) -> Message:
     """A message with a mark in the place of one entry."""
     value: Any = message[entry.key]
     if entry.part:
@@ -85,7 +85,7 @@ def _replaced(message: Message, entry: Entry, mark: str) -> Message:
     return {**message, entry.key: value}
 
 
-Suspects = dict[Any, tuple[Entry, ...]]
+Suspects = dict[Any, tuple[MessageEntry, ...]]
 """Entries that a template may leave out, by the shape of messages that was looked at once."""
 
 
@@ -94,7 +94,7 @@ def dropped_entries(
     render: Callable[[Sequence[Message]], str],
     known: Suspects,
     context: Any = None,
-) -> list[Entry]:
+) -> list[MessageEntry]:
     """What a template leaves out of messages: what the rendered text does not tell of.
 
     What it leaves out because the conversation has gone on (the thoughts of earlier turns) is no
@@ -106,7 +106,7 @@ def dropped_entries(
         known: what is kept from call to call for one template.
         context: what else decides what is rendered, to be told from other contexts.
     """
-    entries = tuple(entries_of(messages))
+    entries = tuple(message_entries(messages))
     shape = (context, tuple([(m["role"], tuple(m)) for m in messages]), entries)
     suspects = known.get(shape)
     if suspects is None:
@@ -117,8 +117,8 @@ def dropped_entries(
 
 
 def _suspects(
-    messages: Sequence[Message], entries: tuple[Entry, ...], render: Callable[..., str]
-) -> tuple[Entry, ...]:
+    messages: Sequence[Message], entries: tuple[MessageEntry, ...], render: Callable[..., str]
+) -> tuple[MessageEntry, ...]:
     """Entries whose marks are not found where all entries are marked; all, where none may be."""
     marks = [f"{_ENTRY}n{n}x" for n, _ in enumerate(entries)]
     marked = list(messages)
@@ -139,7 +139,9 @@ def _suspects(
         return entries
 
 
-def _is_dropped(messages: Sequence[Message], entry: Entry, render: Callable[..., str]) -> bool:
+def _is_dropped(
+    messages: Sequence[Message], entry: MessageEntry, render: Callable[..., str]
+) -> bool:
     """Whether another value in the place of an entry leaves the text as it is."""
     others = list(messages)
     others[entry.message] = _replaced(messages[entry.message], entry, _ENTRY)
@@ -156,7 +158,7 @@ def _is_dropped(messages: Sequence[Message], entry: Entry, render: Callable[...,
 
 
 def refusal(
-    dropped: Sequence[Entry],
+    dropped: Sequence[MessageEntry],
     messages: Sequence[Message],
     *,
     first: int = 0,

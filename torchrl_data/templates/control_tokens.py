@@ -266,7 +266,7 @@ ROW_ERRORS: Final = (ValueError, TypeError, RecursionError)
 """What a row's own messages may raise: odd content, odd calls, text that is no Unicode."""
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens that are known, or a text to be encoded."""
 
     ids: tuple[int, ...]
@@ -278,7 +278,7 @@ class Run(NamedTuple):
     """Tokens of the scaffold that a text ends with."""
 
 
-def label_pieces(pieces: Sequence[TextPiece], spans: Sequence[tuple[int, int]]) -> list[Run]:
+def label_pieces(pieces: Sequence[TextPiece], spans: Sequence[tuple[int, int]]) -> list[TokenRun]:
     """Say who wrote each piece: the model inside the spans."""
     runs = []
     for piece in pieces:
@@ -288,12 +288,12 @@ def label_pieces(pieces: Sequence[TextPiece], spans: Sequence[tuple[int, int]]) 
             source = Source.MODEL
         else:
             source = Source.TEMPLATE if text is None else Source.CONTENT
-        runs.append(Run(ids, source, text, piece.before))
+        runs.append(TokenRun(ids, source, text, piece.before))
     return runs
 
 
 def encode_runs(
-    rows: Sequence[Sequence[Run]], guard: ControlTokenGuard
+    rows: Sequence[Sequence[TokenRun]], guard: ControlTokenGuard
 ) -> list[EncodedMessages | Exception]:
     """Encode the text of all rows in one call of the tokenizer; an error for a row it refuses."""
     try:
@@ -311,7 +311,7 @@ def encode_runs(
 
 
 def _encode(
-    rows: Sequence[Sequence[Run]], guard: ControlTokenGuard
+    rows: Sequence[Sequence[TokenRun]], guard: ControlTokenGuard
 ) -> list[EncodedMessages | Exception]:
     texts = [run for row in rows for run in row if run.text is not None]
     encoded = iter(

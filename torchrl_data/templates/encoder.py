@@ -20,7 +20,7 @@ from torchrl_data.messages import Message, check_messages
 
 from .compiled_shapes import CompiledShapes
 from .content_shown import ToolsNotShownError
-from .control_tokens import ROW_ERRORS, Run, encode_runs, label_pieces
+from .control_tokens import ROW_ERRORS, TokenRun, encode_runs, label_pieces
 from .image_processor import with_image_runs
 from .renderer import TemplateRenderer, Tools
 
@@ -65,7 +65,7 @@ class ConversationEncoder(TemplateRenderer):
         ['<|im_start|>user', 'hello<|im_end|>']
     """
 
-    def _waiting_runs(self, waiting: Waiting, row: int) -> list[Run]:
+    def _waiting_runs(self, waiting: Waiting, row: int) -> list[TokenRun]:
         check_messages(waiting.messages, first=waiting.num_encoded, row=row)
         images, shown = self._images_apart(waiting.messages)
         if waiting.num_encoded == 0:
@@ -86,7 +86,7 @@ class ConversationEncoder(TemplateRenderer):
 
     def _opening_runs(
         self, messages: Sequence[Message], tools: Tools | None, *, goes_on: bool = False
-    ) -> list[Run]:
+    ) -> list[TokenRun]:
         if tools:
             self.check_tools(tools, messages)
         if goes_on:  # in the last message; what is given of it is not trained
@@ -247,7 +247,7 @@ class ConversationEncoder(TemplateRenderer):
             ToolsNotShownError: the template leaves out the tools of a row.
         """
         _ = self.end_of_turn_id  # without one no row can be opened
-        rows: list[list[Run] | None] = []
+        rows: list[list[TokenRun] | None] = []
         errors: dict[int, Exception] = {}
         for i, waiting in enumerate(waiting_rows(conversations)):
             runs = None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_data.conversation import Source
 from torchrl_data.images import decoded
 
-from .control_tokens import Run
+from .control_tokens import TokenRun
 
 MAX_KEPT_BYTES: Final = 1 << 28
 """Of the pixels of images that were processed last."""
@@ -135,8 +135,8 @@ class ImageProcessor:
 
 
 def with_image_runs(
-    runs: list[Run], images: Sequence[str], processor: ImageProcessor | None
-) -> list[Run]:
+    runs: list[TokenRun], images: Sequence[str], processor: ImageProcessor | None
+) -> list[TokenRun]:
     """Runs of a rendered template, with the tokens of images at their places."""
     if processor is None:
         if images:
@@ -154,5 +154,5 @@ def with_image_runs(
         )
     runs = list(runs)
     for i, image in zip(places, images, strict=True):
-        runs[i] = Run(tuple(processor.process([image]).ids), Source.CONTENT)
+        runs[i] = TokenRun(tuple(processor.process([image]).ids), Source.CONTENT)
     return runs

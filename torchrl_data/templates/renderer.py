@@ -21,7 +21,7 @@ from torchrl_data.messages import Message
 from .assistant_spans import ANSWER, QUESTION, TurnShape, find_spans, turn_shape
 from .compiled_shapes import CompiledShapes
 from .content_shown import TOOL, Suspects, ToolsNotShownError, dropped_entries, refusal
-from .control_tokens import ControlTokenGuard, Run, TextPiece, label_pieces
+from .control_tokens import ControlTokenGuard, TextPiece, TokenRun, label_pieces
 from .image_processor import ImageProcessor
 from .registry import (
     builtin_template,
@@ -32,7 +32,7 @@ from .registry import (
     template_names,
 )
 from .rendering import Rendered, render_template
-from .rendering_identity import RenderingIdentity, digest_of
+from .rendering_identity import RenderingIdentity, rendering_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -132,7 +132,7 @@ class TemplateRenderer:
             self.template,
             json.dumps(read, sort_keys=True, default=repr),
             self._reasoning_in_content,
-            digest_of(json.dumps(backend, sort_keys=True)),
+            rendering_digest(json.dumps(backend, sort_keys=True)),
         )
 
     # What ends a turn ---------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class TemplateRenderer:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         row: int | None = None,
-    ) -> list[Run]:
+    ) -> list[TokenRun]:
         """Runs of a whole conversation; what the assistant wrote is the model's."""
         self.check_tools(tools, messages)
         if self._reasoning_in_content:

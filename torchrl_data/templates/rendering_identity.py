@@ -24,10 +24,10 @@ class RenderingIdentity(NamedTuple):
     @property
     def digest(self) -> str:
         """16 hexadecimal digits that stand for all of it."""
-        return digest_of(json.dumps(self))
+        return rendering_digest(json.dumps(self))
 
 
-def digest_of(text: str) -> str:
+def rendering_digest(text: str) -> str:
     """16 hexadecimal digits that stand for a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

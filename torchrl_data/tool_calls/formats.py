@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
-from .records import Found, MalformedCall, ToolCall
+from .records import FoundCall, MalformedCall, ToolCall
 from .strict_json import MAX_CALL_CHARS, read_json, value_end
 
-Finder = Callable[[str, int], Iterator[Found]]
+Finder = Callable[[str, int], Iterator[FoundCall]]
 """Finds the calls of a text from a position on."""
 
 
@@ -73,7 +73,7 @@ def after_mark(text: str, mark: str, position: int) -> int:
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-def find_hermes(text: str, position: int = 0) -> Iterator[Found]:
+def find_hermes(text: str, position: int = 0) -> Iterator[FoundCall]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3."""
     while (start := text.find(_OPEN, position)) >= 0:
         opened = start + len(_OPEN)
@@ -88,7 +88,7 @@ def find_hermes(text: str, position: int = 0) -> Iterator[Found]:
             position, call = len(text), MalformedCall(f"the call is not closed with {_CLOSE}")
         else:
             position, call = close + len(_CLOSE), _read(text[body:end])
-        yield Found(start, position, call)
+        yield FoundCall(start, position, call)
 
 
 class _Markup(NamedTuple):
@@ -135,7 +135,7 @@ _INVOKES: Final = _Markup(
 )
 
 
-def find_xml(text: str, position: int = 0, markup: _Markup = _FUNCTIONS) -> Iterator[Found]:
+def find_xml(text: str, position: int = 0, markup: _Markup = _FUNCTIONS) -> Iterator[FoundCall]:
     """``<tool_call><function=name><parameter=key>value</parameter>...``: Qwen3-Coder, Qwen 3.5."""
     # A string's own first and last line break is kept, the ones that the format writes are not.
     while match := markup.opener.search(text, position):
@@ -144,35 +144,37 @@ def find_xml(text: str, position: int = 0, markup: _Markup = _FUNCTIONS) -> Iter
         yield found
 
 
-def _marked_call(text: str, start: int, at: int, markup: _Markup) -> Found:
+def _marked_call(text: str, start: int, at: int, markup: _Markup) -> FoundCall:
     arguments: dict[str, Any] = {}
     name = markup.name.match(text, at)
     if name is None:
-        return Found(start, at, MalformedCall(f"the call has no name after {text[start:at]}"))
+        return FoundCall(start, at, MalformedCall(f"the call has no name after {text[start:at]}"))
     position = name.end()
     while parameter := markup.parameter.match(text, position):
         end = text.find(markup.value_end, parameter.end())
         if end < 0:
-            return Found(start, len(text), MalformedCall(f"a parameter has no {markup.value_end}"))
+            return FoundCall(
+                start, len(text), MalformedCall(f"a parameter has no {markup.value_end}")
+            )
         if parameter[1] in arguments:
             error = MalformedCall(f"the parameter {parameter[1]:.80} is given twice")
-            return Found(start, after_mark(text, markup.call_end, end), error)
+            return FoundCall(start, after_mark(text, markup.call_end, end), error)
         arguments[parameter[1]] = text[parameter.end() : end].removesuffix(markup.line_break)
         position = end + len(markup.value_end)
     close = markup.end.match(text, position)
     if close is None:
         error = MalformedCall(f"the call has no {markup.call_end}")
-        return Found(start, after_mark(text, markup.call_end, position), error)
+        return FoundCall(start, after_mark(text, markup.call_end, position), error)
     if close.end() - start > MAX_CALL_CHARS:
         error = f"the call has {close.end() - start} characters; at most {MAX_CALL_CHARS}"
-        return Found(start, close.end(), MalformedCall(error))
-    return Found(start, close.end(), ToolCall(name[1].strip(), arguments, is_text=True))
+        return FoundCall(start, close.end(), MalformedCall(error))
+    return FoundCall(start, close.end(), ToolCall(name[1].strip(), arguments, is_text=True))
 
 
 _QWEN = re.compile(r"(?:<tool_call>\s{0,8})?(?P<xml><function=)|<tool_call>")
 
 
-def find_qwen(text: str, position: int = 0) -> Iterator[Found]:
+def find_qwen(text: str, position: int = 0) -> Iterator[FoundCall]:
     """JSON or XML inside ``<tool_call>``, told apart by what comes first."""
     while match := _QWEN.search(text, position):
         is_xml = match["xml"] is not None
@@ -189,7 +191,7 @@ _MAX_OPEN: Final = 16
 """Objects that do not end, after which no more are looked at: each costs a look at much text."""
 
 
-def find_llama(text: str, position: int = 0) -> Iterator[Found]:
+def find_llama(text: str, position: int = 0) -> Iterator[FoundCall]:
     """``{"name": ..., "parameters": {...}}``, perhaps after ``<|python_tag|>``: Llama 3."""
     # Without the tag, only an object that begins a line and has a name and parameters is a call:
     # any other JSON is an answer.
@@ -208,14 +210,14 @@ def find_llama(text: str, position: int = 0) -> Iterator[Found]:
             call = MalformedCall("a call is one JSON object whose braces are closed")
         if is_tagged or any(f'"{key}"' in window for key in _LLAMA_KEYS):
             position = end if end > 0 else len(text)
-            yield Found(start, position, call)
+            yield FoundCall(start, position, call)
 
 
 _MISTRAL = "[TOOL_CALLS]"
 _MISTRAL_NAME = re.compile(r"\s*+([\w.-]{1,256})(?:\[CALL_ID\]([\w-]{1,256}))?(?:\[ARGS\])?\s*+")
 
 
-def find_mistral(text: str, position: int = 0) -> Iterator[Found]:
+def find_mistral(text: str, position: int = 0) -> Iterator[FoundCall]:
     """``[TOOL_CALLS] [{...}, ...]``, or ``[TOOL_CALLS]name[ARGS]{...}``: Mistral."""
     while (start := text.find(_MISTRAL, position)) >= 0:
         body = _skip_space(text, start + len(_MISTRAL))
@@ -231,30 +233,32 @@ def find_mistral(text: str, position: int = 0) -> Iterator[Found]:
         if name is None or end < 0:
             following = text.find(_MISTRAL, body)
             position = len(text) if following < 0 else following
-            yield Found(start, position, MalformedCall("the call has no name and JSON arguments"))
+            yield FoundCall(
+                start, position, MalformedCall("the call has no name and JSON arguments")
+            )
         else:
             position = end
-            yield Found(start, end, _read(text[at:end], name=name[1], call_id=name[2]))
+            yield FoundCall(start, end, _read(text[at:end], name=name[1], call_id=name[2]))
 
 
-def _listed(body: str, start: int, end: int, *, is_closed: bool) -> Iterator[Found]:
+def _listed(body: str, start: int, end: int, *, is_closed: bool) -> Iterator[FoundCall]:
     """The calls of a JSON list, or of the one object in its place; they share their place."""
     try:
         if not is_closed:
             raise ValueError("the list of calls is not closed with ]")
         values = read_json(body)
     except ValueError as error:
-        yield Found(start, end, MalformedCall(str(error)))
+        yield FoundCall(start, end, MalformedCall(str(error)))
         return
     for value in values if isinstance(values, list) else [values]:
-        yield Found(start, end, call_of(value, ("arguments",)))
+        yield FoundCall(start, end, call_of(value, ("arguments",)))
 
 
 _LIST = re.compile(r"(?:<\|tool_call\|>|<TOOLCALL>)\s*+")
 _LIST_END = re.compile(r"\s*+(?:<\|/tool_call\|>|</TOOLCALL>)")
 
 
-def find_lists(text: str, position: int = 0) -> Iterator[Found]:
+def find_lists(text: str, position: int = 0) -> Iterator[FoundCall]:
     """``<|tool_call|>[{...}]``: Phi 4 mini; ``<TOOLCALL>[{...}]</TOOLCALL>``: Nemotron Nano 2."""
     while match := _LIST.search(text, position):
         body = match.end()
@@ -298,7 +302,7 @@ _KIMI: Final = _Section(
 _FENCE = re.compile(r"\s*+([^\n`]{1,256})\n```(?:json)?\s*+")
 
 
-def find_deepseek(text: str, position: int = 0, marks: _Section = _DEEPSEEK) -> Iterator[Found]:
+def find_deepseek(text: str, position: int = 0, marks: _Section = _DEEPSEEK) -> Iterator[FoundCall]:
     """DeepSeek V3 and R1: a type, a name and fenced JSON; V3.1: a name and JSON."""
     while (start := text.find(marks.open, position)) >= 0:
         head = start + len(marks.open)
@@ -308,7 +312,7 @@ def find_deepseek(text: str, position: int = 0, marks: _Section = _DEEPSEEK) -> 
         position = end + len(marks.last) * text.startswith(marks.last, end)
         sep = text.find(marks.sep, head, end)
         if sep < 0:
-            yield Found(start, position, MalformedCall(f"the call has no {marks.sep}"))
+            yield FoundCall(start, position, MalformedCall(f"the call has no {marks.sep}"))
             continue
         name, call_id = text[head:sep].strip(), None
         body = _skip_space(text, sep + len(marks.sep))
@@ -317,14 +321,14 @@ def find_deepseek(text: str, position: int = 0, marks: _Section = _DEEPSEEK) -> 
             name, body = fence[1].strip(), fence.end()
         last = value_end(text, body) if text.startswith("{", body) else -1
         if last < 0 or last > end:
-            yield Found(start, position, MalformedCall("the call has no JSON arguments"))
+            yield FoundCall(start, position, MalformedCall("the call has no JSON arguments"))
         elif not text.startswith(marks.close, end - len(marks.close)):
             error = MalformedCall(f"the call is not closed with {marks.close}")
-            yield Found(start, position, error)
+            yield FoundCall(start, position, error)
         else:
             if marks.ids is not None and (named := marks.ids.fullmatch(name)):
                 name, call_id = named[1], name
-            yield Found(start, position, _read(text[body:last], name=name, call_id=call_id))
+            yield FoundCall(start, position, _read(text[body:last], name=name, call_id=call_id))
 
 
 _HARMONY_END = re.compile(r"<\|(?:call|end|return|start)\|>")
@@ -332,7 +336,7 @@ _RECIPIENT = re.compile(r"(?:\A|\s)to=([^\s<]{1,256})")
 _MAX_HEADER: Final = 1024
 
 
-def find_harmony(text: str, position: int = 0) -> Iterator[Found]:
+def find_harmony(text: str, position: int = 0) -> Iterator[FoundCall]:
     """``<|channel|>commentary to=functions.name json<|message|>{...}<|call|>``: gpt-oss."""
     # The last token of a turn is not in its text, so the end of the text closes a call too.
     while (mark := text.find("<|message|>", position)) >= 0:
@@ -350,7 +354,7 @@ def find_harmony(text: str, position: int = 0) -> Iterator[Found]:
         end = len(text) if close is None else close.start()
         position = end if close is None or close.group() != "<|call|>" else close.end()
         name = to[1].removeprefix("functions.")
-        yield Found(start, position, _read(text[body:end].strip(), name=name))
+        yield FoundCall(start, position, _read(text[body:end].strip(), name=name))
 
 
 FORMATS: Final[dict[str, Format]] = {

@@ -17,7 +17,7 @@ from torchrl_data.templates.registry import (
 )
 
 from .formats import FORMATS, Format, after_mark
-from .records import Found, MalformedCall, ParsedTurn, ToolCall
+from .records import FoundCall, MalformedCall, ParsedTurn, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,13 +131,13 @@ def _format(name: str) -> Format:
     return FORMATS[name]
 
 
-def _collect(format: Format, text: str, start: int) -> list[Found]:
+def _collect(format: Format, text: str, start: int) -> list[FoundCall]:
     """Calls; those that are malformed say how to write one."""
-    found: list[Found] = []
+    found: list[FoundCall] = []
     for item in format.find(text, start):
         if len(found) == MAX_CALLS:
             error = MalformedCall(f"at most {MAX_CALLS} calls in a turn; the rest is ignored")
-            found.append(Found(item.start, len(text), error))
+            found.append(FoundCall(item.start, len(text), error))
             break
         if isinstance(item.call, MalformedCall):
             error = f"{item.call.error}; write a call as {format.example}"

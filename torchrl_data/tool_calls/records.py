@@ -23,7 +23,7 @@ class MalformedCall(NamedTuple):
     """What is wrong with it, so that the model can repair it."""
 
 
-class Found(NamedTuple):
+class FoundCall(NamedTuple):
     """A call and where it is in the text."""
 
     start: int

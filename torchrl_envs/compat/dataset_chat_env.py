@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from torchrl_envs.datasets.loading import load_rows
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.datasets.tables import one_of
+from torchrl_envs.datasets.tables import one_source_of
 from torchrl_envs.episode.chat_env import ChatEnv
 from torchrl_envs.episode.episode_env import EpisodeEnv
 
@@ -63,7 +63,7 @@ class DatasetChatEnv(EpisodeEnv):
     ) -> None:
         primer = DataLoadingPrimer(
             load_rows(dataset, name=name, split=split),
-            group_size=one_of(group_size=group_size, repeats=repeats, default=1),
+            group_size=one_source_of(group_size=group_size, repeats=repeats, default=1),
             map_row=None if collate_fn is None else functools.partial(_collated, collate_fn),
             shuffle=shuffle,
             seed=seed,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
-from .event_loop import LoopThread
+from .event_loop import ReplaceableLoop
 from .outcome import Call, Outcome, guarded
 from .threads import DaemonThreads
 
@@ -49,7 +49,7 @@ class ConcurrentCalls:
         self.lanes = weakref.WeakValueDictionary[Any, asyncio.Lock]()
         """Of events in a loop: what one of them runs there, no other one runs beside it."""
         self._threads = DaemonThreads(max_threads)
-        self._loop = LoopThread()
+        self._loop = ReplaceableLoop()
         self._awaited: set[_Chain] = set()
         self._waited_for: set[_Chain] = set()
         self._watch: asyncio.Task[None] | None = None

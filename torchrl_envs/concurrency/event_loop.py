@@ -12,7 +12,7 @@ _REACTS_S: Final = 0.5
 _STOP_GRACE_S: Final = 1.0
 
 
-class LoopThread:
+class ReplaceableLoop:
     """One event loop on a daemon thread, started when it is first needed."""
 
     # A coroutine that does not await (`time.sleep` in an `async` function) blocks the loop for all

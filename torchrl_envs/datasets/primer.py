@@ -38,7 +38,7 @@ from .row_checks import (
     with_plain_prompt,
 )
 from .row_stream import Frontier, Item, Place, RowStream
-from .tables import TableStream, one_of
+from .tables import TableStream, one_source_of
 
 if TYPE_CHECKING:
     from torchrl_data.templates.encoder import ConversationEncoder
@@ -119,12 +119,12 @@ class DataLoadingPrimer(EpisodeTransform):
         options: DataOptions | None = None,
     ) -> None:
         super().__init__()
-        self.group_size: int = one_of(group_size=group_size, repeats=repeats, default=1)
+        self.group_size: int = one_source_of(group_size=group_size, repeats=repeats, default=1)
         check_counts("DataLoadingPrimer", group_size=self.group_size, num_epochs=num_epochs)
         check_not_none("DataLoadingPrimer", num_workers=num_workers, seed=seed)
         check_counts("DataLoadingPrimer", 0, num_workers=num_workers, seed=seed)
         self.options = options or DataOptions()
-        dataset = one_of(dataset=dataset, dataloader=dataloader)
+        dataset = one_source_of(dataset=dataset, dataloader=dataloader)
         self.dataset = load_rows(dataset, skip_bad_rows=self.options.skip_bad_rows)
         self.shuffle = shuffle
         self.seed = seed

@@ -117,7 +117,7 @@ def _plain(value: Any, feature: Any) -> Any:
     return value
 
 
-def one_of(*, default: Any = None, **choices: Any) -> Any:
+def one_source_of(*, default: Any = None, **choices: Any) -> Any:
     """The value of the one of several names that was used; not more than one may be."""
     used = {name: value for name, value in choices.items() if value is not None}
     if len(used) > 1 or (not used and default is None):

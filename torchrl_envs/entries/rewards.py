@@ -213,7 +213,7 @@ class UnscoredWatch:
         )
 
 
-def write_scores(
+def write_rewards(
     batch: TensorDictBase,
     rows: Sequence[int],
     scores: Sequence[Score],

@@ -33,7 +33,7 @@ from torchrl_data.foreign_conversations import (
 from torchrl_data.history import History
 from torchrl_data.keys import HISTORY
 from torchrl_data.messages import Message
-from torchrl_data.missing_entry import MissingEntryError, entries_of
+from torchrl_data.missing_entry import MissingEntryError, known_entries
 from torchrl_data.ragged.packed import first_entries, read_rows
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.tool_calls.parser import (
@@ -312,7 +312,7 @@ class ChatEnv(EnvBase):
         if batch.get(keys.TEXT_RESPONSE, None) is None:
             raise MissingEntryError(
                 f"ChatEnv.step reads {(self.input_mode, keys.FULL)}, which a policy writes, or "
-                f"{keys.TEXT_RESPONSE!r}, a string per row. The batch holds {entries_of(batch)}."
+                f"{keys.TEXT_RESPONSE!r}, a string per row. The batch holds {known_entries(batch)}."
             )
         return self._with_text(batch, read_objects(batch, keys.TEXT_RESPONSE))
 

@@ -20,7 +20,7 @@ from torchrl_envs.entries.rewards import (
     REWARD_ERRORS,
     TOKEN_ENTRIES,
     dense_reward,
-    write_scores,
+    write_rewards,
     write_token_entry,
 )
 
@@ -152,7 +152,7 @@ class EpisodeEntries(Transform):
                     episode.token_entries[keys.REWARD] = reward
                 dense = [last_row(e, e.token_entries[keys.REWARD]) for e in ended]
             rows = [episode.row for episode in ended]
-            write_scores(batch, rows, scores, dense, self.reward_names)
+            write_rewards(batch, rows, scores, dense, self.reward_names)
         # By token.
         for key in dict.fromkeys(key for episode in ended for key in episode.token_entries):
             if key != keys.REWARD:

@@ -37,7 +37,7 @@ from torchrl_envs.entries.rewards import REWARD_KEYS, RewardSource, UnscoredWatc
 
 from .episode import Episode
 from .episode_entries import EpisodeEntries, read_episodes
-from .episode_step import StepOrder, flat_transforms, in_shape, role_of, written
+from .episode_step import StepOrder, flat_transforms, in_shape, role_of, written_batch
 from .episode_transform import EpisodeTransform, overrides
 from .resources import Resources
 from .reward_error_limit import RewardErrorLimit
@@ -236,7 +236,7 @@ class EpisodeEnv(TransformedEnv):
             for episode in new:
                 if episode.stop_reason:
                     episode.max_new_tokens = 0
-            written(reset, episodes, shown)
+            written_batch(reset, episodes, shown)
         except BaseException:
             self.close_episodes(rows)
             raise

@@ -149,14 +149,14 @@ class EpisodeStep:
 
     def _write(self, batch: TensorDictBase, *, flags: bool = True) -> None:
         """Write the conversations and the flags, if they have changed."""
-        self._shown = written(batch, self._episodes, self._shown)
+        self._shown = written_batch(batch, self._episodes, self._shown)
         now = flags_of(self._episodes) if flags else self._flags
         if now != self._flags:
             self._flags = now
             write_flags(batch, self._episodes)
 
 
-def written(
+def written_batch(
     batch: TensorDictBase, episodes: Sequence[Episode], shown: Conversations
 ) -> Conversations:
     """Write the conversations of episodes, if one of them has changed.

@@ -31,7 +31,7 @@ class Tagged(NamedTuple):
     answers: list[str]
 
 
-def message_text(message: Mapping[str, Any] | None) -> str:
+def text_of_message(message: Mapping[str, Any] | None) -> str:
     """The text of a message; of content parts, that of the text parts."""
     content = None if message is None else message.get("content")
     if content is None or isinstance(content, str):
@@ -42,7 +42,7 @@ def message_text(message: Mapping[str, Any] | None) -> str:
 def final_text(completion: Sequence[Message]) -> str:
     """What the policy said last: the text of the last message if it is the assistant's."""
     last = completion[-1] if completion else None
-    return message_text(last) if last is not None and last["role"] == "assistant" else ""
+    return text_of_message(last) if last is not None and last["role"] == "assistant" else ""
 
 
 def as_opened(messages: Sequence[Mapping[str, Any]], opened: str) -> list[Message]:

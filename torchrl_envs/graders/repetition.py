@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from torchrl_data.checks import check_counts, check_numbers, one_of
 from torchrl_data.messages import Message
 
-from .answers import message_text
+from .answers import text_of_message
 
 Unit = Literal["words", "characters"]
 
@@ -57,7 +57,7 @@ class RepetitionPenalty:
         for messages in completions:
             own = [message for message in messages if message["role"] == "assistant"]
             said = [str(message.get("reasoning_content") or "") for message in own]
-            said += map(message_text, own)
+            said += map(text_of_message, own)
             grams: list[tuple[str, ...]] = []
             for text in said:
                 parts = text.lower().split() if self.unit == "words" else list(text)

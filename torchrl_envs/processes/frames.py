@@ -9,7 +9,7 @@ _LENGTH: Final = struct.Struct("!Q")
 _READ_BYTES: Final = 1 << 16
 
 
-def pack(data: bytes) -> bytes:
+def framed(data: bytes) -> bytes:
     """A message as it is sent."""
     return _LENGTH.pack(len(data)) + data
 

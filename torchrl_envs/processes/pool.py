@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Final
 
-from .frames import pack
+from .frames import framed
 from .worker_process import ToolProcessError, WorkerProcess
 
 _START_S: Final = 120.0
@@ -57,7 +57,7 @@ class WorkerPool:
         with self._free:
             worker = self._take() or self._start(generation)
             try:
-                answer = worker.ask(pack(request), self._deadline_s)
+                answer = worker.ask(framed(request), self._deadline_s)
             except BaseException:
                 self._end(worker)
                 raise

@@ -7,10 +7,10 @@ from importlib import import_module
 
 from torchrl_envs.tool_results import error_line
 
-from .frames import Frames, pack
+from .frames import Frames, framed
 
 
-def serve(descriptor: int) -> None:
+def serve_requests(descriptor: int) -> None:
     """A worker's life."""
     link = socket.socket(fileno=descriptor)
     link.settimeout(None)
@@ -26,12 +26,12 @@ def serve(descriptor: int) -> None:
             limit = in_use + setup["max_memory_mb"] * 2**20
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     except BaseException as error:
-        link.sendall(pack(error_line(error).encode()))
+        link.sendall(framed(error_line(error).encode()))
         return
-    link.sendall(pack(b""))
+    link.sendall(framed(b""))
     while True:
         try:
             request = frames.receive()
         except EOFError:
             return
-        link.sendall(pack(handler(request)))
+        link.sendall(framed(handler(request)))

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from torchrl_envs.concurrency.calls import CallTimeoutError
 
-from .frames import Frames, pack
+from .frames import Frames, framed
 
 _LOOK_S: Final = 0.25
 """How often one looks whether a worker is alive whose socket somebody keeps open."""
@@ -24,7 +24,7 @@ _KEEPER: Final = Path(__file__).with_name("keeper.py")
 RELAY: Final = _KEEPER.with_name("relay.py")
 _PROGRAM: Final = (
     "import json, sys; descriptor, path = sys.argv[1:]; sys.path[:] = json.loads(path); "
-    "from torchrl_envs.processes.worker import serve; serve(int(descriptor))"
+    "from torchrl_envs.processes.worker import serve_requests; serve_requests(int(descriptor))"
 )
 
 
@@ -62,7 +62,7 @@ class WorkerProcess:
             raise
         finally:
             theirs.close()
-        self.setup = pack(pickle.dumps(setup)) + pack(handler)
+        self.setup = framed(pickle.dumps(setup)) + framed(handler)
         """What it is sent first; it answers with what keeps it from running the handler."""
 
     def ask(self, message: bytes, timeout_s: float) -> bytes:

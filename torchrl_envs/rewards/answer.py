@@ -38,7 +38,7 @@ from torchrl_envs.entries.trajectories import copied_rows, joined_rows
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeEnvironment, EpisodeTransform, OpenedTurns
 from torchrl_envs.episode.trajectory_transform import TrajectoryTransform
-from torchrl_envs.graders.answers import as_opened, final_text, message_text, read_tags
+from torchrl_envs.graders.answers import as_opened, final_text, read_tags, text_of_message
 
 
 class AnswerReward(OpenedTurns, EpisodeTransform, RewardSource):
@@ -182,12 +182,12 @@ class AnswerReward(OpenedTurns, EpisodeTransform, RewardSource):
         Returns:
             What :meth:`components` gives, or the exception that it raised.
         """
-        query = message_text(messages[first - 1]) if first else ""
+        query = text_of_message(messages[first - 1]) if first else ""
         # A row of data that can't be scored marks itself, never the batch.
         try:
             said = as_opened(messages[first:], self.opened_text)
             turns = [message for message in said if message["role"] == "assistant"]
-            return self.components(message_text(turns[-1] if turns else None), row or {}, query)
+            return self.components(text_of_message(turns[-1] if turns else None), row or {}, query)
         except Exception as error:
             return error
 

@@ -171,7 +171,7 @@ class KLComputation(TrajectoryTransform):
         self.add_to_reward = add_to_reward
         self.coeff = coeff
         self.dense = dense
-        self.estimator = estimator or log_ratio
+        self.estimator = estimator or reference_log_ratio
         self._scorers: list[RetrieveLogProb] = []
 
     changeable = frozenset({"coeff"})
@@ -202,7 +202,7 @@ class KLComputation(TrajectoryTransform):
                 row.penalty = -self.coeff * row.results[self.kl_key]
 
 
-def log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:
+def reference_log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:
     """Log-prob less reference log-prob, 0 outside the mask; its mean estimates the KL (k1)."""
     return (log_prob - ref_log_prob).masked_fill(~mask, 0.0)
 

@@ -16,7 +16,7 @@ from torchrl_envs.concurrency.calls import (
 )
 from torchrl_envs.concurrency.outcome import Call
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.graders.answers import as_opened, message_text
+from torchrl_envs.graders.answers import as_opened, text_of_message
 
 
 class BadRewardError(ValueError):
@@ -224,7 +224,7 @@ def reward_inputs(
 
 def _text(message: Message) -> str:
     """What a message says, with what was thought before it as the model wrote it."""
-    thought, said = message.get("reasoning_content"), message_text(message)
+    thought, said = message.get("reasoning_content"), text_of_message(message)
     return f"<think>\n{thought}\n</think>\n\n{said}" if thought else said
 
 

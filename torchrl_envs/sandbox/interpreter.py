@@ -65,7 +65,7 @@ class Interpreter:
         return (*_SYSTEM, _LOADER_CACHE, self.prefix, *self.packages)
 
     def command(self) -> list[str]:
-        """Command line that runs what comes first on its standard input: :func:`program`."""
+        """Command line that runs what comes first on its standard input: :func:`inside_program`."""
         return [self.executable, "-I", "-S", "-B", "-c", _RECEIVE]
 
 
@@ -88,7 +88,7 @@ def _directory(path: str | Path) -> str:
 
 
 @functools.cache
-def program() -> dict[str, CodeType]:
+def inside_program() -> dict[str, CodeType]:
     """The supervisor's modules, compiled by this interpreter, which is the one that runs inside."""
     # They are sent, so that no file of this project has to be readable, and compiled, because that
     # takes longer than all the rest.

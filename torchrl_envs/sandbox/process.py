@@ -12,8 +12,8 @@ from torchrl_envs.processes import kept_command
 
 from .capped_output import CappedOutput
 from .errors import SandboxStartError
-from .inside.frames import pack
-from .interpreter import program
+from .inside.frames import framed_bytes
+from .interpreter import inside_program
 from .users import starts_as
 
 _READ_BYTES: Final = 1 << 16
@@ -83,7 +83,7 @@ class SandboxProcess:
             os.set_blocking(stream, False)
             self._selector.register(stream, selectors.EVENT_READ, take)
         os.set_blocking(self._stdin.fileno(), False)
-        self.send(program())
+        self.send(inside_program())
         self.send({**config, "status_fd": inside})
 
     def clear_output(self) -> None:
@@ -95,7 +95,7 @@ class SandboxProcess:
         """Queue a message; it is written while a report is awaited."""
         if not self._outgoing:
             self._selector.register(self._stdin.fileno(), selectors.EVENT_WRITE, None)
-        self._outgoing += pack(message)
+        self._outgoing += framed_bytes(message)
 
     def next_report(self, *, timeout_s: float) -> str:
         """The supervisor's next line; output is read meanwhile."""

@@ -1,6 +1,6 @@
 """The conformance test of environments: run it on your own environment or transform.
 
-Each rule is a function that raises with its name; what a rule needs is in :class:`Trial`.
+Each rule is a function that raises with its name; an :class:`EnvironmentTrial` has what it needs.
 
 Shape legend: B rows, in whatever batch shape.
 """
@@ -85,7 +85,7 @@ def check_env(
         >>> check_env(build, tokenizer)  # raises EnvironmentRuleError where a rule is broken
     """
     make_env = env if not isinstance(env, EnvBase) else None
-    trial = Trial(make_env or (lambda: env), tokenizer, turns, num_steps, reset)
+    trial = EnvironmentTrial(make_env or (lambda: env), tokenizer, turns, num_steps, reset)
     for rule in (_check_reset, _check_specs, _check_steps, _check_partial_reset):
         with _closing(trial.make_env(), make_env is not None) as built:
             rule(trial, built)
@@ -94,7 +94,7 @@ def check_env(
     _check_close(trial)
 
 
-class Trial(NamedTuple):
+class EnvironmentTrial(NamedTuple):
     """How an environment is built, reset and played."""
 
     make_env: Callable[[], Any]
@@ -148,7 +148,7 @@ def _prompt(batch: TensorDictBase, rule: str) -> Conversations:
         raise EnvironmentRuleError(rule, f"there is no prompt: {error}") from error
 
 
-def _check_reset(trial: Trial, env: Any) -> None:
+def _check_reset(trial: EnvironmentTrial, env: Any) -> None:
     batch = trial.reset(env)
     prompt = _prompt(batch, "reset")
     for row in range(batch.numel()):
@@ -160,7 +160,7 @@ def _check_reset(trial: Trial, env: Any) -> None:
         _require(not rows, "reset", f"rows {rows} are {key} right after a reset.")
 
 
-def _check_specs(trial: Trial, env: Any) -> None:
+def _check_specs(trial: EnvironmentTrial, env: Any) -> None:
     start = None
     if trial.given is not None:
         start = trial.reset(env).select(*env.full_observation_spec.keys(True, True), *_FLAGS)
@@ -168,7 +168,7 @@ def _check_specs(trial: Trial, env: Any) -> None:
         check_env_specs(env, tensordict=start)
 
 
-def _check_steps(trial: Trial, env: Any) -> None:
+def _check_steps(trial: EnvironmentTrial, env: Any) -> None:
     """The rules of each step of an episode: step, prefix, mask, done rows."""
     batch, policy = trial.reset(env), trial.policy()
     size = batch.numel()
@@ -240,7 +240,7 @@ def _check_untouched(
     _require(not changed, "done rows", message)
 
 
-def _check_partial_reset(trial: Trial, env: Any) -> None:
+def _check_partial_reset(trial: EnvironmentTrial, env: Any) -> None:
     batch = trial.reset(env)
     if batch.numel() < 2:
         return
@@ -262,7 +262,7 @@ def _check_partial_reset(trial: Trial, env: Any) -> None:
     _require(not is_done, "partial reset", "row 0 is done right after it was reset.")
 
 
-def _check_determinism(trial: Trial) -> None:
+def _check_determinism(trial: EnvironmentTrial) -> None:
     first, second = _seeded_run(trial), _seeded_run(trial)
     for step, (one, other) in enumerate(zip(first, second, strict=False)):
         for name, value in one.items():
@@ -272,7 +272,7 @@ def _check_determinism(trial: Trial) -> None:
             _require(other[name] == value, "determinism", message)
 
 
-def _seeded_run(trial: Trial) -> list[dict[str, Any]]:
+def _seeded_run(trial: EnvironmentTrial) -> list[dict[str, Any]]:
     """What happens in each step of an episode that starts from one seed."""
     states: list[dict[str, Any]] = []
     with torch.random.fork_rng(devices=()), _closing(trial.make_env(), True) as env:
@@ -300,7 +300,7 @@ def _observed(batch: TensorDictBase) -> dict[str, Any]:
     return {"prompt": shown} | {k: v.tolist() for k, v in found.items() if v is not None}
 
 
-def _check_close(trial: Trial) -> None:
+def _check_close(trial: EnvironmentTrial) -> None:
     """Close in the middle of an episode."""
     threads = set(threading.enumerate())
     env = trial.make_env()

@@ -12,7 +12,7 @@ from jsonschema import SchemaError
 
 from torchrl_data.checks import check_counts
 from torchrl_data.tool_calls.records import ToolCall
-from torchrl_envs.concurrency.event_loop import LoopThread
+from torchrl_envs.concurrency.event_loop import ReplaceableLoop
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeStartError
 from torchrl_envs.episode.tool_source import Job, ToolSource
@@ -96,7 +96,7 @@ class MCPToolTransform(ToolSource):
         self.session = session
         self.tools: dict[str, Tool] = {}
         self._homes: dict[str, tuple[str, str]] = {}
-        self._loop = LoopThread()
+        self._loop = ReplaceableLoop()
         self._shared = {
             name: MCPConnection(f"the MCP server {name!r}", server, **limits)
             for name, server in servers.items()

@@ -11,11 +11,12 @@ from .errors import CheckpointError
 _T = TypeVar("_T")
 
 
-class Ranks:
+class CheckpointGroup:
     """The ranks of a process group, or one process by itself.
 
     Args:
-        group: of all that take part, each of which makes a ``Ranks``; ``None`` for one process.
+        group: of all that take part, each of which makes a ``CheckpointGroup``; ``None`` for one
+            process.
     """
 
     # A group of its own: what is gathered on a thread must not meet what training sends meanwhile.

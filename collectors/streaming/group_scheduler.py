@@ -30,7 +30,7 @@ class DrawnPrompt(NamedTuple):
     """Drawn with it; none where the ledger has to say with which seed."""
 
 
-class GroupQueue:
+class GroupScheduler:
     """Draws prompts for a ledger, and keeps the groups that are finished until they are taken.
 
     Prompts come in the order of the data; before them, the lowest first, those that are owed.
