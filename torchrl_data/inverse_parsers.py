@@ -196,8 +196,6 @@ def _parse_deepseek3(text: str) -> list[Message]:
     return messages
 
 
-# Templates whose roles are plain words -----------------------------------------------------------
-
 _TURN_END: Final = "\ue003"
 _WORDS = re.compile(r"(?:(?<=\n)|(?<=\A))(User|Assistant|Tool):")
 

