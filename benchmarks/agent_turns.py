@@ -24,10 +24,10 @@ from tensordict import TensorDictBase
 from torchrl.envs.transforms import Compose
 from trl_tool_turn import tokenizer_of_both
 
-from torchrl_data.batch_io import read_conversations
+from torchrl_data.conversation_io import read_conversations
 from torchrl_data.keys import PROMPT
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, EnvironmentTools, StepCounter
-from torchrl_envs.testing import ScriptedTurns
+from torchrl_envs.testing.scripted_turns import ScriptedTurns
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 

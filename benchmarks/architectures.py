@@ -25,7 +25,7 @@ import transformers
 from tiny_architectures import architectures, build, class_name
 from torch import Tensor
 
-from torchrl_data.ragged import pack
+from torchrl_data.ragged.packed import pack
 from torchrl_modules import SamplingParameters, TransformersEngine
 from torchrl_modules.scoring.scorer import PackedScorer
 

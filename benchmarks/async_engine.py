@@ -29,7 +29,7 @@ from torchrl_modules.engines.continuous import AsyncTransformersEngine
 from torchrl_modules.engines.engine import Generation
 from torchrl_modules.engines.readers import PaddedReader
 from torchrl_modules.engines.transformers import TransformersEngine
-from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.tiny_model import tiny_qwen3
 
 ROWS, TURNS, NEW, DRAWN = 64, 8, 24, 16

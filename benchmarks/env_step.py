@@ -27,8 +27,8 @@ from tensordict import TensorDict, TensorDictBase, set_list_to_stack
 from torchrl.envs.transforms import Compose
 from trl_tool_turn import tokenizer_of_both, trl_turn
 
-from torchrl_data.batch_io import read_conversations, write_conversations
 from torchrl_data.conversation import Conversations, Turn
+from torchrl_data.conversation_io import read_conversations, write_conversations
 from torchrl_data.keys import FULL, PROMPT
 from torchrl_envs import (
     ChatEnv,

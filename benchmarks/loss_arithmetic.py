@@ -18,7 +18,7 @@ from tensordict import TensorDict, lazy_stack
 
 import objectives.functional as F
 from objectives import GRPOLoss
-from torchrl_data.checks import TokenScores
+from torchrl_data.token_scorer import TokenScores
 
 REPEATS, WIDTH = 9, 64
 

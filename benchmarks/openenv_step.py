@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "test" / "openenv_servers"
 from process import ServerProcess
 from typed_clients import EchoEnv
 
-from torchrl_data.batch_io import read_conversations, write_conversations
 from torchrl_data.conversation import Turn
+from torchrl_data.conversation_io import read_conversations, write_conversations
 from torchrl_data.keys import FULL, PROMPT, STEP_MASK
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs import ChatEnv

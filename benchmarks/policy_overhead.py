@@ -27,11 +27,11 @@ import torch
 from tensordict import TensorDict
 from training_step import CASES, Batch, grouped_inputs, make_batch, make_model, padded
 
-from torchrl_data.batch_io import read_conversations, write_conversations
 from torchrl_data.conversation import Conversations
-from torchrl_data.ragged import pack
+from torchrl_data.conversation_io import read_conversations, write_conversations
+from torchrl_data.ragged.packed import pack
 from torchrl_modules import TransformersWrapper, vLLMWrapper
-from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 

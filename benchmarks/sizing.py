@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from torchrl_agents.parallel import layers_of
-from torchrl_modules.weights import shells
+from torchrl_modules.weights.lazy_weights import shells
 
 GPUS: Final = (1, 8, 16)
 TOKENS: Final = 32_768

@@ -17,8 +17,8 @@ import time
 from torchrl.envs.llm.transforms import SimpleToolTransform
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.batch_io import read_conversations, write_conversations
 from torchrl_data.conversation import Turn
+from torchrl_data.conversation_io import read_conversations, write_conversations
 from torchrl_data.keys import FULL, PROMPT
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs import ChatEnv, DataLoadingPrimer, FunctionTools, RewardFunctions, StepCounter

@@ -35,9 +35,10 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from torchrl_modules.engines.transformers import TransformersEngine
-from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.tiny_model import tiny_qwen3
-from torchrl_modules.weight_transfer import WeightLayout, stateless_init_process_group
+from torchrl_modules.weight_transfer.broadcast_group import stateless_init_process_group
+from torchrl_modules.weight_transfer.layout import WeightLayout
 
 Row = tuple[str, float, float]
 
@@ -168,7 +169,7 @@ async def pauses_in_process(
     engine: Any, weights: dict[str, torch.Tensor], repeats: int
 ) -> tuple[float, float]:
     """The longest pause between two tokens without an update, and with one; medians."""
-    from torchrl_modules.vllm.engine import AsyncVLLMEngine
+    from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
 
     longest: dict[bool, list[float]] = {False: [], True: []}
     async with AsyncVLLMEngine(engine) as served:
@@ -196,7 +197,8 @@ async def longest_pause(served: Any, update: Callable[[], Any] | None) -> float:
 
 
 async def server_table(weights: dict[str, torch.Tensor], counts: list[int], repeats: int) -> None:
-    from torchrl_modules.vllm.server import OwnServerEngine, start_server
+    from torchrl_modules.vllm.bridges import OwnServerEngine
+    from torchrl_modules.vllm.server import start_server
 
     print(f"{'servers':8}{'way':12}{'MB':>8}{'push ms':>10}{'longer ms':>10}{'of ms':>10}")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

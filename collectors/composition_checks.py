@@ -10,23 +10,24 @@ from torchrl.envs.transforms import Compose
 
 from objectives import DecoupledSources
 from objectives.advantages.estimators import GroupMean, LeaveOneOut, MaxRL, PassAtK
-from objectives.advantages.mc_advantage import MCAdvantage, TopKRewardSelector
+from objectives.advantages.mc_advantage import MCAdvantage
+from objectives.advantages.top_k_reward_selector import TopKRewardSelector
 from torchrl_data import page
 from torchrl_data.keys import REWARD
-from torchrl_data.templates.template import check_same_rendering
+from torchrl_data.templates.rendering_identity import check_same_rendering
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries import RewardSource
+from torchrl_envs.entries.rewards import RewardSource
 from torchrl_envs.episode.episode_env import EpisodeEnv
-from torchrl_envs.episode.runner import flat_transforms
-from torchrl_envs.episode.transform import EpisodeTransform, overrides
-from torchrl_envs.rewards.answer import names_that_solve
+from torchrl_envs.episode.episode_step import flat_transforms
+from torchrl_envs.episode.episode_transform import EpisodeTransform, overrides
+from torchrl_envs.rewards.metrics import names_that_solve
 from torchrl_modules.policies.base import LLMWrapperBase
 
 _COMPARE: Final = (GroupMean, LeaveOneOut, MaxRL, DecoupledSources, PassAtK)
 """Estimators that give a rollout an advantage over others of its group."""
 
 
-def check_env(env: Any, *, who: str) -> None:
+def check_collected_env(env: Any, *, who: str) -> None:
     """Check that it is an environment of episodes.
 
     Raises:

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_data.keys import GROUP_ID, REWARD, REWARDS, SEGMENT
-from torchrl_envs.entries import reward_of_row, several_rewards, solving_rewards
+from torchrl_envs.entries.rewards import reward_of_row, several_rewards, solving_rewards
 
 
 class Estimate(NamedTuple):

@@ -20,6 +20,7 @@ from torch import nn
 
 from objectives import GRPOLossOutput, SFTLossOutput
 from objectives.batching.non_finite_gate import StepOutcome
+from torchrl_data.batched_object import read_objects
 from torchrl_data.keys import (
     ASSISTANT_MASK,
     GROUP_ID,
@@ -34,11 +35,10 @@ from torchrl_data.keys import (
     STOP_REASON,
     TRUNCATED,
 )
-from torchrl_data.ragged import read_objects
 from torchrl_data.stop_reason import kind_of
-from torchrl_envs.entries import solving_rewards
-from torchrl_envs.rewards.answer import reward_metrics
-from torchrl_envs.rewards.functions import LOGGED_METRICS
+from torchrl_envs.entries.rewards import solving_rewards
+from torchrl_envs.rewards.metrics import reward_metrics
+from torchrl_envs.rewards.scoring_call import LOGGED_METRICS
 
 _RENAMED: Final = {
     "reward/mean": "reward",

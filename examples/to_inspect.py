@@ -17,7 +17,7 @@ from inspect_ai import log as logs
 from inspect_ai import model as models
 from inspect_ai.scorer import Score
 
-from collectors.record.samples import RunRecord
+from collectors.record.run_record import RunRecord
 
 ROLES = {
     "system": models.ChatMessageSystem,

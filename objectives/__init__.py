@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from .advantages.estimators import AdvantageEstimator as AdvantageEstimator
     from .advantages.estimators import DecoupledSources as DecoupledSources
     from .advantages.estimators import GroupMean as GroupMean
-    from .advantages.estimators import GroupQueue as GroupQueue
     from .advantages.estimators import LeaveOneOut as LeaveOneOut
-    from .advantages.estimators import LengthPenalty as LengthPenalty
     from .advantages.estimators import MaxRL as MaxRL
     from .advantages.estimators import PassAtK as PassAtK
-    from .advantages.estimators import RoleBaseline as RoleBaseline
+    from .advantages.group_queue import GroupQueue as GroupQueue
+    from .advantages.length_penalty import LengthPenalty as LengthPenalty
     from .advantages.mc_advantage import MCAdvantage as MCAdvantage
-    from .advantages.mc_advantage import RayMCAdvantage as RayMCAdvantage
-    from .advantages.mc_advantage import TopKRewardSelector as TopKRewardSelector
+    from .advantages.ray_mc_advantage import RayMCAdvantage as RayMCAdvantage
+    from .advantages.role_baseline import RoleBaseline as RoleBaseline
+    from .advantages.top_k_reward_selector import TopKRewardSelector as TopKRewardSelector
     from .batching.non_finite_gate import NonFiniteGate as NonFiniteGate
     from .batching.non_finite_gate import NonFiniteStepError as NonFiniteStepError
     from .batching.non_finite_gate import StepOutcome as StepOutcome

@@ -55,7 +55,7 @@ def browser():
     """A real Chromium, in which a test opens pages."""
     from playwright.sync_api import sync_playwright
 
-    from torchrl_envs.tools.browser import find_chromium
+    from torchrl_envs.browser.chromium import find_chromium
 
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from torchrl_modules.weight_transfer import weights_file
+from torchrl_modules.weight_transfer.file import weights_file
 
 PATH = Path(__file__).parents[1] / "benchmarks/sizing.py"
 SPEC = importlib.util.spec_from_file_location("sizing", PATH)

@@ -30,13 +30,14 @@ from transformers import (
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from collectors.weight_update.weights import gathered_state_dict, unwrapped, whole
+from collectors.weight_update.merged_adapters import whole
+from collectors.weight_update.plain_weights import gathered_state_dict, unwrapped_module
 from objectives import SFTLoss
 from torchrl_data import import_package
-from torchrl_data.batch_io import row_tensordicts
-from torchrl_data.checks import TokenScorer, TokenScores, load_pretrained
 from torchrl_data.conversation import Conversations, Turn, waiting_rows
-from torchrl_data.templates.template import (
+from torchrl_data.conversation_io import row_tensordicts
+from torchrl_data.pretrained import load_pretrained
+from torchrl_data.templates.registry import (
     DEFAULT_TEMPLATE,
     builtin_template,
     control_literals,
@@ -44,6 +45,7 @@ from torchrl_data.templates.template import (
     own_template,
     resolve_template,
 )
+from torchrl_data.token_scorer import TokenScorer, TokenScores
 from torchrl_envs.datasets import MODEL_FILES, check_source
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import (
@@ -54,10 +56,10 @@ from torchrl_modules import (
     local_model,
 )
 from torchrl_modules.engines.transformers import TransformersEngine
-from torchrl_modules.policies.base import warn_of_other_dtype
-from torchrl_modules.policies.transformers_wrapper import OF_BOTH, load_causal_lm
+from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
+from torchrl_modules.policies.loading import OF_BOTH, load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
-from torchrl_modules.vllm.runtime import ADAPTER_RANKS
+from torchrl_modules.vllm.settings import ADAPTER_RANKS
 
 from .settings.schema import (
     SCHEDULES,
@@ -163,7 +165,7 @@ def _started_fleet(
     source: Source, devices: Sequence[int | str], count: int, options: Mapping[str, Any]
 ) -> EngineFleet:
     """Servers that are started here, each on its share of the devices."""
-    from torchrl_modules.vllm.server import OwnServerEngine
+    from torchrl_modules.vllm.bridges import OwnServerEngine
 
     each = len(devices) // count
     shares = [devices[i * each : (i + 1) * each] or None for i in range(count)]
@@ -659,7 +661,7 @@ def with_adapters(settings: PolicyConfig, model: Any) -> Any:
 
 def is_adapted(model: Any) -> bool:
     """Whether a model has adapters."""
-    return hasattr(unwrapped(model), "peft_config")
+    return hasattr(unwrapped_module(model), "peft_config")
 
 
 def frozen_weights(model: nn.Module) -> str:

@@ -33,11 +33,12 @@ from collectors import (
     ShardedOptimizer,
     contribute_weights,
 )
-from collectors.resume import Sharded
-from collectors.streaming.collector import BackgroundCollector
-from collectors.weight_update.weights import is_spread, pushed_weights, unwrapped
+from collectors.resume.sharded import Sharded
+from collectors.streaming.background_collector import BackgroundCollector
+from collectors.weight_update.plain_weights import unwrapped_module
+from collectors.weight_update.sharded_weights import is_spread, pushed_weights
 from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepOutcome
-from torchrl_data.checks import TokenScorer
+from torchrl_data.token_scorer import TokenScorer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 
@@ -290,7 +291,7 @@ def whole_model(
         whole copy on the CPU. And the weights of other shards, on the CPU; ``None`` where the
         actor's model has them.
     """
-    model: Any = unwrapped(actor.model)
+    model: Any = unwrapped_module(actor.model)
     if not models.is_adapted(model):
         if not is_spread(actor.model):
             return actor, None

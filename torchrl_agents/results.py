@@ -31,12 +31,13 @@ from torchrl.record.loggers import Logger
 import collectors
 from collectors import Estimate
 from collectors.record import RolloutRecorder
-from collectors.record.samples import finite
+from collectors.record.files import finite
 from collectors.record.terminal import axis_bounds
 from torchrl_data import read_conversations
-from torchrl_data.display import message_text, message_title, show_conversation
+from torchrl_data.batched_object import read_objects
+from torchrl_data.display.terminal import show_conversation
+from torchrl_data.display.text import message_text, message_title
 from torchrl_data.keys import ADVANTAGE, FULL, REWARD, STOP_REASON
-from torchrl_data.ragged import read_objects
 from torchrl_envs.graders.answers import final_text
 from torchrl_envs.tasks.task import Task
 

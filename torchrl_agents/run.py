@@ -40,9 +40,10 @@ from rich.progress import (
 )
 from torchrl.record.loggers import Logger
 
-from collectors.checkpoint.files import CheckpointError, sha256
-from collectors.checkpoint.store import stored
-from collectors.resume import installed_versions
+from collectors.checkpoint.errors import CheckpointError
+from collectors.checkpoint.files import sha256
+from collectors.checkpoint.retention import stored
+from collectors.resume.identity import installed_versions
 from objectives import Ranks
 
 from .settings import program

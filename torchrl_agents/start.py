@@ -24,14 +24,14 @@ from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
-from collectors.checkpoint.store import stored
+from collectors.checkpoint.retention import stored
 from collectors.composition_checks import check_fit
-from collectors.record.samples import finite
+from collectors.record.files import finite
 from objectives import Ranks
 from torchrl_data import page
-from torchrl_data.checks import load_pretrained
+from torchrl_data.pretrained import load_pretrained
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_data.templates.template import render_template
+from torchrl_data.templates.rendering import render_template
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.transformers import TransformersEngine

@@ -26,15 +26,15 @@ from collectors import (
     Wait,
 )
 from collectors.checkpoint.format import Encoder, known_tensorclasses
+from collectors.collector import PostProcessing
 from collectors.ledger import StalenessPolicy
-from collectors.llm_collector import PostProcessing
-from collectors.resume import random_state, set_random_state
-from collectors.streaming.collector import verdict
-from torchrl_data.checks import TokenScorer
+from collectors.resume.random_numbers import random_state, set_random_state
+from collectors.streaming.background_collector import verdict
+from torchrl_data.token_scorer import TokenScorer
 from torchrl_envs import DataLoadingPrimer, RewardErrorLimit, TokenBudget
-from torchrl_envs.entries import reward_of_row
-from torchrl_envs.rewards.answer import names_that_solve
+from torchrl_envs.entries.rewards import reward_of_row
 from torchrl_envs.rewards.kl import RetrieveLogProb
+from torchrl_envs.rewards.metrics import names_that_solve
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper

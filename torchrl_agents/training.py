@@ -13,9 +13,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from collectors import LLMCollector, PhaseTimer, RunState, StepMetrics, identity_of, rollout_metrics
-from collectors.resume import Stateful
-from collectors.streaming.collector import BackgroundCollector
-from collectors.weight_update.weights import merged_weights
+from collectors.resume.run_state import Stateful
+from collectors.streaming.background_collector import BackgroundCollector
+from collectors.weight_update.merged_adapters import merged_weights
 from torchrl_envs import DataLoadingPrimer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine

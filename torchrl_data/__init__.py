@@ -18,15 +18,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import keys as keys
-    from .batch_io import read_conversations as read_conversations
-    from .batch_io import row_from_state as row_from_state
-    from .batch_io import row_state as row_state
-    from .batch_io import row_tensordicts as row_tensordicts
-    from .batch_io import write_conversations as write_conversations
-    from .checks import MissingEntryError as MissingEntryError
-    from .checks import TokenScorer as TokenScorer
-    from .checks import TokenScores as TokenScores
-    from .checks import require_entries as require_entries
+    from .content import ContentBase as ContentBase
     from .conversation import ConversationRecord as ConversationRecord
     from .conversation import Conversations as Conversations
     from .conversation import EncodedMessages as EncodedMessages
@@ -34,12 +26,15 @@ if TYPE_CHECKING:
     from .conversation import Source as Source
     from .conversation import Turn as Turn
     from .conversation import stream_number as stream_number
-    from .display import TextHistory as TextHistory
-    from .display import conversation_html as conversation_html
-    from .display import messages_html as messages_html
-    from .display import show_conversation as show_conversation
-    from .display import show_messages as show_messages
-    from .history import ContentBase as ContentBase
+    from .conversation_io import read_conversations as read_conversations
+    from .conversation_io import row_tensordicts as row_tensordicts
+    from .conversation_io import write_conversations as write_conversations
+    from .conversation_view import history_view as history_view
+    from .display.html import conversation_html as conversation_html
+    from .display.html import messages_html as messages_html
+    from .display.terminal import show_conversation as show_conversation
+    from .display.terminal import show_messages as show_messages
+    from .display.text_history import TextHistory as TextHistory
     from .history import History as History
     from .layout import ChatHistory as ChatHistory
     from .layout import LogProbs as LogProbs
@@ -47,26 +42,31 @@ if TYPE_CHECKING:
     from .layout import Text as Text
     from .layout import Tokens as Tokens
     from .layout import conversation_tokens as conversation_tokens
-    from .layout import history_view as history_view
     from .messages import check_messages as check_messages
-    from .ragged import cumulative_lengths as cumulative_lengths
-    from .ragged import pack as pack
-    from .ragged import pad as pad
-    from .ragged import sequence_index as sequence_index
-    from .ragged import unpack as unpack
+    from .missing_entry import MissingEntryError as MissingEntryError
+    from .missing_entry import require_entries as require_entries
+    from .ragged.packed import cumulative_lengths as cumulative_lengths
+    from .ragged.packed import pack as pack
+    from .ragged.packed import pad as pad
+    from .ragged.packed import sequence_index as sequence_index
+    from .ragged.packed import unpack as unpack
+    from .saved_rows import row_from_state as row_from_state
+    from .saved_rows import row_state as row_state
     from .stop_reason import FinishReason as FinishReason
     from .stop_reason import StopReason as StopReason
+    from .templates.content_shown import ToolsNotShownError as ToolsNotShownError
     from .templates.control_tokens import ControlTokenGuard as ControlTokenGuard
+    from .templates.demonstrations import encode_demonstrations as encode_demonstrations
     from .templates.encoder import ConversationEncoder as ConversationEncoder
-    from .templates.encoder import ImageProcessor as ImageProcessor
-    from .templates.encoder import encode_demonstrations as encode_demonstrations
-    from .templates.template import ToolsNotShownError as ToolsNotShownError
-    from .templates.template import add_chat_template as add_chat_template
-    from .templates.template import builtin_template as builtin_template
-    from .templates.template import check_same_rendering as check_same_rendering
-    from .templates.template import resolve_template as resolve_template
-    from .templates.template import template_names as template_names
-    from .tool_calls import parse_tool_calls as parse_tool_calls
+    from .templates.image_processor import ImageProcessor as ImageProcessor
+    from .templates.registry import add_chat_template as add_chat_template
+    from .templates.registry import builtin_template as builtin_template
+    from .templates.registry import resolve_template as resolve_template
+    from .templates.registry import template_names as template_names
+    from .templates.rendering_identity import check_same_rendering as check_same_rendering
+    from .token_scorer import TokenScorer as TokenScorer
+    from .token_scorer import TokenScores as TokenScores
+    from .tool_calls.parser import parse_tool_calls as parse_tool_calls
 
 
 def page(path: str) -> str:
@@ -173,7 +173,7 @@ def lazy_names(package: str, file: str) -> Callable[[str], Any]:
         module = import_module(homes[name], package)
         if homes[name] == f".{name}":
             return module
-        return import_module(".checks", __name__).knows_torchrl(getattr(module, name))
+        return import_module(".torchrl_arguments", __name__).knows_torchrl(getattr(module, name))
 
     return find
 

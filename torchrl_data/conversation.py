@@ -1,4 +1,13 @@
-"""Conversations: the record of each, a batch of them, and their saved form."""
+"""Conversations as append-only token records: the state that environment and policy share.
+
+Tokens are the truth: a row keeps every token with who wrote it, its log-probability and the
+policy version that sampled it, beside the messages that it spells. Nothing is ever re-tokenised.
+A :class:`Conversations` object is a snapshot of a whole batch (how far each row had got):
+appending gives a new snapshot of the same records in time proportional to what is new, and
+appending to an old snapshot copies the row first, so that every snapshot stays what it was.
+
+Shape legend: B rows, T tokens of a row (ragged), M messages of a row (ragged).
+"""
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,17 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .messages import Message, begun_turn, images_of, with_plain_images
-
-# Conversations as append-only token records: the state that environment and policy share.
-#
-# Tokens are the truth: a row keeps every token with who wrote it, its log-probability and the
-# policy version that sampled it, beside the messages that it spells. Nothing is ever re-tokenised.
-# A :class:`Conversations` object is a snapshot of a whole batch (how far each row had got):
-# appending gives a new snapshot of the same records in time proportional to what is new, and
-# appending to an old snapshot copies the row first, so that every snapshot stays what it was.
-#
-# Shape legend: B rows, T tokens of a row (ragged), M messages of a row (ragged).
+from .images import images_of, with_plain_images
+from .messages import Message, begun_turn
 
 
 class Source(IntEnum):
@@ -596,69 +596,3 @@ def continues(later: Conversations, earlier: Conversations) -> bool:
         return False
     images = earlier.images(0)
     return later.images(0)[: len(images)] == images
-
-
-# Conversations as plain values and tensors, for whoever stores them.
-#
-# Shape legend: T tokens of a row (ragged).
-
-
-def conversation_states(conversations: Conversations) -> list[dict[str, Any]]:
-    """One dictionary a row of all that a snapshot knows; its tensors ``[T]`` are copies."""
-    states = []
-    for row, position in enumerate(conversations.positions):
-        record = conversations._records[row]
-        first = record.first_response
-        # As in a copy of the record's beginning: it may have grown past the snapshot.
-        is_past = first is not None and first >= position.num_messages
-        states.append(
-            {
-                "position": position._asdict(),
-                "messages": conversations.messages(row),
-                "tools": record.tools,
-                "first_response": None if is_past else first,
-                "begun_at": record.begun_at,
-                "ids": conversations.token_ids(row),
-                "sources": conversations.sources(row),
-                "log_probs": conversations.log_probs(row),
-                "versions": conversations.policy_versions(row),
-                "extra": conversations.extra(row),
-            }
-        )
-    return states
-
-
-def conversations_from_states(states: Sequence[Mapping[str, Any]]) -> Conversations:
-    """A snapshot of records of its own, the inverse of :func:`conversation_states`.
-
-    Raises:
-        ValueError: a row's columns or messages do not fit its position.
-    """
-    records, positions = [], []
-    for row, state in enumerate(states):
-        record, position = ConversationRecord(state["tools"]), Position(**state["position"])
-        record.extra = {name: array("f") for name in state["extra"]}
-        columns = [
-            (record.ids, state["ids"]),
-            (record.log_probs, state["log_probs"]),
-            (record.versions, state["versions"]),
-            *((column, state["extra"][name]) for name, column in record.extra.items()),
-        ]
-        for column, values in columns:
-            column.frombytes(values.cpu().numpy().tobytes())
-        record.sources.extend(state["sources"].cpu().numpy().tobytes())
-        lengths = [len(record.sources), *(len(column) for column, _ in columns)]
-        if any(length != position.num_tokens for length in lengths):
-            raise ValueError(
-                f"Conversation {row} has {position.num_tokens} tokens but columns of {lengths}."
-            )
-        record.messages, record.first_response = list(state["messages"]), state["first_response"]
-        record.begun_at = state.get("begun_at")
-        if len(record.messages) != position.num_messages:
-            raise ValueError(
-                f"Conversation {row} has {position.num_messages} messages, and "
-                f"{len(record.messages)} are stored."
-            )
-        records.append(record)
-        positions.append(position)
-    return Conversations(records, positions)

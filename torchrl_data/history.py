@@ -1,10 +1,14 @@
-"""The ``History`` of TorchRL: messages as a tensorclass, rendered by a template and parsed back."""
+"""The ``History`` of TorchRL: messages as a tensorclass, rendered by a template and parsed back.
+
+``History`` is a view for people, rewards and tools. The loop itself keeps tokens (see
+``conversation``); nothing that is trained on is made from a ``History`` again.
+
+Shape legend: B rows, M messages of a row (ragged).
+"""
 
 import html
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from tensordict import (
@@ -17,253 +21,19 @@ from tensordict import (
     lazy_stack,
 )
 
-from .conversation import EncodedMessages, Source
-from .messages import (
-    PLACEHOLDER_ROLE,
-    Message,
-    check_messages,
-    cut_at_end_mark,
-    with_end_mark,
-    with_plain_images,
-)
-from .ragged import documented, entries_of, pad, value_stack
-from .templates.encoder import ConversationEncoder
-from .templates.template import (
-    Suspects,
-    control_literals,
-    dropped_entries,
-    refusal,
-    render_template,
-    resolve_template,
-)
+from .batched_object import value_stack
+from .chat_encoders import byte_tokenizer, chat_tensors, rendered_chats
+from .content import ContentBase
+from .images import with_plain_images
+from .message_fields import FIELDS, OPTIONAL, message_of, plain, plain_parts
+from .messages import Message, check_messages
+from .ragged.packed import entries_of
+from .templates.registry import resolve_template
+from .tensorclass import documented
 
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
-
-
-# Parts of a message that are not only text: images, audio, video, files, function calls.
-
-ContentType = Literal["text", "image", "audio", "video", "file", "function_call"]
-
-
-@documented
-class ContentBase(TensorClass["nocast", "shadow"]):
-    """One part of a message's content.
-
-    Parts are stacked along a last dimension, one more than the message has.
-
-    Examples:
-        >>> from tensordict import lazy_stack
-        >>> text = ContentBase(type="text", text="What is this?")
-        >>> image = ContentBase(type="image", url="https://example.com/cat.jpg")
-        >>> list(lazy_stack([text, image]).type)
-        ['text', 'image']
-
-    Raises:
-        ValueError: the type is not one of ``text``, ``image``, ``audio``, ``video``, ``file``,
-            ``function_call``.
-    """
-
-    _documentation = __doc__
-
-    type: ContentType  # type: ignore[override]
-    """What the part is."""
-    text: str | None = None
-    """The text of a ``text`` part."""
-    url: str | None = None
-    """Where the medium is."""
-    data: str | None = None  # type: ignore[override]
-    """The medium itself, in base 64."""
-    mime_type: str | None = None
-    """For instance ``"image/jpeg"``."""
-    name: str | None = None
-    """File name or description."""
-    size: int | None = None  # type: ignore[override]
-    """Bytes of a file."""
-    function_name: str | None = None
-    """The function that a ``function_call`` calls."""
-    function_args: dict | None = None
-    """Its arguments."""
-
-    def __post_init__(self) -> None:
-        types = [*get_args(ContentType)]
-        for kind in self.type if isinstance(self.type, list) else [self.type]:
-            if isinstance(kind, str) and kind not in types:
-                raise ValueError(f"ContentBase has the unknown type {kind!r}; they are {types}.")
-
-    def to_part(self) -> dict[str, Any]:
-        """The part as a dictionary of the fields that are set.
-
-        Raises:
-            RuntimeError: this is a batch of parts.
-        """
-        if self.batch_dims:
-            raise RuntimeError(
-                f"to_part converts one part, this is a batch of shape {tuple(self.batch_size)}; "
-                "use to_parts."
-            )
-        fields = {name: getattr(self, name) for name in type(self).__annotations__}
-        return {name: value for name, value in fields.items() if value is not None}
-
-    def to_parts(self) -> list[dict[str, Any]]:
-        """The parts of a stack ``[P]``, as dictionaries."""
-        return [part.to_part() for part in self.unbind(0)]
-
-
-# The fields of a ``History``, and how a message in the chat format maps to them.
-
-OPTIONAL: Final = (
-    *("tool_calls", "tool_responses", "tool_call_id", "name", "reasoning_content", "metadata"),
-)
-"""Fields that most messages lack."""
-FIELDS: Final = ("role", "content", "is_complete", *OPTIONAL)
-"""All fields, in order."""
-
-
-def plain(value: Any) -> Any:
-    """Plain lists instead of the lists that write through to a TensorDict."""
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return value
-
-
-def _plain_parts(part: Any) -> list[Any]:
-    """A part of a content, or a stack of them, without :class:`ContentBase`."""
-    if not isinstance(part, ContentBase):
-        return [part]
-    return part.to_parts() if part.batch_dims else [part.to_part()]
-
-
-def _message(fields: dict[str, Any]) -> Message:
-    """The message in the chat format, without the fields that say nothing."""
-    if isinstance(fields["content"], ContentBase):
-        fields["content"] = _plain_parts(fields["content"])
-    if fields["is_complete"] is not False:
-        del fields["is_complete"]
-    more = plain(fields.pop("metadata") or {})
-    said = {k: plain(v) for k, v in fields.items() if v is not None or k == "content"}
-    return said | more
-
-
-# Chats as text or tokens, with a chat template.
-#
-# Shape legend: B rows, M messages of a row, T tokens of a row.
-
-
-def _rendered(
-    rows: Sequence[Sequence[Message]],
-    template: str,
-    variables: Mapping[str, Any],
-    *,
-    continue_final_message: bool,
-    **options: Any,
-) -> list[str]:
-    """The text of each chat; ``options`` are the tools and whether a turn is opened."""
-    known: Suspects = {}
-    texts = []
-
-    def render(messages: Sequence[Message]) -> str:
-        return render_template(template, messages, variables=variables, **options).text
-
-    for messages in rows:
-        text = render(messages)
-        if dropped := dropped_entries(messages, render, known):
-            raise ValueError(refusal(dropped, messages))
-        if continue_final_message:
-            text = cut_at_end_mark(render([*messages[:-1], with_end_mark(messages[-1])]))
-        texts.append(text)
-    return texts
-
-
-def _tensors(
-    rows: Sequence[Sequence[Message]],
-    tokenizer: "PreTrainedTokenizerBase",
-    template: str,
-    variables: dict[str, Any],
-    options: dict[str, Any],
-    *,
-    single: bool,
-    padding: bool,
-    truncation: bool,
-    as_dict: bool,
-    with_mask: bool,
-) -> Any:
-    """Ids, or a TensorDict of them with their masks: a list, one of padded rows, or of one row."""
-    max_length = variables.pop("max_length", None)
-    chats = [[m for m in row if m["role"] != PLACEHOLDER_ROLE] for row in rows]
-    encoded = encoder_for(tokenizer, template, variables).encode_chats(chats, **options)
-    if truncation:
-        if max_length is None:
-            raise ValueError("truncation needs max_length, the most tokens of a row.")
-        encoded = [EncodedMessages(r.ids[:max_length], r.sources[:max_length]) for r in encoded]
-    columns = {"input_ids": [torch.tensor(row.ids, dtype=torch.int64) for row in encoded]}
-    if as_dict:
-        columns["attention_mask"] = [torch.ones_like(row) for row in columns["input_ids"]]
-    if as_dict and with_mask:
-        sampled = [torch.tensor(row.sources) == Source.MODEL for row in encoded]
-        columns["assistant_masks"] = [mask.to(torch.int64) for mask in sampled]
-    if padding and not single:
-        index = tokenizer.pad_token_id
-        fill = {"input_ids": index if isinstance(index, int) else 0}
-        padded = {
-            name: pad(rows, value=fill.get(name, 0), side=tokenizer.padding_side)
-            for name, rows in columns.items()
-        }
-        return TensorDict(padded, batch_size=[len(encoded)]) if as_dict else padded["input_ids"]
-    if not as_dict:
-        return columns["input_ids"][0] if single else columns["input_ids"]
-    dicts = [
-        TensorDict(dict(zip(columns, values, strict=True)), batch_size=[])
-        for values in zip(*columns.values(), strict=True)
-    ]
-    return dicts[0] if single else lazy_stack(dicts)
-
-
-# Encoders are kept, as making one reads the whole vocabulary --------------------------------------
-
-_encoders: WeakKeyDictionary[Any, dict[Any, ConversationEncoder]] = WeakKeyDictionary()
-
-
-def encoder_for(
-    tokenizer: "PreTrainedTokenizerBase", template: str, variables: Mapping[str, Any]
-) -> ConversationEncoder:
-    """The encoder of a tokenizer and a template; it is kept for the next call."""
-    kept = _encoders.setdefault(tokenizer, {})
-    key = (template, repr(sorted(variables.items())), len(tokenizer))
-    if key not in kept:
-        kept[key] = ConversationEncoder(
-            tokenizer, chat_template=template, chat_template_kwargs=dict(variables)
-        )
-    return kept[key]
-
-
-@cache
-def byte_tokenizer(template: str) -> "PreTrainedTokenizerBase":
-    """A tokenizer of UTF-8 bytes, and of the control tokens that a template spells."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
-    control: list[Any] = control_literals(template)
-    made.add_tokens(control, special_tokens=True)
-    return made
-
-
-# Conversations as a TensorClass: what people, rewards and tools look at.
-#
-# ``History`` is a view for whoever asks. The loop itself keeps tokens (see ``conversation``);
-# nothing that is trained on is made from a ``History`` again.
-#
-# Shape legend: B rows, M messages of a row (ragged).
 
 
 @documented
@@ -397,7 +167,7 @@ class History(TensorClass["nocast"]):
         """
         if self.batch_dims:
             return [item.to_chats() for item in self.unbind(0)]  # type: ignore[misc]
-        return _message({field: getattr(self, field) for field in FIELDS})
+        return message_of({field: getattr(self, field) for field in FIELDS})
 
     @classmethod
     def from_text(
@@ -504,9 +274,9 @@ class History(TensorClass["nocast"]):
         if not (needs_tokens if tokenize is None else tokenize):
             special = {} if tokenizer is None else tokenizer.special_tokens_map
             kwargs.pop("max_length", None)
-            texts = _rendered(rows, template, {**special, **kwargs}, **options)
+            texts = rendered_chats(rows, template, {**special, **kwargs}, **options)
             return texts[0] if single else texts
-        return _tensors(
+        return chat_tensors(
             rows,
             tokenizer or byte_tokenizer(template),
             template,
@@ -595,7 +365,8 @@ class History(TensorClass["nocast"]):
         Raises:
             ValueError: there are not as many rewards as conversations.
         """
-        from .display import rewards_of_rows, show_messages
+        from .display.terminal import show_messages
+        from .display.text import rewards_of_rows
 
         chats = self._rows()
         for chat, value in zip(chats, rewards_of_rows(reward, rewards, len(chats)), strict=True):
@@ -616,7 +387,7 @@ class History(TensorClass["nocast"]):
         Raises:
             ValueError: there are not as many rewards as conversations.
         """
-        from .display import messages_html
+        from .display.html import messages_html
 
         return messages_html(self._rows(), reward=reward, rewards=rewards)
 
@@ -711,7 +482,7 @@ def _nested(chats: Sequence[Any], place: tuple[int, ...]) -> Any:
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, list | tuple) else [content]
         if any(isinstance(part, ContentBase) for part in parts):
-            message = {**message, "content": [new for part in parts for new in _plain_parts(part)]}
+            message = {**message, "content": [new for part in parts for new in plain_parts(part)]}
         messages.append(with_plain_images(message))
     check_messages(messages, row=row)
     return history_of(messages)

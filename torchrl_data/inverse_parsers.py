@@ -12,8 +12,9 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from .messages import Message, split_reasoning
-from .templates.template import (
+from .message_edits import split_reasoning
+from .messages import Message
+from .templates.registry import (
     ALIASES,
     DEFAULT_TEMPLATE,
     added_inverse_parser,
@@ -22,7 +23,8 @@ from .templates.template import (
     own_template,
     template_names,
 )
-from .tool_calls import ToolCall, parse_tool_calls
+from .tool_calls.parser import parse_tool_calls
+from .tool_calls.records import ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -193,8 +195,6 @@ def _parse_deepseek3(text: str) -> list[Message]:
             role, position = match.lastgroup or "", match.end()
     return messages
 
-
-# Templates whose roles are plain words -----------------------------------------------------------
 
 _TURN_END: Final = "\ue003"
 _WORDS = re.compile(r"(?:(?<=\n)|(?<=\A))(User|Assistant|Tool):")

@@ -11,41 +11,41 @@ if TYPE_CHECKING:
     from .agents.agent_program import AgentProgram as AgentProgram
     from .agents.programs import AgentCommand as AgentCommand
     from .agents.programs import AgentEndpoint as AgentEndpoint
-    from .compat import DatasetChatEnv as DatasetChatEnv
-    from .compat import LLMEnv as LLMEnv
-    from .concurrency import EpisodeLostError as EpisodeLostError
+    from .compat.dataset_chat_env import DatasetChatEnv as DatasetChatEnv
+    from .compat.llm_env import LLMEnv as LLMEnv
+    from .concurrency.outcome import EpisodeLostError as EpisodeLostError
+    from .datasets.difficulty_pools import DifficultyPools as DifficultyPools
+    from .datasets.loading import load_rows as load_rows
+    from .datasets.options import DataOptions as DataOptions
     from .datasets.primer import DataExhaustedError as DataExhaustedError
     from .datasets.primer import DataLoadingPrimer as DataLoadingPrimer
-    from .datasets.primer import DifficultyPools as DifficultyPools
-    from .datasets.rows import DataOptions as DataOptions
-    from .datasets.rows import PromptLimit as PromptLimit
-    from .datasets.rows import load_rows as load_rows
-    from .entries import as_nested_tensor as as_nested_tensor
-    from .entries import as_padded_tensor as as_padded_tensor
+    from .datasets.prompt_limit import PromptLimit as PromptLimit
+    from .entries.stacking import as_nested_tensor as as_nested_tensor
+    from .entries.stacking import as_padded_tensor as as_padded_tensor
+    from .episode.chat_env import ChatEnv as ChatEnv
     from .episode.episode import Episode as Episode
-    from .episode.episode_env import ChatEnv as ChatEnv
     from .episode.episode_env import EpisodeEnv as EpisodeEnv
-    from .episode.episode_env import RewardErrorLimit as RewardErrorLimit
-    from .episode.episode_env import TooManyRewardErrors as TooManyRewardErrors
-    from .episode.transform import Answer as Answer
-    from .episode.transform import EpisodeStartError as EpisodeStartError
-    from .episode.transform import EpisodeTransform as EpisodeTransform
-    from .episode.transform import Job as Job
-    from .episode.transform import ToolSource as ToolSource
-    from .graders.answers import MathVerifyReward as MathVerifyReward
-    from .graders.answers import RepetitionPenalty as RepetitionPenalty
-    from .graders.judges import ChatCompletions as ChatCompletions
-    from .graders.judges import LLMJudge as LLMJudge
-    from .graders.judges import PolicyAnswers as PolicyAnswers
-    from .graders.judges import RewardModel as RewardModel
+    from .episode.episode_transform import EpisodeStartError as EpisodeStartError
+    from .episode.episode_transform import EpisodeTransform as EpisodeTransform
+    from .episode.reward_error_limit import RewardErrorLimit as RewardErrorLimit
+    from .episode.reward_error_limit import TooManyRewardErrors as TooManyRewardErrors
+    from .episode.tool_source import Answer as Answer
+    from .episode.tool_source import Job as Job
+    from .episode.tool_source import ToolSource as ToolSource
+    from .graders.answerers import ChatCompletions as ChatCompletions
+    from .graders.answerers import PolicyAnswers as PolicyAnswers
+    from .graders.llm_judge import LLMJudge as LLMJudge
+    from .graders.math_verify import MathVerifyReward as MathVerifyReward
+    from .graders.repetition import RepetitionPenalty as RepetitionPenalty
+    from .graders.reward_model import RewardModel as RewardModel
     from .rewards.answer import AnswerReward as AnswerReward
-    from .rewards.answer import reward_metrics as reward_metrics
     from .rewards.functions import RewardFunctions as RewardFunctions
-    from .rewards.functions import row_reward as row_reward
     from .rewards.kl import KLComputation as KLComputation
     from .rewards.kl import KLRewardTransform as KLRewardTransform
     from .rewards.kl import RetrieveKL as RetrieveKL
     from .rewards.kl import RetrieveLogProb as RetrieveLogProb
+    from .rewards.metrics import reward_metrics as reward_metrics
+    from .rewards.scoring_call import row_reward as row_reward
     from .sandbox import Sandbox as Sandbox
     from .sandbox import SandboxLimits as SandboxLimits
     from .sandbox import SandboxResult as SandboxResult
@@ -62,19 +62,19 @@ if TYPE_CHECKING:
     from .tasks.questions import GSM8KRewardParser as GSM8KRewardParser
     from .tasks.questions import MATHEnv as MATHEnv
     from .tasks.questions import make_gsm8k_env as make_gsm8k_env
-    from .testing import EnvironmentRuleError as EnvironmentRuleError
-    from .testing import check_env as check_env
+    from .testing.environment_rules import EnvironmentRuleError as EnvironmentRuleError
+    from .testing.environment_rules import check_env as check_env
     from .tools.browser import BrowserTransform as BrowserTransform
     from .tools.environments import EnvironmentTools as EnvironmentTools
-    from .tools.environments import StepEnvironments as StepEnvironments
     from .tools.functions import FunctionTools as FunctionTools
-    from .tools.functions import PythonInterpreter as PythonInterpreter
     from .tools.mcp import MCPToolTransform as MCPToolTransform
-    from .transforms.context import DropReasoning as DropReasoning
-    from .transforms.context import FoldContext as FoldContext
-    from .transforms.context import TokenBudget as TokenBudget
+    from .tools.python_interpreter import PythonInterpreter as PythonInterpreter
+    from .tools.step_environments import StepEnvironments as StepEnvironments
+    from .transforms.drop_reasoning import DropReasoning as DropReasoning
+    from .transforms.fold_context import FoldContext as FoldContext
     from .transforms.policy_version import PolicyVersion as PolicyVersion
     from .transforms.thinking_prompt import AddThinkingPrompt as AddThinkingPrompt
+    from .transforms.token_budget import TokenBudget as TokenBudget
     from .transforms.tokenizer import TemplateTransform as TemplateTransform
     from .transforms.tokenizer import Tokenizer as Tokenizer
 

@@ -29,17 +29,19 @@ if TYPE_CHECKING:
     from .policies.model_files import local_model as local_model
     from .policies.transformers_wrapper import TransformersWrapper as TransformersWrapper
     from .policies.vllm_wrapper import vLLMWrapper as vLLMWrapper
-    from .sampling import SamplingParameters as SamplingParameters
+    from .sampling.parameters import SamplingParameters as SamplingParameters
     from .scoring.scorer import TokenDistribution as TokenDistribution
     from .scoring.scorer import chunked_log_prob as chunked_log_prob
-    from .vllm.client import VLLMServerEngine as VLLMServerEngine
-    from .vllm.engine import AsyncVLLMEngine as AsyncVLLMEngine
+    from .vllm.async_engine import AsyncVLLMEngine as AsyncVLLMEngine
     from .vllm.engine import VLLMEngine as VLLMEngine
-    from .vllm.server import LLMOnDevice as LLMOnDevice
-    from .vllm.server import SupervisedEngine as SupervisedEngine
-    from .vllm.server import make_vllm_worker as make_vllm_worker
     from .vllm.server import start_server as start_server
+    from .vllm.server_engine import VLLMServerEngine as VLLMServerEngine
+    from .vllm.supervised_engine import LLMOnDevice as LLMOnDevice
+    from .vllm.supervised_engine import SupervisedEngine as SupervisedEngine
+    from .vllm.supervised_engine import make_vllm_worker as make_vllm_worker
     from .vllm.worker import vLLMWorker as vLLMWorker
-    from .weight_transfer import stateless_init_process_group as stateless_init_process_group
+    from .weight_transfer.broadcast_group import (
+        stateless_init_process_group as stateless_init_process_group,
+    )
 
 __getattr__ = lazy_names(__name__, __file__)

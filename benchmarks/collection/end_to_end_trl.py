@@ -156,7 +156,7 @@ class _Worker:
     def __init__(self, engine: Any, tokenizer: Any, work: Work) -> None:
         from trl.experimental.async_grpo import async_rollout_worker
 
-        from torchrl_modules.sampling import SamplingParameters
+        from torchrl_modules.sampling.parameters import SamplingParameters
 
         least = work.max_new_tokens if work.turns == 1 else 0
         params = SamplingParameters(

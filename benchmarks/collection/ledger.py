@@ -28,7 +28,7 @@ from matplotlib import pyplot as plt
 
 from collectors import Drop, GroupLedger, OnPolicy, Wait
 from collectors.ledger import StalenessPolicy, Ticket
-from collectors.ledger.groups import STALE
+from collectors.ledger.reasons import STALE
 
 SIGMA = 1.5
 MEDIAN_LENGTH = 400

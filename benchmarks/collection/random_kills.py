@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from collectors import CheckpointStore
-from collectors.checkpoint.files import NoCheckpoint
+from collectors.checkpoint.errors import NoCheckpoint
 from collectors.ledger import GroupLedger
 from collectors.record import RunRecord
-from collectors.record.samples import prompt_histories
+from collectors.record.prompt_history import prompt_histories
 from torchrl_agents.run import CHECKPOINTS
 
 TESTS = Path(__file__).parents[2] / "test" / "sota"

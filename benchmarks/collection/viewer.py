@@ -37,9 +37,11 @@ from collectors.record import (
     write_html,
 )
 from collectors.record.app import RecordApp
-from collectors.record.samples import FORMAT, prompt_histories, write_lines
-from collectors.record.terminal import Browser as Places
-from torchrl_envs.tools.browser import find_chromium
+from collectors.record.browser import Browser as Places
+from collectors.record.files import write_lines
+from collectors.record.prompt_history import prompt_histories
+from collectors.record.samples import FORMAT
+from torchrl_envs.browser.chromium import find_chromium
 
 STEPS, GROUP = 40, 16
 TEXT = "the of a to is and in that it for answer number so we have 1 2 3 + = ( ) , ."

@@ -26,12 +26,14 @@ from tensordict import (
     is_tensorclass,
 )
 
-from torchrl_data.conversation import Conversations, conversation_states, conversations_from_states
+from torchrl_data.batched_object import BatchedObject, RowObjects, view_of
+from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_state import conversation_states, conversations_from_states
+from torchrl_data.conversation_view import ConversationView
 from torchrl_data.keys import HISTORY
-from torchrl_data.layout import ConversationView
-from torchrl_data.ragged import BatchedObject, RowObjects, view_of
 
-from .files import DTYPES, CheckpointError, Entry, as_bytes
+from .errors import CheckpointError
+from .tensor_file import DTYPES, TensorEntry, as_bytes
 
 MAX_DEPTH: Final = 64
 """Levels of nesting that a state may have."""
@@ -53,7 +55,8 @@ _WORDS: Final[dict[str, Callable[[str], Any]]] = {
 # Tensorclasses that may be stored, imported when a checkpoint has one: some are expensive.
 _OWN: Final = {
     **dict.fromkeys(["ChatHistory", "LogProbs", "Masks", "Text", "Tokens"], "torchrl_data.layout"),
-    **dict.fromkeys(("ContentBase", "History"), "torchrl_data.history"),
+    "ContentBase": "torchrl_data.content",
+    "History": "torchrl_data.history",
     "IFEvalScoreData": "torchrl_envs.tasks.ifeval",
 }
 
@@ -127,7 +130,7 @@ class Encoder:
     def __init__(
         self, tensorclasses: Mapping[str, Any], buffers: StagingBuffers | None = None
     ) -> None:
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         """What goes into the tensor file, by name."""
         self.root = "state"
         """What errors call the value that is encoded."""
@@ -246,7 +249,7 @@ class Encoder:
             name, number = f"{place}#{number}", number + 1
         if self._buffers is not None:
             data = self._buffers.copied(name, data)
-        self.entries[name] = Entry(dtype, shape, data.cpu())
+        self.entries[name] = TensorEntry(dtype, shape, data.cpu())
         return name
 
     def _array(self, value: np.ndarray | np.generic) -> Any:

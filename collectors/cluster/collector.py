@@ -1,330 +1,37 @@
-"""Collection on a Ray cluster: workers are started, watched and replaced."""
+"""Collection on a Ray cluster, beside training: :class:`RayLLMCollector`.
 
-import asyncio
+Shape legend: B rows.
+"""
+
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
+from collectors.collector import PostProcessing
 from collectors.composition_checks import advantages_of, check_groups, check_storage, weigh_sources
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
-from collectors.llm_collector import PostProcessing
-from collectors.streaming.collector import BackgroundCollector, SnapshotUpdater, shares_memory
-from collectors.streaming.load import LoadCap, together
-from collectors.streaming.producer import LoopThread
-from collectors.weight_update.weights import gathered_state_dict
-from objectives.advantages.mc_advantage import start_ray
+from collectors.streaming.background_collector import BackgroundCollector
+from collectors.streaming.load_cap import LoadCap, together
+from collectors.streaming.snapshot_updater import SnapshotUpdater, shares_memory
+from collectors.weight_update.plain_weights import gathered_state_dict
+from objectives.advantages.ray_mc_advantage import start_ray
 from torchrl_data.checks import check_counts
 from torchrl_envs.datasets.primer import DataExhaustedError
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules import LLMWrapperBase
-from torchrl_modules.engines.engine import EngineDied
-from torchrl_modules.engines.supervision import Supervision
-from torchrl_modules.weights import UpdateRefused
 
-from .ledger_service import WHO, CollectorDied, LedgerClient, LedgerService, is_death, load_ray
-from .worker import CollectorWorker, WorkerSettings
+from .ledger_client import LedgerClient
+from .ledger_service import WHO, LedgerService
+from .ray_door import is_death, load_ray
+from .supervisor import AWAY_S, CLOSE_S, GONE_S, Supervisor, Weights
+from .worker import WorkerSettings
 
-# The trainer's end of a collection on a cluster: starts its actors, and notices when one dies.
-
-T = TypeVar("T")
-_MAX_RESTARTS: Final = 3
-"""Collectors in a row that may die in one place without finishing a group."""
-_STATE_S: Final = 10.0
-"""Until a collector has to have said what it remembers."""
-_CLOSE_S: Final = 30.0
-_KILL_S: Final = 10.0
-_LOOK_S: Final = 1.0
-"""Between two looks whether Ray's head is there."""
-_AWAY_S: Final = 30.0
-"""It may be away on a cluster, where it may be started again; Ray ends this process after 60 s."""
-_GONE_S: Final = 3.0
-"""The same of a Ray that this process has started, whose head never comes back."""
 _log = logging.getLogger(__name__)
-
-
-class Weights(NamedTuple):
-    """What collectors draw with."""
-
-    reference: Any
-    """To a state dict in Ray's memory."""
-    version: int
-    step: int
-    """Of the training that is in them."""
-
-
-class Supervisor(LoopThread):
-    """Keeps collectors running, each with the newest weights.
-
-    Args:
-        ledger: the handle of the ledger's actor.
-        settings: what collectors are made of.
-        num_collectors: how many.
-        remote_config: options of their actors.
-        away_s: how long Ray's head may be away.
-    """
-
-    def __init__(
-        self,
-        ledger: Any,
-        settings: WorkerSettings,
-        *,
-        num_collectors: int,
-        remote_config: Mapping[str, Any],
-        away_s: float,
-    ) -> None:
-        super().__init__(WHO)
-        ray = load_ray()
-        self._ledger = ledger
-        self.last_ledger: GroupLedger | None = None
-        """When it has ended; ``None`` where the ledger's actor is gone."""
-        self._close_s = _CLOSE_S
-        self._settings = ray.put(settings)
-        self._actor = ray.remote(CollectorWorker).options(
-            **{"num_cpus": 1, **remote_config, "max_concurrency": 1000}
-        )
-        self.known = [Supervision() for _ in range(num_collectors)]
-        """What is known of each collector."""
-        self.workers: list[Any] = [None] * num_collectors
-        self.weights: Weights | None = None
-        self.first_version = 0
-        """Of the weights that collectors are made with."""
-        self._num_failures = [0] * num_collectors
-        self._restored: Any = None
-        self._is_to_restore = [False] * num_collectors
-        self._changed = asyncio.Event()
-        self._updating = asyncio.Lock()
-        watches = self._watch_ledger(), self._watch_head(away_s)
-        self.start(*watches, *map(self._tend, range(num_collectors)))
-
-    # For the trainer's thread -------------------------------------------------------------------
-
-    def check_open(self) -> None:
-        """Check that the collection goes on.
-
-        Raises:
-            CollectorDied: the ledger, or a place of collectors, is gone.
-            RuntimeError: it has failed, or was stopped; what it failed of is the cause.
-        """
-        if isinstance(self.error, CollectorDied):
-            raise CollectorDied(str(self.error)) from self.error
-        super().check_open()
-
-    def ask(self, question: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine gives, run in the event loop."""
-        return self.result_of(self.submit(question))
-
-    def stop(self, timeout_s: float) -> None:
-        """End the actors.
-
-        Args:
-            timeout_s: for the ledger to be given, and for collectors to give back what they hold.
-        """
-        self._close_s = timeout_s
-        super().stop(2 * timeout_s + _KILL_S)
-
-    # In the event loop --------------------------------------------------------------------------
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _fail(self, error: BaseException) -> None:
-        """The collection is over, because of an error; its actors are ended."""
-        if not self.is_over:
-            self._kill(*self.workers)
-            super()._fail(error)
-
-    def _kill(self, *actors: Any) -> None:
-        for actor in actors:
-            if actor is not None:
-                load_ray().kill(actor)
-
-    async def _watch_ledger(self) -> None:
-        try:
-            await self._ledger.until_over.remote()
-        except Exception as error:
-            raise CollectorDied(
-                f"{WHO}: the actor of the ledger is gone, and with it which group is where: {error}"
-            ) from error
-
-    async def _watch_head(self, away_s: float) -> None:
-        """Fail when Ray's head is away for too long, before Ray ends this process for it."""
-        address = load_ray().get_runtime_context().gcs_address
-        host, _, port = address.rpartition(":")
-        num_missed = 0
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            try:
-                async with asyncio.timeout(_LOOK_S):
-                    _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-                writer.close()
-                num_missed = 0
-            except OSError as error:
-                num_missed += 1
-                if num_missed == 1:
-                    _log.warning("%s: Ray's head does not answer at %s: %s", WHO, address, error)
-                if num_missed * _LOOK_S >= away_s:
-                    raise CollectorDied(
-                        f"{WHO}: Ray's head, its GCS at {address}, is gone: {error}"
-                    ) from error
-
-    async def _tend(self, index: int) -> None:
-        """Keep a collector running."""
-        while not self.is_over:
-            self.known[index] = self.known[index].restarting()
-            self.workers[index] = worker = self._actor.remote(self._settings)
-            self.known[index] = self.known[index].started()
-            try:
-                await self._run(index, worker)
-                return
-            except Exception as error:
-                if self.is_over:
-                    return
-                if not (is_death(error) or isinstance(error, EngineDied)):
-                    raise
-                self._kill(worker)
-                # Another one takes its place, unless too many were lost.
-                _log.warning("%s: collector %d is gone, and replaced: %s", WHO, index, error)
-                incarnation = self.known[index].incarnation
-                self.known[index] = self.known[index].died(incarnation)
-                with suppress(Exception):  # `_watch_ledger` sees to it.
-                    if await self._ledger.lose.remote(index, incarnation):
-                        self._num_failures[index] = 0
-                self._num_failures[index] += 1
-                self._notify()
-                if self._num_failures[index] > _MAX_RESTARTS:
-                    raise CollectorDied(
-                        f"{WHO}: {_MAX_RESTARTS + 1} collectors in a row died in place {index} "
-                        f"without a finished group. The last one: {error}"
-                    ) from error
-
-    async def _run(self, index: int, worker: Any) -> None:
-        incarnation = self.known[index].incarnation
-        version = await worker.open.remote()
-        async with self._updating:  # It serves once it has what the others have.
-            await self._restore(index)
-            if self.weights is None:
-                self.first_version = max(self.first_version, version)
-            else:
-                version = await worker.update_weights.remote(*self.weights)
-            await self._ledger.join.remote(index, incarnation, version)
-            self.known[index] = self.known[index].acknowledged(incarnation, version)
-        self._notify()
-        await worker.run.remote(self._ledger, index, incarnation)
-
-    async def _restore(self, index: int) -> None:
-        if self._is_to_restore[index]:
-            count = len(self.workers)
-            await self.workers[index].load_state.remote(self._restored, index, count)
-            self._is_to_restore[index] = False
-
-    async def ask_all(self, what: str) -> list[Any]:
-        """Of each collector its ``state`` or ``load``; ``None`` of one that does not serve."""
-        return await asyncio.gather(*(self._ask(i, what) for i in range(len(self.workers))))
-
-    async def _ask(self, index: int, what: str) -> Any:
-        """What a collector tells; ``None`` of one that does not serve or is late."""
-        if not self.known[index].may_serve:
-            return None
-        try:
-            async with asyncio.timeout(_STATE_S):
-                return await getattr(self.workers[index], what).remote()
-        except Exception as error:
-            if not isinstance(error, TimeoutError) and not is_death(error):
-                raise
-            _log.warning("%s: collector %d did not tell its %s: %s", WHO, index, what, error)
-            return None
-
-    async def restore(self, states: Sequence[Any]) -> None:
-        """Let each collector go on where it was, before anything is collected.
-
-        Args:
-            states: what :meth:`ask_all` gave.
-
-        Raises:
-            ValueError: they don't fit.
-        """
-        await self.ready()  # One of them says whether they fit; who is late gets them as it joins.
-        async with self._updating:
-            self._restored = load_ray().put(list(states))
-            self._is_to_restore = [True] * len(self.workers)
-            for index, known in enumerate(self.known):
-                if known.may_serve:
-                    try:
-                        await self._restore(index)
-                    except ValueError as error:
-                        raise ValueError(str(getattr(error, "cause", error))) from error
-
-    async def push(self, weights: Weights) -> None:
-        """Give weights to all collectors; those that come back later get them, too.
-
-        Raises:
-            UpdateRefused: a collector's engine refuses them; who has taken them is started again.
-        """
-        async with self._updating:
-            present = [index for index, known in enumerate(self.known) if known.may_serve]
-            outcomes = await asyncio.gather(*(self._push_one(index, weights) for index in present))
-            taken = [i for i, each in zip(present, outcomes, strict=True) if each is True]
-            for refusal in outcomes:
-                if isinstance(refusal, UpdateRefused):
-                    # Who has taken them comes back with the weights of the others.
-                    self._kill(*(self.workers[index] for index in taken))
-                    raise UpdateRefused(str(refusal)) from refusal
-            for index in taken:
-                known = self.known[index]
-                self.known[index] = known.acknowledged(known.incarnation, weights.version)
-            self.weights = weights
-            await self._ledger.pulled.remote(weights.step)
-
-    async def _push_one(self, index: int, weights: Weights) -> UpdateRefused | bool:
-        """Whether a collector has taken weights, or why it refuses them."""
-        incarnation = self.known[index].incarnation
-        try:
-            await self.workers[index].update_weights.remote(*weights)
-        except UpdateRefused as error:
-            return error
-        except EngineDied:  # It has no engine any more: another collector makes new ones.
-            self._kill(self.workers[index])
-            return False
-        except Exception as error:
-            if not is_death(error):  # `_tend` sees to one that has died.
-                self._fail(error)
-            return False
-        return incarnation == self.known[index].incarnation
-
-    async def ready(self) -> None:
-        """Wait until a collector serves, or the collection has failed."""
-        while not any(known.may_serve for known in self.known):
-            await self._changed.wait()
-
-    async def _end(self) -> None:
-        with suppress(Exception):  # It may be gone.
-            async with asyncio.timeout(self._close_s):
-                self.last_ledger = await self._ledger.stop.remote()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._close_s):
-                await asyncio.gather(*map(_close, self.workers))
-        self._kill(*self.workers, self._ledger)
-
-
-async def _close(worker: Any) -> None:
-    if worker is not None:
-        try:
-            await worker.close.remote()
-        except Exception as error:
-            if not is_death(error):
-                _log.warning("%s: a collector could not be closed", WHO, exc_info=True)
-
-
-# Collection on a Ray cluster, beside training: :class:`RayLLMCollector`.
-#
-# Shape legend: B rows.
 
 _REQUEST_TIMEOUT_S: Final = 600.0
 
@@ -446,7 +153,7 @@ class RayLLMCollector(BackgroundCollector):
             settings,
             num_collectors=num_collectors,
             remote_config=remote_config,
-            away_s=_GONE_S if self._owns_ray else _AWAY_S,
+            away_s=GONE_S if self._owns_ray else AWAY_S,
         )
         self._source = self._ledger_client
         self._ledger_client.supervisor = self._supervisor
@@ -570,7 +277,7 @@ class RayLLMCollector(BackgroundCollector):
         self._is_closed = True
         push, self._push_under_way = self._push_under_way, None
         had_ended = push is not None and push.done()
-        self._supervisor.stop(_CLOSE_S if timeout is None else timeout)
+        self._supervisor.stop(CLOSE_S if timeout is None else timeout)
         self._ledger = self._supervisor.last_ledger
         _log.info("%s", self._ledger)
         if self._owns_ray:

@@ -1,60 +1,18 @@
-"""The ledger as a Ray actor, and its client; the door to Ray."""
+"""Service in the ledger's actor: the ledger, the data, and the groups of each collector."""
 
 import asyncio
-import logging
-import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from tensordict import TensorDictBase
-
-from collectors.composition_checks import check_data, check_env, reward_weights
+from collectors.composition_checks import check_collected_env, check_data, reward_weights
 from collectors.ledger import GroupLedger, StalenessPolicy, Ticket
-from collectors.ledger.groups import STALE
+from collectors.ledger.reasons import STALE
 from collectors.streaming.group_runner import EpisodeEnd
-from collectors.streaming.producer import GroupQueue
-from torchrl_data import import_package
+from collectors.streaming.group_scheduler import GroupScheduler
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv, Prompt
-
-# The door to Ray, and what is raised when a part of a collection on a cluster is gone.
-
-
-class CollectorDied(RuntimeError):
-    """A part of a collection on a cluster is gone, and nothing takes its place."""
-
-
-def load_ray() -> Any:
-    """Ray, imported when it is used.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    return import_package("ray", who="RayLLMCollector", install="pip install ray")
-
-
-def is_death(error: BaseException) -> bool:
-    """Whether an actor, or the objects that it owned, are gone."""
-    exceptions = load_ray().exceptions
-    causes: list[BaseException | None] = [error, getattr(error, "cause", None), error.__cause__]
-    kinds = (exceptions.RayActorError, exceptions.ObjectLostError, exceptions.RaySystemError)
-    return any(isinstance(cause, kinds) for cause in causes)
-
-
-@contextmanager
-def lets_signals_through() -> Iterator[None]:
-    """Raise what a signal's handler raised; Ray's native code makes a ``SystemError`` of it."""
-    try:
-        yield
-    except SystemError as error:
-        if error.__cause__ is None or isinstance(error.__cause__, Exception):
-            raise
-        raise error.__cause__ from None
-
-
-# What lives in the ledger's actor: the ledger, the data, and who runs which group.
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt
+from torchrl_envs.episode.episode_env import EpisodeEnv
 
 WHO: Final = "RayLLMCollector"
 _NOBODY: Final = -1
@@ -114,7 +72,7 @@ class LedgerService:
     ) -> None:
         self._made_of = (env, groups_per_step, staleness)
         self.ledger: GroupLedger
-        self._queue: GroupQueue
+        self._queue: GroupScheduler
         self._incarnations: dict[int, int] = {}
         self._num_finished: dict[int, int] = {}
         self._waiting: dict[int, asyncio.Future[tuple[Ticket, Prompt] | None]] = {}
@@ -135,7 +93,7 @@ class LedgerService:
         """
         env, groups_per_step, staleness = self._made_of
         self._env = built(env, EpisodeEnv)
-        check_env(self._env, who=WHO)
+        check_collected_env(self._env, who=WHO)
         check_data(self._env, who=WHO)
         self._env.check()
         loaders = list(self._env.transforms_of(DataLoadingPrimer))
@@ -145,7 +103,7 @@ class LedgerService:
             groups_per_step=groups_per_step, group_size=group_size, policy=staleness
         )
         self._runner = AsyncEpisodeRunner(self._env)
-        self._queue = GroupQueue(self._runner, self.ledger, next(iter(loaders), None), who=WHO)
+        self._queue = GroupScheduler(self._runner, self.ledger, next(iter(loaders), None), who=WHO)
         weights = reward_weights(self._env.episode_transforms())
         return groups_per_step, group_size, self.ledger.num_slots, weights
 
@@ -371,113 +329,3 @@ class LedgerService:
                 return
             await self._wake.wait()
             self._wake.clear()
-
-
-# The trainer's messages to the ledger's actor, and the rows that it is told of.
-
-_LOOK_S: Final = 0.5
-_log = logging.getLogger(__name__)
-
-
-class LedgerClient:
-    """Asks the ledger's actor, as long as the collection goes on.
-
-    Args:
-        actor: its handle.
-    """
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-        self.supervisor: Any = None
-        """Of the collectors, once there are any."""
-        self.taken: list[Ticket] = []
-        """What the trainer has taken since it last said what became of it."""
-        self.is_with_caller = True
-        """Whether the rows of those taken have reached who asked for them."""
-        self._taking: Any = None
-        self.num_bytes = self.num_rows = 0
-        """That came and went about rows, beside the rows themselves; and of how many."""
-
-    def ask(self, what: str, *arguments: Any) -> Any:
-        """The answer of a method of the actor.
-
-        Raises:
-            CollectorDied: a part of the collection is gone.
-        """
-        return self._answer(getattr(self._actor, what).remote(*arguments))
-
-    def _answer(self, reference: Any) -> Any:
-        ray = load_ray()
-        try:
-            with lets_signals_through():
-                while not ray.wait([reference], timeout=_LOOK_S)[0]:
-                    if self.supervisor is not None:
-                        self.supervisor.check_open()
-                return ray.get(reference)
-        except Exception as error:
-            if not is_death(error):
-                raise
-            if self.supervisor is not None:
-                self.supervisor.check_open()  # which may know why
-            raise CollectorDied(f"{WHO}: the actor of the ledger is gone: {error}") from error
-
-    def take_batch(self) -> tuple[list[TensorDictBase], int]:
-        """The rows of the next batch, and of how many groups; none: the data have ended."""
-        while True:
-            # Whatever is raised until its rows are here leaves what is taken to be asked again.
-            self._taking = self._taking or self._actor.take.remote()
-            shares: list[Share] = self._answer(self._taking)
-            rows = [self._rows_of(share) for share in shares]
-            lost = [share.ticket for share, own in zip(shares, rows, strict=True) if own is None]
-            if not lost:
-                tickets = [share.ticket for share in shares]
-                self.taken, self.is_with_caller, self._taking = tickets, False, None
-                # Ray keeps for ever what a reference names that is serialised outside of a call.
-                self.num_bytes += len(pickle.dumps([(*s[::2], s.rows.binary()) for s in shares]))
-                self.num_rows += sum(share.num_rows for share in shares)
-                return [row for own in rows for row in own or ()], len(shares)
-            _log.warning("%s: the rows of %d groups are gone, which run again", WHO, len(lost))
-            self._taking = None
-            self.ask("put_back", lost)
-
-    def _rows_of(self, share: Share) -> list[TensorDictBase] | None:
-        """The rows of a group; ``None``: they are gone with their collector, and it runs again."""
-        try:
-            with lets_signals_through():
-                return load_ray().get(share.rows)
-        except Exception as error:
-            if not is_death(error):
-                raise
-            return None
-
-    def used(self) -> list[Ticket]:
-        """What the trainer has used since it last said so."""
-        used, self.taken = self.taken, []
-        self.num_bytes += len(pickle.dumps(used))
-        return used
-
-    def state(self) -> dict[str, Any]:
-        """The ledger, the place in the data, the rows that wait, what each collector remembers."""
-        workers = self.supervisor.ask(self.supervisor.ask_all("state"))
-        state, shares = self.ask("state")
-        found = ((share.ticket.ordinal, self._rows_of(share)) for share in shares)
-        waiting = [{"ordinal": at, "rows": rows} for at, rows in found if rows is not None]
-        taken = [ticket.ordinal for ticket in self.taken] if self.is_with_caller else []
-        return {**state, "waiting": waiting, "taken": taken, "workers": workers}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
-
-        Raises:
-            ValueError: the data are others, or settings of the ledger.
-            LedgerError: it has collected already.
-        """
-        self.supervisor.ask(self.supervisor.restore(state["workers"]))
-        put = load_ray().put
-        # In a list, a reference is handed on as it is.
-        waiting = {
-            each["ordinal"]: ([put(list(each["rows"]))], len(each["rows"]))
-            for each in state["waiting"]
-        }
-        own = {"ledger": state["ledger"], "data": state["data"]}
-        self.taken = self.ask("load", own, waiting, list(state["taken"]))

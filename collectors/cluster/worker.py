@@ -1,4 +1,4 @@
-"""A worker of a cluster: it runs groups with an engine of its own."""
+"""Worker of a cluster in an actor: an environment, a policy, and the episodes of its groups."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -6,23 +6,24 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from collectors.collector import remembering, states_of
 from collectors.ledger import StalenessPolicy
-from collectors.ledger.groups import ENGINE_DIED
-from collectors.llm_collector import remembering, states_of
-from collectors.resume import random_state, set_random_state
-from collectors.streaming.group_runner import Group, GroupRunner, Timeline
-from collectors.streaming.load import GroupCap, LoadCap, cap_of, check_streaming, recomputes
+from collectors.ledger.reasons import ENGINE_DIED
+from collectors.resume.random_numbers import random_state, set_random_state
+from collectors.streaming.checks import check_streaming, recomputes
+from collectors.streaming.group_runner import GroupRunner, RunningGroup
+from collectors.streaming.load_cap import GroupCap, LoadCap, cap_of
+from collectors.streaming.timeline import Timeline
 from objectives import MCAdvantage
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase, TransformersEngine, open_async
 from torchrl_modules.engines.engine import push_weights
-from torchrl_modules.policies.base import AsyncPolicy
+from torchrl_modules.policies.async_policy import AsyncPolicy
 
-from .ledger_service import WHO, Scored, built, load_ray
-
-# What lives in a collector's actor: an environment, a policy, and the episodes of its groups.
+from .ledger_service import WHO, Scored, built
+from .ray_door import load_ray
 
 
 class WorkerSettings(NamedTuple):
@@ -195,7 +196,7 @@ class CollectorWorker:
             await groups.end()
 
     async def _run_group(
-        self, ledger: Any, worker: int, incarnation: int, groups: GroupRunner, group: Group
+        self, ledger: Any, worker: int, incarnation: int, groups: GroupRunner, group: RunningGroup
     ) -> None:
         ticket = group.ticket
         why = await groups.run(group)

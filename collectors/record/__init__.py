@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
+    from .html import write_html as write_html
     from .recorder import RolloutRecorder as RolloutRecorder
+    from .run_record import RunRecord as RunRecord
     from .samples import GroupSummary as GroupSummary
     from .samples import RecordedToolCall as RecordedToolCall
     from .samples import RolloutSample as RolloutSample
-    from .samples import RunRecord as RunRecord
     from .samples import SampleTokens as SampleTokens
     from .samples import StepSummary as StepSummary
     from .samples import TokenSpan as TokenSpan
-    from .view import write_html as write_html
 
 
 __getattr__ = lazy_names(__name__, __file__)

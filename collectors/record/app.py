@@ -9,10 +9,12 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
-from torchrl_data.display import visible
+from torchrl_data.display.text import visible
 
-from .samples import RunRecord, find_prompts
-from .terminal import COLOURS, RUN, Browser, Place, prompt_view
+from .browser import RUN, Browser, Place
+from .prompt_history import find_prompts
+from .run_record import RunRecord
+from .terminal import COLOURS, prompt_view
 
 
 class _Table(DataTable[Text]):

@@ -1,13 +1,11 @@
-"""Rollouts, groups and metrics of each step are written while a run goes on."""
+"""Recorder of a run: a file for each step, with its rollouts, groups and metrics."""
 
 import json
-import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from hashlib import blake2b
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,21 +14,22 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from collectors.ledger import GroupEvent, GroupLedger
-from collectors.ledger.groups import OF_TICKET
+from collectors.ledger.ledger_view import OF_TICKET
 from objectives import MixedLoss
 from objectives.batching.packed_batch import PackedBatch
 from objectives.losses.base import TokenLoss
-from torchrl_data.batch_io import read_conversations
-from torchrl_data.checks import TokenScores, check_counts
-from torchrl_data.conversation import Conversations, Source
-from torchrl_data.display import token_texts, visible
+from torchrl_data.batched_object import read_objects
+from torchrl_data.checks import check_counts
+from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_io import read_conversations
+from torchrl_data.display.text import token_texts
+from torchrl_data.images import described
 from torchrl_data.keys import (
     ADVANTAGE,
     ENTROPY,
     EPISODE_ID,
     FINISH_REASON,
     FULL,
-    GROUP_ID,
     NUM_SEGMENTS,
     NUM_TOOL_ERRORS,
     POLICY_VERSION,
@@ -42,149 +41,35 @@ from torchrl_data.keys import (
     TOOL_CALLS,
     TRUNCATED,
 )
-from torchrl_data.messages import described, images_of
-from torchrl_data.ragged import read_objects
-from torchrl_envs.datasets.primer import IDS_PER_EPOCH
-from torchrl_envs.entries import REWARD_ERRORS, reward_of_row
-from torchrl_envs.rewards.functions import LOGGED_EXTRA, LOGGED_METRICS
+from torchrl_data.token_scorer import TokenScores
+from torchrl_envs.entries.rewards import REWARD_ERRORS
+from torchrl_envs.rewards.scoring_call import LOGGED_EXTRA, LOGGED_METRICS
 
+from .files import write_lines
+from .provenance import token_spans
+from .row_values import (
+    column_values,
+    group_name,
+    group_of,
+    number,
+    recorded_prompt,
+    reward_of,
+    rounded,
+    row_key,
+)
+from .run_record import END, FOLDER, step_file, steps_in
 from .samples import (
-    END,
-    FOLDER,
     FORMAT,
     GroupSummary,
     RecordedToolCall,
     RolloutSample,
     SampleTokens,
     StepSummary,
-    TokenSpan,
-    step_file,
-    steps_in,
-    write_lines,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# Who wrote each token of a conversation, and in which message.
-#
-# Shape legend: T tokens of a conversation.
-
-
-def token_spans(
-    sources: Sequence[int], texts: Sequence[str], messages: Sequence[dict[str, Any]]
-) -> list[TokenSpan]:
-    """Runs of tokens by writer, with the message that they spell.
-
-    A turn of the policy is the next message of the role ``assistant``. Content is looked up in the
-    messages in order, from where the content before it ended; where none has it, nothing is read.
-
-    Args:
-        sources: of each token, ``[T]``.
-        texts: of each token, ``[T]``.
-        messages: of the conversation.
-    """
-    roles = [str(message.get("role")) for message in messages]
-    contents = [visible(_content(message)) for message in messages]
-    spans: list[TokenSpan] = []
-    start = at = offset = 0  # of the run, and the message and place in it up to which was read
-    for source, run in groupby(sources):
-        length = sum(1 for _ in run)
-        writer, role, found = "template", "", None
-        if source == Source.MODEL:
-            writer, role = "model", "assistant"
-            found = next((n for n in range(at, len(roles)) if roles[n] == "assistant"), None)
-            if found is not None:
-                at, offset = found + 1, 0
-        elif source != Source.TEMPLATE:
-            text = "".join(texts[start : start + length]).strip()
-            writer = "context"
-            for number in range(at, len(contents)) if text else ():
-                begin = contents[number].find(text, offset if number == at else 0)
-                if begin >= 0:
-                    found = at = number
-                    role, offset = roles[number], begin + len(text)
-                    if role:
-                        writer = "tool" if role in ("tool", "function", "ipython") else "user"
-                    break
-        spans.append(TokenSpan(writer, role, found, length))
-        start += length
-    return spans
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    parts = [part.get("text", "") for part in content or [] if isinstance(part, Mapping)]
-    return "\n".join(str(part) for part in parts)
-
-
-# Collected rows as the values that are recorded.
-#
-# Shape legend: T tokens of a row.
-
-_DIGITS = 5
-_PROMPT_CHARACTERS = 160
-
-
-def _column(values: Tensor, mask: Tensor) -> list[Any]:
-    """One value per token, ``None`` outside of the mask."""
-    pairs = zip(values.tolist(), mask.tolist(), strict=True)
-    if values.is_floating_point():
-        return [_rounded(value) if here else None for value, here in pairs]
-    return [value if here else None for value, here in pairs]
-
-
-def _rounded(value: float) -> float | None:
-    return round(value, _DIGITS) if math.isfinite(value) else None
-
-
-def number(value: Tensor) -> float | None:
-    """The sum of a tensor; ``None`` for what is not finite."""
-    total = float(value.sum())
-    return total if math.isfinite(total) else None
-
-
-def reward_of(row: TensorDictBase) -> float | None:
-    """Of its episode; ``None`` where it could not be scored."""
-    reward = reward_of_row(row)
-    return reward if math.isfinite(reward) else None
-
-
-def group_name(group_id: int) -> str:
-    """``epoch/row`` of the data."""
-    return "/".join(map(str, divmod(group_id, IDS_PER_EPOCH)))
-
-
-def group_of(row: TensorDictBase) -> str:
-    """The name of its group; of the episode, where there are no groups."""
-    group = row.get(GROUP_ID, None)
-    return f"episode {int(row.get(EPISODE_ID))}" if group is None else group_name(int(group))
-
-
-def row_key(row: TensorDictBase) -> tuple[int, int]:
-    """Which row of which episode it is."""
-    return int(row.get(EPISODE_ID)), int(row.get(SEGMENT, 0))
-
-
-def prompt_of(row: TensorDictBase) -> tuple[str, str]:
-    """A digest of the prompt's tokens and images, and the beginning of its last message."""
-    conversation = read_conversations(row, FULL, who="RolloutRecorder")
-    ids = conversation.ids(0)[: conversation.num_tokens_before_policy(0)]
-    messages = conversation.messages(0)[: conversation.first_response(0)]
-    images = images_of(messages)
-    shown = [ids, images] if images else ids
-    digest = blake2b(json.dumps(shown).encode(), digest_size=6).hexdigest()
-    content = _content(messages[-1]) if messages else ""
-    text = visible(" ".join(content[: 4 * _PROMPT_CHARACTERS].split()))
-    if len(text) > _PROMPT_CHARACTERS:
-        text = text[: _PROMPT_CHARACTERS - 1] + "…"
-    return digest, text
-
-
-# Writes the record of a run, a file for each step.
 
 _WHO: Final = "RolloutRecorder"
 
@@ -379,7 +264,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
         rows: Sequence[TensorDictBase],
         advantages: Mapping[tuple[int, int], Tensor],
     ) -> GroupSummary:
-        prompt_id, prompt = prompt_of(rows[0])
+        prompt_id, prompt = recorded_prompt(rows[0])
         episodes = {row_key(row)[0]: row for row in rows}
         ordinal, attempt = self._ordinals.pop(name, (None, 0))
         return GroupSummary(
@@ -413,7 +298,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
             reward=reward_of(row),
             rewards={str(name): number(value) for name, value in row.get(REWARDS, {}).items()},
             reward_errors=failed if isinstance(failed, str) else json.dumps(failed, default=str),
-            advantage=_rounded(float(of_sampled.mean())) if len(of_sampled) else None,
+            advantage=rounded(float(of_sampled.mean())) if len(of_sampled) else None,
             stop_reason=str(read_objects(row, STOP_REASON, "")[0]),
             stop_limit=int(row.get(STOP_LIMIT, -1)),
             finish_reason=str(read_objects(row, FINISH_REASON, "")[0]),
@@ -444,7 +329,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
         columns = [
             None
             if one is None
-            else _column(torch.zeros(len(ids)).masked_scatter(trained, one), trained)
+            else column_values(torch.zeros(len(ids)).masked_scatter(trained, one), trained)
             for one in scored
         ]
         entropy = conversation.extra(0).get(ENTROPY)
@@ -452,11 +337,11 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
             ids=ids.tolist(),
             texts=texts,
             spans=token_spans(conversation.sources(0).tolist(), texts, conversation.messages(0)),
-            log_probs=_column(conversation.log_probs(0), mask),
-            versions=_column(conversation.policy_versions(0), mask),
+            log_probs=column_values(conversation.log_probs(0), mask),
+            versions=column_values(conversation.policy_versions(0), mask),
             trainer_log_probs=columns[0],
-            entropy=columns[1] if entropy is None else _column(entropy, mask),
-            advantages=_column(advantages, mask) if len(advantages) > 1 else None,
+            entropy=columns[1] if entropy is None else column_values(entropy, mask),
+            advantages=column_values(advantages, mask) if len(advantages) > 1 else None,
         )
 
     def close(self) -> None:

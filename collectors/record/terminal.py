@@ -1,4 +1,7 @@
-"""A record in the terminal, page by page."""
+"""The record of a run in the terminal: tables of steps and groups, samples side by side, a sample.
+
+What a rollout says is printed as text: no markup is read in it, what is invisible is spelled out.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -11,14 +14,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from torchrl_data.display import visible
+from torchrl_data.display.text import visible
 from torchrl_data.stop_reason import end_text
 
-from .samples import GroupSummary, PromptHistory, RolloutSample, RunRecord, StepSummary
-
-# The record of a run in the terminal: tables of steps and groups, samples side by side, a sample.
-#
-# What a rollout says is printed as text: no markup is read in it, what is invisible is spelled out.
+from .prompt_history import PromptHistory
+from .samples import GroupSummary, RolloutSample, StepSummary
 
 WRITER_STYLES: Final = {
     "template": "bright_black",
@@ -30,8 +30,8 @@ WRITER_STYLES: Final = {
 """Colour of a token, by who wrote it."""
 COLOURS: Final = ("writer", "ratio", "advantage", "entropy", "surprise", "version")
 """What tokens can be coloured by."""
-_LEFT: Final = ("rewards", "group", "prompt", "trained", "stop reason")
-_SQUARES: Final = 12
+LEFT_COLUMNS: Final = ("rewards", "group", "prompt", "trained", "stop reason")
+NUM_SQUARES: Final = 12
 """Rewards of a group in a line of a table, so that there is room for its prompt."""
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _BINS: Final = 8
@@ -39,14 +39,14 @@ _LEAST_SPAN: Final = 0.1
 _VERSION_STYLES: Final = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def number_text(value: float | None, digits: int = 3) -> str:
     """A number as short as it can be; a dash for none."""
     if value is None:
         return "–"
     return f"{value:.{digits}f}".rstrip("0").rstrip(".") if value % 1 else f"{value:,.0f}"
 
 
-class Rows(NamedTuple):
+class RecordTable(NamedTuple):
     """A table, before it is drawn."""
 
     title: str
@@ -56,24 +56,24 @@ class Rows(NamedTuple):
     """Of each row: what opens it."""
 
 
-def run_rows(steps: Sequence[StepSummary], title: str) -> Rows:
+def run_rows(steps: Sequence[StepSummary], title: str) -> RecordTable:
     """The steps of a run."""
     columns = ("step", "reward", "rewards", "groups", "trained", "tokens", "tool errors", "cut")
     rows = []
     for step in steps:
-        rewards = _rewards(step.groups)
+        rewards = rewards_of_groups(step.groups)
         cells = (
             str(step.step),
-            number(fmean(rewards) if rewards else None),
+            number_text(fmean(rewards) if rewards else None),
             _distribution(rewards),
             str(len(step.groups)),
             str(sum(group.num_trained > 0 for group in step.groups)),
-            number(step.metrics.get("sampled_tokens"), 1),
-            number(step.metrics.get("tool_errors")),
-            number(step.metrics.get("truncated_fraction")),
+            number_text(step.metrics.get("sampled_tokens"), 1),
+            number_text(step.metrics.get("tool_errors")),
+            number_text(step.metrics.get("truncated_fraction")),
         )
         rows.append([Text(cell) for cell in cells])
-    return Rows(title, columns, rows, [step.step for step in steps])
+    return RecordTable(title, columns, rows, [step.step for step in steps])
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -99,7 +99,8 @@ def axis_bounds(values: Iterable[float]) -> tuple[float, float]:
     return (low - lacking / 2, high + lacking / 2) if lacking > 0 else (low, high)
 
 
-def _rewards(groups: Iterable[GroupSummary]) -> list[float]:
+def rewards_of_groups(groups: Iterable[GroupSummary]) -> list[float]:
+    """Rewards of all rollouts of groups that have one."""
     return [reward for group in groups for reward in group.rewards if reward is not None]
 
 
@@ -118,7 +119,7 @@ def _distribution(rewards: Sequence[float]) -> str:
 
 def step_rows(
     step: StepSummary, samples: Sequence[RolloutSample], keep: Callable[[RolloutSample], bool]
-) -> Rows:
+) -> RecordTable:
     """The groups of a step; a filter dims the samples that it leaves out."""
     rows = []
     for place, group in enumerate(step.groups):
@@ -137,17 +138,19 @@ def step_rows(
             [
                 Text(f"{place} ").append(str(name), style="bright_black"),
                 squares,
-                Text(number(fmean(known) if known else None)),
+                Text(number_text(fmean(known) if known else None)),
                 _yes_no(group.num_trained > 0),
                 Text(str(group.attempt + 1)),
                 Text(visible(group.prompt) or "(no text)", overflow="ellipsis", no_wrap=True),
             ]
         )
     columns = ("group", "rewards", "mean", "trained", "attempt", "prompt")
-    return Rows(f"step {step.step}", columns, rows, range(len(rows)))
+    return RecordTable(f"step {step.step}", columns, rows, range(len(rows)))
 
 
-def group_rows(samples: Sequence[RolloutSample], keep: Callable[[RolloutSample], bool]) -> Rows:
+def group_table(
+    samples: Sequence[RolloutSample], keep: Callable[[RolloutSample], bool]
+) -> RecordTable:
     """The samples of a group that a filter keeps."""
     rows, keys = [], []
     for place, sample in enumerate(samples):
@@ -156,8 +159,8 @@ def group_rows(samples: Sequence[RolloutSample], keep: Callable[[RolloutSample],
         keys.append(place)
         cells = (
             str(sample.index),
-            number(sample.reward),
-            number(sample.advantage),
+            number_text(sample.reward),
+            number_text(sample.advantage),
             str(sample.num_turns),
             str(sample.sampled_tokens),
             str(sample.num_tool_errors),
@@ -165,7 +168,7 @@ def group_rows(samples: Sequence[RolloutSample], keep: Callable[[RolloutSample],
         )
         rows.append([*map(Text, cells), _yes_no(sample.advantage is not None)])
     columns = ("sample", "reward", "advantage", "turns", "tokens", "tool errors", "stop reason")
-    return Rows("", (*columns, "trained"), rows, keys)
+    return RecordTable("", (*columns, "trained"), rows, keys)
 
 
 def _yes_no(is_so: bool) -> Text:
@@ -181,7 +184,7 @@ def group_columns(samples: Sequence[RolloutSample], colour: str) -> RenderableTy
     panels = []
     for sample in samples:
         said = _tokens(sample, colour, scale, sample.prompt_tokens)
-        title = f"sample {sample.index}: {number(sample.reward)}"
+        title = f"sample {sample.index}: {number_text(sample.reward)}"
         panels.append(
             Panel(said, title=title, subtitle=Text(visible(sample.stop_reason)), width=46)
         )
@@ -194,9 +197,9 @@ def sample_view(sample: RolloutSample, colour: str) -> RenderableType:
     text = _tokens(sample, colour, scale)
     facts = Table.grid(padding=(0, 2))
     values: list[tuple[str, Any]] = [
-        ("reward", number(sample.reward)),
-        *((name, number(value)) for name, value in sample.rewards.items()),
-        ("advantage", "not trained" if sample.advantage is None else number(sample.advantage)),
+        ("reward", number_text(sample.reward)),
+        *((name, number_text(value)) for name, value in sample.rewards.items()),
+        ("advantage", "not trained" if sample.advantage is None else number_text(sample.advantage)),
         ("stop reason", end_text(sample.stop_reason, sample.stop_limit)),
         ("last turn", sample.finish_reason),
         ("turns", sample.num_turns),
@@ -224,12 +227,9 @@ def prompt_view(prompt: PromptHistory) -> RenderableType:
         line = f"  attempt {event['attempt'] + 1}: {event['name']}{step}{detail}"
         lines.append(Text(visible(line)))
     for step, group in prompt.groups:
-        rewards = " ".join(number(reward) for reward in group.rewards)
+        rewards = " ".join(number_text(reward) for reward in group.rewards)
         lines.append(Text(f"  step {step}: rewards {rewards}, {group.num_trained} rows trained"))
     return Group(*lines)
-
-
-# Tokens ------------------------------------------------------------------------------------------
 
 
 def value_of(sample: RolloutSample, colour: str, at: int) -> float | None:
@@ -300,96 +300,3 @@ def legend(colour: str, scale: float) -> Text:
         return Text(f"colour: {colour}, which is not recorded or 0", style="bright_black")
     low = "0" if colour in ("entropy", "surprise") else f"{-scale:.2g} (red)"
     return Text(f"colour: {colour}, from {low} to {scale:.2g}", style="bright_black")
-
-
-# Places in the record of a run: the run itself, a step, a group of it, a sample of that.
-
-Place = tuple[int, ...]
-"""Step, number of a group in it, number of a sample in that; fewer show more."""
-RUN: Final[Place] = ()
-
-
-class View(NamedTuple):
-    """What there is to see at a place."""
-
-    rows: Rows | None
-    """What can be opened from here."""
-    body: RenderableType
-    """What stands below."""
-
-    def printed(self) -> RenderableType:
-        """All of it."""
-        if self.rows is None or not self.rows.title:
-            return self.body
-        wide = "prompt" in self.rows.columns
-        title = Text(self.rows.title)
-        table = Table(title=title, title_justify="left", header_style="bold", expand=wide)
-        for name in self.rows.columns:
-            width: dict[str, Any] = {"max_width": _SQUARES} if name == "rewards" else {}
-            width |= {"ratio": 1} if name == "prompt" else {}  # what the others leave
-            table.add_column(name, justify="left" if name in _LEFT else "right", **width)
-        for row in self.rows.rows:
-            table.add_row(*row)
-        return Group(table, self.body)
-
-
-class Browser:
-    """Finds what to show at a place in a record.
-
-    Args:
-        run: the record.
-        keep: which samples are shown; others are dimmed, or left out of a group.
-    """
-
-    def __init__(
-        self, run: RunRecord, *, keep: Callable[[RolloutSample], bool] = lambda _: True
-    ) -> None:
-        self.run = run
-        self._keep = keep
-        self._samples: tuple[int, list[RolloutSample]] | None = None
-
-    def view(self, place: Sequence[int], colour: str) -> View:
-        """What there is at a place.
-
-        Args:
-            place: in the record.
-            colour: of tokens.
-
-        Raises:
-            KeyError: there is no such place.
-        """
-        if not place:
-            steps = self.run.steps
-            means = [fmean(rewards) for step in steps if (rewards := _rewards(step.groups))]
-            line = Text(f"reward {sparkline(means)}", style="blue")
-            return View(run_rows(steps, self.run.name), line)
-        numbers = [step.step for step in self.run.steps]
-        if place[0] not in numbers:
-            raise KeyError(f"no step {place[0]}; there are {numbers}")
-        step = self.run.steps[numbers.index(place[0])]
-        if self._samples is None or self._samples[0] != step.step:
-            self._samples = step.step, list(self.run.samples(step.step))
-        samples = self._samples[1]
-        if len(place) == 1:
-            return View(step_rows(step, samples, self._keep), Text())
-        if not 0 <= place[1] < len(step.groups):
-            raise KeyError(f"step {step.step} has groups 0 to {len(step.groups) - 1}")
-        own = [s for s in samples if s.group_id == step.groups[place[1]].group_id]
-        if len(place) == 2:
-            kept = [sample for sample in own if self._keep(sample)]
-            return View(group_rows(own, self._keep), group_columns(kept, colour))
-        if not 0 <= place[2] < len(own):
-            raise KeyError(f"the group has samples 0 to {len(own) - 1}")
-        return View(None, sample_view(own[place[2]], colour))
-
-    def beside(self, place: Place, by: int) -> Place:
-        """The place so many further on, in what it is in; itself where there is none."""
-        if not place:
-            return place
-        keys = self.view(place[:-1], "writer").rows
-        assert keys is not None
-        numbers = list(keys.keys)
-        if place[-1] not in numbers:  # left out by the filter
-            return place
-        at = numbers.index(place[-1]) + by
-        return (*place[:-1], numbers[min(max(at, 0), len(numbers) - 1)])

@@ -1,38 +1,34 @@
-"""Collection beside training: finished groups are handed out, and weights go in between."""
+"""Collection beside training: no row waits for another, and every token's age is bounded.
+
+Shape legend: B rows, T tokens of a row (ragged).
+"""
 
 import logging
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, nullcontext, suppress
-from copy import deepcopy
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
+from collectors.collector import PostProcessing
 from collectors.composition_checks import advantages_of, check_storage
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
-from collectors.llm_collector import Collector, PostProcessing
-from collectors.weight_update.updaters import InProcessUpdater
 from torchrl_data.checks import check_counts
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.bridges import BatchingEngine, open_async
 from torchrl_modules.engines.engine import AsyncEngine
-from torchrl_modules.policies.base import AsyncPolicy
-from torchrl_modules.weights import AdapterWeights, LazyWeights, copied
+from torchrl_modules.policies.async_policy import AsyncPolicy
 
-from .group_runner import Timeline
-from .load import (
+from .background_collector import BackgroundCollector
+from .checks import (
     WHO,
-    LoadCap,
-    cap_of,
     check_adapters,
     check_streaming,
     most_episodes,
@@ -40,225 +36,11 @@ from .load import (
     recomputes,
     turn_timeout_s,
 )
-from .producer import EvaluationPoint, LoopThread, Producer
-
-# Weight updates of an engine that goes on drawing while they are made.
-
-
-class SnapshotUpdater(InProcessUpdater):
-    """Copies the trainer's weights, for an engine that takes them up while training goes on."""
-
-    def snapshot(
-        self, source: nn.Module | Mapping[str, Tensor], dtype: torch.dtype | None = None
-    ) -> dict[str, Tensor]:
-        """A copy of the weights as the policy takes them, tied ones once.
-
-        Shards are copied into host memory as they are gathered, a bucket at a time.
-
-        Args:
-            source: the trained model, or its state dict.
-            dtype: in which the engine takes them; matrices that are wider are converted.
-        """
-        with self._checked(source, dtype) as weights:
-            if isinstance(weights, AdapterWeights):
-                return deepcopy(weights)
-            device = "cpu" if isinstance(weights, LazyWeights) else None
-            return copied(weights, dtype=dtype, device=device)
-
-    def push(self, source: nn.Module | Mapping[str, Tensor], *, version: int | None = None) -> int:
-        """Refused: it would change the weights under what is being drawn."""
-        del source, version
-        raise RuntimeError(
-            "A streaming collector's weights are pushed by its update_policy_weights_()."
-        )
-
-
-def shares_memory(source: nn.Module | Mapping[str, Tensor], engine: Any) -> bool:
-    """Whether an engine draws from the very tensors that are trained.
-
-    Args:
-        source: the trained model, or its state dict.
-        engine: what draws.
-    """
-    model = getattr(engine, "model", None)
-    if not isinstance(model, nn.Module):
-        return False
-
-    def address(value: Tensor) -> Any:
-        if type(value) not in (Tensor, nn.Parameter) or not value.numel():
-            return id(value)
-        return (value.device, value.untyped_storage().data_ptr(), value.storage_offset())
-
-    own = {address(value) for value in model.parameters()}
-    values = source.parameters() if isinstance(source, nn.Module) else source.values()
-    return any(address(value) in own for value in values)
-
-
-# What collectors share that collect while training goes on.
-
-
-class BackgroundCollector(Collector):
-    """Collects beside training: what is pushed to the policy is on its way for a while."""
-
-    _source: Any
-    """Gives batches. It has ``is_with_caller``, whether the rows of the last one are with who asked
-    for them, and ``state()`` and ``load(state)``: of the ledger, the place in the data, and the
-    rows of the groups that wait."""
-
-    _loop: LoopThread
-    """In which it collects, and weights are pushed."""
-
-    _is_lockstep: bool
-    """Generation and training take turns."""
-
-    _push_under_way: "Future[None] | None" = None
-    _pushed_version = 0
-    """Of the weights that were pushed last."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it collects in the background."""
-        return self._loop.is_alive
-
-    @property
-    def _served_version(self) -> int:
-        """The version that the policy has acknowledged."""
-        return self.policy_version
-
-    def _wait_for_push(self) -> None:
-        """Wait until the policy has the weights that were pushed last; interrupted, the next time.
-
-        Raises:
-            UpdateRefused: it refused them, and goes on with those before.
-        """
-        if (push := self._push_under_way) is None:
-            return
-        try:
-            self._loop.result_of(push)
-        except Exception:
-            if push.done():
-                self._push_under_way = None
-                self._loop.check_open()
-                self._pushed_version = self._served_version
-            raise
-        self._push_under_way = None
-
-    def collect(self) -> TensorDictBase:
-        """The next batch: complete groups, as soon as there are enough.
-
-        Returns:
-            Rows ``[B]`` as :meth:`LLMCollector.collect` gives them, the groups in the order in
-            which they are trained. The same rows are in the replay buffer.
-
-        Raises:
-            DataExhaustedError: there are no more data, and nothing is under way.
-            CollectorDied: on a cluster the ledger, or a place of collectors, is gone.
-            RuntimeError: the collection has failed; the cause is attached.
-        """
-        batch = super().collect()
-        self._source.is_with_caller = True
-        return batch
-
-    def give_up_batch(self) -> None:
-        """The batch that came last will not be trained: a resumed run collects its prompts again.
-
-        For who is cut short between :meth:`collect` and the training.
-        """
-        self._source.is_with_caller = False
-
-    def update_policy_weights_(
-        self,
-        source: nn.Module | Mapping[str, Tensor] | None = None,
-        *,
-        state_dict: Mapping[str, Tensor] | None = None,
-        version: int | None = None,
-        wait: bool = False,
-    ) -> int:
-        """Push the trainer's weights, while generation and training go on.
-
-        A copy is made at once; who draws takes it up between two tokens, and the next push (or
-        ``wait``) waits until that has happened. What is refused is raised there, and by
-        :meth:`shutdown`.
-
-        Args:
-            source: the trained model, or its state dict.
-            state_dict: the same under TorchRL's name; give one of the two.
-            version: the number of these weights, above the present one; ``None`` counts on.
-            wait: until they are acknowledged.
-
-        Returns:
-            The version that these weights will have.
-
-        Raises:
-            TypeError: neither or both of ``source`` and ``state_dict`` are given.
-            ValueError: the weights can't be taken, or the version does not go up; or the policy
-                draws from the very tensors that are trained, though training goes on meanwhile.
-            UpdateRefused: the last push was refused; all is drawn with the weights before.
-        """
-        number = super().update_policy_weights_(source, state_dict=state_dict, version=version)
-        if wait or self._is_lockstep:
-            self._wait_for_push()
-        return number
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it is: the ledger, the place in the data, and the rows of the groups that wait.
-
-        May be asked while it collects, and while a push is under way. Unfinished groups are not in
-        here: a resumed run begins them again, with the same seeds.
-
-        Returns:
-            See :meth:`Collector.state_dict`; the rows as the batches have them.
-        """
-        return {
-            **super().state_dict(),
-            **self._source.state(),
-            "policy_version": self._pushed_version,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`Collector.load_state_dict`; no prompt is skipped, and none trained twice.
-
-        Args:
-            state_dict: what :meth:`state_dict` gave.
-
-        Raises:
-            ValueError: data, environment or settings of the ledger are others.
-            LedgerError: it has collected already.
-        """
-        super().load_state_dict(state_dict)
-        self._source.load(state_dict)
-
-    @abstractmethod
-    def async_shutdown(self, timeout: float | None = None) -> None:
-        """Cancel what runs, and give back everything.
-
-        Args:
-            timeout: seconds until it has to be over.
-        """
-
-    def shutdown(self) -> None:
-        """See :meth:`async_shutdown`."""
-        self.async_shutdown()
-
-
-def verdict(metrics: Mapping[str, float]) -> str:
-    """What the speed of a run depends on.
-
-    Args:
-        metrics: what :meth:`StreamingCollector.metrics` gave.
-
-    Returns:
-        ``"generation-bound"``: the trainer waits for rollouts; ``"trainer-bound"``: finished groups
-        wait for the trainer; ``"balanced"``: neither.
-    """
-    if metrics["collect/trainer_wait_fraction"] > 0.1:
-        return "generation-bound"
-    return "trainer-bound" if metrics["collect/queued_groups"] > 0 else "balanced"
-
-
-# Collection beside training: no row waits for another, and every token's age is bounded.
-#
-# Shape legend: B rows, T tokens of a row (ragged).
+from .evaluation_point import EvaluationPoint
+from .load_cap import LoadCap, cap_of
+from .producer import Producer
+from .snapshot_updater import SnapshotUpdater, shares_memory
+from .timeline import Timeline
 
 _CLOSE_S: Final = 60.0
 _log = logging.getLogger(__name__)

@@ -1,119 +1,28 @@
-"""Groups of episodes, run and traced."""
+"""The episodes of groups, from their draw to the rows that are trained."""
 
 import asyncio
-import json
 import logging
 import math
-import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from tensordict import TensorDictBase
 
 from collectors.ledger import Ticket
-from collectors.ledger.groups import ENGINE_DIED, LOAD
-from collectors.llm_collector import trajectory_rows
+from collectors.ledger.reasons import ENGINE_DIED, LOAD
+from collectors.trajectory_rows import trajectory_rows
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv, Prompt
+from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules.engines.engine import EngineDied
-from torchrl_modules.policies.base import AsyncPolicy
+from torchrl_modules.policies.async_policy import AsyncPolicy
+
+from .timeline import Timeline
 
 T = TypeVar("T")
-
-# What happened when: spans of episodes and of the trainer, as a Chrome trace.
-
-
-class Span(NamedTuple):
-    """Something that took time."""
-
-    name: str
-    track: str
-    """What it is a part of: the trainer, or a group of episodes."""
-    line: int
-    """Of the track: the number of the episode in its group."""
-    start_s: float
-    end_s: float
-
-
-class Timeline:
-    """Notes spans, sums them up by name, and writes them for a trace viewer.
-
-    Args:
-        max_spans: so many of the latest are kept.
-    """
-
-    def __init__(self, *, max_spans: int = 20_000) -> None:
-        self._spans: deque[Span] = deque(maxlen=max_spans)
-        self._lock = threading.Lock()
-        self._totals: dict[str, float] = defaultdict(float)
-        self._begin = time.monotonic()
-
-    @contextmanager
-    def span(self, name: str, track: str, line: int = 0) -> Iterator[None]:
-        """Note what is inside, be it awaited.
-
-        Args:
-            name: of what is done: ``"generate"``, ``"environment"``, ``"score"``, ...
-            track: what it is a part of.
-            line: of the track.
-        """
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.add(name, track, line, start, time.monotonic())
-
-    def add(self, name: str, track: str, line: int, start_s: float, end_s: float) -> None:
-        """Note a span whose beginning and end are known; see :meth:`span`."""
-        with self._lock:
-            self._spans.append(Span(name, track, line, start_s, end_s))
-        self.count(name, end_s - start_s)
-
-    def count(self, name: str, seconds: float) -> None:
-        """Add to the seconds of a name, without a span."""
-        with self._lock:
-            self._totals[name] += seconds
-
-    def take_totals(self) -> dict[str, float]:
-        """Seconds by name since they were last taken, added up over all tracks."""
-        with self._lock:
-            totals, self._totals = self._totals, defaultdict(float)
-            return totals
-
-    def write(self, path: str | Path) -> None:
-        """Write what is kept; chrome://tracing and ui.perfetto.dev show it.
-
-        Args:
-            path: of the JSON file.
-        """
-        with self._lock:
-            spans = list(self._spans)
-        tracks = {track: i for i, track in enumerate(dict.fromkeys(s.track for s in spans), 1)}
-        events: list[dict[str, Any]] = [
-            {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": track}}
-            for track, pid in tracks.items()
-        ]
-        events += [
-            {
-                "name": span.name,
-                "ph": "X",
-                "pid": tracks[span.track],
-                "tid": span.line,
-                "ts": 1e6 * (span.start_s - self._begin),
-                "dur": 1e6 * (span.end_s - span.start_s),
-            }
-            for span in spans
-        ]
-        Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
-
-
-# The episodes of groups, from their draw to the rows that are trained.
 
 _MAX_FINISHERS: Final = 64
 MAX_DEATHS: Final = 3
@@ -132,7 +41,7 @@ class EpisodeEnd(NamedTuple):
 
 
 @dataclass(slots=True)
-class Group:
+class RunningGroup:
     """The episodes of one prompt."""
 
     ticket: Ticket
@@ -186,7 +95,7 @@ class GroupRunner:
         group_size: int,
         max_episodes: int,
         timeline: Timeline,
-        on_end: Callable[[Group, int], None] = lambda *_: None,
+        on_end: Callable[[RunningGroup, int], None] = lambda *_: None,
     ) -> None:
         self.episodes = AsyncEpisodeRunner(env)
         """Draws them."""
@@ -198,7 +107,7 @@ class GroupRunner:
         self._on_end = on_end
         self._slots = asyncio.Semaphore(max_episodes)
         self._finishers = ThreadPoolExecutor(_MAX_FINISHERS, thread_name_prefix="finish-group")
-        self.groups: dict[Ticket, Group] = {}
+        self.groups: dict[Ticket, RunningGroup] = {}
         """Those that were added, the oldest first; who runs one takes it out afterwards."""
         self._most: float = math.inf
         self._num_deaths = self._num_at_risk = 0
@@ -212,7 +121,7 @@ class GroupRunner:
     # How many run -------------------------------------------------------------------------------
 
     @property
-    def running(self) -> list[Group]:
+    def running(self) -> list[RunningGroup]:
         """Groups whose episodes are not all over, the oldest first."""
         return [group for group in self.groups.values() if group.num_open]
 
@@ -234,13 +143,13 @@ class GroupRunner:
 
     # One group ----------------------------------------------------------------------------------
 
-    def add(self, ticket: Ticket, prompt: Prompt, episodes: list[Episode]) -> Group:
+    def add(self, ticket: Ticket, prompt: Prompt, episodes: list[Episode]) -> RunningGroup:
         """A group that is about to run."""
-        group = self.groups[ticket] = Group(ticket, prompt, episodes)
+        group = self.groups[ticket] = RunningGroup(ticket, prompt, episodes)
         self.num_open += len(episodes)
         return group
 
-    async def run(self, group: Group) -> str:
+    async def run(self, group: RunningGroup) -> str:
         """Take all episodes to their ends, and score them; gives why that was given up, if it was.
 
         Raises:
@@ -272,7 +181,7 @@ class GroupRunner:
         await self._in_thread(self.episodes.give_up, group.episodes)
         return reason
 
-    async def _run(self, group: Group) -> None:
+    async def _run(self, group: RunningGroup) -> None:
         episodes = enumerate(group.episodes)
         await run_together(self._run_episode(group, number, each) for number, each in episodes)
         with self._timeline.span("score", group.track, self._group_size):
@@ -280,7 +189,7 @@ class GroupRunner:
                 scored_rows, self.episodes, group.episodes, self._further
             )
 
-    async def _run_episode(self, group: Group, number: int, episode: Episode) -> None:
+    async def _run_episode(self, group: RunningGroup, number: int, episode: Episode) -> None:
         try:
             async with self._slots:
                 with self._timeline.span("episode", group.track, number):

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
-    from .updaters import InProcessUpdater as InProcessUpdater
-    from .updaters import WeightUpdater as WeightUpdater
-    from .updaters import vLLMUpdater as vLLMUpdater
-    from .weights import contribute_weights as contribute_weights
-    from .weights import gathered_state_dict as gathered_state_dict
+    from .in_process_updater import InProcessUpdater as InProcessUpdater
+    from .plain_weights import gathered_state_dict as gathered_state_dict
+    from .sharded_weights import contribute_weights as contribute_weights
+    from .vllm_updater import vLLMUpdater as vLLMUpdater
+    from .weight_updater import WeightUpdater as WeightUpdater
 
 
 __getattr__ = lazy_names(__name__, __file__)

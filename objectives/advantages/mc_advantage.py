@@ -1,50 +1,40 @@
-"""Advantages of groups on the way into a replay buffer, here or in a Ray actor."""
+"""Advantages relative to the group, computed as rows go into a replay buffer.
+
+Shape legend: T tokens of a row.
+"""
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
-from importlib import import_module
+from collections.abc import Hashable, Sequence
 from itertools import compress
-from statistics import fmean
 from typing import Any, Final, Literal
 
 from tensordict import NestedKey, TensorDictBase, lazy_stack
 from torchrl.envs.transforms import Transform
 
 from objectives import functional as F
-from torchrl_data import import_package, keys
-from torchrl_data.checks import ChecksAttributes, check_counts, check_numbers, one_of, pair
+from torchrl_data import keys
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import check_counts, one_of, pair
 
 from .estimators import (
     TRAJECTORY_RETURNS,
     AdvantageEstimator,
     DecoupledSources,
     GroupMean,
-    GroupQueue,
-    GroupStats,
     LeaveOneOut,
     MaxRL,
     PassAtK,
     RewardedGroup,
     TrajectoryReturn,
     TurnCredit,
-    Waiting,
-    member_of,
-    num_rows,
-    place_of,
     read_entry,
-    rows_of,
     trajectory_return,
 )
-
-# Advantages relative to the group, computed as rows go into a replay buffer.
-#
-# Shape legend: T tokens of a row.
+from .group_queue import GroupQueue, GroupStats, Waiting, member_of, num_rows, row_place, rows_of
 
 Estimator = Literal["group", "rloo", "gdpo", "maxrl"]
 Credit = Literal["trajectory", "turn"]
@@ -56,7 +46,7 @@ NO_SIGNAL: Final[tuple[NoSignal, ...]] = ("keep", "drop", "refill")
 ON_EXPIRY: Final[tuple[OnExpiry, ...]] = ("drop", "release")
 
 
-class _ByGroups(ChecksAttributes, Transform):
+class ByGroups(ChecksAttributes, Transform):
     """What takes rows in, and gives complete groups out.
 
     Args:
@@ -156,7 +146,7 @@ class _ByGroups(ChecksAttributes, Transform):
         self._lock = threading.RLock()
 
 
-class MCAdvantage(_ByGroups):
+class MCAdvantage(ByGroups):
     """Monte-Carlo advantages: holds rows until their group is complete, then releases it.
 
     Append it to a replay buffer of rows, one row per trajectory::
@@ -183,7 +173,7 @@ class MCAdvantage(_ByGroups):
         estimator: ``"group"``: ``(R - mean) / (std + 1e-4)``; ``"rloo"``: leave one out;
             ``"gdpo"``: every source of reward normalised by itself; ``"maxrl"``:
             ``(R - mean) / mean``; or settings, such as ``PassAtK(k=4)``, ``RoleBaseline()`` or
-            ``LengthPenalty(coeff=0.1)``, see :mod:`~objectives.advantages.estimators`.
+            ``LengthPenalty(coeff=0.1)``, see :class:`~objectives.LengthPenalty`.
         scale: the standard deviation of ``"group"``: that of the ``"group"``; of the ``"batch"``,
             all rows released at once; or ``"none"`` (Dr. GRPO).
         credit: ``"trajectory"``, one advantage per row; ``"turn"``, one per turn, from dense
@@ -378,7 +368,7 @@ class MCAdvantage(_ByGroups):
         complete: list[RewardedGroup] = []
         for row in rows:
             group_id = int(read_entry(row, self.group_key, "MCAdvantage"))
-            if self.credit == "turn" and place_of(row)[1] > 1:
+            if self.credit == "turn" and row_place(row)[1] > 1:
                 raise ValueError(
                     "MCAdvantage: credit='turn' needs the turns of an episode in one row, and an "
                     "episode whose past was rewritten has several. Use credit='trajectory'."
@@ -387,7 +377,7 @@ class MCAdvantage(_ByGroups):
                 self.stats.rows_in += 1
                 self.stats.rows_dropped_unscorable += 1
                 # An episode is asked for once, however many rows it has.
-                self._refills[group_id] += place_of(row)[0] == 0
+                self._refills[group_id] += row_place(row)[0] == 0
                 continue
             if (members := self.queue.add(group_id, row)) is not None:
                 complete.append(self._group(group_id, members))
@@ -442,236 +432,3 @@ class MCAdvantage(_ByGroups):
         keep = [not math.isnan(value) for value in group.returns]
         self.stats.rows_dropped_unscorable += sum(sizes) - sum(compress(sizes, keep))
         return keep
-
-
-# The group advantages of several writers, kept in one Ray actor.
-
-
-def start_ray(config: Mapping[str, Any] | None) -> bool:
-    """Connect to the Ray that ``ray start`` started, or start one, on this machine's loopback.
-
-    A Ray that another program started for itself, and that ends with it, is left alone.
-
-    Args:
-        config: for ``ray.init``; with an ``address`` or a ``_node_ip_address``, or where the
-            variable ``RAY_ADDRESS`` is set, as that says.
-
-    Returns:
-        Whether this process had not been connected before.
-    """
-    ray = import_package("ray", who="RayMCAdvantage", install="pip install ray")
-    config = {"include_dashboard": False, **(config or {})}
-    if ray.is_initialized():
-        return False
-    if {"address", "_node_ip_address"} & config.keys() or os.environ.get("RAY_ADDRESS"):
-        ray.init(**config)
-        return True
-    if address := import_module("ray._private.utils").read_ray_address():
-        with suppress(ConnectionError):  # it has ended
-            ray.init(address=address, **config)
-            return True
-    # What Ray does on other systems than Linux: its servers, which read the variable, bind to it.
-    constants: Any = import_module("ray._private.ray_constants")
-    variable, held = constants.ENABLE_RAY_CLUSTERS_ENV_VAR, constants.ENABLE_RAY_CLUSTER
-    before = os.environ.get(variable)
-    os.environ[variable], constants.ENABLE_RAY_CLUSTER = "0", False
-    try:
-        ray.init(address="local", **config)
-    finally:
-        constants.ENABLE_RAY_CLUSTER = held
-        del os.environ[variable]
-        os.environ |= {} if before is None else {variable: before}
-    return True
-
-
-_MOST_TO_START_S: Final = 600.0
-
-
-class RayMCAdvantage(ChecksAttributes, Transform):
-    """:class:`~objectives.MCAdvantage` whose groups are shared by buffers in several processes.
-
-    Rows of one group may be written through any of them; whoever writes the last one gets the
-    whole group. A buffer that itself lives in an actor needs only ``MCAdvantage``.
-
-    Args:
-        group_size: rows of a complete group.
-        actor_name: name of the shared actor; an actor of that name is used if there is one, and
-            its options then win. None for one of its own.
-        timeout_s: how long a call may take before it raises; the start of the actor, which imports
-            this library, has ten minutes.
-        remote_config: options of the actor, for ``ray.remote``; ``{"num_cpus": 0}`` by default.
-        ray_init_config: for ``ray.init``, when Ray does not run yet.
-        **options: of ``MCAdvantage``. A collector hands GDPO no weights through it: give them, as
-            ``estimator=DecoupledSources(weights=...)``.
-
-    Raises:
-        ImportError: Ray is not installed.
-        ValueError: as ``MCAdvantage``; raised here, before an actor is started.
-    """
-
-    def __init__(
-        self,
-        group_size: int,
-        *,
-        actor_name: str | None = None,
-        timeout_s: float = 60.0,
-        remote_config: dict[str, Any] | None = None,
-        ray_init_config: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        MCAdvantage(group_size, **options)
-        start_ray(ray_init_config)
-        self.timeout_s = timeout_s
-        self._owns_actor = actor_name is None
-        config: dict[str, Any] = {"num_cpus": 0, **(remote_config or {})}
-        if actor_name is not None:
-            config |= {"name": actor_name, "get_if_exists": True}
-        actor = import_module("ray").remote(MCAdvantage).options(**config)
-        self._actor = actor.remote(group_size, **options)
-        self._has_started = False
-
-    def _call_actor(self, method: str, *args: Any) -> Any:
-        ray = import_module("ray")
-        if not self._has_started:
-            ray.get(self._actor.__ray_ready__.remote(), timeout=_MOST_TO_START_S)
-            self._has_started = True
-        return ray.get(getattr(self._actor, method).remote(*args), timeout=self.timeout_s)
-
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        return None if tensordict is None else self._call_actor("inv", tensordict)
-
-    def take_refills(self) -> dict[Any, int]:
-        """As :meth:`MCAdvantage.take_refills`."""
-        return self._call_actor("take_refills")
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """The actor's incomplete groups and counts."""
-        return self._call_actor("get_extra_state")
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go back to a state, for all writers.
-
-        Args:
-            state: what :meth:`get_extra_state` gave.
-        """
-        self._call_actor("set_extra_state", state)
-
-    def close(self) -> None:
-        """End the actor, if it is this transform's own."""
-        if self._owns_actor:
-            import_module("ray").kill(self._actor)
-
-
-# Keep the best rows of each group, as they go into a replay buffer.
-
-Above = Literal["median", "mean", "any"]
-ABOVE: Final[tuple[Above, ...]] = ("median", "mean", "any")
-
-
-class TopKRewardSelector(_ByGroups):
-    """Releases the best k rows of each complete group (rejection sampling, expert iteration).
-
-    An episode with several rows, because its past was rewritten, counts as one, and all of its
-    rows are kept or none. Rows at or below the group's median are never kept, nor those that
-    could not be scored, so a group whose rewards are all equal gives nothing. Of rewards that are
-    0 or 1, a group of which more than half are right gives nothing either: ``above="mean"`` keeps
-    its right rows. Rows come out best first, ties in the order of their arrival. Incomplete groups
-    and counts are part of ``state_dict``. An ``extend`` that raises takes none of its rows in.
-
-    Args:
-        total_dialog_turns: rows of a complete group (TorchRL's name; ``group_size`` is the same).
-        topk_size: rows kept of it, at most.
-        group_size: rows of a complete group.
-        group_key: int64, the group's id.
-        reward_key: ``[1, 1]``, or dense ``[T, 1]``.
-        scorable_key: bool; False where no reward could be given. Optional in the rows.
-        trajectory_return: how a dense reward becomes one number: ``"sum"``, ``"mean"``,
-            ``"max"``.
-        above: what a row's return has to be above: ``"median"`` or ``"mean"`` of its group, a
-            number, or ``"any"``, where nothing is asked of it. With a number a group is kept of
-            which all rows are right, too.
-        max_pending_groups: more incomplete groups than this, and the oldest expires.
-        expire_after_rows: a group expires once so many rows have come in since its first one.
-
-    Raises:
-        ValueError: a number is not positive, k is above the group's size, or a name is unknown.
-
-    Example:
-        >>> from tensordict import lazy_stack
-        >>> from torchrl.data import LazyStackStorage, ReplayBuffer
-        >>> selector = TopKRewardSelector(group_size=4, topk_size=2)
-        >>> buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=selector)
-        >>> rewards = [torch.tensor([[value]]) for value in (0.25, 0.75, 0.0, 0.5)]
-        >>> rows = [TensorDict({"reward": each, "group_id": torch.tensor(7)}) for each in rewards]
-        >>> _ = buffer.extend(lazy_stack(rows))
-        >>> buffer[:]["reward"].shape, buffer[:]["reward"].flatten()  # the best come first
-        (torch.Size([2, 1, 1]), tensor([0.7500, 0.5000]))
-    """
-
-    def __init__(
-        self,
-        total_dialog_turns: int | None = None,
-        topk_size: int = 1,
-        *,
-        group_size: int | None = None,
-        group_key: NestedKey = keys.GROUP_ID,
-        reward_key: NestedKey = keys.REWARD,
-        scorable_key: NestedKey = keys.SCORABLE,
-        trajectory_return: TrajectoryReturn | str = "sum",
-        above: Above | str | float = "median",
-        max_pending_groups: int = 1024,
-        expire_after_rows: int | None = None,
-    ) -> None:
-        super().__init__(
-            group_key=group_key,
-            reward_key=reward_key,
-            scorable_key=scorable_key,
-            trajectory_return=trajectory_return,
-            max_pending_groups=max_pending_groups,
-            expire_after_rows=expire_after_rows,
-            group_size=group_size,
-            total_dialog_turns=total_dialog_turns,
-        )
-        self.topk_size: int = self._checked_change("topk_size", topk_size)
-        self.above: Above | float = self._checked_change("above", above)
-
-    changeable = frozenset({"topk_size", "above"})
-
-    def _checked_change(self, name: str, value: Any) -> Any:
-        if name == "topk_size":
-            check_counts(topk_size=value)
-            if value > self.group_size:
-                raise ValueError(f"topk_size must lie in [1, {self.group_size}], got {value}.")
-        elif isinstance(value, str):
-            return one_of("above", value, ABOVE)
-        else:
-            check_numbers(above=value)
-        return value
-
-    def _take(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-        """Queue rows; the best of complete groups."""
-        released: list[TensorDictBase] = []
-        for row in rows:
-            group_id = int(read_entry(row, self.group_key, "TopKRewardSelector"))
-            if (members := self.queue.add(group_id, row)) is None:
-                continue
-            scored = [(self._return(member), member) for member in members]
-            falling = sorted((p for p in scored if not math.isnan(p[0])), key=lambda p: -p[0])
-            if self.above != "any" and falling:
-                bound = self._bound([value for value, _ in falling])
-                falling = [pair for pair in falling if pair[0] > bound]
-            best = [row for _, member in falling[: self.topk_size] for row in rows_of(member)]
-            self.stats.rows_dropped_unselected += sum(map(num_rows, members)) - len(best)
-            released += best
-        for _, late in self.queue.expire():
-            self.stats.rows_expired += sum(map(num_rows, late))
-        return released
-
-    def _bound(self, falling: Sequence[float]) -> float:
-        if not isinstance(self.above, str):
-            return self.above
-        if self.above == "median":  # The lower of the two middle values, as torch.median has it.
-            return falling[len(falling) // 2]
-        # The rounded mean of equal values can lie below them: that of 0.7 three times does.
-        return max(fmean(falling), falling[-1])

@@ -15,13 +15,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from torchrl_data.checks import (
-    POSITIVE,
-    ChecksAttributes,
-    check_counts,
-    check_numbers,
-    check_type,
-)
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers, check_type
 
 from .packed_batch import PackedBatch
 from .ranks import Ranks, clip_over, norm_over, num_shards

@@ -12,16 +12,10 @@ from tensordict import NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from torchrl_data import keys
-from torchrl_data.checks import MissingEntryError, check_numbers, one_of, require_entries
-from torchrl_data.ragged import (
-    Rows,
-    first_entries,
-    on_device,
-    on_host,
-    read_images,
-    read_rows,
-    sequence_index,
-)
+from torchrl_data.checks import check_numbers, one_of
+from torchrl_data.devices import on_device, on_host
+from torchrl_data.missing_entry import MissingEntryError, require_entries
+from torchrl_data.ragged.packed import Rows, first_entries, read_images, read_rows, sequence_index
 
 # Which entries each loss reads: pass another instance as ``read=`` to rename them.
 

@@ -26,15 +26,10 @@ from objectives.batching.packed_batch import (
     resolve_masking_strategy,
 )
 from objectives.batching.ranks import Ranks
-from torchrl_data.checks import (
-    ChecksAttributes,
-    MissingEntryError,
-    TokenScorer,
-    TokenScores,
-    check_scorer,
-    check_type,
-    image_arguments,
-)
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import check_type
+from torchrl_data.missing_entry import MissingEntryError
+from torchrl_data.token_scorer import TokenScorer, TokenScores, check_scorer, image_arguments
 
 from .options import TokenOptions
 
@@ -363,7 +358,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
     once: ``loss.options = dataclasses.replace(loss.options, ...)``.
 
     Args:
-        actor_network: scores packed tokens (:class:`~torchrl_data.checks.TokenScorer`).
+        actor_network: scores packed tokens (:class:`~torchrl_data.TokenScorer`).
         settings: options by name.
         options: what ``settings`` are added to.
         read: names of the batch entries to read.

@@ -14,7 +14,8 @@ from torch import Tensor
 from objectives import functional as F
 from objectives.batching.packed_batch import Entries, GRPOLossKeys, PackedBatch, rows_with
 from objectives.batching.ranks import Ranks, gathered_rows
-from torchrl_data.checks import TokenScorer, TokenScores, check_type
+from torchrl_data.checks import check_type
+from torchrl_data.token_scorer import TokenScorer, TokenScores
 
 from .base import GRPOLossOutput, TokenLoss, Window, make_output
 from .options import (
@@ -147,7 +148,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
     and counted in ``num_rows_left_out``.
 
     Args:
-        actor_network: scores packed tokens (:class:`~torchrl_data.checks.TokenScorer`), such
+        actor_network: scores packed tokens (:class:`~torchrl_data.TokenScorer`), such
             as ``TransformersWrapper``; its parameters are the loss's when it is a module.
         options: all options as one record.
         read: names of the batch entries to read.

@@ -24,8 +24,10 @@ from objectives.batching.packed_batch import (
 )
 from objectives.batching.ranks import Ranks
 from objectives.losses.base import Window
-from torchrl_data.checks import ChecksAttributes, TokenScores, check_type
-from torchrl_data.ragged import on_device
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import check_type
+from torchrl_data.devices import on_device
+from torchrl_data.token_scorer import TokenScores
 
 from .base import TokenLoss
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from objectives import functional as F
 from objectives.batching.packed_batch import DistillationLossKeys, Entries, PackedBatch, SFTLossKeys
-from torchrl_data.checks import TokenScorer, TokenScores
+from torchrl_data.token_scorer import TokenScorer, TokenScores
 
 from .base import DistillationLossOutput, SFTLossOutput, TokenLoss, Window, make_output
 from .options import DistillationOptions, SFTFunction, SFTOptions
@@ -24,7 +24,7 @@ class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
         batch = lazy_stack(row_tensordicts(conversations))
 
     Args:
-        actor_network: scores packed tokens (:class:`~torchrl_data.checks.TokenScorer`).
+        actor_network: scores packed tokens (:class:`~torchrl_data.TokenScorer`).
         loss_function: ``"sft"``, or ``"minor_sft"``:
             ``-log sigmoid(beta (log pi - log ref))`` of each row's answer.
         aggregation: ``"token_mean"``, ``"sequence_mean"``, ``"sequence_sum"``,

@@ -16,14 +16,15 @@ from transformers import PreTrainedModel
 
 from torchrl_agents.models import load_model, model_folder
 from torchrl_agents.settings.schema import PolicyConfig, SettingsError, refusing
-from torchrl_data.checks import POSITIVE, TokenScorer, TokenScores, check_numbers
+from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_data.keys import ROW
+from torchrl_data.token_scorer import TokenScorer, TokenScores
 from torchrl_envs import DataLoadingPrimer
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.json_client import JSONClient
-from torchrl_modules.policies.transformers_wrapper import load_causal_lm
+from torchrl_modules.policies.loading import load_causal_lm
 from torchrl_modules.vllm.access_control import TOKEN_VARIABLE
 
 # Teachers: models in this process, or behind a URL, that score what a student sampled.

@@ -62,7 +62,7 @@ from tensordict import TensorDictBase, lazy_stack
 
 from collectors import Estimate, LLMCollector, RunState, rollout_metrics
 from collectors.record import RolloutRecorder
-from collectors.record.samples import finite
+from collectors.record.files import finite
 from torchrl_agents.parallel import Checkpoints
 from torchrl_agents.results import scores_of, show_rollouts
 from torchrl_agents.run import Run

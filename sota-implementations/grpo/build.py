@@ -18,8 +18,8 @@ from torchrl_data.import_path import import_callable
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-    from collectors.llm_collector import PostProcessing
-    from torchrl_data.checks import TokenScorer
+    from collectors.collector import PostProcessing
+    from torchrl_data.token_scorer import TokenScorer
 
 # Settings of GRPO alone, typed, with what they mean; ``grpo.py --help`` shows all.
 

@@ -12,19 +12,21 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from collectors import LLMCollector
-from collectors.llm_collector import trajectory_rows
+from collectors.trajectory_rows import trajectory_rows
 from torchrl_agents.models import transformers_policy
 from torchrl_agents.settings.command_line import num_ranks
 from torchrl_agents.settings.schema import RecipeConfig
 from torchrl_agents.training import Step
 from torchrl_data.conversation import Conversations
 from torchrl_data.stop_reason import StopReason, kind_of
-from torchrl_data.tool_calls import ToolCall, parse_tool_calls
+from torchrl_data.tool_calls.parser import parse_tool_calls
+from torchrl_data.tool_calls.records import ToolCall
 from torchrl_envs import EnvironmentTools
-from torchrl_envs.entries import RowReward, Score, with_observation
+from torchrl_envs.entries.observations import with_observation
+from torchrl_envs.entries.rewards import RowReward, Score
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.runner import batch_of_ended
-from torchrl_envs.episode.transform import tool_message
+from torchrl_envs.episode.episode_entries import batch_of_ended
+from torchrl_envs.episode.tool_source import tool_message
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 

@@ -94,7 +94,7 @@ from torchrl_agents.tasks import Setup, build_task, load_models
 from torchrl_agents.training import Rollouts, Step, Trainer, learn
 from torchrl_data import row_tensordicts
 from torchrl_envs import DataLoadingPrimer, load_rows
-from torchrl_envs.datasets.rows import NumberedRows
+from torchrl_envs.datasets.row_stream import NumberedRows
 from torchrl_envs.tasks.task import TaskEnv, digest_of
 from torchrl_modules import LLMWrapperBase
 

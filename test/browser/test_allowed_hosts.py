@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_envs.browser.proxy import AllowedHosts, is_public
+from torchrl_envs.browser.allowed_hosts import AllowedHosts, is_public
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, nullcontext
 import pytest
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.batch_io import read_conversations
+from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import (
     BrowserTransform,
     ChatEnv,
@@ -21,8 +21,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.browser import proxy
-from torchrl_envs.tools import browser as chromium
+from torchrl_envs.browser import chromium, own_network
 
 AS_ROOT = {"chromium_sandbox": os.geteuid() != 0}
 SHOP = """<title>Shop</title><h1 id=top>Pears</h1><p class=price data-cents=120>1.20</p>
@@ -287,7 +286,7 @@ def listener():
 @pytest.mark.parametrize("network", ["its own", "shared"])
 def test_no_page_has_a_way_past_the_proxy(network, browse, listener, monkeypatch, no_leaks):
     evil, heard = listener
-    ours = proxy.reason_against()
+    ours = own_network.reason_against()
     if network == "shared":
         monkeypatch.setattr(chromium, "reason_against", lambda: "this is a test")
         shown = pytest.warns(chromium.SharedNetworkWarning, match="this is a test")

@@ -5,7 +5,8 @@ import base64
 
 import pytest
 
-from torchrl_envs.browser.proxy import AllowedHosts, FilteringProxy
+from torchrl_envs.browser.allowed_hosts import AllowedHosts
+from torchrl_envs.browser.filtering_proxy import FilteringProxy
 
 
 @pytest.mark.parametrize(

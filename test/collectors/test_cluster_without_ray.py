@@ -7,8 +7,9 @@ import pytest
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, LoadCap, Wait
-from collectors.cluster.ledger_service import EpisodeEnd, LedgerService, Scored
+from collectors.cluster.ledger_service import LedgerService, Scored
 from collectors.cluster.worker import CollectorWorker, WorkerSettings
+from collectors.streaming.group_runner import EpisodeEnd
 from torchrl_envs import ChatEnv, DataLoadingPrimer
 from torchrl_modules import EngineLoad
 from torchrl_modules.engines.bridges import BatchingEngine, BlockingEngine

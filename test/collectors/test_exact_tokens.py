@@ -9,7 +9,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from objectives import GRPOLoss, MCAdvantage
-from torchrl_data.batch_io import read_conversations, write_conversations
+from torchrl_data.conversation_io import read_conversations, write_conversations
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

@@ -33,8 +33,8 @@ from torchrl_envs import (
 from torchrl_modules import EngineFleet, EngineLoad, TransformersWrapper, vLLMWrapper
 from torchrl_modules.engines.bridges import BatchingEngine, BlockingEngine
 from torchrl_modules.tiny_model import tiny_qwen3
-from torchrl_modules.vllm.server import OwnServerEngine
-from torchrl_modules.weights import UpdateRefused
+from torchrl_modules.vllm.bridges import OwnServerEngine
+from torchrl_modules.weights.expected_weights import UpdateRefused
 
 # Ray's own clean-up closes sockets and pipes late.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -20,8 +20,9 @@ from torchrl.envs.transforms import Compose
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from collectors import CheckpointStore, RayLLMCollector, RunState, Wait
-from collectors.cluster.ledger_service import EpisodeEnd, LedgerService, Scored
+from collectors.cluster.ledger_service import LedgerService, Scored
 from collectors.cluster.worker import CollectorWorker, WorkerSettings
+from collectors.streaming.group_runner import EpisodeEnd
 from objectives import MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -32,7 +33,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.datasets.primer import IDS_PER_EPOCH
+from torchrl_envs.datasets.difficulty_pools import IDS_PER_EPOCH
 from torchrl_modules import TransformersWrapper
 
 # Ray's own clean-up closes sockets and pipes late.

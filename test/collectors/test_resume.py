@@ -11,7 +11,8 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, LLMCollector, OnPolicy, StreamingCollector, Wait
-from collectors.resume import CheckpointMismatch, RunState, identity_of
+from collectors.resume.identity import CheckpointMismatch, identity_of
+from collectors.resume.run_state import RunState
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -21,7 +22,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.datasets.primer import IDS_PER_EPOCH
+from torchrl_envs.datasets.difficulty_pools import IDS_PER_EPOCH
 from torchrl_modules import EngineDied, TransformersWrapper
 from torchrl_modules.engines.bridges import BatchingEngine
 

@@ -7,7 +7,7 @@ import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from collectors import RolloutFunctionCollector, generate_rollout_completions
-from collectors.rollout_func import check_rollouts
+from collectors.rollout_rows import check_rollouts
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import DataLoadingPrimer, RewardFunctions
 from torchrl_modules import TransformersWrapper

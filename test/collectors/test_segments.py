@@ -14,8 +14,8 @@ from collectors import LLMCollector
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_agents.tasks import rollout_buffer
 from torchrl_data import row_state, write_conversations
-from torchrl_data.batch_io import read_conversations
 from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -24,7 +24,7 @@ from torchrl_envs import (
     FoldContext,
     RewardFunctions,
 )
-from torchrl_envs.testing import ScriptedTurns
+from torchrl_envs.testing.scripted_turns import ScriptedTurns
 from torchrl_modules import TransformersWrapper
 
 GROUP = 2

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from collectors import RolloutFunctionCollector, TextEnvironment
-from collectors.text_environment import RequestSyntax, sampling_of
+from collectors.text_environment.parts import text_sampling
+from collectors.text_environment.requests import RequestSyntax
 from objectives import GRPOLoss
 from torchrl_envs import DataLoadingPrimer
-from torchrl_envs.rewards.functions import row_reward
+from torchrl_envs.rewards.scoring_call import row_reward
 from torchrl_modules import Generation, SamplingParameters, TransformersWrapper
 
 END = "<|im_end|>"
@@ -397,10 +398,10 @@ def test_a_model_as_in_trl(make_tiny_model, chatml_tokenizer):
     assert responses[0].shape == masks[0].shape
     assert queries[0].dtype == torch.int64
     as_in_trl = {"min_length": -1, "top_k": 0.0, "top_p": 1.0, "eos_token_id": -1}
-    sampling = sampling_of(None, chatml_tokenizer, as_in_trl | {"do_sample": True})
+    sampling = text_sampling(None, chatml_tokenizer, as_in_trl | {"do_sample": True})
     assert sampling == SamplingParameters(stop_token_ids=())
     with pytest.raises(TypeError, match="no parameter 'min_length'"):
-        sampling_of(None, chatml_tokenizer, {"min_length": 3})
+        text_sampling(None, chatml_tokenizer, {"min_length": 3})
     greedy = TextEnvironment(
         make_tiny_model(),
         chatml_tokenizer,

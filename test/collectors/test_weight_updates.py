@@ -14,7 +14,7 @@ from collectors import InProcessUpdater, LLMCollector
 from collectors.weight_update import gathered_state_dict, vLLMUpdater
 from torchrl_envs import ChatEnv, DataLoadingPrimer, PolicyVersion, StepCounter
 from torchrl_modules import TransformersWrapper
-from torchrl_modules.weights import all_finite
+from torchrl_modules.weights.expected_weights import all_finite
 
 NORM = "model.norm.weight"
 

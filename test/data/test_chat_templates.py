@@ -20,7 +20,8 @@ from torchrl_data import (
     template_names,
 )
 from torchrl_data.conversation import Turn
-from torchrl_data.templates.template import family_of, render_template
+from torchrl_data.templates.registry import family_of
+from torchrl_data.templates.rendering import render_template
 
 TEMPLATES = sorted(TEMPLATE_TOKENIZERS)
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

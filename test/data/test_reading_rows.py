@@ -8,7 +8,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from tokenizers_for_tests import EXAMPLES
 
 from torchrl_data import Tokens
-from torchrl_data.ragged import read_rows, write_objects
+from torchrl_data.batched_object import write_objects
+from torchrl_data.ragged.packed import read_rows
 
 KEY = ("tokens", "full")
 some_rows = st.lists(st.lists(st.integers(0, 1000), max_size=6), min_size=1, max_size=5)

@@ -8,7 +8,7 @@ from tokenizers_for_tests import EXAMPLES, TEMPLATE_TOKENIZERS, chatml_tokenizer
 from torchrl_data import ConversationEncoder, Conversations, builtin_template
 from torchrl_data.conversation import Turn
 from torchrl_data.templates import sandbox
-from torchrl_data.templates.template import render_template
+from torchrl_data.templates.rendering import render_template
 
 GOOD = [{"role": "user", "content": "hi"}]
 ANSWER = {"role": "assistant", "content": "A"}

@@ -10,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from torchrl_data.templates.template import builtin_template
-from torchrl_data.tool_calls import (
-    FORMATS,
+from torchrl_data.templates.registry import builtin_template
+from torchrl_data.tool_calls.formats import FORMATS
+from torchrl_data.tool_calls.parser import (
     MAX_CALLS,
-    MalformedCall,
-    ParsedTurn,
-    ToolCall,
     detect_tool_call_format,
     parse_tool_calls,
     tool_call_parser,
 )
+from torchrl_data.tool_calls.records import MalformedCall, ParsedTurn, ToolCall
 
 DS = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 XML = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_data.checks import torchrl_arguments
+from torchrl_data.torchrl_arguments import torchrl_arguments
 
 ROOT = Path(__file__).parents[2]
 HERE = ("torchrl_data", "torchrl_modules", "torchrl_envs", "objectives", "collectors")

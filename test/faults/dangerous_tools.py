@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from torchrl_envs.concurrency import EpisodeLostError  # its package would import torch
+from torchrl_envs.concurrency.outcome import EpisodeLostError  # its package would import torch
 
 
 def leave(code: int) -> str:

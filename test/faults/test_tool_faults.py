@@ -12,7 +12,7 @@ import time
 import pytest
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.batch_io import read_conversations
+from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

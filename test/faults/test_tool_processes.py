@@ -14,9 +14,9 @@ import psutil
 import pytest
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.batch_io import read_conversations
+from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import ChatEnv, DataLoadingPrimer, FunctionTools, RewardFunctions, StepCounter
-from torchrl_envs.concurrency import CallTimeoutError
+from torchrl_envs.concurrency.calls import CallTimeoutError
 from torchrl_envs.processes import ToolProcessError, ToolProcesses
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(120)]

@@ -5,10 +5,16 @@
 Of the library and its recipes: lines of code (those with a token that is neither a comment nor of a
 docstring), files, classes, functions and methods, files that a single other file imports, and
 functions whose body is one call. Nothing bounds these figures: they are there to be looked at.
+
+Order is what a good change can't worsen, and ``test/test_house.py`` holds it: seams (comments that
+stand alone between the definitions of a file, as the docstring of another file would), shape
+legends outside the docstring of a file, public names that several files define, and public classes
+away from home: in a file whose name has no word of theirs. The option ``-v`` lists them.
 """
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections import defaultdict
@@ -116,9 +122,108 @@ def measure() -> dict[str, int]:
     }
 
 
+def seams(text: str) -> list[str]:
+    """First lines of the comments that stand alone on the top level of a module.
+
+    Args:
+        text: of a module. A comment right above a statement belongs to it, and is none.
+    """
+    lines = text.splitlines()
+    inside = {
+        number
+        for node in ast.parse(text).body
+        for number in range(_first_line(node), (node.end_lineno or 0) + 1)
+    }
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.startswith("#") or number in inside or lines[number - 2][:1] == "#":
+            continue
+        after = next((i for i in range(number, len(lines)) if lines[i][:1] != "#"), len(lines))
+        if not "".join(lines[after : after + 1]).strip() and not line.startswith("# fmt:"):
+            found.append(line)
+    return found
+
+
+def _first_line(node: ast.stmt) -> int:
+    return min([node.lineno, *(mark.lineno for mark in getattr(node, "decorator_list", ()))])
+
+
+def legends(text: str) -> list[str]:
+    """Comments of a module that give a shape legend, whose place is its docstring.
+
+    Args:
+        text: of a module.
+    """
+    return [line for line in text.splitlines() if re.match(r"#.*\bShape legend\b", line)]
+
+
+def _words(name: str) -> set[str]:
+    """Words of a name in snake case or camel case, small and in the singular."""
+    found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)
+    return {re.sub(r"ies$", "y", word.lower()).removesuffix("s") for word in found} - {""}
+
+
+def is_at_home(name: str, path: str) -> bool:
+    """Whether a file's name has a word of a class' name, such as ``text_history.py: TextHistory``.
+
+    Args:
+        name: of the class.
+        path: of the file that defines it.
+    """
+    file = Path(path)
+    home = file.parent.name if file.stem == "__init__" else file.stem
+    return bool(_words(name) & _words(home)) or home.replace("_", "") in name.lower()
+
+
+def _exported(code: dict[str, str]) -> set[str]:
+    """Names that the packages import for their users."""
+    return {
+        alias.asname
+        for name, text in code.items()
+        if name.endswith("__init__.py")
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname is not None
+    }
+
+
+def order() -> dict[str, list[str]]:
+    """Breaches of order in the library and its recipes, by their kind."""
+    code = _sources(*LIBRARY, RECIPES)
+    exported = _exported(code)
+    places: dict[str, list[str]] = defaultdict(list)
+    away = []
+    for path, text in code.items():
+        for node in ast.parse(text).body:
+            if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if path not in places[node.name]:  # overloads are several in one
+                places[node.name].append(path)
+            is_public = isinstance(node, ast.ClassDef) and node.name in exported
+            if is_public and not is_at_home(node.name, path):
+                away.append(f"{path}: {node.name}")
+    return {
+        "seams": [f"{path}: {line}" for path, text in code.items() for line in seams(text)],
+        "legends_outside_docstrings": [
+            f"{path}: {line}" for path, text in code.items() for line in legends(text)
+        ],
+        "names_defined_twice": [
+            f"{name}: {', '.join(paths)}"
+            for name, paths in sorted(places.items())
+            if len(paths) > 1 and name != "main"
+        ],
+        "public_classes_away_from_home": away,
+    }
+
+
 def main() -> None:
     for name, value in measure().items():
         sys.stdout.write(f"{name:<30} {value:>9,}\n")
+    for name, breaches in order().items():
+        sys.stdout.write(f"{name:<30} {len(breaches):>9,}\n")
+        if "-v" in sys.argv:
+            sys.stdout.writelines(f"    {breach}\n" for breach in breaches)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ from torchrl_data import (
     conversation_html,
     row_tensordicts,
 )
-from torchrl_data.batch_io import row_from_state, row_state
-from torchrl_data.conversation import Turn, conversation_states, conversations_from_states
-from torchrl_data.history import ContentBase
-from torchrl_data.messages import decoded, described, image_part, with_plain_images
+from torchrl_data.content import ContentBase
+from torchrl_data.conversation import Turn
+from torchrl_data.conversation_state import conversation_states, conversations_from_states
+from torchrl_data.images import decoded, described, image_part, with_plain_images
+from torchrl_data.saved_rows import row_from_state, row_state
 
 RED = (255, 0, 0)
 

@@ -10,18 +10,19 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from vision_models import asked, llava, picture, qwen
 
-from collectors.record.recorder import prompt_of
+from collectors.record.row_values import recorded_prompt
 from objectives import GRPOLoss, SFTLoss
 from objectives.batching.ranks import equal_shares
 from torchrl_data import Conversations, encode_demonstrations, row_tensordicts
-from torchrl_data.batch_io import row_from_state, row_state, write_conversations
 from torchrl_data.conversation import continues
-from torchrl_data.ragged import pad
-from torchrl_data.templates.encoder import ImageProcessor
+from torchrl_data.conversation_io import write_conversations
+from torchrl_data.ragged.packed import pad
+from torchrl_data.saved_rows import row_from_state, row_state
+from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_modules import SamplingParameters, TransformersWrapper
 from torchrl_modules.engines import readers
-from torchrl_modules.policies.base import AsyncPolicy
+from torchrl_modules.policies.async_policy import AsyncPolicy
 from torchrl_modules.scoring.scorer import PackedScorer
 
 CHATS = [
@@ -136,7 +137,7 @@ def test_the_past_with_another_image_is_another_past(policy):
     assert continues(encode(Conversations.from_messages([asked("red")])), encode(red))
     batch = TensorDict(batch_size=[3])
     write_conversations(batch, "full", encode(Conversations.cat([red, green, red])))
-    digests = [prompt_of(row)[0] for row in batch.unbind(0)]
+    digests = [recorded_prompt(row)[0] for row in batch.unbind(0)]
     assert digests[0] == digests[2] != digests[1]
 
 

@@ -104,7 +104,7 @@ def server(model_directory):
 @pytest.fixture
 def server_engine(server, model):
     """A client of the session's server, which has the weights of `model`."""
-    from torchrl_modules.vllm.client import VLLMServerEngine
+    from torchrl_modules.vllm.server_engine import VLLMServerEngine
 
     engine = VLLMServerEngine(server, timeout_s=60, num_connections=8)
     if engine.version:

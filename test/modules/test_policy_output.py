@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_data.batch_io import read_conversations, row_tensordicts, write_conversations
+from torchrl_data.batched_object import read_objects, write_objects
 from torchrl_data.conversation import Conversations, Turn
+from torchrl_data.conversation_io import read_conversations, row_tensordicts, write_conversations
 from torchrl_data.history import History
 from torchrl_data.layout import LogProbs, Masks, Tokens
-from torchrl_data.ragged import padded_rows, read_objects, write_objects
+from torchrl_data.ragged.padded import padded_rows
 from torchrl_modules import TransformersEngine, TransformersWrapper
 
 CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]

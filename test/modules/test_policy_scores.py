@@ -9,10 +9,11 @@ from tensordict import TensorDict, lazy_stack
 
 from objectives import GRPOLoss
 from torchrl_data import Tokens
-from torchrl_data.batch_io import write_conversations
 from torchrl_data.conversation import Conversations
-from torchrl_modules import TransformersWrapper, sampling
-from torchrl_modules.policies.base import compute_dtype, warn_of_other_dtype
+from torchrl_data.conversation_io import write_conversations
+from torchrl_modules import TransformersWrapper
+from torchrl_modules.policies.compute_dtype import compute_dtype, warn_of_other_dtype
+from torchrl_modules.sampling import distribution
 
 CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]
 DRAWN = [
@@ -42,7 +43,7 @@ def make_policy(chatml_tokenizer, make_tiny_model):
 @pytest.mark.parametrize("drawn", DRAWN)
 @pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
 def test_scores_of_the_sampler_are_what_it_stored(make_policy, monkeypatch, drawn, pad_output):
-    monkeypatch.setattr(sampling, "_TILE_BYTES", 4 * 4 * 360)  # several tiles
+    monkeypatch.setattr(distribution, "_TILE_BYTES", 4 * 4 * 360)  # several tiles
     torch.manual_seed(0)
     options = {"generate_kwargs": drawn, "untempered_log_probs": True, "entropy": True}
     policy = make_policy(pad_output=pad_output, **options)

@@ -9,7 +9,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from objectives import GRPOLoss, MCAdvantage
-from torchrl_data.batch_io import active_rows, read_conversations, write_conversations
+from torchrl_data.conversation_io import active_rows, read_conversations, write_conversations
 from torchrl_data.keys import INPUT_MODES
 from torchrl_envs import (
     ChatEnv,

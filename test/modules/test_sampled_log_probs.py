@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchrl_modules import SamplingParameters, TransformersEngine
-from torchrl_modules.sampling import warped_log_softmax
+from torchrl_modules.sampling.distribution import warped_log_softmax
 
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [20, 21, 22], [40] * 12]
 

@@ -9,12 +9,13 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from objectives import GRPOLoss
-from torchrl_data.batch_io import write_conversations
 from torchrl_data.conversation import Conversations
-from torchrl_modules import SamplingParameters, TransformersEngine, TransformersWrapper, sampling
+from torchrl_data.conversation_io import write_conversations
+from torchrl_modules import SamplingParameters, TransformersEngine, TransformersWrapper
 from torchrl_modules.engines.bridges import BlockingEngine, open_async
 from torchrl_modules.engines.decoding import drawn_at
-from torchrl_modules.sampling import StopStrings
+from torchrl_modules.sampling import distribution as sampling_distribution
+from torchrl_modules.sampling.stop_strings import StopStrings
 
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [20, 21, 22], [40] * 12] * 3
 
@@ -46,7 +47,7 @@ def test_log_probs_are_those_of_the_distribution_drawn_from(make_tiny_model, opt
 def test_the_ratio_of_unchanged_weights_is_one_over_several_turns(
     make_tiny_model, chatml_tokenizer, monkeypatch, options
 ):
-    monkeypatch.setattr(sampling, "_TILE_BYTES", 4 * 5 * 360)  # several tiles
+    monkeypatch.setattr(sampling_distribution, "_TILE_BYTES", 4 * 5 * 360)  # several tiles
     torch.manual_seed(0)
     policy = TransformersWrapper(
         make_tiny_model(),

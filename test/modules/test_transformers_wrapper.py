@@ -4,10 +4,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_data.batch_io import read_conversations, write_conversations
-from torchrl_data.checks import MissingEntryError
+from torchrl_data.batched_object import read_objects
 from torchrl_data.conversation import Conversations
-from torchrl_data.ragged import read_objects
+from torchrl_data.conversation_io import read_conversations, write_conversations
+from torchrl_data.missing_entry import MissingEntryError
 from torchrl_modules import SamplingParameters, TransformersWrapper
 
 CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]

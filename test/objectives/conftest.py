@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_data.checks import TokenScores
+from torchrl_data.token_scorer import TokenScores
 
 VOCABULARY = 11
 

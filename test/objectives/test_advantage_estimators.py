@@ -8,7 +8,7 @@ from tensordict import TensorDict, lazy_stack
 
 import objectives.functional as F
 from objectives import DecoupledSources, MCAdvantage, PassAtK
-from torchrl_data.checks import MissingEntryError
+from torchrl_data.missing_entry import MissingEntryError
 
 
 def make_row(group, sources, *, scorable=True):

@@ -16,7 +16,7 @@ from objectives import (
     TokenFilters,
     Window,
 )
-from torchrl_data.checks import MissingEntryError
+from torchrl_data.missing_entry import MissingEntryError
 
 EVERYTHING = {
     "kl_to_ref_coeff": 0.1,

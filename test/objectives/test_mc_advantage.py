@@ -12,7 +12,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from objectives import MCAdvantage, PassAtK, TopKRewardSelector
-from torchrl_data.checks import MissingEntryError
+from torchrl_data.missing_entry import MissingEntryError
 
 
 def make_row(group, reward, *, name=0, tokens=2, scorable=None):

@@ -71,7 +71,7 @@ def test_A16_a_ray_that_is_started_here_listens_on_loopback_alone(ray):
 
 CONNECTS = """
 import ray
-from objectives.advantages.mc_advantage import start_ray
+from objectives.advantages.ray_mc_advantage import start_ray
 start_ray({"num_cpus": 1, "log_to_driver": False})
 print(ray.get_runtime_context().gcs_address)
 """

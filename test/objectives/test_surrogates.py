@@ -10,7 +10,7 @@ import objectives
 import objectives.functional as F
 from objectives import DAPO, GRPOLoss, reads
 from objectives.losses.options import SURROGATES, surrogate_inputs, takes_clip
-from torchrl_data.checks import MissingEntryError
+from torchrl_data.missing_entry import MissingEntryError
 
 LENGTHS = torch.tensor([4, 0, 5])
 

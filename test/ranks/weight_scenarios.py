@@ -8,17 +8,16 @@ from torch.distributed.fsdp import fully_shard
 from training_scenarios import build, error_of, wrap
 
 from collectors import InProcessUpdater, contribute_weights
-from collectors.streaming.collector import SnapshotUpdater
-from collectors.weight_update import weights as sharded
+from collectors.streaming.snapshot_updater import SnapshotUpdater
+from collectors.weight_update import sharded_weights as sharded
 from torchrl_modules import SamplingParameters
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.tiny_model import tiny_qwen3
-from torchrl_modules.weight_transfer import (
-    C10dWeightTransfer,
-    WeightLayout,
-    stateless_init_process_group,
-)
-from torchrl_modules.weights import ExpectedWeights, RenamedWeights
+from torchrl_modules.weight_transfer.broadcast_group import stateless_init_process_group
+from torchrl_modules.weight_transfer.c10d import C10dWeightTransfer
+from torchrl_modules.weight_transfer.layout import WeightLayout
+from torchrl_modules.weights.expected_weights import ExpectedWeights
+from torchrl_modules.weights.lazy_weights import RenamedWeights
 
 
 class Policy:

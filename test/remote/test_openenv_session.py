@@ -19,8 +19,8 @@ from torchrl_envs.openenv import (
     SessionNotResetError,
 )
 from torchrl_envs.openenv import session as session_module
+from torchrl_envs.openenv.actions import fetch_schema
 from torchrl_envs.openenv.session import MAX_ATTEMPTS, websocket_url
-from torchrl_envs.openenv.tools import fetch_schema
 
 
 def test_an_episode(servers):

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_envs.sandbox import Sandbox, SandboxLimits, SandboxSession, UnsandboxedCodeWarning
-from torchrl_envs.sandbox.sandbox import CappedOutput
+from torchrl_envs.sandbox.capped_output import CappedOutput
 
 KIB = 1024
 
@@ -262,7 +262,7 @@ FORBID_NAMESPACES = """
 import os, sys
 sys.path.insert(0, os.getcwd())
 from torchrl_envs.sandbox.inside import kernel
-from torchrl_envs.sandbox.confinement import syscall_filter
+from torchrl_envs.sandbox.syscall_filter import syscall_filter
 program = syscall_filter()
 kernel.forbid_new_privileges()
 kernel.load_syscall_filter(program)

@@ -6,7 +6,7 @@ import pytest
 from tensordict import TensorDict, lazy_stack, set_list_to_stack
 
 from torchrl_data import ChatHistory, History, add_chat_template
-from torchrl_data.templates import template
+from torchrl_data.templates import registry
 from torchrl_envs import ChatEnv, PythonInterpreter, StepCounter
 from torchrl_modules import TransformersWrapper
 
@@ -67,7 +67,7 @@ def parse_llama_text(text: str) -> History:
 
 @pytest.fixture
 def llama_template():
-    before = dict(template._added)
+    before = dict(registry._added)
     add_chat_template(
         template_name="llama-of-the-page",
         template=LLAMA,
@@ -75,8 +75,8 @@ def llama_template():
         model_family_keywords=["llama-of-the-page"],
     )
     yield "llama-of-the-page"
-    template._added.clear()
-    template._added.update(before)
+    registry._added.clear()
+    registry._added.update(before)
 
 
 def test_an_added_template_masks_and_parses(llama_template):

@@ -15,7 +15,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from objectives import MCAdvantage
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, IfEvalScorer, check_env
 
 KEYS = ("reward_answer", "reward_think", "reward_right", "reward_contained", "reward", "success")

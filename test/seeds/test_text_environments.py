@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from collectors import TextEnvironment
-from torchrl_data.display import TextHistory
+from torchrl_data.display.text_history import TextHistory
 
 
 def add(text):

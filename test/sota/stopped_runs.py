@@ -90,11 +90,11 @@ POINTS = {
     "between two passes": Point("torchrl_agents.training.Step.update", after=True),
     "in backward": Point("objectives.NonFiniteGate.backward"),
     "in a weight push": Point("collectors.weight_update.WeightUpdater.push", DRAW, 1),
-    "saving on a thread": Point("collectors.checkpoint.store.publish", takes_s=1.0),
+    "saving on a thread": Point("collectors.checkpoint.saver.publish", takes_s=1.0),
     "periodic evaluation": Point(GENERATE, f"{HELD_OUT}.after", hangs=True),
     "recording": Point("collectors.record.RolloutRecorder.write"),
     "saving at the end": Point(
-        "collectors.checkpoint.store.publish",
+        "collectors.checkpoint.saver.publish",
         "torchrl_agents.parallel.Checkpoints.save",
         3,  # after that of each step
     ),
@@ -103,12 +103,12 @@ POINTS = {
     "drawing the plot": Point("torchrl_agents.results.plot_learning_curve"),
     "restoring": Point("collectors.RunState._go_to"),
     "in native code": Point("objectives.NonFiniteGate.backward", is_native=True),
-    "saving on a slow disk": Point("collectors.checkpoint.store.publish", hangs=True),
+    "saving on a slow disk": Point("collectors.checkpoint.saver.publish", hangs=True),
     "streaming, while the engine draws": Point(
         "torchrl_modules.engines.continuous.AsyncTransformersEngine.respond", DRAW, 2
     ),
     "streaming, in a push that is held back": Point(
-        "collectors.streaming.collector.BackgroundCollector._wait_for_push", DRAW, 2
+        "collectors.streaming.background_collector.BackgroundCollector._wait_for_push", DRAW, 2
     ),
     "streaming, in take": Point("collectors.streaming.producer.Producer.take"),
     "streaming, in a tool": Point(
@@ -124,7 +124,7 @@ POINTS = {
         "torchrl_envs.tasks.reasoning_gym.Calculator.add", f"{HELD_OUT}.now", 2, hangs=True
     ),
     "streaming, at the end": Point("collectors.streaming.producer.Producer.stop"),
-    "on Ray, in take": Point("collectors.cluster.ledger_service.LedgerClient.take_batch", DRAW, 2),
+    "on Ray, in take": Point("collectors.cluster.ledger_client.LedgerClient.take_batch", DRAW, 2),
 }
 
 

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from collectors import CheckpointStore
-from collectors.ledger.groups import LedgerError
+from collectors.ledger.reasons import LedgerError
 from torchrl_agents import start
 from torchrl_agents.settings import command_line
 from torchrl_agents.settings.command_line import compose_config, groups, setting_names

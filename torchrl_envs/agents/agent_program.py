@@ -17,16 +17,19 @@ from torchrl_data.checks import check_counts, check_numbers
 from torchrl_data.conversation import Conversations, waiting_rows
 from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
+from torchrl_data.templates.content_shown import ToolsNotShownError
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_data.templates.template import ToolsNotShownError
-from torchrl_envs.concurrency import CallTimeoutError, Outcome
+from torchrl_envs.concurrency.calls import CallTimeoutError
+from torchrl_envs.concurrency.outcome import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries import RewardSource
+from torchrl_envs.entries.rewards import RewardSource
 from torchrl_envs.episode.episode import Episode, ToolCallRecord
-from torchrl_envs.episode.transform import EpisodeEnvironment, EpisodeStartError, ToolSource
+from torchrl_envs.episode.episode_transform import EpisodeEnvironment, EpisodeStartError
+from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.tool_results import environment_error
-from torchrl_envs.transforms.context import FoldContext, TokenBudget
+from torchrl_envs.transforms.fold_context import FoldContext
 from torchrl_envs.transforms.thinking_prompt import AddThinkingPrompt
+from torchrl_envs.transforms.token_budget import TokenBudget
 
 from . import programs, turns
 from .programs import Program

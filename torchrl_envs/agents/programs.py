@@ -17,11 +17,12 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from torchrl_envs.concurrency import accepted_arguments
-from torchrl_envs.processes.pool import RELAY, kept_command, relayed_command
+from torchrl_envs.concurrency.calls import accepted_arguments
+from torchrl_envs.processes.worker_process import RELAY, kept_command, relayed_command
 from torchrl_envs.sandbox import Sandbox
-from torchrl_envs.sandbox.confinement import bubblewrap, starts_as
-from torchrl_envs.sandbox.sandbox import ENVIRONMENT
+from torchrl_envs.sandbox.bubblewrap import bubblewrap
+from torchrl_envs.sandbox.process import ENVIRONMENT
+from torchrl_envs.sandbox.users import starts_as
 
 from .server import AgentSession
 

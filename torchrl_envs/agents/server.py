@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torchrl_data import import_package
-from torchrl_envs.datasets.rows import is_text
+from torchrl_envs.datasets.row_checks import is_text
 
 from .protocols import Protocol, anthropic_messages, chat_completions, openai_responses
 from .turns import Accepted, RequestError, RequestTooLargeError, TurnReply, TurnRequest

@@ -5,8 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from torchrl_data.messages import Message
-from torchrl_data.tool_calls import ToolCall, TurnParser
-from torchrl_envs.datasets.rows import is_text
+from torchrl_data.tool_calls.parser import TurnParser
+from torchrl_data.tool_calls.records import ToolCall
+from torchrl_envs.datasets.row_checks import is_text
 from torchrl_envs.tool_schemas import typed_arguments
 
 LENGTH: Final = "length"

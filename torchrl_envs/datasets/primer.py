@@ -1,253 +1,49 @@
-"""Which row each episode begins with: groups of a prompt, and prompts chosen by difficulty."""
+"""Rows of a data set become the beginnings of episodes, in groups.
+
+Shape legend: B rows of the environment.
+"""
 
 import hashlib
 import heapq
 import json
 import logging
-import math
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from tensordict import TensorDictBase
 
-from torchrl_data.checks import check_columns, check_counts, check_not_none, check_numbers
+from torchrl_data.checks import check_columns, check_counts, check_not_none
 from torchrl_data.conversation import stream_number
-from torchrl_data.keys import GROUP_ID, REWARD, SEGMENT
 from torchrl_data.stop_reason import StopReason
-from torchrl_envs.entries import several_rewards, solving_rewards
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeTransform, ToolSource, overrides
+from torchrl_envs.episode.episode_transform import EpisodeTransform, overrides
+from torchrl_envs.episode.tool_source import ToolSource
 
-from . import rows as data
-from .rows import DataOptions, Place, PromptLimit, RowCheck
+from .difficulty_pools import IDS_PER_EPOCH, DifficultyPools
+from .loading import SKIP, LazyRows, load_rows
+from .options import DataOptions
+from .prepare import BadRow
+from .prompt_limit import PromptLimit, length_error, opening_messages
+from .row_checks import (
+    RowCheck,
+    SkippedRow,
+    SkippedRows,
+    column_error,
+    columns_of,
+    find_prompt_column,
+    prompt_error,
+    row_error,
+    with_plain_prompt,
+)
+from .row_stream import Frontier, Item, Place, RowStream
+from .tables import TableStream, one_source_of
 
 if TYPE_CHECKING:
     from torchrl_data.templates.encoder import ConversationEncoder
-    from torchrl_envs.episode.transform import EpisodeEnvironment
+    from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
-
-# Difficulty pools: rows are drawn, or not, by how often they were solved.
-#
-# Shape legend: B rows.
-
-Pool = Literal["new", "easy", "normal", "hard"]
-POOLS: Final[tuple[Pool, ...]] = ("new", "easy", "normal", "hard")
-IDS_PER_EPOCH: Final = 1 << 40
-"""``group_id`` is ``epoch * IDS_PER_EPOCH + row id``."""
-_SALT: Final = 0x5EED
-
-
-class DifficultyPools:
-    """Which rows a :class:`~torchrl_envs.DataLoadingPrimer` draws, by their solve rate.
-
-    The last group of a row says in which pool it is: ``easy``, ``hard``, or ``normal``; a row that
-    was never drawn is ``new``. New and normal rows are drawn each epoch, others with a chance.
-    Which ones follows from the primer's seed, the epoch and the row, and from nothing else.
-
-    :class:`~collectors.StreamingCollector` and :class:`~collectors.RayLLMCollector` tell it of each
-    finished group; :class:`~collectors.LLMCollector` calls it on its trajectories::
-
-        pools = DifficultyPools(easy_at=0.9, admit_easy=0.0)  # no-positive-resampling
-        primer.admit_by(pools)
-        collector = LLMCollector(env, policy, postproc=pools, replay_buffer=buffer)
-
-    The solve rates are part of the primer's ``state_dict``, of plain values.
-
-    Args:
-        easy_at: a row of which at least this share of the rollouts was solved is easy.
-        hard_at: a row of which at most this share was solved is hard.
-        admit_easy: chance of an easy row to be drawn in an epoch; 0 leaves it out for good.
-        admit_hard: the same of a hard one.
-        solved_at: a rollout with at least this reward is solved.
-        solved_by: the reward that is asked, by its name, or several, which all have to be so high;
-            ``"reward"`` is the weighted sum. ``None``: the one reward that there is.
-
-    Raises:
-        ValueError: a share or a chance lies outside [0, 1], the pools overlap, or every row would
-            be drawn anyway.
-
-    See Also:
-        Khatri et al., 2025 (ScaleRL), arXiv:2510.13786, section 3.2, for no-positive-resampling.
-    """
-
-    def __init__(
-        self,
-        *,
-        easy_at: float = 1.0,
-        hard_at: float = 0.0,
-        admit_easy: float = 1.0,
-        admit_hard: float = 1.0,
-        solved_at: float = 1.0,
-        solved_by: str | Sequence[str] | None = None,
-    ) -> None:
-        shares = {"easy_at": easy_at, "hard_at": hard_at}
-        chances = {"admit_easy": admit_easy, "admit_hard": admit_hard}
-        check_numbers("DifficultyPools", "[0, 1]", **shares, **chances)
-        check_numbers("DifficultyPools", solved_at=solved_at)
-        if not hard_at < easy_at:
-            raise ValueError(
-                f"DifficultyPools: hard_at must be below easy_at, got {hard_at} and {easy_at}."
-            )
-        if admit_easy == admit_hard == 1:
-            raise ValueError(
-                "DifficultyPools: with admit_easy=1 and admit_hard=1 every row is drawn anyway: "
-                "lower one, such as admit_easy=0.0."
-            )
-        self.settings: dict[str, float] = {**shares, **chances, "solved_at": solved_at}
-        self.solved_by = [solved_by] if isinstance(solved_by, str) else solved_by
-        """The rewards that are asked."""
-        self.counts: Counter[str] = Counter(dict.fromkeys(POOLS, 0))
-        """Rows that were drawn, by pool, and ``left_out``."""
-        self._solved: dict[int, tuple[int, int, int]] = {}
-        # Of each row: the epoch of its last group, and how many of its rollouts were solved.
-        self._only: frozenset[int] | None = None
-
-    def solve_rate(self, row_id: int) -> float | None:
-        """The share of the rollouts of a row's last group that was solved.
-
-        Args:
-            row_id: its number in the data set.
-
-        Returns:
-            In [0, 1]; ``None`` for a row of which none was scored.
-        """
-        found = self._solved.get(row_id)  # another thread may be taking a group in
-        return None if found is None else found[1] / found[2]
-
-    def pool(self, row_id: int) -> Pool:
-        """The pool of a row.
-
-        Args:
-            row_id: its number in the data set.
-        """
-        rate = self.solve_rate(row_id)
-        if rate is None:
-            return "new"
-        if rate >= self.settings["easy_at"]:
-            return "easy"
-        return "hard" if rate <= self.settings["hard_at"] else "normal"
-
-    def admits(self, row_id: int, *, epoch: int, seed: int) -> bool:
-        """Whether a row is drawn in an epoch; counted.
-
-        Args:
-            row_id: its number in the data set.
-            epoch: which pass over the data.
-            seed: of the primer.
-        """
-        if self._only is not None:
-            return epoch * IDS_PER_EPOCH + row_id in self._only
-        pool = self.pool(row_id)
-        chance = self.settings.get(f"admit_{pool}", 1.0)
-        lot = np.random.default_rng([_SALT, seed, epoch, row_id]).random()
-        admitted = bool(lot < chance)
-        self.counts[pool if admitted else "left_out"] += 1
-        return admitted
-
-    def admit_only(self, group_ids: Collection[int] | None) -> None:
-        """Admit these groups and no others: those that a run had drawn before it was stopped.
-
-        Args:
-            group_ids: of the groups; nothing is counted. ``None``: as their pools say, from now on.
-        """
-        self._only = None if group_ids is None else frozenset(group_ids)
-
-    def observe_group(self, group_id: int, rewards: Sequence[float]) -> None:
-        """Take in a whole group, in the place of what was known of it.
-
-        Args:
-            group_id: of the group, which says row and epoch.
-            rewards: of its rollouts; NaN where one could not be scored, which says nothing.
-        """
-        epoch, row_id = divmod(group_id, IDS_PER_EPOCH)
-        known = [reward for reward in rewards if not np.isnan(reward)]
-        if group_id < 0 or not known or epoch < self._solved.get(row_id, (-1,))[0]:
-            return
-        solved = sum(reward >= self.settings["solved_at"] for reward in known)
-        self._solved[row_id] = (epoch, solved, len(known))
-
-    def observe(self, group_id: int, reward: float) -> None:
-        """Take in a rollout.
-
-        Args:
-            group_id: of its group, which says row and epoch.
-            reward: what it got; NaN where it could not be scored, which says nothing.
-        """
-        if group_id < 0 or np.isnan(reward):
-            return
-        epoch, row_id = divmod(group_id, IDS_PER_EPOCH)
-        last, solved, total = self._solved.get(row_id, (-1, 0, 0))
-        if epoch < last:
-            return  # a straggler of an earlier pass
-        if epoch > last:
-            solved = total = 0
-        solved += bool(reward >= self.settings["solved_at"])
-        self._solved[row_id] = (epoch, solved, total + 1)
-
-    def __call__(self, trajectories: TensorDictBase) -> TensorDictBase:
-        """Take in finished trajectories, and give them back.
-
-        Args:
-            trajectories: ``[B]``, what a collector gives, whole groups: ``group_id``, ``reward``,
-                ``scorable`` and ``segment`` where they are.
-
-        Raises:
-            KeyError: they have no reward.
-        """
-        groups: dict[int, list[TensorDictBase]] = {}
-        for row in trajectories.unbind(0):
-            row[REWARD]  # without one it would never learn what is solved
-            groups.setdefault(int(row[GROUP_ID]), []).append(row)
-        for group_id, rows in groups.items():
-            self.observe_group(group_id, self.rewards_of(rows))
-        return trajectories
-
-    def rewards_of(self, rows: Sequence[TensorDictBase]) -> list[float]:
-        """What :meth:`observe_group` takes, of the rows of a group.
-
-        Args:
-            rows: of the rollouts; one of several rows counts once.
-
-        Returns:
-            Of each rollout the reward that is asked, the least of several; NaN where it was not
-            scored.
-
-        Raises:
-            ValueError: several rewards are added, and ``solved_by`` names none.
-        """
-        found = []
-        for row in rows:
-            if not int(row.get(SEGMENT, 0)):
-                rewards = solving_rewards(row, self.solved_by)
-                if self.solved_by is None and len(rewards) > 1:
-                    raise ValueError(f"DifficultyPools: {several_rewards(rewards, 'solved_by')}")
-                found.append(min(rewards.values(), default=math.nan))
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """The solve rates and counts, as JSON can hold them."""
-        rates = [[row_id, *found] for row_id, found in sorted(self._solved.items())]
-        return {"solved": rates, "counts": dict(self.counts)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state.
-
-        Args:
-            state: what :meth:`state_dict` gave.
-        """
-        self._solved = {
-            int(row_id): (int(epoch), int(solved), int(total))
-            for row_id, epoch, solved, total in state["solved"]
-        }
-        self.counts = Counter(state["counts"])
-
-
-# Rows of a data set become the beginnings of episodes, in groups.
-#
-# Shape legend: B rows of the environment.
 
 _SAMPLE_ROWS: Final = 16
 _SHOWN_ERRORS: Final = 5
@@ -323,21 +119,21 @@ class DataLoadingPrimer(EpisodeTransform):
         options: DataOptions | None = None,
     ) -> None:
         super().__init__()
-        self.group_size: int = data.one_of(group_size=group_size, repeats=repeats, default=1)
+        self.group_size: int = one_source_of(group_size=group_size, repeats=repeats, default=1)
         check_counts("DataLoadingPrimer", group_size=self.group_size, num_epochs=num_epochs)
         check_not_none("DataLoadingPrimer", num_workers=num_workers, seed=seed)
         check_counts("DataLoadingPrimer", 0, num_workers=num_workers, seed=seed)
         self.options = options or DataOptions()
-        dataset = data.one_of(dataset=dataset, dataloader=dataloader)
-        self.dataset = data.load_rows(dataset, skip_bad_rows=self.options.skip_bad_rows)
+        dataset = one_source_of(dataset=dataset, dataloader=dataloader)
+        self.dataset = load_rows(dataset, skip_bad_rows=self.options.skip_bad_rows)
         self.shuffle = shuffle
         self.seed = seed
         self.num_epochs = num_epochs
-        self.skipped = data.SkippedRows()
+        self.skipped = SkippedRows()
         self.left_out: dict[int, str] = {}
         """Why rows are not used that were found bad before anything was drawn, by their number."""
         order: Any = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
-        self._rows = data.RowStream(
+        self._rows = RowStream(
             self.dataset, map_row, self.options, num_workers=num_workers, **order
         )
         self._prompt_limit = prompt_limit
@@ -353,11 +149,11 @@ class DataLoadingPrimer(EpisodeTransform):
         every = self.dataset if isinstance(self.dataset, list | tuple) else ()
         first = self._rows.sample(max(1, self.options.num_checked_rows))
         declared: Sequence[str] = ()
-        if isinstance(self.dataset, data.LazyRows | data.TableStream) and not map_row:
+        if isinstance(self.dataset, LazyRows | TableStream) and not map_row:
             declared = list(self.dataset.columns)
-        self.columns = data.columns_of(first, [*sample, *(() if map_row else every)], declared)
+        self.columns = columns_of(first, [*sample, *(() if map_row else every)], declared)
         """Those that a row may have."""
-        self.prompt_column = data.find_prompt_column(self.columns, prompt_column)
+        self.prompt_column = find_prompt_column(self.columns, prompt_column)
         self._checks: dict[str, RowCheck] = {}
         self._common: frozenset[str] | None = None
         buffered = shuffle and self._rows.num_rows is None
@@ -379,13 +175,13 @@ class DataLoadingPrimer(EpisodeTransform):
             "max_prompt_tokens": prompt_limit and prompt_limit.max_tokens,
         }
         """What a saved position belongs to."""
-        self.require("prompt", partial(data.prompt_error, column=self.prompt_column))
+        self.require("prompt", partial(prompt_error, column=self.prompt_column))
         self._start()
 
     def _start(self) -> None:
-        self._frontier = data.Frontier()
+        self._frontier = Frontier()
         # Of the group, each with the group's seed and its own place.
-        self._members: deque[tuple[data.Item, int, int]] = deque()
+        self._members: deque[tuple[Item, int, int]] = deque()
         """One for each rollout of a group that is still to come."""
         self._last_good_epoch = 0
 
@@ -405,9 +201,9 @@ class DataLoadingPrimer(EpisodeTransform):
         self._checks[who] = check
         sample = list(self._rows.sample(self.options.num_checked_rows))
         if self._common is None:  # what all rows have is looked up once
-            readable = [frozenset(row) for _, row in sample if not isinstance(row, data.BadRow)]
+            readable = [frozenset(row) for _, row in sample if not isinstance(row, BadRow)]
             self._common = frozenset.intersection(*readable) if readable else frozenset()
-        errors = ((number, data.row_error(row, [check])) for number, row in sample)
+        errors = ((number, row_error(row, [check])) for number, row in sample)
         if bad := {number: error for number, error in errors if error}:
             first = [f"row {n}: {why.removesuffix('.')}" for n, why in bad.items()][:_SHOWN_ERRORS]
             shown = "; ".join(first) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
@@ -420,7 +216,7 @@ class DataLoadingPrimer(EpisodeTransform):
                 return
             raise ValueError(
                 f"DataLoadingPrimer: {len(bad)} row(s) can't be used: {shown}. (The first row is "
-                f"row 0.) Mend the data, or leave such rows out with {data.SKIP}.{do}"
+                f"row 0.) Mend the data, or leave such rows out with {SKIP}.{do}"
             )
 
     def sample_rows(self, count: int | None = None) -> Iterator[dict[str, Any]]:
@@ -431,7 +227,7 @@ class DataLoadingPrimer(EpisodeTransform):
         """
         most = self.options.num_checked_rows if count is None else count
         for _, row in self._rows.sample(max(1, most)):
-            if not isinstance(row, data.BadRow):
+            if not isinstance(row, BadRow):
                 yield row
 
     def require_columns(
@@ -455,7 +251,7 @@ class DataLoadingPrimer(EpisodeTransform):
                 message names some.
         """
         check_columns(who, self.columns, columns, do)
-        name, check = f"columns of {who}", partial(data.column_error, who, columns, of)
+        name, check = f"columns of {who}", partial(column_error, who, columns, of)
         if (self._common or frozenset()).issuperset(columns):
             self._checks[name] = check
         else:
@@ -530,7 +326,7 @@ class DataLoadingPrimer(EpisodeTransform):
         shortest: tuple[int, int, Any] | None = None
         longest: list[tuple[int, int, Any]] = []
         for number, row in self._rows.sample(self.options.num_checked_rows):
-            if isinstance(row, data.BadRow) or data.row_error(row, self._checks.values()):
+            if isinstance(row, BadRow) or row_error(row, self._checks.values()):
                 continue
             prompt = row[self.prompt_column]
             found = (len(str(prompt)), number, prompt)  # numbers differ, so no prompts are compared
@@ -564,8 +360,8 @@ class DataLoadingPrimer(EpisodeTransform):
     def _check_tools_shown(self, encoder: "ConversationEncoder") -> None:
         messages: list[dict[str, Any]] = []
         for number, row in self._rows.sample(_SAMPLE_ROWS):
-            if not isinstance(row, data.BadRow) and not self._checks["prompt"](row):
-                opening = data.opening_messages(row[self.prompt_column], self._system_prompt)
+            if not isinstance(row, BadRow) and not self._checks["prompt"](row):
+                opening = opening_messages(row[self.prompt_column], self._system_prompt)
                 try:
                     encoder.check_prompt(opening, row=number)
                 except ValueError as error:
@@ -579,7 +375,7 @@ class DataLoadingPrimer(EpisodeTransform):
     def _template_error(self, encoder: "ConversationEncoder", row: Mapping[str, Any]) -> str:
         """Why a chat template can't show the prompt of a row, or ``""``."""
         try:
-            prompt = data.opening_messages(row[self.prompt_column], self._system_prompt)
+            prompt = opening_messages(row[self.prompt_column], self._system_prompt)
             encoder.check_prompt(prompt)
         except ValueError as error:
             return str(error)
@@ -592,19 +388,19 @@ class DataLoadingPrimer(EpisodeTransform):
         self._rows.seek(0, 0)
         self._start()
 
-    def _next_good_item(self) -> data.Item | None:
+    def _next_good_item(self) -> Item | None:
         for item in self._rows:
             if self._frontier.has_ended((item.epoch, item.place)):
                 continue
             kind, reason = self._fault(item)
             if not reason:
                 self._last_good_epoch = item.epoch
-                return item._replace(row=data.with_plain_prompt(item.row, self.prompt_column))
+                return item._replace(row=with_plain_prompt(item.row, self.prompt_column))
             if kind:
                 if not self.skipped.counts[kind]:
                     number = self._rows.number(item.row_id)
                     _log.warning("Row %d of the data is skipped: %s", number, reason)
-                self.skipped.rows.append(data.SkippedRow(item.epoch, item.row_id, reason))
+                self.skipped.rows.append(SkippedRow(item.epoch, item.row_id, reason))
                 self.skipped.counts[kind] += 1
             if item.epoch > self._last_good_epoch + 1:
                 raise ValueError(
@@ -629,12 +425,12 @@ class DataLoadingPrimer(EpisodeTransform):
             )
         self.pools, self._settings["pools"] = pools, pools.settings
 
-    def _fault(self, item: data.Item) -> tuple[str, str]:
+    def _fault(self, item: Item) -> tuple[str, str]:
         """Why a row is not drawn: the kind (``"bad"``, ``"too_long"``) of a bad one; in words."""
         pools = self.pools
         if pools and not pools.admits(item.row_id, epoch=item.epoch, seed=self.seed):
             return "", "the difficulty pools leave it out"
-        if error := data.row_error(item.row, self._checks.values()):
+        if error := row_error(item.row, self._checks.values()):
             return "bad", error
         assert isinstance(item.row, dict)
         prompt, reason = item.row[self.prompt_column], ""
@@ -651,7 +447,7 @@ class DataLoadingPrimer(EpisodeTransform):
         length = len(str(prompt)) + len(self._system_prompt or "")
         if length <= most // _MAX_TOKENS_PER_CHARACTER:
             return ""
-        return data.length_error(encoder, most, prompt, self._system_prompt)
+        return length_error(encoder, most, prompt, self._system_prompt)
 
     def extra_repr(self) -> str:
         """How many rows there are, in groups of how many rollouts, and in which order."""

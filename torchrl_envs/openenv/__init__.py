@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
-    from .session import EnvResult as EnvResult
-    from .session import OpenEnvCapacityError as OpenEnvCapacityError
-    from .session import OpenEnvConnectionError as OpenEnvConnectionError
-    from .session import OpenEnvError as OpenEnvError
-    from .session import OpenEnvProtocolError as OpenEnvProtocolError
-    from .session import OpenEnvServerError as OpenEnvServerError
+    from .errors import OpenEnvCapacityError as OpenEnvCapacityError
+    from .errors import OpenEnvConnectionError as OpenEnvConnectionError
+    from .errors import OpenEnvError as OpenEnvError
+    from .errors import OpenEnvProtocolError as OpenEnvProtocolError
+    from .errors import OpenEnvServerError as OpenEnvServerError
+    from .errors import OpenEnvTimeoutError as OpenEnvTimeoutError
+    from .errors import SessionNotResetError as SessionNotResetError
+    from .messages import EnvResult as EnvResult
     from .session import OpenEnvSession as OpenEnvSession
-    from .session import OpenEnvTimeoutError as OpenEnvTimeoutError
-    from .session import SessionNotResetError as SessionNotResetError
     from .tools import OpenEnvTools as OpenEnvTools
 
 

@@ -1,136 +1,25 @@
-"""A thin client of OpenEnv's WebSocket protocol: one session, its messages and errors."""
+"""One session of an OpenEnv server over one WebSocket."""
 
 import asyncio
 import contextlib
-import json
 import random
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 from urllib.parse import urlsplit, urlunsplit
 
 from torchrl_data.checks import POSITIVE, check_numbers
-from torchrl_envs.concurrency import EpisodeLostError
 
-# What can go wrong with a session of an OpenEnv server, as types.
-
-
-class OpenEnvError(Exception):
-    """The server or the connection to it failed."""
-
-
-class OpenEnvConnectionError(OpenEnvError, EpisodeLostError):
-    """No session could be opened, or the connection was lost; the session is dead."""
-
-
-class OpenEnvCapacityError(OpenEnvConnectionError):
-    """The server had no free session for as long as the client was willing to wait."""
-
-
-class OpenEnvTimeoutError(OpenEnvConnectionError, TimeoutError):
-    """The server did not answer before the deadline; the session is dead."""
-
-
-class OpenEnvProtocolError(OpenEnvError, EpisodeLostError):
-    """The server said something that is not an answer; the session is dead."""
-
-
-class SessionNotResetError(OpenEnvError, EpisodeLostError):
-    """A step was asked of a session that was never reset, or that is dead."""
-
-
-class OpenEnvServerError(OpenEnvError):
-    """The server answered with an error; the session lives on.
-
-    Args:
-        code: one of the server's codes (``VALIDATION_ERROR``, ``EXECUTION_ERROR``, ...).
-        message: what it says.
-        details: the rest of its answer.
-    """
-
-    def __init__(self, code: str, message: str, details: Any = None) -> None:
-        super().__init__(f"{code}: {message}")
-        self.code = code
-        self.message = message
-        self.details = details
-
-
-# The JSON messages of an OpenEnv server: built and read, without any connection.
-#
-# Requests are ``{"type": "reset" | "step" | "state" | "mcp" | "close", "data": {...}}``; answers
-# are ``{"type": "observation" | "state" | "mcp" | "error", "data": {...}}``.
-
-CAPACITY_REACHED: Final = "CAPACITY_REACHED"
-FATAL_CODES: Final = frozenset({CAPACITY_REACHED, "FACTORY_ERROR", "SESSION_ERROR"})
-"""Errors after which the server closes the session."""
-ANSWERS: Final = {"reset": "observation", "step": "observation", "state": "state", "mcp": "mcp"}
-"""The type of the answer to each type of request."""
-
-
-class EnvResult(NamedTuple):
-    """What an environment answers to ``reset`` and ``step``."""
-
-    observation: dict[str, Any]
-    """The fields of the environment's own observation."""
-    reward: float | None = None
-    """Reward of the step; ``None`` where the environment gives none."""
-    done: bool = False
-    """Whether the episode is over."""
-    metadata: dict[str, Any] = {}  # noqa: RUF012
-    """What else the server says."""
-
-
-def request(kind: str, data: Mapping[str, Any] | None = None) -> str:
-    """A request as JSON."""
-    message: dict[str, Any] = {"type": kind}
-    if data is not None:
-        message["data"] = dict(data)
-    return json.dumps(message, allow_nan=False)
-
-
-def answer_data(raw: str | bytes, *, kind: str) -> dict[str, Any]:
-    """The data of an answer."""
-    try:
-        message = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise OpenEnvProtocolError(f"the server's answer is not JSON: {raw[:80]!r}") from error
-    found = message.get("type") if isinstance(message, dict) else None
-    data = message.get("data") if isinstance(message, dict) else None
-    if found == "error" and isinstance(data, dict):
-        rest = {key: value for key, value in data.items() if key not in ("code", "message")}
-        code, text = str(data.get("code", "UNKNOWN")), str(data.get("message", ""))
-        for each in errors if isinstance(errors := rest.get("errors"), list) else ():
-            if isinstance(each, dict):  # what is wrong with a field
-                each = f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg', each)}"
-            text += f"; {each}"
-        raise OpenEnvServerError(code, text, rest)
-    if found != ANSWERS[kind] or not isinstance(data, dict):
-        raise OpenEnvProtocolError(
-            f"the server answered {kind!r} with {raw[:80]!r}, not with a message of type "
-            f"{ANSWERS[kind]!r}"
-        )
-    return data
-
-
-def env_result(data: Mapping[str, Any]) -> EnvResult:
-    """The answer to ``reset`` or ``step``."""
-    observation, reward = data.get("observation"), data.get("reward")
-    done, metadata = data.get("done", False), data.get("metadata") or {}
-    if not isinstance(observation, dict) or not isinstance(reward, int | float | None):
-        raise OpenEnvProtocolError(
-            "the server's answer must hold an observation (an object) and a reward (a number or "
-            f"null), got {dict(data)!r:.200}"
-        )
-    if not isinstance(done, bool | None) or not isinstance(metadata, dict):
-        raise OpenEnvProtocolError(
-            f"the server's answer must hold done (true or false), got {dict(data)!r:.200}"
-        )
-    reward = None if reward is None else float(reward)
-    return EnvResult(observation, reward, bool(done), dict(metadata))
-
-
-# One session of an OpenEnv server over one WebSocket.
+from .errors import (
+    OpenEnvCapacityError,
+    OpenEnvConnectionError,
+    OpenEnvProtocolError,
+    OpenEnvServerError,
+    OpenEnvTimeoutError,
+    SessionNotResetError,
+)
+from .messages import CAPACITY_REACHED, FATAL_CODES, EnvResult, answer_data, env_result, request
 
 MAX_ATTEMPTS: Final = 4
 """One attempt to open a session and three more."""

@@ -1,75 +1,27 @@
-"""Log-probs of a reference, and divergences from it as rewards."""
+"""Log-probabilities of trajectories under other models, and the KL divergence from them.
+
+Everything is over the tokens that the policy sampled, and nothing else: a prompt, a tool's answer
+or padding neither counts nor dilutes. A trajectory is scored once, packed, at a cost of its
+tokens.
+
+Shape legend: B rows, T tokens of a row (ragged), N packed tokens.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_data.checks import (
-    POSITIVE,
-    TokenScorer,
-    TokenScores,
-    check_numbers,
-    check_scorer,
-    image_arguments,
-)
+from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_data.keys import FULL, LOG_PROBS_FULL
-from torchrl_data.ragged import pack
-from torchrl_envs.episode.transform import EpisodeEnvironment, TokenRow, TrajectoryTransform
+from torchrl_data.ragged.packed import pack
+from torchrl_data.token_scorer import TokenScorer, TokenScores, check_scorer, image_arguments
+from torchrl_envs.episode.episode_transform import EpisodeEnvironment
+from torchrl_envs.episode.trajectory_transform import TokenRow, TrajectoryTransform
 
-# Whether log-probs that a policy recorded compare with those that a model scores.
-
-_UNTRUNCATED: Final = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-_PENALISES: Final = (
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"),
-)
-
-
-def check_recorded(who: str, model: Any, temperature: float, policy: Any) -> None:
-    """Check that scores are of the distribution that a policy samples from, and records.
-
-    Args:
-        who: scores; named in errors.
-        model: it scores with.
-        temperature: it scores at.
-        policy: samples.
-
-    Raises:
-        ValueError: the temperatures differ, or what else changes the distribution.
-    """
-    # One that takes the most likely token (temperature 0) records the log-probs of the softmax.
-    at = float(getattr(policy, "temperature", temperature)) or 1.0
-    if at != temperature:
-        raise ValueError(
-            f"{who} scores at temperature {temperature:g}, but the policy samples at {at:g}: "
-            f"log-probs at two temperatures do not compare. Give temperature={at:g}."
-        )
-    sampled, scored = (getattr(each, "sampling", None) for each in (policy, model))
-    if sampled is None or scored is None:
-        return
-    whole = {} if getattr(model, "score_truncated", True) else _UNTRUNCATED
-    others = [
-        f"{name}={getattr(sampled, name)}"
-        for name in (*_UNTRUNCATED, *_PENALISES)
-        if getattr(sampled, name) != whole.get(name, getattr(scored, name))
-    ]
-    if others:
-        raise ValueError(
-            f"{who}: the policy samples with {', '.join(others)}, and records the log-probs of "
-            "that; the reference scores otherwise, so that equal weights would have a KL. Build "
-            "the reference with the policy's generate_kwargs."
-        )
-
-
-# Log-probabilities of trajectories under other models, and the KL divergence from them.
-#
-# Everything is over the tokens that the policy sampled, and nothing else: a prompt, a tool's answer
-# or padding neither counts nor dilutes. A trajectory is scored once, packed, at a cost of its
-# tokens.
-#
-# Shape legend: B rows, T tokens of a row (ragged), N packed tokens.
+from .recorded_log_probs import check_recorded
 
 REF_LOG_PROBS: NestedKey = ("ref_log_probs", FULL)
 GEN_LOG_PROBS: NestedKey = ("gen_log_probs", FULL)
@@ -81,7 +33,7 @@ class RetrieveLogProb(TrajectoryTransform):
     """Scores the tokens of trajectories with a model.
 
     Args:
-        model: gives log-probs, see :class:`~torchrl_data.checks.TokenScorer`
+        model: gives log-probs, see :class:`~torchrl_data.TokenScorer`
             (``TransformersWrapper`` is one). It is not part of ``state_dict``; place it yourself.
         log_probs_full_key: what is written under ``"next"``: float32 ``[T]``, 0 where not scored.
         assistant_only: score the sampled tokens only; otherwise all but the first, which nothing
@@ -219,7 +171,7 @@ class KLComputation(TrajectoryTransform):
         self.add_to_reward = add_to_reward
         self.coeff = coeff
         self.dense = dense
-        self.estimator = estimator or log_ratio
+        self.estimator = estimator or reference_log_ratio
         self._scorers: list[RetrieveLogProb] = []
 
     changeable = frozenset({"coeff"})
@@ -250,7 +202,7 @@ class KLComputation(TrajectoryTransform):
                 row.penalty = -self.coeff * row.results[self.kl_key]
 
 
-def log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:
+def reference_log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:
     """Log-prob less reference log-prob, 0 outside the mask; its mean estimates the KL (k1)."""
     return (log_prob - ref_log_prob).masked_fill(~mask, 0.0)
 

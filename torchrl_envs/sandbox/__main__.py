@@ -7,8 +7,10 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from .confinement import CHECKS, UNPRIVILEGED_USER, SandboxLimits, changes_user, starts_as
+from .limits import SandboxLimits
 from .sandbox import Sandbox
+from .self_check import CHECKS
+from .users import UNPRIVILEGED_USER, changes_user, starts_as
 
 
 def main() -> int:

@@ -1,231 +1,28 @@
-"""Untrusted Python code runs once or in a session, and its process and output are bounded."""
+"""Sandbox that runs untrusted Python code."""
 
-import contextlib
 import os
-import selectors
 import shutil
-import subprocess
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from torchrl_data import page
-from torchrl_envs.processes import kept_command
 
-from . import confinement
-from .confinement import Isolation, SandboxLimits, SandboxResult
-from .inside.frames import pack
+from .bubblewrap import bubblewrap_command
+from .errors import SandboxStartError, SandboxUnavailableError, UnsandboxedCodeWarning
+from .interpreter import Interpreter
+from .limits import SandboxLimits
+from .process import SandboxProcess
+from .result import Isolation, SandboxResult
+from .self_check import TRIAL_LIMITS, failing_checks
+from .syscall_filter import syscall_filter
+from .users import UNPRIVILEGED_USER, changes_user, starts_as
 
-# Keeps the start and the end of a stream, however long it is.
-
-
-class CappedOutput:
-    """The first and last bytes of a stream."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._head_size = max_bytes // 2
-        self._tail_size = max_bytes - self._head_size
-        self._head = bytearray()
-        self._tail = bytearray()
-        self._num_bytes = 0
-
-    def add(self, data: bytes) -> None:
-        """Take what comes next."""
-        self._num_bytes += len(data)
-        room = self._head_size - len(self._head)
-        self._head += data[:room]
-        self._tail += data[room:]
-        if len(self._tail) > 2 * self._tail_size:
-            del self._tail[: -self._tail_size]
-
-    @property
-    def truncated(self) -> bool:
-        """Whether anything was dropped."""
-        return self._num_bytes > self._head_size + self._tail_size
-
-    def text(self) -> str:
-        """What was kept, decoded as UTF-8 with replacement characters, with a mark at the cut."""
-        if not self.truncated:
-            return (self._head + self._tail).decode("utf-8", errors="replace")
-        dropped = self._num_bytes - self._head_size - self._tail_size
-        head = self._head.decode("utf-8", errors="replace")
-        tail = self._tail[-self._tail_size :].decode("utf-8", errors="replace")
-        return f"{head}\n[... {dropped} bytes were cut ...]\n{tail}"
-
-
-# One running sandbox, as its parent sees it: requests go in, capped output comes out.
-
-_READ_BYTES: Final = 1 << 16
-_GRACE_S: Final = 2.0
-"""How much later than the supervisor inside the parent looks at the clock."""
-_MAX_LINE_BYTES: Final = 4096
-_START_S: Final = 20.0
-ENVIRONMENT: Final = {
-    "PATH": "/usr/bin:/bin",
-    "HOME": "/tmp",
-    "TMPDIR": "/tmp",
-    "LANG": "C.UTF-8",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
-
-
-class SandboxProcess:
-    """Starts a sandbox and talks to its supervisor."""
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        config: dict[str, Any],
-        *,
-        max_output_bytes: int,
-        needs_keeper: bool,
-    ) -> None:
-        self._max_output_bytes = max_output_bytes
-        self._selector = selectors.DefaultSelector()
-        self._outgoing = bytearray()
-        self._line = b""
-        self._reports: list[str] = []
-        self._status, inside = os.pipe()
-        try:
-            user = confinement.starts_as()
-            if needs_keeper:
-                command, user = kept_command(command, user=user), None
-            as_user: Any = {} if user is None else {"user": user, "group": user, "extra_groups": []}
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                env=ENVIRONMENT,
-                pass_fds=(inside,),
-                start_new_session=True,
-                cwd="/",
-                **as_user,
-            )
-        except BaseException:
-            os.close(self._status)
-            self._selector.close()
-            raise
-        finally:
-            os.close(inside)
-        process: Any = self._process  # none of the three is None
-        stdout, stderr = self._outputs = process.stdout, process.stderr
-        self._stdin = process.stdin
-        self.clear_output()
-        for stream, take in (
-            (stdout.fileno(), lambda data: self.stdout.add(data)),
-            (stderr.fileno(), lambda data: self.stderr.add(data)),
-            (self._status, self._take_status),
-        ):
-            os.set_blocking(stream, False)
-            self._selector.register(stream, selectors.EVENT_READ, take)
-        os.set_blocking(self._stdin.fileno(), False)
-        self.send(confinement.program())
-        self.send({**config, "status_fd": inside})
-
-    def clear_output(self) -> None:
-        """Forget what was written until now."""
-        self.stdout = CappedOutput(self._max_output_bytes)
-        self.stderr = CappedOutput(self._max_output_bytes)
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Queue a message; it is written while a report is awaited."""
-        if not self._outgoing:
-            self._selector.register(self._stdin.fileno(), selectors.EVENT_WRITE, None)
-        self._outgoing += pack(message)
-
-    def next_report(self, *, timeout_s: float) -> str:
-        """The supervisor's next line; output is read meanwhile."""
-        # Gives the line; `"timeout"` if it had to be given up, and `"exit -9"` if it went without
-        # one, because something outside killed it.
-        deadline = time.monotonic() + timeout_s + _GRACE_S
-        while not self._reports and self._status in self._selector.get_map():
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return "timeout"
-            for key, _ in self._selector.select(remaining):
-                if key.data is None:
-                    self._write()
-                else:
-                    self._read(key.fd, key.data)
-        # What was written before the report; a program that goes on writing waits.
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None and key.fd != self._status:
-                num_reads = 0
-                while num_reads < 64 and self._read(key.fd, key.data):
-                    num_reads += 1
-        return self._reports.pop(0) if self._reports else "exit -9"
-
-    def await_start(self) -> None:
-        """Wait until the supervisor has started a worker.
-
-        Raises:
-            SandboxStartError: it does not.
-        """
-        report = self.next_report(timeout_s=_START_S)
-        if report != "ready":
-            output = self.stderr.text().strip()
-            raise confinement.SandboxStartError(f"it does not start ({report}). {output}".rstrip())
-
-    def kill(self) -> None:
-        """End it with all of its processes, and give everything back."""
-        if self._process.poll() is None and not self._outgoing:
-            # The supervisor goes when its input ends, and the rest with it.
-            self._close_stdin()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=_GRACE_S)
-        self._process.terminate()  # where it still runs
-        try:
-            self._process.wait(timeout=_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._selector.close()
-        self._close_stdin()
-        for stream in self._outputs:
-            stream.close()
-        os.close(self._status)
-
-    def _close_stdin(self) -> None:
-        if not self._stdin.closed:
-            if self._selector.get_map() and self._stdin.fileno() in self._selector.get_map():
-                self._selector.unregister(self._stdin.fileno())
-            self._stdin.close()
-
-    def _write(self) -> None:
-        try:
-            written = os.write(self._stdin.fileno(), self._outgoing[:_READ_BYTES])
-        except BrokenPipeError:
-            written = len(self._outgoing)  # it has ended; its status says how
-        del self._outgoing[:written]
-        if not self._outgoing:
-            self._selector.unregister(self._stdin.fileno())
-
-    def _read(self, fd: int, take: Callable[[bytes], None]) -> bool:
-        try:
-            data = os.read(fd, _READ_BYTES)
-        except BlockingIOError:
-            return False
-        if data:
-            take(data)
-        else:
-            self._selector.unregister(fd)
-        return bool(data)
-
-    def _take_status(self, data: bytes) -> None:
-        *lines, self._line = (self._line + data)[-_MAX_LINE_BYTES:].split(b"\n")
-        self._reports += [line.decode("ascii", errors="replace") for line in lines]
-
-
-# Runs untrusted Python code.
-
-_verified: dict[confinement.Interpreter, str | None] = {}
+_verified: dict[Interpreter, str | None] = {}
 _verifying = threading.Lock()
 
 
@@ -276,14 +73,14 @@ class Sandbox:
                 "Pass allow_unsandboxed=True as well if that is meant."
             )
         self.limits = SandboxLimits() if limits is None else limits
-        self.interpreter = confinement.Interpreter.current(packages)
+        self.interpreter = Interpreter.current(packages)
         missing = "isolation='none' was asked for"
         if isolation != "none":
             reason = _reason_against(self.interpreter)
             missing = "" if reason is None else f"bubblewrap: {reason}"
         self.isolation: Isolation = "none" if missing else "bubblewrap"
         if missing and not allow_unsandboxed:
-            raise confinement.SandboxUnavailableError(
+            raise SandboxUnavailableError(
                 f"Nothing isolates untrusted code on this machine. {missing}. Containers need user "
                 "namespaces (a seccomp profile that allows unshare and mount). "
                 "`python -m torchrl_envs.sandbox` shows what works. To run code with the rights of "
@@ -292,7 +89,7 @@ class Sandbox:
         if missing:
             warnings.warn(
                 f"Untrusted code runs with the rights of this process ({missing}).",
-                confinement.UnsandboxedCodeWarning,
+                UnsandboxedCodeWarning,
                 stacklevel=2,
             )
 
@@ -345,7 +142,7 @@ class Sandbox:
         """
         command = self.interpreter.command()
         if self.isolation == "bubblewrap":
-            command = [*confinement.bubblewrap_command(self.interpreter), *command]
+            command = [*bubblewrap_command(self.interpreter), *command]
         limits = self.limits
         resources = {
             "RLIMIT_AS": limits.memory_bytes,
@@ -365,12 +162,12 @@ class Sandbox:
         config = {
             "isolation": self.isolation,
             "persistent": persistent,
-            "change_user_to": confinement.UNPRIVILEGED_USER if confinement.changes_user() else None,
+            "change_user_to": UNPRIVILEGED_USER if changes_user() else None,
             "memory_bytes": limits.memory_bytes,
             "disk_bytes": limits.disk_bytes,
             "num_files": limits.num_files,
             "resource_limits": list(resources.items()),
-            "syscall_filter": b"" if self.isolation == "none" else confinement.syscall_filter(),
+            "syscall_filter": b"" if self.isolation == "none" else syscall_filter(),
             "packages": list(self.interpreter.packages),
             "readable": list(self.interpreter.readable),
             "socket_bytes": socket_bytes,
@@ -384,10 +181,8 @@ class Sandbox:
                 needs_keeper=persistent or self.isolation == "none",
             )
         except OSError as error:
-            user = os.geteuid() if confinement.starts_as() is None else confinement.starts_as()
-            raise confinement.SandboxStartError(
-                f"it can't be started as user {user}: {error}"
-            ) from error
+            user = os.geteuid() if starts_as() is None else starts_as()
+            raise SandboxStartError(f"it can't be started as user {user}: {error}") from error
 
     def result(
         self, process: SandboxProcess, report: str, *, started: float, state_lost: bool = False
@@ -409,10 +204,10 @@ class Sandbox:
     @staticmethod
     def reasons_against() -> dict[Isolation, str | None]:
         """For each way to isolate code why it does not work here, or ``None`` where it does."""
-        return {"bubblewrap": _reason_against(confinement.Interpreter.current())}
+        return {"bubblewrap": _reason_against(Interpreter.current())}
 
 
-def _reason_against(interpreter: confinement.Interpreter) -> str | None:
+def _reason_against(interpreter: Interpreter) -> str | None:
     """Why bubblewrap does not isolate code here, or ``None``; tried once per process."""
     with _verifying:
         if interpreter in _verified:
@@ -428,82 +223,11 @@ def _reason_against(interpreter: confinement.Interpreter) -> str | None:
         else:
             trial = Sandbox.__new__(Sandbox)
             trial.isolation, trial.interpreter = "bubblewrap", interpreter
-            trial.limits = confinement.TRIAL_LIMITS
+            trial.limits = TRIAL_LIMITS
             try:
-                failed = confinement.failing_checks(trial.run)
+                failed = failing_checks(trial.run)
                 reason = f"these do not hold here: {', '.join(failed)}" if failed else None
-            except (confinement.SandboxStartError, confinement.SandboxUnavailableError) as error:
+            except (SandboxStartError, SandboxUnavailableError) as error:
                 reason = str(error)
         _verified[interpreter] = reason
         return reason
-
-
-# An interpreter whose variables live on between runs.
-
-
-class SandboxSession:
-    """Runs programs one after the other in one interpreter, isolated as a sandbox's runs are.
-
-    A run that hits its deadline or the memory limit ends the interpreter, with all its processes;
-    so does a program that kills it. Then ``state_lost`` is set, and the next run starts afresh.
-    ``sys.exit`` ends the run alone. Memory and disk are those of the whole session.
-
-    The interpreter itself says when a run is over. A program that looks for it can say so early,
-    for its own session; what grades programs uses :meth:`Sandbox.run`, where the kernel says it.
-
-    Args:
-        sandbox: how the session is isolated and limited.
-    """
-
-    def __init__(self, sandbox: Sandbox) -> None:
-        self.sandbox = sandbox
-        self._process: SandboxProcess | None = None
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[type["SandboxSession"], tuple[Sandbox]]:
-        """A copy starts afresh."""
-        return type(self), (self.sandbox,)
-
-    def run(self, code: str, *, timeout_s: float | None = None) -> SandboxResult:
-        """Run a program where the last one stopped.
-
-        Args:
-            code: a Python program.
-            timeout_s: deadline, in seconds; that of the sandbox's limits by default.
-
-        Returns:
-            Its output; ``exit_status`` is 1 after an exception.
-
-        Raises:
-            ValueError: the program is longer than the limits allow.
-            SandboxStartError: the sandbox did not start.
-        """
-        timeout_s = self.sandbox.limits.timeout_s if timeout_s is None else timeout_s
-        request = self.sandbox.request(code, timeout_s)
-        with self._lock:
-            started = time.monotonic()
-            process = self._process
-            if process is None:
-                process = self._process = self.sandbox.start(persistent=True)
-                try:
-                    process.await_start()
-                except BaseException:
-                    self._end()
-                    raise
-            process.clear_output()
-            process.send(request)
-            report = process.next_report(timeout_s=timeout_s)
-            lost = not report.startswith("done ")
-            if lost:
-                self._end()
-            return self.sandbox.result(process, report, started=started, state_lost=lost)
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-
-    def close(self) -> None:
-        """End the interpreter; a later run starts a new one."""
-        with self._lock:
-            self._end()

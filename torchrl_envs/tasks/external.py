@@ -14,10 +14,11 @@ from torchrl_data.checks import check_counts
 from torchrl_data.import_path import import_callable
 from torchrl_envs.agents.agent_program import AgentProgram
 from torchrl_envs.agents.programs import AgentCommand, AgentEndpoint
-from torchrl_envs.concurrency import OwnRandom, accepted_arguments
+from torchrl_envs.concurrency.calls import accepted_arguments
+from torchrl_envs.concurrency.own_random import OwnRandom
 from torchrl_envs.rewards.functions import RewardFunctions
-from torchrl_envs.tools.environments import StepEnvironments, protocol_of
 from torchrl_envs.tools.functions import FunctionTools
+from torchrl_envs.tools.step_environments import StepEnvironments, protocol_of
 
 from .reasoning_gym import TOOLS, calculator_task, score_answer
 from .task import Task, load_task_rows

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl.data import Binary, Composite, Unbounded
 
 from torchrl_data.keys import REWARD
-from torchrl_envs.concurrency import accepted_arguments
+from torchrl_envs.concurrency.calls import accepted_arguments
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.graders.answers import read_tags
 from torchrl_envs.rewards.answer import AnswerReward

@@ -12,17 +12,19 @@ from typing import Any, Final
 from torchrl.envs.transforms import Compose
 
 from torchrl_data import import_package
-from torchrl_data.checks import load_pretrained
 from torchrl_data.messages import Message
+from torchrl_data.pretrained import load_pretrained
 from torchrl_data.stop_reason import StopReason
-from torchrl_envs.concurrency import Outcome
+from torchrl_envs.code_blocks import code_blocks
+from torchrl_envs.concurrency.outcome import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries import RewardSource
+from torchrl_envs.entries.rewards import RewardSource
+from torchrl_envs.episode.chat_env import ChatEnv
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_env import ChatEnv, EpisodeEnv
-from torchrl_envs.episode.transform import Answer, Job, ToolSource
-from torchrl_envs.tool_results import clean_text, code_blocks, environment_error
-from torchrl_envs.tools.environments import Instance, start_instance
+from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.episode.tool_source import Answer, Job, ToolSource
+from torchrl_envs.tool_results import clean_text, environment_error
+from torchrl_envs.tools.instances import Instance, start_instance
 
 # One MLGym environment, spoken to in the words of its own templates.
 #

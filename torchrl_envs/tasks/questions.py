@@ -11,8 +11,14 @@ from typing import Any, Final
 from torchrl_data.checks import check_counts
 from torchrl_data.keys import REWARD
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeTransform
-from torchrl_envs.graders import answers
+from torchrl_envs.episode.episode_transform import EpisodeTransform
+from torchrl_envs.graders.answers import (
+    hash_answer,
+    normalize_number,
+    read_tags,
+    think_answer_format,
+)
+from torchrl_envs.graders.math_verify import MathVerifyReward
 from torchrl_envs.rewards.answer import AnswerReward
 from torchrl_envs.rewards.functions import RewardFunctions
 
@@ -41,7 +47,7 @@ class _TaggedReward(AnswerReward):
     def components(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
         """See :class:`AnswerReward`."""
         del query
-        tags = answers.read_tags(text)
+        tags = read_tags(text)
         success = bool(tags.answer) and self._is_right(tags.answer, row)
         wrong = self.format_reward if tags.answer else 0.0
         reward = self.correct_reward if success else wrong
@@ -94,10 +100,8 @@ class GSM8KRewardParser(_TaggedReward):
     def _is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
         """Whether it is the number after the last ``####``."""
         gold = str(row[self.answer_column])
-        marked = answers.hash_answer(gold)
-        return answers.normalize_number(answer) == answers.normalize_number(
-            gold if marked is None else marked
-        )
+        marked = hash_answer(gold)
+        return normalize_number(answer) == normalize_number(gold if marked is None else marked)
 
 
 class GSM8KPrepareQuestion(EpisodeTransform):
@@ -169,8 +173,8 @@ def gsm8k_task(
     train, held_out = load_task_rows(dataset, skip_bad_rows=skip_bad_rows, **splits)
 
     def final_answer(text: str) -> str | None:
-        answer = answers.read_tags(text).answer
-        return answers.normalize_number(answer) if answer else None
+        answer = read_tags(text).answer
+        return normalize_number(answer) if answer else None
 
     def solution(row: Row) -> str | None:
         reasoning, mark, answer = str(row.get("answer")).rpartition("####")
@@ -317,8 +321,8 @@ def math_task(
     train, held_out = load_task_rows(dataset, skip_bad_rows=skip_bad_rows, **splits)
 
     def rewards() -> list[RewardFunctions]:
-        grade = answers.MathVerifyReward(timeout_s=timeout_s, num_workers=num_workers)
-        return [RewardFunctions([grade, answers.think_answer_format], weights=[1.0, format_reward])]
+        grade = MathVerifyReward(timeout_s=timeout_s, num_workers=num_workers)
+        return [RewardFunctions([grade, think_answer_format], weights=[1.0, format_reward])]
 
     def with_answer(row: Row) -> Row:
         answer = last_boxed(str(row.get("solution")))
@@ -353,7 +357,7 @@ class MATHEnv(TaskEnv):
     Args:
         dataset: a hub id, a local path, or the rows themselves.
         compute_reward: whether to score, with
-            :class:`~torchrl_envs.graders.answers.MathVerifyReward`.
+            :class:`~torchrl_envs.graders.math_verify.MathVerifyReward`.
         format_reward: for one ``<think>`` and one ``<answer>`` block, in addition.
         timeout_s: deadline for the comparison of one result.
         num_workers: processes that compare.

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from torchrl_data.checks import one_of
 from torchrl_data.messages import Message
-from torchrl_data.tool_calls import ToolCall, parse_tool_calls
+from torchrl_data.tool_calls.parser import parse_tool_calls
+from torchrl_data.tool_calls.records import ToolCall
 
 from . import generator_names, load_reasoning_gym
 from .task import Row, Slips, Task, common_phrases, played, split_rows

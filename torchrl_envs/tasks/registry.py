@@ -12,9 +12,11 @@ import numpy as np
 from torchrl.envs import Transform
 
 from torchrl_data.checks import check_columns, check_numbers
-from torchrl_envs.datasets.rows import LazyRows, find_prompt_column, opening_messages
+from torchrl_envs.datasets.loading import LazyRows
+from torchrl_envs.datasets.prompt_limit import opening_messages
+from torchrl_envs.datasets.row_checks import find_prompt_column
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeTransform
+from torchrl_envs.episode.episode_transform import EpisodeTransform
 
 from . import find_task, settings_of_task
 from .task import ROUTE_COLUMN, Row, Task, is_of_tasks, scoring_of

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import Any, Final
 
 from torchrl_data import import_package
-from torchrl_envs.concurrency import OwnRandom
-from torchrl_envs.entries import RewardOf
+from torchrl_envs.concurrency.own_random import OwnRandom
+from torchrl_envs.entries.rewards import RewardOf
 from torchrl_envs.openenv.tools import OpenEnvTools
 
 from . import PREFIX

@@ -12,8 +12,10 @@ from typing import Any, Final, NamedTuple
 
 from torchrl_data.checks import check_columns, check_counts, check_numbers, one_of
 from torchrl_data.messages import Message
-from torchrl_envs.datasets.rows import load_rows, opening_messages
-from torchrl_envs.graders.answers import exact_match_of, f1_of, final_text, reads_messages
+from torchrl_envs.datasets.loading import load_rows
+from torchrl_envs.datasets.prompt_limit import opening_messages
+from torchrl_envs.graders.answers import final_text, reads_messages
+from torchrl_envs.graders.short_answers import exact_match_of, f1_of
 
 from .task import Task, load_task_rows
 

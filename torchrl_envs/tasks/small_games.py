@@ -7,8 +7,24 @@ from typing import Any, Final
 
 from torchrl_data.checks import check_counts, one_of
 from torchrl_data.messages import Message
+from torchrl_envs.tasks.games import (
+    NUM_COLUMNS,
+    NUM_GUESSES,
+    NUM_LETTERS,
+    NUM_ROWS,
+    ROLES,
+    WORDS,
+    CatchGame,
+    NimGame,
+    WordleGame,
+    around_argument,
+    call_text,
+    guess_feedback,
+    is_won,
+    perfect_move,
+    random_move,
+)
 
-from . import games
 from .task import Row, Task, Turn, guesses_with_slips, played, split_rows
 
 # Guess a number in as few guesses as bisection needs: an environment with state over many turns.
@@ -88,7 +104,7 @@ def number_guessing_task(
         max_turns=MAX_GUESSES + 1,
         max_new_tokens=28,
         isolated=r"\d+",
-        phrases=[*games.ROLES, prompt, "done", *games.around_argument("guess", "n")],
+        phrases=[*ROLES, prompt, "done", *around_argument("guess", "n")],
     )
 
 
@@ -138,13 +154,13 @@ def echo_task(
     rng = random.Random(seed)
     rows = []
     for _ in range(num_rows):
-        message = " ".join(rng.sample(games.WORDS, 2))
+        message = " ".join(rng.sample(WORDS, 2))
         rows.append({"prompt": f"Echo: {message}", "message": message})
     train, held_out = split_rows(rows, num_held_out, told_apart_by=["prompt"])
     demonstrations = []
     for _ in range(num_demonstrations):
         row = rng.choice(train)
-        message = row["message"] if rng.random() < 0.3 else rng.choice(games.WORDS)
+        message = row["message"] if rng.random() < 0.3 else rng.choice(WORDS)
         turns: list[Turn] = [("echo", {"message": message}, message)]
         demonstrations.append(played(row["prompt"], turns))
     return Task(
@@ -166,7 +182,7 @@ CATCH_PROMPT: Final = (
     "The ball o falls one row each turn. Move the paddle = until the ball is on the last row, and "
     "be under it."
 )
-NUM_MOVES: Final = games.NUM_ROWS - 1
+NUM_MOVES: Final = NUM_ROWS - 1
 
 
 class Catch:
@@ -180,7 +196,7 @@ class Catch:
             **row: other columns.
         """
         del row
-        self._game = games.CatchGame(start)
+        self._game = CatchGame(start)
         return self._game.board()
 
     def move(self, direction: str) -> str:
@@ -242,11 +258,11 @@ def catch_task(
         return played(f"{CATCH_PROMPT}\n\n{board}", turns)
 
     # Moves, lines of the board with something in them, and how many lines have nothing.
-    calls = [games.call_text("move", {"direction": each}) for each in ("left", "right")]
-    nothing = "." * games.NUM_COLUMNS
-    columns = range(games.NUM_COLUMNS)
+    calls = [call_text("move", {"direction": each}) for each in ("left", "right")]
+    nothing = "." * NUM_COLUMNS
+    columns = range(NUM_COLUMNS)
     marked = [f"{nothing[:i]}{mark}{nothing[i + 1 :]}" for mark in "o=*" for i in columns]
-    empty = ["\n".join([nothing] * count) for count in range(1, games.NUM_ROWS)]
+    empty = ["\n".join([nothing] * count) for count in range(1, NUM_ROWS)]
     return Task(
         name="catch",
         environment=Catch,
@@ -257,7 +273,7 @@ def catch_task(
         entropy_coeff=0.0,
         max_turns=NUM_MOVES + 1,
         max_new_tokens=32,
-        phrases=[CATCH_PROMPT, *calls, games.call_text("stay", {}), *marked, *empty],
+        phrases=[CATCH_PROMPT, *calls, call_text("stay", {}), *marked, *empty],
     )
 
 
@@ -269,17 +285,17 @@ WORDLE_PROMPT: Final = (
     "Find the word of five letters in {} guesses. After a guess, G marks a letter in its right "
     "place, Y a letter that is elsewhere in the word, X one that is not in it."
 )
-EASY: Final = (games.WORDS[::40], 4)
+EASY: Final = (WORDS[::40], 4)
 """Words and guesses: so few that the embedded model can learn what each word says of others."""
 
 
 class Wordle:
     """A secret word and a tool to guess it; the reward is 1 if the word was found."""
 
-    def reset(self, *, word: str, num_guesses: int = games.NUM_GUESSES, **row: Any) -> None:
+    def reset(self, *, word: str, num_guesses: int = NUM_GUESSES, **row: Any) -> None:
         """Take the word of a row."""
         del row
-        self._game = games.WordleGame(word, num_guesses=num_guesses)
+        self._game = WordleGame(word, num_guesses=num_guesses)
 
     def guess(self, word: str) -> str:
         """Guess a word.
@@ -327,7 +343,7 @@ def wordle_task(
     """
     rng = random.Random(seed)
     easy = one_of("level", level or "own", ["own", "easy"]) == "easy"
-    words, num_guesses = EASY if easy else (games.WORDS, games.NUM_GUESSES)
+    words, num_guesses = EASY if easy else (WORDS, NUM_GUESSES)
     if easy:
         train_words, held_out = words, rng.choices(words, k=num_held_out)
     elif 0 <= num_held_out < len(words):
@@ -339,10 +355,10 @@ def wordle_task(
     common = {"prompt": prompt, "num_guesses": num_guesses}
     train = [{**common, "word": rng.choice(train_words)} for _ in range(num_rows)]
     shown = [rng.choice(train) for _ in range(num_demonstrations)]
-    call = games.around_argument("guess", "word")
+    call = around_argument("guess", "word")
     # Of a short list a word is read as a whole, and so is what is marked in it.
     read = [text for word in words if easy for text in (word, " ".join(word.upper()))]
-    marks = [" ".join(each) for each in product("GXY", repeat=games.NUM_LETTERS)] if easy else []
+    marks = [" ".join(each) for each in product("GXY", repeat=NUM_LETTERS)] if easy else []
     return Task(
         name="wordle",
         environment=Wordle,
@@ -352,7 +368,7 @@ def wordle_task(
             *(Wordle, shown, words),
             secret="word",
             argument="word",
-            compare=games.guess_feedback,
+            compare=guess_feedback,
             choose=min,
             num_guesses=num_guesses,
             right_fraction=0.2,
@@ -363,7 +379,7 @@ def wordle_task(
         max_turns=num_guesses + 1,
         max_new_tokens=40,
         isolated="[a-z]| ?[A-Z]",
-        phrases=[prompt, *games.ROLES, "done", "found", *call, *read, *marks],
+        phrases=[prompt, *ROLES, "done", "found", *call, *read, *marks],
     )
 
 
@@ -375,8 +391,8 @@ NIM_PROMPT: Final = "Take 1, 2 or 3 from the heap in turn. Who takes the last on
 SMALLEST: Final = 5
 """The smallest heap to begin with."""
 PLAYERS: Final[dict[str, Callable[[int, random.Random], int]]] = {
-    "random": games.random_move,
-    "perfect": games.perfect_move,
+    "random": random_move,
+    "perfect": perfect_move,
 }
 """Who plays against the policy, by name."""
 
@@ -395,7 +411,7 @@ class Nim:
             **row: other columns.
         """
         del row
-        self._game = games.NimGame(heap)
+        self._game = NimGame(heap)
         self._seat = 0 if begins else 1
         self._player = PLAYERS[opponent]
         self._rng = random.Random(seed)
@@ -464,7 +480,7 @@ def nim_task(
 
     def row(player: str, begins: bool) -> Row:
         heap = rng.randint(SMALLEST, largest)
-        while player == "perfect" and games.is_won(heap) != begins:
+        while player == "perfect" and is_won(heap) != begins:
             heap = rng.randint(SMALLEST, largest)
         return {"prompt": NIM_PROMPT, "heap": heap, "opponent": player, "begins": begins}
 
@@ -474,7 +490,7 @@ def nim_task(
         view = opening = environment.reset(**row("random", begins), seed=rng.randrange(2**31))
         turns: list[Turn] = []
         while view.startswith("The heap"):
-            n = games.random_move(int(view.split()[-1].rstrip(".")), rng)
+            n = random_move(int(view.split()[-1].rstrip(".")), rng)
             view = environment.take(n)
             turns.append(("take", {"n": n}, view))
         return played(f"{NIM_PROMPT}\n\n{opening}", turns)
@@ -485,7 +501,7 @@ def nim_task(
     return Task(
         name="nim",
         environment=Nim,
-        game=lambda row: games.NimGame(row["heap"]),
+        game=lambda row: NimGame(row["heap"]),
         train_rows=train,
         held_out_rows=held_out,
         demonstrations=[demonstration() for _ in range(num_demonstrations)],
@@ -494,10 +510,10 @@ def nim_task(
         max_new_tokens=28,
         isolated=r"\d+",
         phrases=[
-            *games.ROLES,
+            *ROLES,
             NIM_PROMPT,
             "The heap has",
             "done",
-            *games.around_argument("take", "n"),
+            *around_argument("take", "n"),
         ],
     )

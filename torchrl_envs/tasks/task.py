@@ -16,17 +16,23 @@ from typing import Any, Final
 from torchrl.envs import Transform
 from torchrl.envs.transforms import Compose, StepCounter
 
-from torchrl_data.batch_io import read_conversations
 from torchrl_data.checks import check_columns, check_numbers
 from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_io import read_conversations
 from torchrl_data.messages import Message
-from torchrl_data.templates.encoder import ConversationEncoder, encode_demonstrations
-from torchrl_data.templates.template import ToolsNotShownError
-from torchrl_envs.datasets import rows as data
+from torchrl_data.templates.content_shown import ToolsNotShownError
+from torchrl_data.templates.demonstrations import encode_demonstrations
+from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_envs.datasets.loading import load_rows
+from torchrl_envs.datasets.options import DataOptions
 from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.datasets.prompt_limit import opening_messages
+from torchrl_envs.datasets.row_checks import prompt_error
+from torchrl_envs.datasets.row_stream import NumberedRows
+from torchrl_envs.episode.chat_env import ChatEnv
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_env import ChatEnv, EpisodeEnv
-from torchrl_envs.episode.transform import ToolSource
+from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.graders.answers import read_tags
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.tools.environments import EnvironmentTools
@@ -160,7 +166,7 @@ class TaskEnv(EpisodeEnv):
             num_epochs=num_epochs,
             prompt_column=task.prompt_column,
             map_row=map_row or task.map_row,
-            options=data.DataOptions(skip_bad_rows=task.skip_bad_rows),
+            options=DataOptions(skip_bad_rows=task.skip_bad_rows),
         )
         primer.require_columns(type(self).__name__, task.columns)
         parts: list[Any] = [primer]
@@ -202,7 +208,7 @@ class TaskEnv(EpisodeEnv):
                 environments, so that nobody knows which tools a conversation is about.
         """
         task, tools, shown = self.task, self.task.demonstration_tools, None
-        chats: Any = [data.opening_messages(chat, self._opening) for chat in task.demonstrations]
+        chats: Any = [opening_messages(chat, self._opening) for chat in task.demonstrations]
         shows = any(source.show_schemas for source in self.transforms_of(ToolSource))
         if shows and (not tools or None in tools):  # those in the prompt of an episode
             if task.parts or len(getattr(task.environment, "keys", tuple)()) > 1:
@@ -240,7 +246,7 @@ def split_rows(
     prompt_column: str = "prompt",
     *,
     told_apart_by: Sequence[str] | None = None,
-) -> tuple[Any, data.NumberedRows]:
+) -> tuple[Any, NumberedRows]:
     """Rows without repetitions, split into training and held-out rows.
 
     Where there are enough different prompts, each held-out row has one of its own, and no row with
@@ -289,8 +295,8 @@ def split_rows(
             f"{len(distinct)} different rows have {len(by_prompt)} prompt(s) in all: the held-out "
             "rows differ from the training rows, but have the same prompts."
         )
-    select: Any = getattr(rows, "select", lambda its: data.NumberedRows(rows[n] for n in its))
-    train, held_out = select(kept), data.NumberedRows(rows[n] for n in held)
+    select: Any = getattr(rows, "select", lambda its: NumberedRows(rows[n] for n in its))
+    train, held_out = select(kept), NumberedRows(rows[n] for n in held)
     train.numbers, held_out.numbers, held_out.note = kept, held, note
     return train, held_out
 
@@ -351,7 +357,7 @@ def load_task_rows(
         ValueError: there are too few rows, no such split, or no column with the prompt.
     """
     options: dict[str, Any] = {"name": name, "skip_bad_rows": skip_bad_rows}
-    train = data.load_rows(dataset, split=split, **options)
+    train = load_rows(dataset, split=split, **options)
     if num_held_out == 0:
         return train, ()
     if held_out_split is None:
@@ -360,8 +366,8 @@ def load_task_rows(
             hint = " That one holds the prompts: rename it, or name another with prompt_column=."
             check_columns("the task", rows[0], [prompt_column], hint)
         return split_rows(rows, num_held_out, prompt_column, told_apart_by=told_apart_by)
-    rows = data.load_rows(dataset, split=held_out_split, **options)
-    held_out = data.NumberedRows(dict(row) for row in islice(rows, num_held_out))
+    rows = load_rows(dataset, split=held_out_split, **options)
+    held_out = NumberedRows(dict(row) for row in islice(rows, num_held_out))
     if held_out_split == (split or "train"):
         held_out.note = f"{held_out_split=}: the held-out rows are trained on, too."
     if len(held_out) < num_held_out:
@@ -380,9 +386,9 @@ def with_solutions(task: Task, count: int, solution: Callable[[Row], str | None]
         solution: what the assistant says, of a row; ``None`` leaves the row out.
     """
     column, system = task.prompt_column or "prompt", task.system_prompt
-    rows = (row for row in islice(task.train_rows, count) if not data.prompt_error(row, column))
+    rows = (row for row in islice(task.train_rows, count) if not prompt_error(row, column))
     chats: Any = [
-        [*data.opening_messages(row[column], system), {"role": "assistant", "content": text}]
+        [*opening_messages(row[column], system), {"role": "assistant", "content": text}]
         for row in rows
         if (text := solution(row)) is not None
     ]

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from torchrl.envs.transforms import StepCounter as StepCounter
 
     from torchrl_envs.datasets.primer import DataLoadingPrimer as DataLoadingPrimer
-    from torchrl_envs.entries import as_nested_tensor as as_nested_tensor
-    from torchrl_envs.entries import as_padded_tensor as as_padded_tensor
-    from torchrl_envs.episode.episode_env import RewardErrorLimit as RewardErrorLimit
-    from torchrl_envs.episode.transform import EpisodeTransform as EpisodeTransform
-    from torchrl_envs.episode.transform import ToolSource as ToolSource
-    from torchrl_envs.graders.answers import MathVerifyReward as MathVerifyReward
-    from torchrl_envs.graders.judges import LLMJudge as LLMJudge
-    from torchrl_envs.graders.judges import RewardModel as RewardModel
+    from torchrl_envs.entries.stacking import as_nested_tensor as as_nested_tensor
+    from torchrl_envs.entries.stacking import as_padded_tensor as as_padded_tensor
+    from torchrl_envs.episode.episode_transform import EpisodeTransform as EpisodeTransform
+    from torchrl_envs.episode.reward_error_limit import RewardErrorLimit as RewardErrorLimit
+    from torchrl_envs.episode.tool_source import ToolSource as ToolSource
+    from torchrl_envs.graders.llm_judge import LLMJudge as LLMJudge
+    from torchrl_envs.graders.math_verify import MathVerifyReward as MathVerifyReward
+    from torchrl_envs.graders.reward_model import RewardModel as RewardModel
     from torchrl_envs.rewards.answer import AnswerReward as AnswerReward
     from torchrl_envs.rewards.functions import RewardFunctions as RewardFunctions
     from torchrl_envs.rewards.kl import KLComputation as KLComputation
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from torchrl_envs.tools.browser import BrowserTransform as BrowserTransform
     from torchrl_envs.tools.environments import EnvironmentTools as EnvironmentTools
     from torchrl_envs.tools.functions import FunctionTools as FunctionTools
-    from torchrl_envs.tools.functions import PythonInterpreter as PythonInterpreter
     from torchrl_envs.tools.mcp import MCPToolTransform as MCPToolTransform
+    from torchrl_envs.tools.python_interpreter import PythonInterpreter as PythonInterpreter
 
-    from .context import TokenBudget as TokenBudget
     from .policy_version import PolicyVersion as PolicyVersion
     from .thinking_prompt import AddThinkingPrompt as AddThinkingPrompt
+    from .token_budget import TokenBudget as TokenBudget
     from .tokenizer import TemplateTransform as TemplateTransform
     from .tokenizer import Tokenizer as Tokenizer
 

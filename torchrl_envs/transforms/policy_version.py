@@ -11,7 +11,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 from torchrl.envs import Transform
 
-from torchrl_data.checks import ChecksAttributes
+from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.keys import POLICY_VERSION
 
 VersionType = Literal["int", "uuid"] | type[int] | type[uuid.UUID] | type[str]

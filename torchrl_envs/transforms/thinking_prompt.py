@@ -8,15 +8,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import StepCounter
 
-from torchrl_data.batch_io import write_conversations
 from torchrl_data.checks import check_counts
+from torchrl_data.conversation_io import write_conversations
 from torchrl_data.keys import HISTORY, PROMPT, REWARD, ROW
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.transform import EpisodeTransform
+from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.rewards.answer import AnswerReward
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.transform import EpisodeEnvironment
+    from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
 
 class AddThinkingPrompt(EpisodeTransform):

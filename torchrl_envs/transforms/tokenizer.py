@@ -10,9 +10,11 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
-from torchrl_data.checks import ChecksAttributes, MissingEntryError
+from torchrl_data.batched_object import read_objects, write_objects
+from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.history import History
-from torchrl_data.ragged import pad, read_objects, write_objects
+from torchrl_data.missing_entry import MissingEntryError
+from torchrl_data.ragged.packed import pad
 from torchrl_data.templates.control_tokens import ControlTokenGuard
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrl_data.checks import POSITIVE, check_numbers
-from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.sampling.parameters import SamplingParameters
 
 from .engine import (
     AsyncEngine,
@@ -575,13 +575,13 @@ class BlockingEngine(EngineOver, ClosedOnLeaving):
 
 # Which class serves an engine to asyncio.
 
-_SERVER: Final = "torchrl_modules.vllm.server:AsyncServerEngine"
+_SERVER: Final = "torchrl_modules.vllm.bridges:AsyncServerEngine"
 _ASYNC: Final = {
     "torchrl_modules.engines.transformers.TransformersEngine": (
         "torchrl_modules.engines.continuous:AsyncTransformersEngine"
     ),
-    "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.engine:AsyncVLLMEngine",
-    "torchrl_modules.vllm.client.VLLMServerEngine": _SERVER,
+    "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.async_engine:AsyncVLLMEngine",
+    "torchrl_modules.vllm.server_engine.VLLMServerEngine": _SERVER,
 }
 """By what an engine is served to asyncio; loaded when it is asked for."""
 
@@ -596,7 +596,7 @@ def open_async(engine: object, **options: Any) -> AsyncEngine:
             was made of one; or any other :class:`Engine`, which draws in batches of those that came
             together (:class:`BatchingEngine`).
         options: of the class that serves it, such as ``stall_timeout_s`` of
-            :class:`~torchrl_modules.vllm.engine.AsyncVLLMEngine`, or of the client of a URL.
+            :class:`~torchrl_modules.vllm.async_engine.AsyncVLLMEngine`, or of the client of a URL.
 
     Raises:
         TypeError: nothing here serves such an engine, or an option is not known.
@@ -615,7 +615,7 @@ def open_async(engine: object, **options: Any) -> AsyncEngine:
         [4, 4]
     """
     if isinstance(engine, str):
-        return resolve_name("torchrl_modules.vllm.server:OwnServerEngine")(engine, **options)
+        return resolve_name("torchrl_modules.vllm.bridges:OwnServerEngine")(engine, **options)
     if isinstance(engine, list | tuple):
         return resolve_name("torchrl_modules.engines.fleet:EngineFleet")(engine, **options)
     for cls in type(engine).__mro__:

@@ -16,11 +16,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from torchrl_data.checks import ChecksAttributes, check_counts
-from torchrl_data.ragged import on_device
-from torchrl_modules.sampling import SamplingParameters
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import check_counts
+from torchrl_data.devices import on_device
+from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.scoring.models import evaluation_mode
-from torchrl_modules.weights import UpdateRefused
+from torchrl_modules.weights.expected_weights import UpdateRefused
 
 from .bridges import EngineThread, SteppedEngine
 from .decoding import (

@@ -22,14 +22,11 @@ from torch.nn.functional import pad as pad_columns
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from torchrl_data.ragged import on_device, pad
-from torchrl_modules.sampling import (
-    SamplingParameters,
-    TokenHistory,
-    changed_logits,
-    logits_warpers,
-    too_early,
-)
+from torchrl_data.devices import on_device
+from torchrl_data.ragged.packed import pad
+from torchrl_modules.sampling.distribution import logits_warpers
+from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.sampling.token_history import TokenHistory, changed_logits, too_early
 from torchrl_modules.transformers_releases import UnboundedCacheLayer, with_cache
 
 from .engine import Generation
@@ -156,7 +153,7 @@ class AlikeRows:
         num_drawn: tokens of each so far.
         at: where they are in the batch, int64 ``[A]``; ``None`` where they are all of it.
         streams: of each; torch's generator draws when not given.
-        seen: see :class:`~torchrl_modules.sampling.TokenHistory`; it is counted on.
+        seen: see :class:`~torchrl_modules.sampling.token_history.TokenHistory`; it is counted on.
         counts: the same.
     """
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_data.conversation import stream_number
 from torchrl_data.keys import ENTROPY, UNTEMPERED_LOG_PROBS
-from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.sampling.parameters import SamplingParameters
 
 # What an inference engine does for a policy: token ids in, token ids out, weights replaced.
 

@@ -14,9 +14,11 @@ from typing import Any, Final, cast
 
 from torch import Tensor
 
-from torchrl_data.checks import POSITIVE, ChecksAttributes, check_counts, check_numbers
-from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.weights import UpdateRefused, copied, next_version
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers
+from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
+from torchrl_modules.weights.lazy_weights import copied
 
 from .bridges import LoopThread, open_async
 from .engine import (

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad as pad_columns
 from transformers import DynamicCache, PreTrainedModel
 
-from torchrl_data.ragged import on_device, pad
-from torchrl_data.templates.encoder import ImageProcessor
+from torchrl_data.devices import on_device
+from torchrl_data.ragged.packed import pad
+from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.scoring.models import (
     RowPositions,
     Trial,

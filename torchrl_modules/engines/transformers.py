@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchrl_data.checks import ChecksAttributes, check_counts
-from torchrl_data.templates.encoder import ImageProcessor
-from torchrl_modules.sampling import SamplingParameters
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import check_counts
+from torchrl_data.templates.image_processor import ImageProcessor
+from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.scoring.models import (
     acting_adapters,
     alike,
@@ -25,7 +26,12 @@ from torchrl_modules.scoring.models import (
     unwrapped,
     without_ddp,
 )
-from torchrl_modules.weights import ExpectedWeights, LazyWeights, next_version, weights_fingerprint
+from torchrl_modules.weights.expected_weights import (
+    ExpectedWeights,
+    next_version,
+    weights_fingerprint,
+)
+from torchrl_modules.weights.lazy_weights import LazyWeights
 
 from .decoding import KeptCaches, PromptReader, SlotReader, decode
 from .decoding import tokens_per_look as default_tokens_per_look

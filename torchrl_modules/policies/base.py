@@ -1,10 +1,14 @@
-"""What every policy does: a batch becomes prompts, an engine's answers become its entries."""
+"""Base of every policy, whatever its engine: read prompts, generate, write the layout.
 
-import asyncio
-import logging
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Final, Literal, NamedTuple
+A policy reads prompts to go on from, or full rows to score; it writes turns with their tokens,
+masks and log-probs, or scores.
+
+Shape legend: B rows, T tokens of a row (ragged).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import (
@@ -21,16 +25,19 @@ from tensordict.nn.probabilistic import InteractionType, interaction_type
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_data.batch_io import (
+from torchrl_data.batched_object import view_of, write_objects
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import check_counts, check_type, one_of
+from torchrl_data.conversation import Conversations, Source, Turn, ids_and_images
+from torchrl_data.conversation_io import (
     active_rows,
-    read_fulls,
-    read_prompts,
     row_tensordicts,
     stored_conversations,
     write_parts,
 )
-from torchrl_data.checks import ChecksAttributes, check_counts, check_type, one_of
-from torchrl_data.conversation import Conversations, Source, Turn, ids_and_images
+from torchrl_data.conversation_view import ConversationView
+from torchrl_data.foreign_conversations import read_fulls, read_prompts
+from torchrl_data.images import images_of
 from torchrl_data.keys import (
     ASSISTANT_MASK,
     ATTENTION_MASK,
@@ -46,34 +53,19 @@ from torchrl_data.keys import (
     TOKENS_FULL,
     TOKENS_PROMPT,
 )
-from torchrl_data.layout import TOKEN_GROUPS, ConversationView
-from torchrl_data.messages import images_of
-from torchrl_data.ragged import (
-    TokenEntries,
-    entries_of,
-    pack,
-    pad,
-    padded_rows,
-    read_images,
-    read_rows,
-    unpack,
-    view_of,
-    write_objects,
-)
+from torchrl_data.layout import TOKEN_GROUPS
+from torchrl_data.ragged.packed import entries_of, pack, pad, read_images, read_rows, unpack
+from torchrl_data.ragged.padded import padded_rows
+from torchrl_data.ragged.token_entries import TokenEntries
 from torchrl_data.releases import warn_untested
 from torchrl_data.stop_reason import FinishReason
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_data.templates.template import check_same_rendering
-from torchrl_modules.engines.engine import AsyncEngine, Engine, Generation, checked, seeded
-from torchrl_modules.sampling import SamplingParameters, repeat_rows, requested_sampling
-from torchrl_modules.weights import AdapterWeights, LazyWeights, copied
-
-# What a policy reads of a batch and writes into it, in every input mode.
-#
-# It reads prompts to go on from, or full rows to score; it writes turns with their tokens, masks
-# and log-probs, or scores.
-#
-# Shape legend: B rows, T tokens of a row (ragged).
+from torchrl_data.templates.rendering_identity import check_same_rendering
+from torchrl_modules.engines.engine import Engine, Generation, checked, seeded
+from torchrl_modules.sampling.parameters import SamplingParameters, requested_sampling
+from torchrl_modules.sampling.repeats import repeat_rows
+from torchrl_modules.weights.adapter_weights import AdapterWeights
+from torchrl_modules.weights.lazy_weights import LazyWeights, copied
 
 
 class RowsToScore(NamedTuple):
@@ -220,11 +212,6 @@ def write_scores(
     set_groups(batch, lazy_stack(scored).reshape(batch.batch_size))
 
 
-# What every policy does, whatever its engine: read prompts, generate, write the layout.
-#
-# Shape legend: B rows, T tokens of a row (ragged).
-
-
 class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
     """A policy: reads ``prompt``, samples, and writes ``response``, ``full``, masks and log-probs.
 
@@ -234,7 +221,7 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
             refused.
         tokenizer: a fast tokenizer.
         generate_kwargs: sampling parameters by name, or a
-            :class:`~torchrl_modules.sampling.SamplingParameters`.
+            :class:`~torchrl_modules.sampling.parameters.SamplingParameters`.
         chat_template: Jinja source with ``{% generation %}`` marks.
         chat_template_name: name of a built-in template.
         chat_template_kwargs: passed to the template.
@@ -593,118 +580,3 @@ def finish_reason_of(generation: Generation, budget: int) -> str:
     if generation.finish_reason == FinishReason.LENGTH and len(generation.ids) < budget:
         return FinishReason.CONTEXT_LENGTH.value
     return generation.finish_reason
-
-
-# In which type a policy computes, so that an engine and the trainer compute alike.
-
-_LOG: Final = logging.getLogger(__name__)
-
-
-def compute_dtype(policy: Any) -> torch.dtype | None:
-    """The type of a policy's activations; ``None`` where it can't be told, as of a server."""
-    # `compute_dtype` of the engine: that of autocast, or else of the weights.
-    found = getattr(getattr(policy, "engine", None), "compute_dtype", None)
-    return found if isinstance(found, torch.dtype) else None
-
-
-def warn_of_other_dtype(trainer: Any, sampler: Any) -> bool:
-    """Warn where the policy that samples computes in another type than the one that trains."""
-    # Gives whether it did. The gap between their log-probs is then mostly rounding, and it is as
-    # large as that of several updates (about 1e-2 nats a token between bfloat16 and float32).
-    trained, sampled = compute_dtype(trainer), compute_dtype(sampler)
-    if None in (trained, sampled) or trained == sampled:
-        return False
-    _LOG.warning(
-        "%s samples in %s, and %s trains in %s: their log-probs of the same tokens differ by the "
-        "rounding. Give both the same type (dtype= of the engine, autocast_dtype= of the trainer), "
-        "or weigh the gap: GRPOLoss(old_policy='current', sampler_correction=...).",
-        *(type(sampler).__name__, sampled, type(trainer).__name__, trained),
-    )
-    return True
-
-
-# A policy whose turns are taken one by one, many at once, in an event loop.
-
-
-@dataclass(eq=False)
-class AsyncPolicy:
-    """Takes turns for conversations, each as soon as it is asked for."""
-
-    # What is new in conversations is encoded together with that of all others that came in since
-    # the event loop last ran; nothing else waits for anybody.
-
-    policy: LLMWrapperBase
-    engine: AsyncEngine
-    _: KW_ONLY
-    request_timeout_s: float | None = None
-    waiting: list[tuple[Conversations, asyncio.Future[Conversations | Exception]]] = field(
-        default_factory=list
-    )
-    """Conversations to be encoded."""
-
-    @property
-    def version(self) -> int:
-        """Of the weights that serve."""
-        return self.engine.version
-
-    async def take_turn(
-        self,
-        conversation: Conversations,
-        *,
-        max_new_tokens: int | None = None,
-        session: Hashable = None,
-    ) -> tuple[Conversations, str]:
-        """Sample a turn of one conversation. Cancelling the caller aborts it."""
-        # Gives the conversation with the turn, and why the turn ended; where it could not be
-        # generated the conversation as it was, encoded, and `"error: ..."`.
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Conversations | Exception] = loop.create_future()
-        if not self.waiting:
-            loop.call_soon(self._encode)
-        self.waiting.append((conversation, future))
-        encoded = await future
-        if isinstance(encoded, Exception):
-            return conversation, f"error: {encoded}"
-        if encoded.images(0):
-            return encoded, (
-                "error: the prompt holds images, which engines of a StreamingCollector do not read "
-                "(LLMCollector over a TransformersWrapper does)"
-            )
-        ids = encoded.ids(0)
-        params = self.policy.drawn_by
-        if (seeds := params.turn_seeds(encoded)) is not None:
-            params = replace(params, seed=seeds[0])
-        limit = params.max_new_tokens
-        budget = limit if max_new_tokens is None else min(limit, max_new_tokens)
-        version = self.engine.version
-        deadline = asyncio.timeout(self.request_timeout_s)
-        try:
-            async with deadline:
-                generation: Generation = await self.engine.respond(
-                    ids,
-                    params,
-                    max_new_tokens=self.policy.bounded_turn(budget, len(ids)),
-                    session=session,
-                )
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            return encoded, f"error: no response within {self.request_timeout_s:g} s"
-        given = checked(self.engine, [generation], params, 1)
-        full = self.policy.append_generations(encoded, given, version, params)
-        return full, finish_reason_of(generation, budget)
-
-    def _encode(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        try:
-            asked = Conversations.cat([conversation for conversation, _ in waiting])
-            encoded = self.policy.encoder.encode_rows(asked)
-        except Exception as error:
-            for _, future in waiting:
-                if not future.done():
-                    future.set_exception(error)
-            return
-        for row, (_, future) in enumerate(waiting):
-            if not future.done():
-                refused = encoded.errors.get(row)
-                future.set_result(encoded.conversations[[row]] if refused is None else refused)

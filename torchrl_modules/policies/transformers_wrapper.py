@@ -1,128 +1,31 @@
-"""The policy over a Transformers model: loaded, sampled from, scored."""
+"""A policy over a Transformers model: generates, and scores what was generated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partialmethod
-from pickle import UnpicklingError
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    AutoTokenizer,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from torchrl_data.checks import TokenScores, load_pretrained
+from torchrl_data.devices import on_device, on_host
 from torchrl_data.keys import ENTROPY, FULL, LOG_PROBS_FULL, UNTEMPERED_LOG_PROBS
-from torchrl_data.ragged import on_device, on_host
-from torchrl_data.templates.encoder import ImageProcessor
+from torchrl_data.templates.image_processor import ImageProcessor
+from torchrl_data.token_scorer import TokenScores
 from torchrl_modules.engines.transformers import TransformersEngine
-from torchrl_modules.sampling import SamplingParameters, TargetHistory, warped_log_softmax
+from torchrl_modules.sampling.distribution import warped_log_softmax
+from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.sampling.token_history import TargetHistory
 from torchrl_modules.scoring.packed_attention import PACKED_SDPA
 from torchrl_modules.scoring.scorer import PackedScorer, TokenDistribution
 
 from .base import LLMWrapperBase, RowsToScore, rows_to_score, write_scores
+from .loading import load_model
 from .model_files import local_model
-
-# A model from a hub id or a path, as it is trained: where, in which type, with which attention.
-
-OF_BOTH: Final = ("revision", "trust_remote_code", "cache_dir", "token", "local_files_only")
-"""Arguments that say where files are, for the tokenizer too."""
-_SHOWN_KEYS: Final = 5
-
-
-def _load(
-    path: str, tokenizer: PreTrainedTokenizerBase | None, processor: Any, options: Mapping[str, Any]
-) -> tuple[nn.Module, PreTrainedTokenizerBase, Any]:
-    """A model in evaluation mode, its tokenizer, and its processor where it reads images."""
-    # options: device, dtype, attn_implementation and model_kwargs, each perhaps `None`.
-    more = dict(options["model_kwargs"] or {})
-    twice = {"device_map", "torch_dtype", "dtype", "attn_implementation", "device"} & set(more)
-    if twice:
-        raise TypeError(
-            f"TransformersWrapper: model_kwargs has {sorted(twice)}. The wrapper's own "
-            "device, dtype and attn_implementation say that."
-        )
-    place = {key: value for key, value in more.items() if key in OF_BOTH}
-    config = load_pretrained(AutoConfig, path, **place)
-    if options["attn_implementation"] is not None:
-        more["attn_implementation"] = options["attn_implementation"]
-        cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-        if cap is not None and options["attn_implementation"] == "sdpa":
-            raise ValueError(
-                f"TransformersWrapper: {path} caps its attention scores at {cap}, which "
-                "attn_implementation='sdpa' leaves out and vLLM does not. Leave it away, or give "
-                "'eager'."
-            )
-    # A vision-language model that is a text model too has to be asked for.
-    is_asked = processor is not None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    reads_images = is_asked and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if processor is None and reads_images:
-        processor = load_pretrained(AutoProcessor, path, **place)
-    words: Any = tokenizer or load_pretrained(AutoTokenizer, path, **place)
-    auto = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
-    dtype = torch.float32 if options["dtype"] is None else options["dtype"]
-    model: Any = load_causal_lm(path, auto, dtype=dtype, **more)
-    device = accelerator() if options["device"] is None else options["device"]
-    return model.to(device), words, processor
-
-
-def load_causal_lm(
-    path: str, auto: Any = AutoModelForCausalLM, **arguments: Any
-) -> PreTrainedModel:
-    """A causal language model with all of its weights, each of its shape and finite.
-
-    Args:
-        path: hub id or folder.
-        auto: which of Transformers' loaders.
-        **arguments: those of ``from_pretrained``.
-
-    Raises:
-        ValueError: weights are missing, of another shape or not finite; or are pickled objects.
-    """
-    takes_any_shape = arguments.pop("ignore_mismatched_sizes", False)
-    options = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:
-        model, found = load_pretrained(auto, path, **options)
-    except UnpicklingError as error:
-        raise ValueError(
-            f"The weights of {path!r} are a pickle that holds more than tensors, and reading it "
-            "could run any program. Save them as safetensors."
-        ) from error
-    wrong = [f"{name} is missing" for name in sorted(found["missing_keys"])]
-    if not takes_any_shape:
-        shapes = sorted((name, tuple(has), tuple(to)) for name, has, to in found["mismatched_keys"])
-        wrong += [f"{name} has shape {has}, not {to}" for name, has, to in shapes]
-    for name, weight in model.named_parameters():
-        if not weight.is_meta and not weight.isfinite().all():
-            wrong.append(f"{name} holds values that are not finite")
-    if wrong:
-        more = "" if len(wrong) <= _SHOWN_KEYS else f" and {len(wrong) - _SHOWN_KEYS} more"
-        raise ValueError(
-            f"Weights of {path!r} can't be used: {'; '.join(wrong[:_SHOWN_KEYS])}{more}. Is the "
-            "checkpoint whole, and the model's class that of its config?"
-        )
-    return model
-
-
-def accelerator() -> torch.device:
-    """The device of this process: the accelerator, if there is one."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
-        return torch.device("cpu")
-    return torch.device(found.type, torch.accelerator.current_device_index())
-
-
-# A policy over a Transformers model: generates, and scores what was generated.
 
 
 class TransformersWrapper(LLMWrapperBase):
@@ -210,7 +113,9 @@ class TransformersWrapper(LLMWrapperBase):
             "model_kwargs": model_kwargs,
         }
         if isinstance(model, str):
-            model, tokenizer, processor = _load(local_model(model), tokenizer, processor, options)
+            model, tokenizer, processor = load_model(
+                local_model(model), tokenizer, processor, options
+            )
         elif given := [name for name, value in options.items() if value is not None]:
             names = ", ".join(f"{name}=" for name in given)
             raise TypeError(
@@ -305,7 +210,7 @@ class TransformersWrapper(LLMWrapperBase):
         entropy: bool = False,
         images: Sequence[Sequence[str]] | None = None,
     ) -> TokenScores:
-        """See :class:`torchrl_data.checks.TokenScorer`.
+        """See :class:`torchrl_data.TokenScorer`.
 
         The temperature is the caller's; penalties, top-k, top-p and min-p are those of the sampling
         parameters, the last three unless ``score_truncated`` is off.

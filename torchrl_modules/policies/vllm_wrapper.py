@@ -5,15 +5,16 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from torchrl_data.checks import load_pretrained
+from torchrl_data.pretrained import load_pretrained
 from torchrl_modules.engines.bridges import BlockingEngine
 from torchrl_modules.engines.engine import Engine
 from torchrl_modules.engines.fleet import EngineFleet
-from torchrl_modules.sampling import requested_sampling
-from torchrl_modules.vllm.client import VLLMServerEngine
-from torchrl_modules.vllm.engine import AsyncVLLMEngine, VLLMEngine
+from torchrl_modules.sampling.parameters import requested_sampling
+from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
+from torchrl_modules.vllm.bridges import BlockingVLLMEngine, OwnServerEngine
+from torchrl_modules.vllm.engine import VLLMEngine
 from torchrl_modules.vllm.requests import check_reported
-from torchrl_modules.vllm.server import BlockingVLLMEngine, OwnServerEngine
+from torchrl_modules.vllm.server_engine import VLLMServerEngine
 
 from .base import LLMWrapperBase
 from .model_files import local_model
@@ -35,7 +36,7 @@ class vLLMWrapper(LLMWrapperBase):
         tokenizer: the model's tokenizer; loaded beside it when ``model`` is an id or a path.
         engine_kwargs: settings of the engine that is built, see
             :class:`~torchrl_modules.vllm.engine.VLLMEngine` and
-            :class:`~torchrl_modules.vllm.client.VLLMServerEngine`.
+            :class:`~torchrl_modules.vllm.server_engine.VLLMServerEngine`.
         generate: only ``True``; for scores see above.
         **kwargs: see :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
 

@@ -18,9 +18,10 @@ import torch.distributed
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchrl_data.messages import noise_image
-from torchrl_data.ragged import cumulative_lengths, on_device, pack, pad, sequence_index
-from torchrl_data.templates.encoder import ImageProcessor
+from torchrl_data.devices import on_device
+from torchrl_data.images import noise_image
+from torchrl_data.ragged.packed import cumulative_lengths, pack, pad, sequence_index
+from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.transformers_releases import forward_parameters
 
 from .packed_attention import PackedInputLost, build_trie, can_share, no_mask, packed_input

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from torchrl_data.ragged import on_device
+from torchrl_data.devices import on_device
 from torchrl_modules.transformers_releases import takes_sdpa
 
 # Packed sequences as a trie: what they begin with in common is there once, attention included.

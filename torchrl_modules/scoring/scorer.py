@@ -14,21 +14,15 @@ from torch.autograd import Function
 from torch.distributions import Distribution
 from torch.nn.functional import linear
 
-from torchrl_data.checks import (
-    POSITIVE,
-    ChecksAttributes,
-    TokenScores,
-    check_counts,
-    check_numbers,
-)
-from torchrl_data.ragged import cumulative_lengths, on_device, on_host, pack
-from torchrl_data.templates.encoder import ImageProcessor
-from torchrl_modules.sampling import (
-    SamplingParameters,
-    TargetHistory,
-    warped_head_log_prob,
-    warped_log_prob,
-)
+from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers
+from torchrl_data.devices import on_device, on_host
+from torchrl_data.ragged.packed import cumulative_lengths, pack
+from torchrl_data.templates.image_processor import ImageProcessor
+from torchrl_data.token_scorer import TokenScores
+from torchrl_modules.sampling.distribution import warped_head_log_prob, warped_log_prob
+from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.sampling.token_history import TargetHistory
 
 from .models import (
     Difference,
@@ -470,7 +464,7 @@ class PackedScorer(ChecksAttributes):
         untempered: bool = False,
         images: Sequence[Sequence[str]] | None = None,
     ) -> TokenScores:
-        """See :class:`torchrl_data.checks.TokenScorer`.
+        """See :class:`torchrl_data.TokenScorer`.
 
         Args:
             ids: int64 ``[N]``.

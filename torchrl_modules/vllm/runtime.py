@@ -1,11 +1,27 @@
-"""The one door to vLLM: how it is imported, and the settings that it always gets."""
+"""The one door to vLLM: it is imported here, when an engine is built, and nowhere else.
+
+Also here, because they belong to the moment of the import: the environment variables that an
+engine inside this process needs, and what building one changes in the process.
+
+What an in-process engine leaves behind, beside its memory:
+
+- A default ``torch.distributed`` process group of one rank, unless there was one. Code that calls
+  ``init_process_group`` itself must do so before the engine is built, or in another process.
+- On a CPU, ``torch.accelerator.synchronize`` and ``empty_cache`` do nothing from then on.
+- On a CPU, memory is bound to the NUMA nodes of the cores that the process may use.
+- Sampling on a CPU draws from the global generator of torch, as Transformers' ``generate`` does:
+  ``torch.manual_seed`` makes it repeat.
+
+Building one also seeds the generators of Python, NumPy and torch, disables
+``torch.set_num_threads`` on a CPU and sets the number of threads; `preserved_globals` undoes
+that.
+"""
 
 import importlib
-import json
 import os
 import random
 import runpy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Final
@@ -17,24 +33,6 @@ from torchrl_data import page
 from torchrl_data.releases import warn_untested
 
 from . import releases
-
-# The one door to vLLM: it is imported here, when an engine is built, and nowhere else.
-#
-# Also here, because they belong to the moment of the import: the environment variables that an
-# engine inside this process needs, and what building one changes in the process.
-#
-# What an in-process engine leaves behind, beside its memory:
-#
-# - A default ``torch.distributed`` process group of one rank, unless there was one. Code that calls
-#   ``init_process_group`` itself must do so before the engine is built, or in another process.
-# - On a CPU, ``torch.accelerator.synchronize`` and ``empty_cache`` do nothing from then on.
-# - On a CPU, memory is bound to the NUMA nodes of the cores that the process may use.
-# - Sampling on a CPU draws from the global generator of torch, as Transformers' ``generate`` does:
-#   ``torch.manual_seed`` makes it repeat.
-#
-# Building one also seeds the generators of Python, NumPy and torch, disables
-# ``torch.set_num_threads`` on a CPU and sets the number of threads; `preserved_globals` undoes
-# that.
 
 ENVIRONMENT: Final = {
     # The engine runs in this process: weights reach it by reference, and it dies with it.
@@ -125,80 +123,3 @@ def preserved_globals() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
-
-
-# Settings of vLLM that make it the engine of a policy: in this process, and as a server.
-
-FIXED: Final = {
-    # Log-probs of the distribution that was sampled from: temperature, top-k, ... applied.
-    "logprobs_mode": "processed_logprobs",
-    # Token ids only.
-    "skip_tokenizer_init": True,
-    # No sampling defaults and no stop tokens out of the model's directory.
-    "generation_config": "vllm",
-}
-"""What the contract of an engine fixes."""
-
-WORKER: Final = {"worker_extension_cls": "torchrl_modules.vllm.worker.vLLMWorker"}
-"""So that new weights can be sent to the workers."""
-
-CPU_DEFAULTS: Final = {
-    # In float32 log-probs are those of the model that is trained.
-    "dtype": "float32",
-    # It would compile for minutes, and take nearly all memory for its cache.
-    "enforce_eager": True,
-    "kv_cache_memory_bytes": 1 << 30,
-    # With it a request's seed ends the engine.
-    "enable_chunked_prefill": False,
-}
-"""On a CPU, where the user has not said otherwise."""
-
-
-ADAPTER_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as ``max_lora_rank``."""
-
-LORA_DEFAULTS: Final = {"max_loras": 4}  # what began under the last versions goes on beside new
-"""Of an engine that is pushed adapters, where the user has not said otherwise."""
-
-
-def engine_settings(requested: Mapping[str, Any], *, is_cpu: bool, who: str) -> dict[str, Any]:
-    """What an engine of this process is built with; `TypeError` if a fixed setting is given."""
-    if fixed := sorted(FIXED.keys() & requested.keys()):
-        raise TypeError(f"{who} sets {fixed} itself; leave them out.")
-    defaults = dict(CPU_DEFAULTS) if is_cpu else {}
-    if requested.get("enable_lora"):
-        defaults |= LORA_DEFAULTS
-    return {"use_tqdm_on_load": False, **WORKER, **defaults, **requested, **FIXED}
-
-
-def as_options(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as a command line of ``vllm serve`` holds them; a flag has no value.
-
-    Example:
-        >>> as_options({"eager": True, "chunked": False, "max_model_len": 8, "config": {"a": 1}})
-        ['--eager', '--no-chunked', '--max-model-len', '8', '--config', '{"a": 1}']
-    """
-    words: list[str] = []
-    for name, value in settings.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return words
-
-
-def check_built(llm: Any, *, who: str) -> None:
-    """Check that a ``vllm.LLM`` which somebody else built can be the engine of a policy."""
-    if not hasattr(llm.llm_engine.engine_core, "engine_core"):
-        raise ValueError(
-            f"{who}: this LLM runs in a process of its own. Set "
-            "VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported, or run it as a server: "
-            "start_server(...)."
-        )
-    mode = llm.llm_engine.vllm_config.model_config.logprobs_mode
-    if mode != FIXED["logprobs_mode"]:
-        raise ValueError(
-            f"{who}: this LLM reports {mode!r}, which are not the log-probs of the distribution "
-            f"sampled from. Build it with logprobs_mode={FIXED['logprobs_mode']!r}."
-        )

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from torchrl_modules.weights import AdapterWeights, ExpectedWeights, refuse
+from torchrl_modules.weights.adapter_weights import AdapterWeights
+from torchrl_modules.weights.expected_weights import ExpectedWeights, refuse
 
 from .releases import not_loaded
 from .runtime import import_vllm
-
-# New weights for a vLLM engine: checked as a whole, then loaded in one go; or adapters alone.
 
 _MEMORY: Final = Path("/dev/shm")
 _WHO: Final = "VLLMEngine.update_weights"

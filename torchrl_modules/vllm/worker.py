@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from torchrl_modules.engines.supervision import this_process
-from torchrl_modules.weight_transfer import (
+from torchrl_modules.weight_transfer.broadcast_group import (
     BroadcastGroup,
-    WeightLayout,
     stateless_init_process_group,
 )
+from torchrl_modules.weight_transfer.layout import WeightLayout
 
 from .releases import tells_versions
 from .requests import own_ends
@@ -101,7 +101,7 @@ class vLLMWorker:
             timeout_s: of the meeting, and of each bucket.
 
         Returns:
-            :attr:`~torchrl_modules.weights.ExpectedWeights.message`: what every update has to hold.
+            ``ExpectedWeights.message`` of the weights: what every update has to hold.
         """
         self._leave()
         parallel = self.vllm_config.parallel_config
@@ -116,7 +116,7 @@ class vLLMWorker:
         """Load weights as they come, a bucket at a time; the trainer has checked them as a whole.
 
         Args:
-            layout: the arguments of :class:`~torchrl_modules.weight_transfer.WeightLayout`.
+            layout: the arguments of :class:`~torchrl_modules.weight_transfer.layout.WeightLayout`.
 
         Returns:
             ``{}``; or what ``failed``, and the weights are a mixture.

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase, is_tensorclass
 
-from torchrl_data.ragged import BatchedObject, view_of
+from torchrl_data.batched_object import BatchedObject, view_of
 
 
 def assert_same(found, saved, at="state"):

@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from collectors import CheckpointError, CheckpointStore
-from collectors.checkpoint import files, reading
-from collectors.checkpoint.files import MANIFEST, read_manifest, sha256, write_manifest
+from collectors.checkpoint import checkpoint, files
+from collectors.checkpoint import manifest as manifest_file
+from collectors.checkpoint.files import sha256
+from collectors.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 
 STATE = {"weights": torch.arange(3.0), "text": ["a", (1, b"x")]}
 PROPERTY = settings(
@@ -49,7 +51,12 @@ def path(tmp_path, monkeypatch):
         assert os.path.abspath(opened).startswith(f"{path}/"), f"{opened} was opened"
         return real(opened, **settings)
 
-    for module, name in ((files, "open_file"), (reading, "open_file"), (reading, "safe_open")):
+    for module, name in (
+        (files, "open_file"),
+        (manifest_file, "open_file"),
+        (checkpoint, "open_file"),
+        (checkpoint, "safe_open"),
+    ):
         monkeypatch.setattr(module, name, partial(opened_by, getattr(module, name)))
     return path
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from collectors.ledger import Drop, OnPolicy, Wait
-from collectors.ledger.groups import LengthHistogram
+from collectors.ledger.accounts import LengthHistogram
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "collection"
 NUM_STEPS = 120

@@ -3,7 +3,7 @@
 import pytest
 
 from collectors.ledger import Drop, GroupLedger, OnPolicy, Replay, Wait
-from collectors.ledger import ledger as ledger_module
+from collectors.ledger import generation_ledger as ledger_module
 
 
 def make(groups_per_step, policy, **settings):

@@ -1,7 +1,8 @@
 """Records made by hand, for what shows them."""
 
 from collectors.record import GroupSummary, RolloutSample, SampleTokens, StepSummary, TokenSpan
-from collectors.record.samples import FORMAT, RecordedToolCall, write_lines
+from collectors.record.files import write_lines
+from collectors.record.samples import FORMAT, RecordedToolCall
 
 
 def sample(step=1, group=0, index=0, **changed):

@@ -18,14 +18,9 @@ from torchrl.envs.transforms import Compose
 from collectors import LLMCollector, StreamingCollector, Wait
 from collectors.ledger import GroupLedger
 from collectors.record import RolloutRecorder, RunRecord
-from collectors.record.recorder import token_spans
-from collectors.record.samples import (
-    StepSummary,
-    TokenSpan,
-    json_line,
-    read_lines,
-    write_lines,
-)
+from collectors.record.files import json_line, read_lines, write_lines
+from collectors.record.provenance import token_spans
+from collectors.record.samples import StepSummary, TokenSpan
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_data.conversation import Source
 from torchrl_envs import ChatEnv, DataLoadingPrimer, FunctionTools, RewardFunctions, StepCounter

@@ -10,7 +10,7 @@ from textual.widgets import DataTable
 
 from collectors.record import RunRecord
 from collectors.record.app import RecordApp
-from collectors.record.terminal import Browser
+from collectors.record.browser import Browser
 from collectors.record.view import main
 from torchrl_agents.command import COMMANDS
 

@@ -24,7 +24,7 @@ from torchrl_envs import (
 )
 from torchrl_modules import EngineDied
 from torchrl_modules.engines.bridges import BatchingEngine
-from torchrl_modules.weights import UpdateRefused
+from torchrl_modules.weights.expected_weights import UpdateRefused
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 FAULTY = (3, 7)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, LoadCap, OnPolicy, StreamingCollector, Wait
-from collectors.streaming.load import GroupCap
+from collectors.streaming.load_cap import GroupCap
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EpisodeTransform
 from torchrl_modules import EngineLoad, TransformersWrapper
 from torchrl_modules.engines.bridges import BatchingEngine

@@ -15,7 +15,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, LLMCollector, OnPolicy, StreamingCollector, Wait
-from collectors.streaming.producer import draw_point
+from collectors.streaming.evaluation_point import draw_point
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -27,11 +27,11 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.episode.episode_env import AsyncEpisodeRunner
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_modules import EngineDied, TransformersWrapper
 from torchrl_modules.engines.bridges import BatchingEngine
-from torchrl_modules.policies.base import AsyncPolicy
-from torchrl_modules.weights import UpdateRefused
+from torchrl_modules.policies.async_policy import AsyncPolicy
+from torchrl_modules.weights.expected_weights import UpdateRefused
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 # TorchRL's storages count in shared memory, whose file lives to the end.

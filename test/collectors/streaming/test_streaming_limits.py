@@ -9,7 +9,7 @@ import pytest
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, OnPolicy, StreamingCollector, Wait
-from collectors.streaming.load import check_adapters
+from collectors.streaming.checks import check_adapters
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.engines.bridges import BatchingEngine

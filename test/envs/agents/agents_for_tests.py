@@ -6,7 +6,7 @@ from torchrl.envs.transforms import Compose
 from torchrl_data import read_conversations
 from torchrl_data.keys import PROMPT
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer
-from torchrl_envs.testing import ScriptedTurns
+from torchrl_envs.testing.scripted_turns import ScriptedTurns
 
 ROWS = [{"prompt": "unused", "question": "What is 2 + 3?", "answer": "5"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'

@@ -41,7 +41,7 @@ from torchrl_envs import (
 )
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import TaskEnv
-from torchrl_envs.testing import ScriptedTurns
+from torchrl_envs.testing.scripted_turns import ScriptedTurns
 
 
 def uses_a_tool(endpoint, *, question, answer):

@@ -9,7 +9,7 @@ from agents_for_tests import ADD, CALL, client_of, play, reason_of, said, sample
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchrl_data.tool_calls import ParsedTurn, ToolCall
+from torchrl_data.tool_calls.records import ParsedTurn, ToolCall
 from torchrl_envs.agents.protocols import anthropic_messages, chat_completions, openai_responses
 from torchrl_envs.agents.turns import Accepted, TurnReply, TurnRequest, comparable, reply_to
 

@@ -23,7 +23,7 @@ from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, TokenBudget
 from torchrl_envs.agents.agent_program import as_prompt
 from torchrl_envs.agents.server import AgentServer
 from torchrl_envs.agents.turns import Accepted
-from torchrl_envs.testing import ScriptedTurns
+from torchrl_envs.testing.scripted_turns import ScriptedTurns
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.engines.engine import Generation
 

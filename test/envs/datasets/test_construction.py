@@ -17,8 +17,8 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector, StreamingCollector
 from torchrl_data import ToolsNotShownError, builtin_template
-from torchrl_data.checks import MissingEntryError
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
+from torchrl_data.missing_entry import MissingEntryError
 from torchrl_envs import (
     AgentProgram,
     AnswerReward,

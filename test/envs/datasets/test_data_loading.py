@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
 from torchrl_envs import (
     ChatEnv,
     DataExhaustedError,
@@ -29,8 +29,8 @@ from torchrl_envs import (
     RewardFunctions,
     load_rows,
 )
-from torchrl_envs.datasets.primer import IDS_PER_EPOCH
-from torchrl_envs.datasets.rows import Frontier
+from torchrl_envs.datasets.difficulty_pools import IDS_PER_EPOCH
+from torchrl_envs.datasets.row_stream import Frontier
 
 ROWS = [{"prompt": f"<{i}>", "number": i} for i in range(7)]
 
@@ -443,7 +443,7 @@ def test_a_position_in_other_data_or_settings_is_refused(changed, words):
 @pytest.mark.parametrize("held", [0, 1 << 20], ids=["on the disk", "in memory"])
 @pytest.mark.parametrize("change", ["a value", "the order"])
 def test_a_position_in_rows_of_which_any_changed_is_refused(held, change, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchrl_envs.datasets.rows._HELD_BYTES", held)
+    monkeypatch.setattr("torchrl_envs.datasets.loading._HELD_BYTES", held)
     rows = [{"prompt": "?", "answer": n} for n in range(100)]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from collectors import LLMCollector
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -21,7 +21,7 @@ from torchrl_envs import (
     RewardFunctions,
     load_rows,
 )
-from torchrl_envs.datasets import rows
+from torchrl_envs.datasets import loading
 from torchrl_envs.tasks.task import load_task_rows
 
 ROWS = [{"prompt": f"<{i}>", "number": i} for i in range(7)]
@@ -94,8 +94,8 @@ def test_the_rows_of_a_json_file_have_the_values_that_are_written_there(
     as_list, is_large, tmp_path, monkeypatch
 ):
     """Arrow would make dates, 5 of "05", and 1.0 of 1 because another row has 2.5."""
-    monkeypatch.setattr(rows, "_READ_BYTES", 50)  # so that rows go on in the next part
-    monkeypatch.setattr(rows, "_HELD_BYTES", 0 if is_large else 1 << 20)
+    monkeypatch.setattr(loading, "_READ_BYTES", 50)  # so that rows go on in the next part
+    monkeypatch.setattr(loading, "_HELD_BYTES", 0 if is_large else 1 << 20)
     written = [
         {"prompt": "a, [ü] \u2028", "answer": "2026-01-02", "mixed": 1, "number": 1},
         {"prompt": "b", "answer": "2026-01-03 10:00:00", "mixed": "05", "number": 2.5},
@@ -123,7 +123,7 @@ def test_a_large_file_is_drawn_from_as_the_same_rows_in_memory(tmp_path, monkeyp
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, written)))
     small = load_task_rows(path, num_held_out=2)
-    monkeypatch.setattr(rows, "_HELD_BYTES", 0)
+    monkeypatch.setattr(loading, "_HELD_BYTES", 0)
     large = load_task_rows(path, num_held_out=2)
     assert not isinstance(large[0], list)
     assert ([*large[0]], large[1]) == small

@@ -9,7 +9,7 @@ from torchrl.envs import RenameTransform, RewardScaling, RewardSum
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
-from collectors.llm_collector import trajectory_rows
+from collectors.trajectory_rows import trajectory_rows
 from torchrl_envs import (
     ChatEnv,
     DataExhaustedError,
@@ -22,9 +22,9 @@ from torchrl_envs import (
     StepCounter,
     TokenBudget,
 )
-from torchrl_envs.episode.episode_env import AsyncEpisodeRunner
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_modules.engines.bridges import BatchingEngine
-from torchrl_modules.policies.base import AsyncPolicy
+from torchrl_modules.policies.async_policy import AsyncPolicy
 
 
 def add(a: int, b: int) -> int:

@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.transforms import Compose, Transform
 
-from torchrl_data.batch_io import active_rows, read_conversations, write_conversations
 from torchrl_data.conversation import Conversations, Turn
+from torchrl_data.conversation_io import active_rows, read_conversations, write_conversations
 from torchrl_data.keys import INPUT_MODES
 from torchrl_envs import (
     ChatEnv,
@@ -191,7 +191,7 @@ class FailsToClose(Transform):
     ],
 )
 def test_the_broken_rule_is_named(transform, rule, words, make_env, chatml_tokenizer, monkeypatch):
-    monkeypatch.setattr("torchrl_envs.testing._THREADS_S", 0.3)
+    monkeypatch.setattr("torchrl_envs.testing.environment_rules._THREADS_S", 0.3)
 
     def build():
         if transform is Impersonates:

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from torchrl_envs.concurrency import CallTimeoutError, ConcurrentCalls, DaemonThreads
+from torchrl_envs.concurrency.calls import CallTimeoutError, ConcurrentCalls
+from torchrl_envs.concurrency.threads import DaemonThreads
 
 
 def said(outcomes):

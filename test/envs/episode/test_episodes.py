@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.batch_io import read_conversations
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
+from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

@@ -4,7 +4,7 @@ import torch
 import torchrl.envs
 from tensordict import TensorDict
 
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
 from torchrl_envs import LLMHashingEnv
 
 

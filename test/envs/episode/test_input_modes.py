@@ -7,9 +7,9 @@ from torchrl.envs.transforms import Compose
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_data import ChatHistory, History, MissingEntryError, Tokens
-from torchrl_data.batch_io import read_conversations
+from torchrl_data.batched_object import read_objects, write_objects
+from torchrl_data.conversation_io import read_conversations
 from torchrl_data.keys import INPUT_MODES
-from torchrl_data.ragged import read_objects, write_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper
 

@@ -13,7 +13,7 @@ from torchrl.envs.transforms import Compose, Transform
 
 from collectors import LLMCollector
 from objectives import MCAdvantage
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_data.batch_io import read_conversations
-from torchrl_data.ragged import read_objects, write_objects
+from torchrl_data.batched_object import read_objects, write_objects
+from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import LLMEnv
 from torchrl_modules import TransformersWrapper
 

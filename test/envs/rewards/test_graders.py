@@ -10,19 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RepetitionPenalty, RewardFunctions
 from torchrl_envs.graders.answers import (
-    MathVerifyReward,
     exact_match,
     final_text,
-    grade_math,
     hash_answer,
     hash_answer_match,
     normalize_number,
     read_tags,
     think_answer_format,
 )
+from torchrl_envs.graders.math_verify import MathVerifyReward, grade_math
 
 HANGS = r"\boxed{9^{9^{9^9}}}"
 

@@ -13,8 +13,8 @@ from torchrl.envs.transforms import Compose
 import objectives.functional as F
 from collectors import LLMCollector
 from objectives import GRPOLoss, MCAdvantage
-from torchrl_data.checks import MissingEntryError
 from torchrl_data.layout import Masks, Tokens
+from torchrl_data.missing_entry import MissingEntryError
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

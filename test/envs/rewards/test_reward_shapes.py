@@ -22,7 +22,7 @@ from torchrl_envs import (
     StepCounter,
     reward_metrics,
 )
-from torchrl_envs.entries import turn_ends
+from torchrl_envs.entries.rewards import turn_ends
 
 
 class Echo:

@@ -11,8 +11,8 @@ import torch
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
-from torchrl_data.batch_io import read_conversations
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
+from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import (
     AnswerReward,
     ChatEnv,

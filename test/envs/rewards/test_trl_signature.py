@@ -256,7 +256,7 @@ def test_rollout_functions_are_scored_alike(chatml_tokenizer, make_tiny_model):
 
 
 def test_thoughts_that_a_template_took_out_are_in_the_string():
-    from torchrl_envs.rewards.functions import _text
+    from torchrl_envs.rewards.scoring_call import _text
 
     message = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
     assert _text(message) == "<think>\n2 and 2\n</think>\n\n4"

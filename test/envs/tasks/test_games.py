@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchrl.envs.transforms import Compose
 
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
-from torchrl_envs.concurrency import OwnRandom
+from torchrl_envs.concurrency.own_random import OwnRandom
 from torchrl_envs.tasks.games import WORDS, CatchGame, WordleGame, guess_feedback
 from torchrl_envs.tasks.registry import combine_tasks, make_task
 from torchrl_envs.tasks.remote import textarena_environment

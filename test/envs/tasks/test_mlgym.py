@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_data.ragged import read_objects, write_objects
+from torchrl_data.batched_object import read_objects, write_objects
 from torchrl_envs import make_mlgym
 from torchrl_envs.tasks.mlgym import NO_ACTION, command_file, score_gain
 

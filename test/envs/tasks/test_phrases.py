@@ -3,7 +3,7 @@
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from torchrl_data.templates.template import builtin_template
+from torchrl_data.templates.registry import builtin_template
 from torchrl_envs.tasks.registry import make_task
 from torchrl_modules.tiny_model import train_tokenizer
 

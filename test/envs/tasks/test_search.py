@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_envs.graders.answers import exact_match_of, f1_of
+from torchrl_envs.graders.short_answers import exact_match_of, f1_of
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.search import BM25, make_world, questions_from
 from torchrl_envs.tasks.task import TaskEnv

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_data import ConversationEncoder
-from torchrl_data.batch_io import read_conversations
-from torchrl_data.tool_calls import parse_tool_calls
+from torchrl_data.conversation_io import read_conversations
+from torchrl_data.tool_calls.parser import parse_tool_calls
 from torchrl_envs import FunctionTools
 from torchrl_envs.tasks.reasoning_gym import TOOLS, calculator_task, question_task
 from torchrl_envs.tasks.registry import make_task

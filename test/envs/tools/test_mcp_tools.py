@@ -18,8 +18,8 @@ from mcp.server import MCPServer
 from mcp.types import ListToolsResult, Tool, ToolListChangedNotification
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.batch_io import read_conversations
-from torchrl_data.ragged import read_objects
+from torchrl_data.batched_object import read_objects
+from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -28,7 +28,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.tools.mcp import MCPConnection, MCPServerError, MCPToolsChangedError
+from torchrl_envs.tools.mcp_connection import MCPConnection, MCPServerError, MCPToolsChangedError
 
 SERVER = Path(__file__).parent / "mcp_server_for_tests.py"
 STDIO = {"command": sys.executable, "args": [str(SERVER)]}
@@ -452,7 +452,7 @@ def test_T10_mcp_server_that_always_dies_is_given_up(
     assert all("was lost" in text for text in died)
     assert "3 times in a row; it is not started again within 10 s" in given_up
     assert own_children() == []
-    monkeypatch.setattr("torchrl_envs.tools.mcp.RETRY_S", 0.0)  # after that time
+    monkeypatch.setattr("torchrl_envs.tools.mcp_connection.RETRY_S", 0.0)  # after that time
     (end,) = play(env, scripted([call_text("add", a=1), "done"]))
     assert answers(end) == ["2"]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.batch_io import read_conversations
+from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -21,7 +21,7 @@ from torchrl_envs import (
     SandboxSession,
     StepCounter,
 )
-from torchrl_envs.tool_results import CodeBlock, code_blocks
+from torchrl_envs.code_blocks import CodeBlock, code_blocks
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -133,7 +133,7 @@ def test_how_a_run_is_put(code, expected):
 
 
 def _outcome(call):
-    from torchrl_envs.concurrency import Outcome
+    from torchrl_envs.concurrency.outcome import Outcome
 
     try:
         return Outcome(call())

@@ -6,14 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_data.tool_calls import (
-    MAX_CALL_CHARS,
-    MAX_CALLS,
-    MAX_DEPTH,
-    MalformedCall,
-    ToolCall,
-    parse_tool_calls,
-)
+from torchrl_data.tool_calls.parser import MAX_CALLS, parse_tool_calls
+from torchrl_data.tool_calls.records import MalformedCall, ToolCall
+from torchrl_data.tool_calls.strict_json import MAX_CALL_CHARS, MAX_DEPTH
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 JSON = st.recursive(

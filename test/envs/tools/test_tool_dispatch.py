@@ -9,9 +9,9 @@ import threading
 import pytest
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.batch_io import read_conversations
-from torchrl_data.ragged import read_objects
-from torchrl_data.tool_calls import ParsedTurn, ToolCall
+from torchrl_data.batched_object import read_objects
+from torchrl_data.conversation_io import read_conversations
+from torchrl_data.tool_calls.records import ParsedTurn, ToolCall
 from torchrl_envs import (
     Answer,
     ChatEnv,
@@ -283,7 +283,7 @@ def test_settings_that_can_not_work_are_refused():
 
 
 def test_the_runner_of_calls_can_be_sent_to_another_process():
-    from torchrl_envs.concurrency import ConcurrentCalls
+    from torchrl_envs.concurrency.calls import ConcurrentCalls
 
     calls = ConcurrentCalls(timeout_s=3.0, max_threads=2)
     calls.run([[int]])

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_envs.concurrency import Outcome
+from torchrl_envs.concurrency.outcome import Outcome
 from torchrl_envs.tool_results import MAX_ERROR_BYTES, result_text
 
 

@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.ragged import read_objects, write_objects
+from torchrl_data.batched_object import read_objects, write_objects
 from torchrl_envs import (
     AddThinkingPrompt,
     ChatEnv,

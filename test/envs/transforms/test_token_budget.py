@@ -8,7 +8,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, StepCounter, TokenBudget
-from torchrl_envs.transforms.context import CUT_MARK
+from torchrl_envs.transforms.token_budget import CUT_MARK
 
 
 class Library:

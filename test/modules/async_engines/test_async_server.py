@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchrl_modules import AsyncEngine, EngineDied, SamplingParameters, open_async
-from torchrl_modules.vllm.client import VLLMServerEngine
+from torchrl_modules.vllm.server_engine import VLLMServerEngine
 
 FAKE = Path(__file__).parents[1] / "engines/fake_engine.py"
 PARAMS = SamplingParameters(max_new_tokens=10, stop_token_ids=())

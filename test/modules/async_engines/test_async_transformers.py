@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torchrl_modules import AsyncEngine, EngineDied, TransformersEngine
 from torchrl_modules import open_async as open_engine
 from torchrl_modules.scoring.models import run_trial
-from torchrl_modules.weights import UpdateRefused
+from torchrl_modules.weights.expected_weights import UpdateRefused
 
 
 def test_it_is_an_asynchronous_engine_with_the_limits_of_the_model(run, exact_model):

@@ -31,8 +31,8 @@ from torchrl_modules import (
 from torchrl_modules.engines.engine import VersionSpan, checked
 from torchrl_modules.engines.fleet import SessionRouter
 from torchrl_modules.engines.supervision import EngineState
-from torchrl_modules.vllm.server import OwnServerEngine
-from torchrl_modules.weights import UpdateRefused
+from torchrl_modules.vllm.bridges import OwnServerEngine
+from torchrl_modules.weights.expected_weights import UpdateRefused
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 FAKE = Path(__file__).parents[1] / "engines/fake_engine.py"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchrl_modules import SamplingParameters, TransformersEngine
 from torchrl_modules.engines.decoding import KeptCaches
-from torchrl_modules.weights import weights_fingerprint
+from torchrl_modules.weights.expected_weights import weights_fingerprint
 
 IDS = st.lists(st.integers(0, 2) | st.just(1 << 20), max_size=6)
 

@@ -107,15 +107,15 @@ def test_fewer_rows_are_put_off_where_the_load_is_followed(small, chatml_tokeniz
 @pytest.fixture
 def drawn(monkeypatch):
     """The versions of which an engine has drawn a token, as it draws them."""
-    from torchrl_modules.vllm import engine
+    from torchrl_modules.vllm import async_engine
 
-    versions, make = set(), engine.Delta
+    versions, make = set(), async_engine.Delta
 
     def note(ids, log_probs, version):
         versions.add(version)
         return make(ids, log_probs, version)
 
-    monkeypatch.setattr(engine, "Delta", note)
+    monkeypatch.setattr(async_engine, "Delta", note)
     return versions
 
 

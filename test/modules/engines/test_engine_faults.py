@@ -17,11 +17,11 @@ import torch
 
 from torchrl_modules.engines.engine import EngineDied
 from torchrl_modules.engines.supervision import EngineState, StallClock, is_stopped, this_process
-from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.vllm import client
-from torchrl_modules.vllm.client import VLLMServerEngine
+from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.vllm import server_engine
 from torchrl_modules.vllm.requests import StaleWeights
-from torchrl_modules.vllm.server import SupervisedEngine
+from torchrl_modules.vllm.server_engine import VLLMServerEngine
+from torchrl_modules.vllm.supervised_engine import SupervisedEngine
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 PROMPTS = [[1, 2], [3], [4, 5, 6], [8]]
@@ -195,7 +195,7 @@ def test_a_plain_server_can_be_drawn_from_and_an_update_says_what_it_lacks(start
 
 KILLED_IN_AN_UPDATE = """
 import os, signal, sys, torch
-from torchrl_modules.vllm.client import VLLMServerEngine
+from torchrl_modules.vllm.server_engine import VLLMServerEngine
 engine = VLLMServerEngine(sys.argv[1])
 engine._post = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 engine.update_weights({"a": torch.ones(4, 3), "b": torch.zeros(3)})
@@ -307,7 +307,7 @@ def test_an_update_in_flight_is_stamped_token_by_token(start):
 
 
 def test_a_client_knows_a_bounded_number_of_updates(start, monkeypatch):
-    monkeypatch.setattr(client, "_MAX_LABELS", 3)
+    monkeypatch.setattr(server_engine, "_MAX_LABELS", 3)
     with connected(start({"token_s": 0.05})) as engine:
         for _ in range(5):
             engine.update_weights(FIRST)

@@ -13,8 +13,9 @@ from torchrl_envs import ChatEnv, DataLoadingPrimer, StepCounter
 from torchrl_modules import Generation
 from torchrl_modules.engines.bridges import BatchingEngine
 from torchrl_modules.engines.engine import VersionSpan, checked
-from torchrl_modules.policies.base import AsyncPolicy, LLMWrapperBase
-from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.policies.async_policy import AsyncPolicy
+from torchrl_modules.policies.base import LLMWrapperBase
+from torchrl_modules.sampling.parameters import SamplingParameters
 
 GOOD = Generation([5, 6], [-0.5, -1.0], "stop")
 ENTROPY = SamplingParameters(max_new_tokens=4, entropy=True)

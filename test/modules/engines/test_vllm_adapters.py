@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectors.weight_update.updaters import InProcessUpdater
-from collectors.weight_update.weights import adapter_weights
+from collectors.weight_update.adapters_alone import adapter_weights
+from collectors.weight_update.in_process_updater import InProcessUpdater
 from torchrl_modules import AsyncVLLMEngine, VLLMEngine, vLLMWrapper
-from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.weights import AdapterWeights, UpdateRefused
+from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.weights.adapter_weights import AdapterWeights
+from torchrl_modules.weights.expected_weights import UpdateRefused
 
 peft = pytest.importorskip("peft")
 pytestmark = [

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from torchrl_modules.engines.engine import EngineDied
-from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.vllm.engine import AsyncVLLMEngine
-from torchrl_modules.vllm.requests import Delta, version_spans
+from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
+from torchrl_modules.vllm.generation_stream import Delta, version_spans
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
 ENDLESS = SamplingParameters(max_new_tokens=80, stop_token_ids=())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.vllm.engine import VLLMEngine
 
 STOP = 3
@@ -234,7 +234,7 @@ def test_a_second_engine_leaves_the_first_one_alone(vllm_engine, model, build_mo
 MIXTURE_OF_EXPERTS = """
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.vllm.engine import VLLMEngine
 
 config = Qwen3MoeConfig(

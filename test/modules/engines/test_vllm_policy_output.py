@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_data.batch_io import read_conversations, write_conversations
 from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_io import read_conversations, write_conversations
 from torchrl_modules import TransformersWrapper, vLLMWrapper
 
 pytestmark = pytest.mark.vllm

@@ -7,7 +7,7 @@ import torch
 from sampling_reference import OPTIONS, STOPS, turn_log_probs
 
 from torchrl_modules import AsyncVLLMEngine, SamplingParameters
-from torchrl_modules.vllm.server import BlockingVLLMEngine
+from torchrl_modules.vllm.bridges import BlockingVLLMEngine
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
 

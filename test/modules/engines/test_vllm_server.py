@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from torchrl_modules.engines.engine import EngineDied
-from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.vllm.access_control import TOKEN_VARIABLE
-from torchrl_modules.vllm.client import VLLMServerEngine
 from torchrl_modules.vllm.releases import server_module
 from torchrl_modules.vllm.server import start_server
+from torchrl_modules.vllm.server_engine import VLLMServerEngine
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
 PARAMS = SamplingParameters(max_new_tokens=24, temperature=0.7, top_k=20, stop_token_ids=(3,))

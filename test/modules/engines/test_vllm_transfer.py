@@ -11,9 +11,9 @@ from collectors.weight_update import vLLMUpdater
 from torchrl_modules import vLLMWrapper
 from torchrl_modules.engines.bridges import BlockingEngine
 from torchrl_modules.engines.fleet import EngineFleet
-from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.vllm.engine import AsyncVLLMEngine
-from torchrl_modules.weights import UpdateRefused
+from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
+from torchrl_modules.weights.expected_weights import UpdateRefused
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
 PARAMS = SamplingParameters(max_new_tokens=24, stop_token_ids=())

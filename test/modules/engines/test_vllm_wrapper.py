@@ -13,12 +13,12 @@ from torchrl.envs.transforms import Compose
 from collectors import LLMCollector, StreamingCollector
 from collectors.weight_update import vLLMUpdater
 from objectives import GRPOLoss
-from torchrl_data.batch_io import write_conversations
+from torchrl_data.batched_object import read_objects
 from torchrl_data.conversation import Conversations
-from torchrl_data.ragged import read_objects
+from torchrl_data.conversation_io import write_conversations
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper, vLLMWrapper
-from torchrl_modules.vllm.engine import AsyncVLLMEngine
+from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
 
 pytestmark = pytest.mark.vllm
 

@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from torchrl_modules.weight_transfer import (
-    C10dWeightTransfer,
-    WeightLayout,
-    stateless_init_process_group,
-    weights_file,
-)
-from torchrl_modules.weights import ExpectedWeights, next_version
+from torchrl_modules.weight_transfer.broadcast_group import stateless_init_process_group
+from torchrl_modules.weight_transfer.c10d import C10dWeightTransfer
+from torchrl_modules.weight_transfer.file import weights_file
+from torchrl_modules.weight_transfer.layout import WeightLayout
+from torchrl_modules.weights.expected_weights import ExpectedWeights, next_version
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 SHAPES = st.lists(st.integers(0, 5), max_size=3)

@@ -25,7 +25,7 @@ from transformers import (
     NemotronForCausalLM,
 )
 
-from torchrl_data.ragged import pack
+from torchrl_data.ragged.packed import pack
 from torchrl_modules import TransformersEngine, chunked_log_prob
 from torchrl_modules.scoring import scorer as chunked_head
 from torchrl_modules.scoring.models import Layout

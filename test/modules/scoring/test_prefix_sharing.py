@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
-from torchrl_data.ragged import pack
+from torchrl_data.ragged.packed import pack
 from torchrl_modules.scoring.packed_attention import PrefixTrie, Segment, build_trie, trie_attention
 from torchrl_modules.scoring.scorer import PackedScorer
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
 from objectives import LengthPenalty, MaxRL, MCAdvantage, PassAtK, RoleBaseline
-from torchrl_data.checks import MissingEntryError
+from torchrl_data.missing_entry import MissingEntryError
 
 
 def make_row(reward, *, agent=0, game="poker", group=0, sampled=3, segments=None):

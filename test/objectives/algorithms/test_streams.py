@@ -21,7 +21,7 @@ from objectives import (
     TokenFilters,
     write_streams,
 )
-from torchrl_data.checks import MissingEntryError
+from torchrl_data.missing_entry import MissingEntryError
 
 REF = DistillationLossKeys(teacher_log_probs=("next", "ref_log_probs", "full"))
 NEEDED = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from torchrl_data.checks import TokenScores
+from torchrl_data.token_scorer import TokenScores
 
 IDS = torch.arange(5)
 LENGTHS = torch.tensor([3, 2])

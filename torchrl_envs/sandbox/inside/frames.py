@@ -12,7 +12,7 @@ _LENGTH = struct.Struct(">I")
 _MARSHAL_VERSION = 2
 
 
-def pack(value):
+def framed_bytes(value):
     """A message as bytes."""
     body = marshal.dumps(value, _MARSHAL_VERSION)
     return _LENGTH.pack(len(body)) + body

@@ -12,7 +12,7 @@ import signal
 import time
 
 from . import kernel, worker
-from .frames import pack, read_message, write_all
+from .frames import framed_bytes, read_message, write_all
 
 _BUSY_POLL_S = 0.01
 _IDLE_POLL_S = 0.05
@@ -130,7 +130,7 @@ class _Supervisor:
             return False
         _drain(self.link)  # what the last program said after its end
         self.deadline = time.monotonic() + request["timeout_s"]
-        self.outgoing = pack(request)
+        self.outgoing = framed_bytes(request)
         self._signal_all(signal.SIGCONT)
         self._write()
         return True

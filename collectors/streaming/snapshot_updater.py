@@ -1,0 +1,61 @@
+"""Weight updates of an engine that goes on drawing while they are made."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collectors.weight_update.in_process_updater import InProcessUpdater
+from torchrl_modules.weights.adapter_weights import AdapterWeights
+from torchrl_modules.weights.lazy_weights import LazyWeights, copied
+
+
+class SnapshotUpdater(InProcessUpdater):
+    """Copies the trainer's weights, for an engine that takes them up while training goes on."""
+
+    def snapshot(
+        self, source: nn.Module | Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """A copy of the weights as the policy takes them, tied ones once.
+
+        Shards are copied into host memory as they are gathered, a bucket at a time.
+
+        Args:
+            source: the trained model, or its state dict.
+            dtype: in which the engine takes them; matrices that are wider are converted.
+        """
+        with self._checked(source, dtype) as weights:
+            if isinstance(weights, AdapterWeights):
+                return deepcopy(weights)
+            device = "cpu" if isinstance(weights, LazyWeights) else None
+            return copied(weights, dtype=dtype, device=device)
+
+    def push(self, source: nn.Module | Mapping[str, Tensor], *, version: int | None = None) -> int:
+        """Refused: it would change the weights under what is being drawn."""
+        del source, version
+        raise RuntimeError(
+            "A streaming collector's weights are pushed by its update_policy_weights_()."
+        )
+
+
+def shares_memory(source: nn.Module | Mapping[str, Tensor], engine: Any) -> bool:
+    """Whether an engine draws from the very tensors that are trained.
+
+    Args:
+        source: the trained model, or its state dict.
+        engine: what draws.
+    """
+    model = getattr(engine, "model", None)
+    if not isinstance(model, nn.Module):
+        return False
+
+    def address(value: Tensor) -> Any:
+        if type(value) not in (Tensor, nn.Parameter) or not value.numel():
+            return id(value)
+        return (value.device, value.untyped_storage().data_ptr(), value.storage_offset())
+
+    own = {address(value) for value in model.parameters()}
+    values = source.parameters() if isinstance(source, nn.Module) else source.values()
+    return any(address(value) in own for value in values)

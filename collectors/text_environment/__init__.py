@@ -1,0 +1,1 @@
+"""``TextEnvironment``: tools called in plain text."""

@@ -1,0 +1,1 @@
+"""Conversations for people: in a terminal, as HTML, and as the text that grew in an episode."""

@@ -1,0 +1,1 @@
+"""Token rows of unequal length: packed, padded, and as entries of a batch."""

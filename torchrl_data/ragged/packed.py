@@ -1,0 +1,229 @@
+"""Packed sequences: rows one after the other, without padding, beside their lengths.
+
+Packed is the layout from buffer to loss; padded is a view for whoever asks for it. Whatever a
+batch holds ragged rows in, :func:`read_rows` gives them packed.
+
+Shape legend: B sequences, T tokens of the longest one, N tokens of all of them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    unravel_key,
+)
+from torch import Tensor
+
+from torchrl_data.batched_object import objects_of_leaf
+from torchrl_data.keys import IMAGES
+
+
+def pack(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Concatenate ragged rows.
+
+    Args:
+        rows: B tensors ``[T_i, ...]`` of one dtype; empty rows are allowed, no rows are not.
+
+    Returns:
+        The values ``[N, ...]`` and the lengths, int64 ``[B]``.
+
+    Raises:
+        ValueError: there are no rows.
+
+    Example:
+        >>> values, lengths = pack([torch.tensor([1, 2, 3]), torch.tensor([4])])
+        >>> values
+        tensor([1, 2, 3, 4])
+        >>> lengths
+        tensor([3, 1])
+    """
+    if not rows:
+        raise ValueError("pack needs at least one row, got none.")
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return torch.cat(list(rows)), lengths
+
+
+def unpack(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+    """Split packed values into rows, the inverse of :func:`pack`.
+
+    Args:
+        values: ``[N, ...]``.
+        lengths: int64 ``[B]``; must sum to N.
+
+    Returns:
+        B views ``[T_i, ...]`` of the values.
+
+    Raises:
+        ValueError: the lengths do not sum to N.
+
+    Example:
+        >>> unpack(torch.tensor([1, 2, 3, 4]), torch.tensor([3, 1]))
+        (tensor([1, 2, 3]), tensor([4]))
+    """
+    if int(lengths.sum()) != len(values):
+        raise ValueError(
+            f"unpack: the lengths sum to {int(lengths.sum())}, but there are {len(values)} values."
+        )
+    return values.split(lengths.tolist())
+
+
+def cumulative_lengths(lengths: Tensor) -> Tensor:
+    """Offsets of packed sequences (``cu_seqlens``).
+
+    Args:
+        lengths: int64 ``[B]``.
+
+    Returns:
+        int64 ``[B + 1]``: 0, then the running sum; sequence i is ``values[out[i]:out[i + 1]]``.
+    """
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def sequence_index(lengths: Tensor) -> Tensor:
+    """Which sequence each packed token belongs to.
+
+    Args:
+        lengths: int64 ``[B]``.
+
+    Returns:
+        int64 ``[N]``.
+    """
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+
+def pad(rows: Sequence[Tensor], *, value: float | int | bool, side: str = "right") -> Tensor:
+    """Padded view of ragged rows.
+
+    Args:
+        rows: B tensors ``[T_i]``.
+        value: what fills the gaps.
+        side: ``"right"`` or ``"left"``, where the padding goes.
+
+    Returns:
+        ``[B, T]``.
+
+    Raises:
+        ValueError: the side is neither.
+
+    Example:
+        >>> pad([torch.tensor([1, 2, 3]), torch.tensor([4])], value=0, side="left")
+        tensor([[1, 2, 3],
+                [0, 0, 4]])
+    """
+    if side not in ("left", "right"):
+        raise ValueError(f"pad: side must be 'left' or 'right', got {side!r}.")
+    return torch.nn.utils.rnn.pad_sequence(
+        list(rows), batch_first=True, padding_value=value, padding_side=side
+    )
+
+
+class Rows(NamedTuple):
+    """Ragged rows, one after the other."""
+
+    values: Tensor
+    """``[N]``."""
+    lengths: Tensor
+    """int64 ``[B]``, on the CPU, summing to N."""
+
+    def split(self) -> list[Tensor]:
+        """B views ``[T]`` of the values."""
+        return list(unpack(*self))
+
+    def where(self, mask: Tensor) -> "Rows":
+        """The values where a mask over all of them, bool ``[N]``, is True."""
+        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0)).cpu()
+        ends = self.lengths.cumsum(0)
+        return Rows(self.values[mask], before[ends] - before[ends - self.lengths])
+
+
+def entries_of(group: Any) -> TensorDictBase:
+    """The TensorDict inside a TensorClass, or the TensorDict itself."""
+    return group if isinstance(group, TensorDictBase) else group._tensordict
+
+
+def first_entries(group: Any) -> TensorDictBase:
+    """The TensorDict of a stack's first row, or the TensorDict itself."""
+    # Ragged rows can't be one tensor, so what all rows have in common is looked up in the first.
+    entries = entries_of(group)
+    while isinstance(entries, LazyStackedTensorDict):
+        entries = entries_of(entries.tensordicts[0])
+    return entries
+
+
+def read_rows(batch: Any, key: NestedKey) -> Rows | None:
+    """The rows of an entry, one after the other; ``None`` where the batch, or a row, has none.
+
+    The entry may be a tensor, dense ``[*B, T]`` or nested; a stack of rows of different lengths;
+    or one Python object per row: tensors, lists of numbers, conversations shown as tokens.
+
+    Args:
+        batch: a TensorDict or TensorClass ``[*B]``, lazily stacked or not; without batch size it
+            is one row.
+        key: the entry. More dimensions than ``[*B, T]`` are flattened into T.
+    """
+    path: Any = unravel_key(key)
+    values: list[Tensor] = []
+    lengths: list[int] = []
+    if not _collect(batch, (path,) if isinstance(path, str) else path, values, lengths):
+        return None
+    packed = torch.cat(values) if len(values) != 1 else values[0]
+    return Rows(packed, torch.tensor(lengths, dtype=torch.int64))
+
+
+def _collect(group: Any, path: tuple[str, ...], values: list[Tensor], lengths: list[int]) -> bool:
+    """Add the rows of an entry to those so far; whether all of them have it."""
+    entries = entries_of(group)
+    if isinstance(entries, LazyStackedTensorDict):
+        for row in entries.unbind(0):
+            # What nearly every row is, read with one call.
+            leaf = row.get(path, None) if type(row) is TensorDict and not row.batch_size else None
+            if type(leaf) is Tensor and not leaf.is_nested:
+                values.append(leaf if leaf.ndim == 1 else leaf.reshape(-1))
+                lengths.append(leaf.numel())
+            elif not _collect(row, path, values, lengths):
+                return False
+        return True
+    leaf = entries.get(path[0], None)
+    if leaf is None or (len(path) > 1 and (is_non_tensor(leaf) or isinstance(leaf, Tensor))):
+        return False
+    if len(path) > 1:
+        return _collect(leaf, path[1:], values, lengths)
+    if isinstance(leaf, Tensor) and not leaf.is_nested:
+        count = entries.batch_size.numel()
+        values.append(leaf.reshape(-1))
+        lengths.extend([leaf.numel() // max(count, 1)] * count)
+        return True
+    if isinstance(leaf, Tensor):
+        rows: Sequence[Any] = leaf.unbind()
+    else:
+        rows = objects_of_leaf(leaf, entries.batch_size) if is_non_tensor(leaf) else [None]
+    if any(row is None for row in rows):
+        return False
+    flat = [torch.as_tensor(row).reshape(-1) for row in rows]
+    values.extend(flat)
+    lengths.extend(map(len, flat))
+    return True
+
+
+def read_images(batch: Any) -> list[list[str]] | None:
+    """The images of each row, in order and in base 64; ``None`` where no row has any."""
+    # Rows of a lazy stack are asked one by one: those without images lack the entry.
+    entries = entries_of(batch)
+    if isinstance(entries, LazyStackedTensorDict):
+        found = [read_images(row) for row in entries.unbind(0)]
+        if all(row is None for row in found):
+            return None
+        sizes = [row.batch_size.numel() for row in entries.unbind(0)]
+        lists = [[[]] * n if row is None else row for row, n in zip(found, sizes, strict=True)]
+        return [row for rows in lists for row in rows]
+    leaf = entries.get(IMAGES, None)
+    if leaf is None:
+        return None
+    rows = objects_of_leaf(leaf, entries.batch_size)
+    return [[] if row is None else list(row["data"]) for row in rows]

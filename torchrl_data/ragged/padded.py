@@ -1,0 +1,47 @@
+"""Padded form of the token entries of a batch: prompt on the left, response on the right.
+
+Shape legend: B rows, P and R tokens of the longest prompt and response.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import (
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+)
+
+from torchrl_data.keys import FULL, MASKS, PROMPT, RESPONSE, TOKENS
+
+from .packed import entries_of, pad
+
+_FILL = {"policy_versions": -1}
+
+
+def padded_rows(rows: Sequence[TensorDictBase], *, pad_token_id: int) -> TensorDict:
+    """Pad what :func:`~torchrl_data.row_tensordicts` gives.
+
+    Args:
+        rows: B rows, at least one, of the same entries.
+        pad_token_id: fills the gaps of the tokens; ``("masks", "all_attention_mask")`` tells them
+            from real ones.
+
+    Returns:
+        Dense entries: ``prompt`` ``[B, P]`` padded on the left, ``response`` ``[B, R]`` on the
+        right, ``full`` and the masks ``[B, P + R]``. Gaps are False in masks, -1 in policy
+        versions, 0 in what else there is.
+    """
+    starts = [row.get((TOKENS, PROMPT)).shape[-1] for row in rows]
+    padded = TensorDict(batch_size=[len(rows)])
+    for group, entries in rows[0].items():
+        fill = pad_token_id if group == TOKENS else _FILL.get(group, 0)
+        for name in entries_of(entries).keys() if is_tensor_collection(entries) else ():
+            assert name in (PROMPT, RESPONSE, FULL) or group == MASKS
+            values = [row.get((group, name)) for row in rows]
+            cuts = {PROMPT: map(len, values), RESPONSE: [0] * len(rows)}.get(name, starts)
+            parts = [(value[:n], value[n:]) for value, n in zip(values, cuts, strict=True)]
+            left = pad([part for part, _ in parts], value=fill, side="left")
+            right = pad([part for _, part in parts], value=fill)
+            padded.set((group, name), torch.cat([left, right], -1))
+    return padded

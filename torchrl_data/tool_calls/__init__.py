@@ -1,0 +1,1 @@
+"""Tool calls in the text of a model: every format in which they are written, read strictly."""

@@ -1,0 +1,1 @@
+"""Environments that TorchRL's users know by name."""

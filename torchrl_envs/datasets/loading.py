@@ -1,0 +1,216 @@
+"""Data sets by name: a hub id or a local path."""
+
+import hashlib
+import json
+import logging
+import re
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+
+from . import DATA_FILES, check_source
+from .tables import without_nulls
+
+SKIP: Final = "skip_bad_rows=True (of a recipe task.skip_bad_rows=true, of sft data.skip_bad_rows)"
+"""What a message offers for rows that can't be used."""
+_log = logging.getLogger(__name__)
+
+
+def load_rows(
+    source: Any,
+    *,
+    name: str | None = None,
+    split: str | None = None,
+    streaming: bool = False,
+    load_options: Mapping[str, Any] | None = None,
+    skip_bad_rows: bool = False,
+) -> Any:
+    """Load a data set, for :class:`~torchrl_envs.DataLoadingPrimer` or to look at.
+
+    What Arrow adds to the rows of a table is not in them: see :class:`TableRows`.
+
+    Args:
+        source: a folder that ``save_to_disk`` wrote, another folder or a file (JSON lines, CSV,
+            Parquet, Arrow, text), or else an id on the hub. Several splits by name give one of
+            them; a data set of ``datasets`` gives its rows, and other data come back as they are.
+        name: of the configuration.
+        split: which; the only one, or ``"train"``, when not given.
+        streaming: read while iterating instead of loading first.
+        load_options: passed to ``datasets.load_dataset``.
+        skip_bad_rows: leave out lines of a file of JSON lines that can't be read, and log them.
+
+    Raises:
+        ValueError: a file is empty or can't be read, and the message names the first bad line of
+            a file of JSON lines; no split is given and there are several, none of them
+            ``"train"``; or an option does not apply to the source.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "rows.jsonl")
+        ...     _ = path.write_text('{"prompt": "2 + 2?", "answer": "4"}')
+        ...     rows = load_rows(path)
+        >>> rows[0]
+        {'prompt': '2 + 2?', 'answer': '4'}
+    """
+    path = Path(source) if isinstance(source, str | Path) else None
+    if path is None or any((path / f"dataset_{kind}.json").exists() for kind in ("info", "dict")):
+        rows = source if path is None else import_module("datasets").load_from_disk(str(path))
+        columns = isinstance(rows, Mapping) and any(isinstance(v, list) for v in rows.values())
+        has_splits = isinstance(rows, Mapping) and not columns
+        if name is not None or streaming or load_options or (not path and split and not has_splits):
+            what = type(source).__name__ if path is None else f"{path}, where they do not apply"
+            raise ValueError(
+                "load_rows: name=, streaming= and load_options= are for a hub id or a path, and "
+                f"split= is for a hub id, a path or several splits, got {what}."
+            )
+        return _pick_split(rows, split) if has_splits else without_nulls(rows)
+    import datasets.exceptions
+
+    options = {"name": name, "split": split, "streaming": streaming, **(load_options or {})}
+    if path.is_file():
+        builder = DATA_FILES.get(path.suffix)
+        if builder is None:
+            raise ValueError(f"{source} is no data file that is known: {sorted(DATA_FILES)}.")
+        if builder == "json" and split in (None, "train") and not (streaming or load_options):
+            rows = rows_of_json(path, skip_bad_rows=skip_bad_rows)
+            return list(rows) if path.stat().st_size <= _HELD_BYTES else rows
+        try:
+            loaded = datasets.load_dataset(builder, data_files=str(path), **options)
+        except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
+            why = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
+            raise ValueError(f"{path} can't be read: {why}. Mend it.") from error
+        return _pick_split(loaded, split)
+    check_source(source, DATA_FILES)
+    return _pick_split(datasets.load_dataset(str(source), **options), split)
+
+
+_HELD_BYTES: Final = 1 << 26
+"""Of a file of JSON; the rows of a larger one stay on the disk."""
+_READ_BYTES: Final = 1 << 22
+_COMMA: Final = re.compile(r"\s*,\s*")
+
+
+@dataclass(eq=False, repr=False)
+class LazyRows(Sequence[dict[str, Any]]):
+    """Rows that are made when they are read, by any thread or process.
+
+    Args:
+        make: gives a row, from its two numbers.
+        places: the numbers, int64 ``[N, 2]``.
+        columns: that a row may have.
+        digest: of what the rows hold and of their order, where it is known.
+    """
+
+    make: Callable[[int, int], Mapping[str, Any]]
+    places: np.ndarray
+    columns: Mapping[str, None]
+    digest: str = ""
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        return dict(self.make(*self.places[number].tolist()))
+
+    def select(self, numbers: Sequence[int]) -> "LazyRows":
+        """Some of the rows.
+
+        Args:
+            numbers: which, in the order that they are to have.
+        """
+        places = self.places[list(numbers)]
+        digest = hashlib.sha256(self.digest.encode() + places.tobytes()).hexdigest()
+        return replace(self, places=places, digest=digest)
+
+
+def rows_of_json(path: Path, *, skip_bad_rows: bool = False) -> LazyRows:
+    """Rows of a file of JSON lines, or of one list, with the values that are written there.
+
+    Only the places of the rows are held in memory, so the file must stay as it is. (The loader of
+    ``datasets`` makes dates of strings that look so, numbers of some strings in a column that also
+    has numbers, and 1.0 of 1 where another row has 2.5.)
+    """
+    path = path.resolve()
+    read = partial(_parsed, path, path.stat().st_mtime_ns)
+    places, columns = array("q"), dict[str, None]()
+    bad, digest = list[str](), hashlib.sha256()
+    with path.open("rb") as file:
+        for number, (begin, line) in enumerate(_written_rows(path, file), 1):
+            try:
+                if text := line.decode("utf-8-sig").strip():
+                    row = json.loads(text)
+                    if "\\u" in text:
+                        json.dumps(row, ensure_ascii=False).encode()  # no half of a character
+                    if not isinstance(row, dict):
+                        raise ValueError(f"{text:.40} is no object with columns")
+                    columns |= dict.fromkeys(row)
+                    places.extend((begin, len(line)))
+                    digest.update(line.strip())
+            except ValueError as error:
+                bad.append(f"line {number}: {error}")
+    if not places or (bad and not skip_bad_rows):
+        hint = f", or leave such lines out with {SKIP}" if places else ""
+        found = bad[0] if bad else "it holds no rows"
+        raise ValueError(f"{path} can't be read: {found}. Mend it{hint}.")
+    if bad:
+        _log.warning("%s: %d lines are left out: %s", path, len(bad), "; ".join(bad[:5]))
+    return LazyRows(read, np.array(places).reshape(-1, 2), columns, digest.hexdigest())
+
+
+def _parsed(path: Path, written_ns: int, begin: int, size: int) -> dict[str, Any]:
+    """A row of a file that has not been written to since."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        line = file.read(size)
+    if path.stat().st_mtime_ns != written_ns:
+        raise ValueError(f"{path} was changed after it was loaded")
+    return json.loads(line.decode("utf-8-sig"))
+
+
+def _written_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Where each line begins, and what it says; or each element, if the file is one list."""
+    text = file.read(_READ_BYTES).decode("latin-1")  # a character for each byte
+    if not text.lstrip().startswith("["):
+        begin = file.seek(0)
+        for lines in file:
+            for line in lines.splitlines(keepends=True):  # a carriage return may end one, too
+                yield begin, line
+                begin += len(line)
+        return
+    text, passed, at = text.replace("[", ",", 1), 0, 0
+    while True:
+        comma = _COMMA.match(text, at)
+        begin = comma.end() if comma else len(text)
+        try:
+            _, end = json.JSONDecoder().raw_decode(text, begin)
+        except ValueError as error:
+            if more := file.read(max(_READ_BYTES, len(text) - at)):  # the element may go on there
+                text, passed, at = text[at:] + more.decode("latin-1"), passed + at, 0
+                continue
+            if text[at:].strip() != "]":
+                what = f"its list breaks off after byte {passed + at}: {error}"
+                raise ValueError(f"{path} can't be read: {what}. Mend it.") from error
+            return
+        yield passed + begin, text[begin:end].encode("latin-1")
+        at = end
+
+
+def _pick_split(loaded: Any, split: str | None) -> Any:
+    """One split of what may hold several: the one named, the only one, or ``"train"``."""
+    if not isinstance(loaded, Mapping):
+        return without_nulls(loaded)
+    if split is None:
+        split = next(iter(loaded)) if len(loaded) == 1 else "train"
+    if split not in loaded:
+        raise ValueError(f"There is no split {split!r}; there are {sorted(loaded)}. Name one.")
+    return without_nulls(loaded[split])

@@ -1,0 +1,1 @@
+"""Entries that environments write: rewards, observations, padded tokens, whole trajectories."""

@@ -1,0 +1,259 @@
+"""One step of an environment: its episodes are read once, their events run, and written once.
+
+Shape legend: B rows.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import StepCounter, Transform
+from torchrl.envs.transforms import Compose
+
+from torchrl_data import keys, page
+from torchrl_data.batched_object import read_objects
+from torchrl_data.conversation import Conversations, continues
+from torchrl_data.conversation_io import (
+    active_rows,
+    one_dimension,
+    read_conversations,
+    write_conversations,
+)
+from torchrl_data.foreign_conversations import edited
+
+from .episode import Episode
+from .episode_entries import (
+    FLAGS,
+    WHO,
+    EpisodeEntries,
+    flags_of,
+    read_episodes,
+    read_flags,
+    write_flags,
+)
+from .episode_transform import EpisodeTransform, overrides
+
+_THEIRS: Final = ("torchrl.envs.llm", "torchrl.objectives.llm", "torchrl.data.llm")
+_KNOWN: Final = ("torchrl.envs.transforms.", "torchrl_envs.")
+
+
+class EpisodeStep:
+    """The episodes of a step that is under way.
+
+    Args:
+        env: runs the events, and writes what the episodes have become.
+        tensordict: what the step started from.
+        next_batch: what the base environment made of it.
+    """
+
+    def __init__(self, env: Any, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
+        self.ended: list[Episode] = []
+        """Episodes that this step ended."""
+        self._runner = runner = env.runner
+        self._entries: EpisodeEntries = env.entries
+        self._given = tensordict
+        self._episodes = read_episodes(tensordict)
+        self._shown = read_conversations(next_batch, keys.PROMPT, who=WHO)
+        self._flags = read_flags(next_batch)
+        self._active: list[Episode] = []
+        self._turns: list[Episode] = []
+        """Those of them that have just taken a turn."""
+        is_active = active_rows(tensordict).tolist()
+        held = self._flags if all(is_active) else read_flags(tensordict)
+        reasons = read_objects(tensordict, keys.FINISH_REASON, "")
+        for row, episode in enumerate(self._episodes):
+            episode.row = row
+            episode.share(self._shown, row)
+            flags = self._flags if is_active[row] else held
+            _, episode.is_terminated, episode.is_truncated = flags[row]
+            if not is_active[row]:
+                continue
+            self._active.append(episode)
+            episode.resources = runner.resources_of(episode)
+            if not episode.stop_reason and runner.took_turn(episode, reasons[row]):
+                self._turns.append(episode)
+        if runner.dispatcher.sources:
+            answer = functools.partial(runner.run_safely, runner.dispatcher, "after_turn")
+            runner.run(answer, self._turns)
+        self._write(next_batch, flags=any(episode.is_done for episode in self._active))
+
+    def after_turn(self, transform: EpisodeTransform, next_batch: TensorDictBase) -> None:
+        """Run one transform's ``after_turn`` on the episodes that have just taken a turn.
+
+        Args:
+            transform: which.
+            next_batch: read before and written after, for the transforms of TorchRL's.
+        """
+        self._read_changes(next_batch)
+        event = functools.partial(self._runner.run_safely, transform, "after_turn")
+        self._runner.run(event, self._turns)
+        self._write(next_batch)
+
+    def count(self, counter: StepCounter, next_batch: TensorDictBase) -> TensorDictBase:
+        """Let a ``StepCounter`` count, after all others have answered.
+
+        Whether an episode that has no turn left ended by itself is decided at the end of the step,
+        so the flags stay as they were.
+
+        Args:
+            counter: which.
+            next_batch: what it counts in.
+        """
+        held = {key: next_batch.get(key) for key in FLAGS}
+        counted = counter._step(self._given, next_batch)
+        for episode, (_, _, is_over) in zip(self._episodes, read_flags(counted), strict=True):
+            if is_over and not episode.is_done:
+                episode.limit_turns(episode.num_turns)
+        return counted.update(held)
+
+    def end(self, next_batch: TensorDictBase) -> TensorDictBase:
+        """End episodes, score them, and give back what they hold.
+
+        Args:
+            next_batch: what all transforms but those of rewards made of it.
+        """
+        batch = one_dimension(next_batch)
+        self._read_changes(batch)
+        for episode in self._turns:
+            episode.end_turn()
+        self._runner.before_turns(self._turns)
+        self.ended += [episode for episode in self._active if episode.settle()]
+        self._runner.finish(self.ended)
+        self._write(batch)
+        self._entries.write_results(batch, self.ended)
+        self._entries.write_values(batch, self._episodes, given=one_dimension(self._given))
+        self._runner.close(self.ended)
+        return in_shape(batch, next_batch.batch_size)
+
+    # Between episodes and entries ---------------------------------------------------------------
+
+    def _read_changes(self, batch: TensorDictBase) -> None:
+        """What TorchRL's transforms did to the episodes since they were last written."""
+        shown = read_conversations(batch, keys.PROMPT, who=WHO)
+        if shown is not self._shown:
+            self._shown = shown
+            for row, episode in enumerate(self._episodes):
+                # One that rewrites the past is a new row.
+                if continues(shown.row(row), episode.conversation):
+                    episode.share(shown, row)
+                else:
+                    episode.replace_conversation(shown.row(row))
+        flags = read_flags(batch)
+        if flags != self._flags:
+            self._flags = flags
+            for episode in self._active:
+                is_done, episode.is_terminated, episode.is_truncated = flags[episode.row]
+                episode.is_terminated |= is_done and not episode.is_truncated
+
+    def _write(self, batch: TensorDictBase, *, flags: bool = True) -> None:
+        """Write the conversations and the flags, if they have changed."""
+        self._shown = written_batch(batch, self._episodes, self._shown)
+        now = flags_of(self._episodes) if flags else self._flags
+        if now != self._flags:
+            self._flags = now
+            write_flags(batch, self._episodes)
+
+
+def written_batch(
+    batch: TensorDictBase, episodes: Sequence[Episode], shown: Conversations
+) -> Conversations:
+    """Write the conversations of episodes, if one of them has changed.
+
+    Args:
+        batch: of B rows.
+        episodes: B.
+        shown: what the batch shows.
+
+    Returns:
+        What it shows now.
+    """
+    if all(episode.shares(shown) for episode in episodes):
+        return shown
+    shown = Conversations.cat([episode.conversation for episode in episodes])
+    write_conversations(batch, keys.PROMPT, shown)
+    for row, episode in enumerate(episodes):
+        episode.share(shown, row)
+    return shown
+
+
+class StepOrder(Compose):
+    """The transforms of an environment; those that read the reward come once it is there."""
+
+    def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """What the base environment gets; TorchRL's own also takes entries one by one."""
+        return self._inv_call(tensordict.clone(recurse=False))
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        env: Any = self.container
+        env._find_parts()
+        others = [each for each in list[Any](self.transforms) if each is not env.entries]
+        roles = env._roles = env._roles or [(role_of(each), each) for each in others]
+        step = EpisodeStep(env, tensordict, next_tensordict)
+        for role, transform in roles:
+            if role == "answers":
+                step.after_turn(transform, next_tensordict)
+            elif role == "edits":
+                run = functools.partial(transform._step, tensordict)
+                next_tensordict = edited(next_tensordict, run, who=WHO)
+            elif role == "writes":
+                next_tensordict = transform._step(tensordict, next_tensordict)
+        for role, transform in roles:
+            if role == "counts":
+                next_tensordict = step.count(transform, next_tensordict)
+        next_tensordict = step.end(next_tensordict)
+        env.record_ends(step.ended)
+        for role, transform in roles:
+            if role == "reads the reward":
+                next_tensordict = transform._step(tensordict, next_tensordict)
+                transform_past(transform, step.ended)
+        return next_tensordict
+
+
+def role_of(transform: Any) -> str:
+    """What a transform does in a step; empty if nothing.
+
+    It may edit messages if it is a user's, says that it reads them, or holds other ones.
+    """
+    if type(transform)._step is EpisodeTransform._step:
+        return "answers" if overrides(transform, "after_turn") else ""
+    if keys.REWARD in (transform.in_keys or ()):
+        return "reads the reward"
+    if isinstance(transform, StepCounter):
+        return "counts" if transform.max_steps is not None else "writes"
+    is_known = type(transform).__module__.startswith(_KNOWN) and not isinstance(transform, Compose)
+    reads = any(keys.HISTORY in key for key in transform.in_keys or ())
+    may_edit = (reads or not is_known) and not isinstance(transform, EpisodeTransform)
+    return "edits" if may_edit else "writes"
+
+
+def transform_past(transform: Transform, episodes: Sequence[Episode]) -> None:
+    """Let a transform of the reward change it in the rows before a rewritten past, too."""
+    for own in (episode.token_entries for episode in episodes if episode.segments):
+        if keys.REWARD in own and type(transform)._step is Transform._step:
+            whole = TensorDict({keys.REWARD: own[keys.REWARD][None].clone()}, batch_size=[1])
+            own[keys.REWARD] = transform._call(whole)[keys.REWARD][0]
+
+
+def flat_transforms(transform: Transform) -> list[Transform]:
+    """A transform by itself, or those of a ``Compose`` that only runs them, and those in these."""
+    if not isinstance(transform, Transform):
+        found = f"{transform!r:.80}"
+        hint = " Make one of the class: call it." if isinstance(transform, type) else ""
+        raise TypeError(f"append_transform takes a transform of an environment, got {found}.{hint}")
+    kind = type(transform)
+    if kind.__module__.startswith(_THEIRS):
+        raise TypeError(
+            f"{kind.__module__}.{kind.__name__} works on the batches of TorchRL's LLM layer. Take "
+            f"what this library has instead: {page('docs/torchrl-arguments.md')}."
+        )
+    if {kind._step, kind._reset} == {Compose._step, Compose._reset}:
+        return [part for each in transform.transforms for part in flat_transforms(each)]  # type: ignore[arg-type]
+    transform.reset_parent()
+    return [transform]
+
+
+def in_shape(batch: TensorDictBase, shape: torch.Size) -> TensorDictBase:
+    """A batch of a shape; itself if it has that already."""
+    return batch if batch.batch_size == shape else batch.reshape(shape)

@@ -1,0 +1,142 @@
+"""Answerers of a judge's questions: a server that speaks OpenAI's protocol, or a policy."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_data import import_package
+from torchrl_data.batched_object import read_objects
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers
+from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_io import read_conversations, write_conversations
+from torchrl_data.keys import FINISH_REASON, FULL, PROMPT
+from torchrl_data.messages import Message
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+
+Answers = list[str | Exception]
+"""What was answered to each question, or why there is no answer."""
+Judge = Callable[[Sequence[Sequence[Message]]], Answers | Awaitable[Answers]]
+"""Answers questions, each a list of messages; may be ``async``, and be called in any thread."""
+
+
+class ChatCompletions:
+    """A model behind OpenAI's protocol: ``vllm serve``, OpenAI, and most other servers.
+
+    The questions of a step are asked at once. Busy servers, lost connections and errors of the
+    server are tried again with growing pauses (by the package ``openai``). Needs that package.
+
+    Args:
+        model: its name at the server.
+        base_url: of the server, ``"http://localhost:8000/v1"`` say; OpenAI's when not given.
+        api_key: the environment variable ``OPENAI_API_KEY`` when not given; local servers need
+            none.
+        timeout_s: deadline of one answer, with all attempts, from when it is asked.
+        max_concurrent: questions that are open at the same time.
+        max_retries: attempts after the first, at growing intervals: 8 bridge about half a minute.
+        **generation: of the request: ``temperature`` (0 when not given), ``max_tokens``,
+            ``response_format``, ``extra_body`` and so on.
+
+    Raises:
+        ImportError: the package ``openai`` is not installed.
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 50.0,
+        max_concurrent: int = 64,
+        max_retries: int = 8,
+        **generation: Any,
+    ) -> None:
+        openai = import_package("openai", who="ChatCompletions", install="pip install openai")
+        check_numbers("ChatCompletions", POSITIVE, timeout_s=timeout_s)
+        check_counts("ChatCompletions", max_concurrent=max_concurrent)
+        check_counts("ChatCompletions", 0, max_retries=max_retries)
+        self.model = model
+        self.base_url = base_url
+        self.timeout_s = timeout_s
+        self.max_concurrent = max_concurrent
+        self.generation = {"temperature": 0.0, **generation}
+        self._client: Callable[[], AsyncOpenAI] = lambda: openai.AsyncOpenAI(
+            base_url=base_url,
+            api_key=api_key or os.environ.get("OPENAI_API_KEY") or "none",
+            max_retries=max_retries,
+            timeout=timeout_s,
+        )
+
+    async def __call__(self, questions: Sequence[Sequence[Message]]) -> Answers:
+        """Ask all at once.
+
+        Args:
+            questions: messages each.
+        """
+        free = asyncio.Semaphore(self.max_concurrent)
+        # A client belongs to the event loop that it was first used on.
+        async with self._client() as client:
+
+            async def ask(messages: Sequence[Message]) -> str | Exception:
+                chat: Any = list(messages)
+                complete = client.chat.completions.create
+                async with free:
+                    try:
+                        async with asyncio.timeout(self.timeout_s):
+                            reply = await complete(
+                                model=self.model, messages=chat, **self.generation
+                            )
+                        if not reply.choices:
+                            raise ValueError(f"{self.model} gave no answer at all")
+                        choice = reply.choices[0]
+                        if choice.finish_reason == "length":
+                            raise ValueError(f"{self.model}: the answer was cut; raise max_tokens")
+                        return choice.message.content or ""
+                    except TimeoutError:
+                        return TimeoutError(f"{self.model}: no answer within {self.timeout_s:g} s")
+                    except Exception as error:  # whatever the server does is this rollout's error
+                        return error
+
+            return list(await asyncio.gather(*map(ask, questions)))
+
+
+class PolicyAnswers:
+    """A policy of this process as a judge: a ``vLLMWrapper`` or a ``TransformersWrapper``.
+
+    Its input mode is ``"history"``. One batch is answered at a time.
+
+    Args:
+        policy: from a batch with ``("history", "prompt")`` to one with ``("history", "full")``.
+    """
+
+    def __init__(self, policy: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        self.policy = policy
+        self._lock = threading.Lock()
+
+    def __call__(self, questions: Sequence[Sequence[Message]]) -> Answers:
+        """Answer all in one batch.
+
+        Args:
+            questions: messages each.
+        """
+        chats: list[list[Mapping[str, Any]]] = [list(messages) for messages in questions]
+        batch = TensorDict({}, batch_size=[len(chats)])
+        write_conversations(batch, PROMPT, Conversations.from_messages(chats))  # type: ignore[arg-type]
+        with self._lock:
+            batch = self.policy(batch)
+        full = read_conversations(batch, FULL, who=type(self).__name__)
+        reasons = read_objects(batch, FINISH_REASON, "")
+        return [
+            str(full.last_message(row)["content"])
+            if reason in ("", "stop")
+            else ValueError(f"the judge's answer did not end: {reason}")
+            for row, reason in enumerate(reasons)
+        ]

@@ -1,0 +1,116 @@
+"""Filter of system calls that a sandboxed program may not make, compiled by libseccomp."""
+
+import ctypes
+import errno
+import functools
+import os
+import signal
+import tempfile
+from typing import Final
+
+from .errors import SandboxUnavailableError
+
+_ALLOW: Final = 0x7FFF0000
+_ERRNO: Final = 0x00050000
+_NOT_EQUAL, _MASKED_EQUAL = 1, 7
+_INT: Final = 0xFFFFFFFF
+"""What the kernel reads of an argument that is an int."""
+_UNKNOWN_CALL: Final = -1
+_AF_UNIX: Final = 1
+
+# No network at all: not even a socket. What reaches other processes, the kernel's objects that
+# outlive a process or escape its memory limit, and all that makes or changes namespaces.
+# fmt: off
+_DENIED: Final = (
+    "socket",
+    "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "pidfd_getfd", "kcmp",
+    "mount", "umount2", "pivot_root", "chroot", "fsopen", "fsconfig", "fsmount", "fspick",
+    "move_mount", "open_tree",
+    "mount_setattr", "unshare", "setns",
+    "bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter",
+    "io_uring_register",
+    "add_key", "keyctl", "request_key",
+    "memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open", "timer_create",
+    "vmsplice", "splice", "tee",
+    "init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot",
+    "swapon", "swapoff", "syslog", "acct", "quotactl", "open_by_handle_at", "name_to_handle_at",
+    "fanotify_init", "lookup_dcookie", "vhangup", "personality",
+    "settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "sethostname", "setdomainname",
+    "setpriority", "sched_setscheduler", "sched_setattr", "sched_setparam", "sched_setaffinity",
+    "ioprio_set",
+    "migrate_pages", "move_pages", "mbind", "set_mempolicy",
+)
+# fmt: on
+# Newer than some libseccomp; such calls have one number on all architectures.
+_NUMBERS: Final = {"process_madvise": 440, "mount_setattr": 442, "memfd_secret": 447}
+_NEW_NAMESPACE_FLAGS: Final = (1 << 17, *(1 << bit for bit in range(25, 31)))
+
+
+def _is(place: int, value: int) -> tuple[int, int, int, int]:
+    """An argument that is an int has this value."""
+    return place, _MASKED_EQUAL, _INT, value
+
+
+_DENIED_WITH: Final = (
+    ("socketpair", (0, _NOT_EQUAL, _AF_UNIX, 0)),
+    # Limits of this process may be lowered, those of others not.
+    ("prlimit64", (0, _NOT_EQUAL, 0, 0)),
+    *(("clone", (0, _MASKED_EQUAL, flag, flag)) for flag in _NEW_NAMESPACE_FLAGS),
+    *(("ioctl", _is(1, request)) for request in (0x5412, 0x541C)),  # TIOCSTI, TIOCLINUX
+    # The supervisor counts sockets, each with a buffer of the usual size: SO_SNDBUF, SO_SNDBUFFORCE
+    *(("setsockopt", _is(1, 1), _is(2, option)) for option in (7, 32)),
+    # It counts record locks of processes: F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
+    *(("fcntl", _is(1, command)) for command in (36, 37, 38)),
+    # What is stopped wakes itself with no signal: F_SETSIG, PR_SET_PDEATHSIG
+    ("fcntl", _is(1, 10), _is(2, signal.SIGCONT)),
+    ("prctl", _is(0, 1), _is(1, signal.SIGCONT)),
+)
+
+
+class _Comparison(ctypes.Structure):
+    _fields_ = (
+        ("argument", ctypes.c_uint),
+        ("operator", ctypes.c_int),
+        ("first", ctypes.c_uint64),
+        ("second", ctypes.c_uint64),
+    )
+
+
+@functools.cache
+def syscall_filter() -> bytes:
+    """The filter as a BPF program; what it denies fails with ``EPERM``."""
+    try:
+        library = ctypes.CDLL("libseccomp.so.2")
+    except OSError as error:
+        raise SandboxUnavailableError(
+            "libseccomp.so.2 is missing, which filters system calls. Install it, on Debian and "
+            "Ubuntu with `apt-get install libseccomp2`."
+        ) from error
+    library.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
+    # The flags of clone3 are in memory, where a filter can't look; the C library then uses clone.
+    rules = [(name, (), errno.EPERM) for name in _DENIED]
+    rules += [(name, comparisons, errno.EPERM) for name, *comparisons in _DENIED_WITH]
+    rules += [("clone3", (), errno.ENOSYS)]
+    try:
+        for name, comparisons, error in rules:
+            number = _NUMBERS.get(name) or library.seccomp_syscall_resolve_name(name.encode())
+            if number == _UNKNOWN_CALL:
+                raise SandboxUnavailableError(
+                    f"libseccomp does not know the system call {name!r}: install 2.5 or later."
+                )
+            count, action = len(comparisons), ctypes.c_uint32(_ERRNO | error)
+            array = (_Comparison * max(1, count))(*comparisons)
+            result = library.seccomp_rule_add_array(context, action, number, count, array)
+            if result != 0:
+                message = f"libseccomp refuses the rule for {name!r}: {os.strerror(-result)}."
+                raise SandboxUnavailableError(message)
+        with tempfile.TemporaryFile() as file:
+            result = library.seccomp_export_bpf(context, file.fileno())
+            if result != 0:
+                message = f"libseccomp can't compile the filter: {os.strerror(-result)}."
+                raise SandboxUnavailableError(message)
+            file.seek(0)
+            return file.read()
+    finally:
+        library.seccomp_release(context)

@@ -1,0 +1,1 @@
+"""Tests of environments: the conformance test and scripted turns."""

@@ -1,0 +1,116 @@
+"""Base of the vLLM engines: budgets and seeds of rows, what is refused, what comes back."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchrl_modules.engines.engine import (
+    ClosedOnLeaving,
+    EngineDied,
+    Generation,
+)
+from torchrl_modules.sampling.parameters import SamplingParameters
+
+from .requests import check_reported, finished
+
+
+class Row(NamedTuple):
+    """One response that is asked for."""
+
+    prompt: Sequence[int]
+    budget: int
+    seed: int | None
+
+
+class WholeBatchEngine(ClosedOnLeaving, ABC):
+    """An :class:`~torchrl_modules.engines.engine.Engine`: whole batches in, whole batches out."""
+
+    mixed = False
+    """An update failed in the middle, or it sleeps, and no later one has succeeded."""
+    _own_ends: frozenset[int] = frozenset()
+    """Tokens that end a response by the model's own generation config."""
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response by the model's own generation config."""
+        return tuple(sorted(self._own_ends))
+
+    def check_sampling(self, params: SamplingParameters) -> None:
+        """Check that the log-probs will be those of the distribution sampled from.
+
+        Args:
+            params: the distribution, and what to report of each token.
+
+        Raises:
+            ValueError: this engine can't draw from it, or can't report of it what is asked for.
+        """
+        params.check_stops_are_found()
+        check_reported(params)
+        ends = self._own_ends - set(params.stop_token_ids or self._own_ends)
+        if params.min_tokens and ends:
+            raise ValueError(
+                f"{type(self).__name__}: min_tokens leaves out the model's own end tokens, "
+                f"{sorted(ends)} too, in vLLM. They are none of stop_token_ids, so the log-probs "
+                "would not be those that are scored. Add them to stop_token_ids."
+            )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
+        seeds: Sequence[int | None] | None = None,
+    ) -> list[Generation]:
+        """Draw one response per prompt.
+
+        Args:
+            prompts: token ids of each row. A row that is empty, too long or holds an id outside
+                the vocabulary comes back with ``finish_reason="error"``.
+            params: the distribution. With ``stop_token_ids=None`` the model's own end token
+                stops a response, else these alone do. At temperature 0 the log-probs are those
+                at temperature 1.
+            max_new_tokens: a budget per row that overrides the one in ``params``. A response that
+                reaches ``max_model_len`` ends there, with ``"length"``.
+            seeds: one per prompt, in place of the one in ``params``; the same seed, prompt and
+                weights give the same response.
+
+        Returns:
+            One generation per prompt, in order.
+
+        Raises:
+            EngineDied: the engine is gone, stuck, closed or broken; ``results`` holds the rows that
+                were finished.
+            RuntimeError: it lost its weights, or serves other ones than it was given.
+            ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt.
+        """
+        self.check_sampling(params)
+        if (budgets := max_new_tokens) is None:
+            budgets = [params.max_new_tokens] * len(prompts)
+        seeds = params.row_seeds(len(prompts)) if seeds is None else seeds
+        if not len(budgets) == len(seeds) == len(prompts):
+            raise ValueError(
+                f"{type(self).__name__}.generate: {len(prompts)} prompts, but {len(budgets)} "
+                f"max_new_tokens and {len(seeds)} seeds."
+            )
+        rows = [Row(*row) for row in zip(prompts, budgets, seeds, strict=True)]
+        try:
+            return [finished(result, params) for result in self._draw(rows, params)]
+        except EngineDied as error:
+            error.results = [r and finished(r, params) for r in error.results or [None] * len(rows)]
+            raise
+
+    @abstractmethod
+    def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
+        """One generation per row, in order."""
+
+    def _check_not_mixed(self) -> None:
+        if self.mixed:
+            raise RuntimeError(
+                f"{type(self).__name__} cannot serve: it sleeps, or an update failed in the "
+                "middle, and its weights are a mixture. Update them."
+            )
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what it holds. May be called twice."""

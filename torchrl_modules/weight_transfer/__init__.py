@@ -1,0 +1,1 @@
+"""Transfer of weights to another process: in buckets, over a process group or a shared file."""
