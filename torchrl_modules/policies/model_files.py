@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from torchrl_data.checks import load_pretrained
 from torchrl_data.templates.template import own_template, render_template
+from torchrl_modules.compilation import cache_folder
 
 _LOG = logging.getLogger("torchrl_agents")
 _MAGIC: Final = b"GGUF"
@@ -229,10 +230,7 @@ def _converted(path: Path) -> Path:
             " A model is a hub id, a folder or a .gguf file."
         )
     digest = hashlib.sha256(f"{_FORMAT} {size} ".encode() + begin + end).hexdigest()[:16]
-    given = os.environ.get("TORCHRL_AGENTS_CACHE")
-    shared = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = Path(given) if given else Path(shared) / "torchrl-agents"
-    folder = cache / "models" / f"{path.stem}-{digest}"
+    folder = cache_folder() / "models" / f"{path.stem}-{digest}"
     if folder.is_dir():
         return folder
     try:
