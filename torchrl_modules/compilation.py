@@ -80,10 +80,9 @@ class Compiled:
 
 def _keep_compiled_code() -> None:
     """Let PyTorch keep compiled code in the library's cache folder."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    # PyTorch names its own default here as soon as it has looked.
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") not in (None, default_cache_dir()):
+    # PyTorch names its own default here as soon as it has looked: torchinductor_<user>.
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if named is not None and not Path(named).name.startswith("torchinductor_"):
         return
     folder = cache_folder() / "compiled"
     try:
@@ -118,13 +117,12 @@ _watches: list[_Watch] = []
 
 def _watch() -> None:
     """Begin to log, once, and let a function have more versions."""
-    import torch._dynamo
-    from torch._dynamo.callback import callback_handler
-
     if _watches:
         return
     _watches.append(watch := _Watch())
+    dynamo: Any = torch._dynamo
+    callback_handler = dynamo.callback.callback_handler
     callback_handler.register_start_callback(watch.start)
     callback_handler.register_end_callback(watch.end)
-    config = torch._dynamo.config
+    config = dynamo.config
     config.recompile_limit = max(config.recompile_limit, _MOST_VERSIONS)

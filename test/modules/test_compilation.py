@@ -61,6 +61,10 @@ def test_another_folder_is_left_as_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHRL_AGENTS_CACHE", str(tmp_path / "file"))
     compilation._keep_compiled_code()  # a folder that can't be made
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("TORCHRL_AGENTS_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor_somebody")  # PyTorch's own
+    compilation._keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
 
 
 def test_too_many_versions_run_uncompiled_and_warn_once():
