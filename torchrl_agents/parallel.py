@@ -40,8 +40,10 @@ from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepO
 from torchrl_data.checks import TokenScorer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
+from torchrl_modules.scoring.packed_attention import can_share
 
 from . import models
+from .device_defaults import DEFAULT_TOKENS
 from .models import transformers_policy
 from .run import CHECKPOINTS, SIGNALS, Failures, RankJobs, Run
 from .settings.schema import CheckpointConfig, Recipe, SettingsError, TrainingConfig
@@ -82,9 +84,11 @@ class Updates:
             dump_dir=folder / "not_finite",
             ranks=jobs.ranks,
         )
+        self._most_tokens = cfg.train.micro_batch_tokens or DEFAULT_TOKENS  # rank 0 has settled it
         self._parts: list[PackedBatch] = []
         self._window: Any = None
         self._model = actor.model
+        self._scorer = actor.scorer
         copies = parallel_kind(cfg, jobs.ranks) != "fsdp2"
         # Reduced once, the gradients of shards would be whole on every rank until then.
         self._reduces_once = copies if cfg.train.reduce == "auto" else cfg.train.reduce == "step"
@@ -125,9 +129,18 @@ class Updates:
     def _take_in(self, step: int, batch: PackedBatch | None = None) -> float:
         """Every rank gets its share of the rows, as many micro-batches as the others."""
         ranks = self._jobs.ranks
-        self._parts = ranks.scatter(batch, max_tokens=self._cfg.train.micro_batch_tokens)
+        self._parts = ranks.scatter(
+            batch, max_tokens=self._most_tokens, count_shared_once=self._shares(batch)
+        )
         self._window = self.loss.measure_window(self._parts, ranks=ranks)
         return self._set_rate(step)
+
+    def _shares(self, batch: PackedBatch | None) -> bool:
+        """Whether the model reads once what the rows of a micro-batch begin with alike."""
+        if batch is None or not len(batch.lengths):
+            return False
+        reads = self._scorer.packed and self._scorer.share_prefixes
+        return reads and can_share(self._scorer.model, int(batch.lengths.max()))
 
     def _make(self) -> tuple[Any, StepOutcome]:
         """A pass: a gradient over all rows, in micro-batches, and an optimizer step.
