@@ -287,9 +287,9 @@ class PackedBatch:
 def _unique_run_ends(ids: Tensor, lengths: Tensor, bound: int) -> list[int]:
     """Where runs of rows end whose tokens are at most a bound, those that rows share once."""
     ends, filled = [], 0
-    ordered: list[bytes] = []  # as bytes, most significant first, token ids sort as numbers do
+    ordered: list[bytes] = []  # 8 bytes a token: any order that compares tokens in turn will do
     for row, tokens in enumerate(ids.split(lengths.tolist())):
-        key = tokens.numpy().astype(">i8").tobytes()
+        key = tokens.numpy().tobytes()
         # What a row shares with any other it shares with a neighbour in this order.
         at = bisect_left(ordered, key)
         new = len(tokens) - max(
