@@ -11,7 +11,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
 .PHONY: install train control train-smollm2 control-smollm2 check test lint tests fast-tests mutants \
-	benchmarks versions release docs docs-serve clean
+	benchmarks gpu versions release docs docs-serve clean
 
 install: .venv/.installed-train
 
@@ -113,7 +113,13 @@ versions: .venv/.installed-test
 	$(BIN)/python test/versions.py $(ARGS)
 
 benchmarks: .venv/.installed-test
-	for script in benchmarks/*.py benchmarks/collection/*.py; do OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python $$script; done
+	for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py benchmarks/collection/*.py)); do OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python $$script; done
+
+# Once on a machine with a GPU, in 8 minutes: is it right, is it fast, what is its limit (docs/gpu.md). With
+# packages of your own GPU_PYTHON=python; without a GPU ARGS="--device cpu --tiny" rehearses it.
+GPU_PYTHON ?=
+gpu: $(if $(GPU_PYTHON),,install)
+	$(or $(GPU_PYTHON),$(BIN)/python) benchmarks/gpu.py $(ARGS)
 
 # The site of docs/, in build/docs/html; a warning or a broken link fails.
 docs: .venv/.installed-docs

@@ -41,8 +41,10 @@ from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepO
 from torchrl_data.token_scorer import TokenScorer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
+from torchrl_modules.scoring.packed_attention import can_share
 
 from . import models
+from .device_defaults import DEFAULT_TOKENS
 from .models import transformers_policy
 from .run import CHECKPOINTS, SIGNALS, Failures, Job, RankJobs, Run
 from .settings.schema import CheckpointConfig, Recipe, SettingsError, TrainingConfig
@@ -126,7 +128,9 @@ class Updates:
         )
         self._train_pass = recipe.train_pass or train_pass
         self._share: Share | None = None
+        self._most_tokens = cfg.train.micro_batch_tokens or DEFAULT_TOKENS  # rank 0 has settled it
         self._model = actor.model
+        self._scorer = actor.scorer
         copies = parallel_kind(cfg, jobs.ranks) != "fsdp2"
         # Reduced once, the gradients of shards would be whole on every rank until then.
         self._reduces_once = copies if cfg.train.reduce == "auto" else cfg.train.reduce == "step"
@@ -167,10 +171,19 @@ class Updates:
     def _take_rows(self, step: int, batch: PackedBatch | None = None) -> float:
         """Every rank gets its share of the rows, as many micro-batches as the others."""
         ranks = self._jobs.ranks
-        parts = ranks.scatter(batch, max_tokens=self._cfg.train.micro_batch_tokens)
+        parts = ranks.scatter(
+            batch, max_tokens=self._most_tokens, count_shared_once=self._shares(batch)
+        )
         window = self.loss.measure_window(parts, ranks=ranks)
         self._share = Share(parts, window, self._model, self._reduces_once, ranks)
         return self._set_rate(step)
+
+    def _shares(self, batch: PackedBatch | None) -> bool:
+        """Whether the model reads once what the rows of a micro-batch begin with alike."""
+        if batch is None or not len(batch.lengths):
+            return False
+        reads = self._scorer.packed and self._scorer.share_prefixes
+        return reads and can_share(self._scorer.model, int(batch.lengths.max()))
 
     def _make_pass(self) -> tuple[Any, StepOutcome]:
         """Make a pass; of several losses in one, the output of the first, the policy's, is told."""

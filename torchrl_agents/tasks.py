@@ -39,6 +39,7 @@ from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
+from .device_defaults import default_autocast, describe, settle_micro_batches
 from .models import add_adapters, build_policies, engines_of_collector, warm_start
 from .run import Run, origin_of
 from .settings import schema
@@ -341,6 +342,11 @@ def _make_task(
             own = task.num_warm_steps or defaults["warm_start.num_steps"]
             is_new = cfg.policy.model is None
             defaults["warm_start.num_steps"] = own if is_new and task.demonstrations else 0
+    if isinstance(cfg, schema.TrainingConfig):
+        autocast = default_autocast(describe(cfg.policy.device), cfg.policy.dtype)
+        defaults["train.autocast"] = autocast
+        if autocast and cfg.train.autocast is None:
+            _LOG.info("train.autocast=true: this GPU computes in bfloat16")
     inherited = {name: x for name, x in origin.settings.items() if attrgetter(name)(cfg) is None}
     if origin.task != cfg.task.id:
         inherited.pop("policy.max_new_tokens", None)  # its turns were as long as its task's are
@@ -359,6 +365,8 @@ def load_models(cfg: schema.RecipeConfig, setup: Setup, run: Run) -> tuple[Any, 
         actor, policy = build_policies(cfg, setup.task)
         with schema.refusing(f"task={cfg.task.id}"):
             set_limits(setup, cfg.limits, policy)
+        if isinstance(cfg, schema.TrainingConfig):
+            settle_micro_batches(cfg, actor)
     return actor, policy
 
 
@@ -389,7 +397,7 @@ def warm_up(
                 num_steps=num_steps,
                 batch_size=cfg.warm_start.batch_size,
                 learning_rate=cast("float", cfg.warm_start.learning_rate),  # filled in
-                micro_batch_tokens=cfg.train.micro_batch_tokens,
+                micro_batch_tokens=cast("int", cfg.train.micro_batch_tokens),  # settled
                 on_step=lambda step, loss: tell(step, {"loss": loss}, quiet=step % 100 > 0),
             )
     return add_adapters(cfg, actor, policy)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
@@ -203,7 +205,11 @@ class PackedBatch:
         )
 
     def micro_batches(
-        self, *, max_tokens: int | None = None, num_rows: int | None = None
+        self,
+        *,
+        max_tokens: int | None = None,
+        num_rows: int | None = None,
+        count_shared_once: bool = False,
     ) -> Iterator[PackedBatch]:
         """Split into runs of whole rows, in order, without copying. Give one of the two limits.
 
@@ -213,12 +219,16 @@ class PackedBatch:
         Args:
             max_tokens: most tokens of a part; a longer row is a part of its own.
             num_rows: rows of a part.
+            count_shared_once: count tokens that a row begins with as another row of the part does
+                once, as a policy reads them whose scorer shares prefixes: a part may then have more
+                than ``max_tokens`` tokens, and the model still reads about so many.
 
         Returns:
             Parts that hold every row once.
 
         Raises:
-            ValueError: not exactly one limit is given, or it is not positive.
+            ValueError: not exactly one limit is given, or it is not positive; or
+                ``count_shared_once`` is given without ``max_tokens``.
         """
         limit = max_tokens if num_rows is None else num_rows
         if (max_tokens is None) == (num_rows is None) or limit is None or limit < 1:
@@ -226,6 +236,10 @@ class PackedBatch:
                 "micro_batches needs max_tokens or num_rows, a positive number; got "
                 f"max_tokens={max_tokens} and num_rows={num_rows}."
             )
+        if count_shared_once:
+            if max_tokens is None:
+                raise ValueError("micro_batches: count_shared_once=True goes with max_tokens.")
+            return self._runs([0, *_unique_run_ends(self.ids, self.lengths, max_tokens)])
         sizes = self.lengths.tolist() if num_rows is None else [1] * self.num_rows
         return self._runs([0, *run_ends(sizes, limit)])
 
@@ -262,6 +276,34 @@ class PackedBatch:
             weights=None if self.weights is None else self.weights[targets],
             images=images,
         )
+
+
+def _unique_run_ends(ids: Tensor, lengths: Tensor, bound: int) -> list[int]:
+    """Where runs of rows end whose tokens are at most a bound, those that rows share once."""
+    ends, filled = [], 0
+    ordered: list[bytes] = []  # 8 bytes a token: any order that compares tokens in turn will do
+    for row, tokens in enumerate(ids.split(lengths.tolist())):
+        key = tokens.numpy().tobytes()
+        # What a row shares with any other it shares with a neighbour in this order.
+        at = bisect_left(ordered, key)
+        new = len(tokens) - max(
+            (_common(key, x) for x in ordered[max(0, at - 1) : at + 1]), default=0
+        )
+        if filled and filled + new > bound:
+            ends.append(row)
+            filled, at, new = 0, 0, len(tokens)
+            ordered.clear()
+        ordered.insert(at, key)
+        filled += new
+    return [*ends, len(lengths)] if len(lengths) else []
+
+
+def _common(a: bytes, b: bytes) -> int:
+    """Tokens that two rows begin with alike."""
+    size = min(len(a), len(b)) // 8
+    x, y = (np.frombuffer(one, np.int64, size) for one in (a, b))
+    differ = (x != y).nonzero()[0]
+    return int(differ[0]) if len(differ) else size
 
 
 def run_ends(sizes: Sequence[int], bound: int) -> list[int]:

@@ -247,7 +247,9 @@ class Ranks:
             dist.all_reduce(total, group=self._control)
         return total.tolist()
 
-    def scatter(self, batch: PackedBatch | None, *, max_tokens: int) -> list[PackedBatch]:
+    def scatter(
+        self, batch: PackedBatch | None, *, max_tokens: int, count_shared_once: bool = False
+    ) -> list[PackedBatch]:
         """Deal the rows of rank 0 out as micro-batches, equally many on every rank.
 
         Rows that lie together stay together as far as possible. The micro-batches that ranks
@@ -256,6 +258,8 @@ class Ranks:
         Args:
             batch: what rank 0 trains on; ``None`` on the others.
             max_tokens: most tokens of a micro-batch; a longer row is one of its own.
+            count_shared_once: of one process, see :meth:`PackedBatch.micro_batches`; the shares of
+                several are equal in all of their tokens.
 
         Returns:
             This rank's micro-batches, on its device. One process gets those of
@@ -271,7 +275,9 @@ class Ranks:
             )
         if self.size == 1:
             assert batch is not None
-            return list(batch.micro_batches(max_tokens=max_tokens))
+            return list(
+                batch.micro_batches(max_tokens=max_tokens, count_shared_once=count_shared_once)
+            )
         shares = None if batch is None else equal_shares(batch, self.size, max_tokens=max_tokens)
         # What is sent is pickled, and a view would take all that it is a view of with it.
         sent = shares and [[_moved(part, "cpu") for part in share] for share in shares]

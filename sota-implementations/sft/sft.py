@@ -86,6 +86,7 @@ from tensordict import TensorDictBase, lazy_stack
 
 from collectors import LLMCollector, StepMetrics
 from objectives import SFTLoss, SFTLossOutput
+from torchrl_agents.device_defaults import DEFAULT_TOKENS
 from torchrl_agents.models import add_adapters
 from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
@@ -281,7 +282,7 @@ def main(cfg: SFTConfig, test: Setup, run: Run) -> dict:
     @torch.no_grad()
     def held_out_nll() -> float:
         window = test_loss.measure_window(held_out)
-        parts = held_out.micro_batches(max_tokens=cfg.train.micro_batch_tokens)
+        parts = held_out.micro_batches(max_tokens=cfg.train.micro_batch_tokens or DEFAULT_TOKENS)
         return float(SFTLossOutput.combine([test_loss(part, window=window) for part in parts]).nll)
 
     def measure(step: Step) -> dict[str, float]:

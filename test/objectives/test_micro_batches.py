@@ -1,6 +1,7 @@
 """A batch that is packed once: its parts hold every row once, and train like the whole."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,56 @@ def test_parts_hold_every_row_once_and_keep_to_the_limit(sizes, limit):
     by_rows = list(packed.micro_batches(num_rows=limit))
     assert [row for part in by_rows for row in rows_of(part)] == rows_of(packed)
     assert [part.num_rows for part in by_rows[:-1]] == [limit] * (len(by_rows) - 1)
+
+
+def packed_rows(rows):
+    """Of which all but the first token are trained."""
+    lengths = torch.tensor([len(row) for row in rows])
+    packed = make_packed(lengths.tolist(), (lengths - 1).tolist())
+    return replace(packed, ids=torch.tensor([token for row in rows for token in row]))
+
+
+def test_tokens_that_rows_share_are_counted_once():
+    prompt, other = [1, 2, 3, 4], [1, 2, 8, 9]
+    rows = [
+        [*prompt, 5, 6],  # 6 new tokens
+        [*prompt, 7],  # 1
+        [*prompt, 5, 6, 3],  # an earlier turn and one token: 1
+        [*other, 5],  # 3 beside those above, which share 2 tokens with it
+        [*other, 6],  # 1
+    ]
+    packed = packed_rows(rows)
+
+    def counts(most, **options):
+        return [part.num_rows for part in packed.micro_batches(max_tokens=most, **options)]
+
+    assert counts(12) == [2, 2, 1]  # 11, 12 and 5 tokens
+    assert counts(12, count_shared_once=True) == [5]  # 6 + 1 + 1 + 3 + 1
+    assert counts(11, count_shared_once=True) == [4, 1]
+    # In a part of its own the fourth row has all of its 5 tokens.
+    assert counts(8, count_shared_once=True) == [3, 2]
+    assert counts(6, count_shared_once=True) == [1, 1, 1, 2]  # 6; 5, and 3 are too many; 7; 5 + 1
+    assert counts(1, count_shared_once=True) == [1] * 5
+    with pytest.raises(ValueError, match="count_shared_once=True goes with max_tokens"):
+        list(packed.micro_batches(num_rows=1, count_shared_once=True))
+
+
+few_tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(rows=few_tokens, limit=st.integers(1, 14))
+def test_a_part_has_as_many_unique_tokens_as_its_trie(rows, limit):
+    def num_unique(some):  # each beginning of a row is a token of the trie
+        return len({tuple(row[:n]) for row in some for n in range(1, len(row) + 1)})
+
+    parts = packed_rows(rows).micro_batches(max_tokens=limit, count_shared_once=True)
+    found = [part.ids.split(part.lengths.tolist()) for part in parts]
+    shares = [[row.tolist() for row in part] for part in found]
+    assert [row for part in shares for row in part] == rows
+    assert all(num_unique(part) <= limit or len(part) == 1 for part in shares)
+    pairs = itertools.pairwise(shares)
+    assert all(num_unique([*left, right[0]]) > limit for left, right in pairs)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

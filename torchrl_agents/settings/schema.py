@@ -282,10 +282,11 @@ class TrainConfig:
     num_steps: int = 100
     stop_at: float | None = None
     """The run ends after a test (evaluate.every) whose held-out reward is at least this."""
-    micro_batch_tokens: int = 32768
-    """Most tokens of one forward and backward pass; the gradient does not depend on it."""
-    autocast: bool = False
-    """Compute activations in bfloat16."""
+    micro_batch_tokens: int | None = None
+    """Most tokens of one forward and backward pass; the gradient does not depend on it. None: what
+    the free memory of a GPU holds, measured when the model is there; 32768 without a GPU."""
+    autocast: bool | None = None
+    """Compute activations in bfloat16; none: on a GPU that has it, with weights of float32."""
     parallel: str = "auto"
     """Of several ranks (torchrun): ddp, fsdp2 or auto: fsdp2 on GPUs, ddp on CPUs."""
     reduce: str = "auto"

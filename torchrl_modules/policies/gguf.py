@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from torchrl_modules.compilation import cache_folder
 from torchrl_data.pretrained import load_pretrained
 from torchrl_data.templates.registry import own_template
 from torchrl_data.templates.rendering import render_template
@@ -52,10 +53,7 @@ def converted(path: Path) -> Path:
             " A model is a hub id, a folder or a .gguf file."
         )
     digest = hashlib.sha256(f"{_FORMAT} {size} ".encode() + begin + end).hexdigest()[:16]
-    given = os.environ.get("TORCHRL_AGENTS_CACHE")
-    shared = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = Path(given) if given else Path(shared) / "torchrl-agents"
-    folder = cache / "models" / f"{path.stem}-{digest}"
+    folder = cache_folder() / "models" / f"{path.stem}-{digest}"
     if folder.is_dir():
         return folder
     try:

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from torchrl_data.devices import on_device
+from torchrl_modules.compilation import Compiled
 from torchrl_modules.transformers_releases import takes_sdpa
 
 # Packed sequences as a trie: what they begin with in common is there once, attention included.
@@ -231,7 +232,8 @@ def trie_attention(
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    slow = "it holds the whole matrix of scores in memory"
+    return Compiled(flex_attention, "flex attention", slow=slow)
 
 
 def _runs(segments: Sequence[Segment]) -> Iterator[tuple[slice, int]]:

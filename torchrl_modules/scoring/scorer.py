@@ -20,6 +20,7 @@ from torchrl_data.devices import on_device, on_host
 from torchrl_data.ragged.packed import cumulative_lengths, pack
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_data.token_scorer import TokenScores
+from torchrl_modules.compilation import Compiled
 from torchrl_modules.sampling.distribution import warped_head_log_prob, warped_log_prob
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.sampling.token_history import TargetHistory
@@ -157,7 +158,11 @@ eight passes over float32 become one over the type of the product."""
 
 @cache
 def _kernel(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True) if kind in _FUSED else function
+    if kind not in _FUSED:
+        return function
+    name = f"the head's {function.__name__.strip('_').replace('_', ' ')}"
+    slow = "each tile of logits is read about eight times"
+    return Compiled(function, name, slow=slow, dynamic=True)
 
 
 class _ChunkedLogProb(Function):
@@ -665,14 +670,17 @@ def find_reading(wrapped: nn.Module, model: Any, *, pack: bool) -> Reading:
     )
     if ways[at][0] is not Layout.PACKED and own_attention is not None:
         model.set_attn_implementation(own_attention)
-        packed = Layout.PACKED.value
-        if failed := [each for each in wrong if each.is_error and each.name.startswith(packed)]:
-            warnings.warn(
-                f"PackedScorer: {type(model).__name__} is read {ways[at][0].value}, which is "
-                f"slower, because the fastest way failed when it was tried: {failed[0]}. (A "
-                "kernel that is compiled needs a C compiler, say.)",
-                stacklevel=3,
-            )
+    # Packed, or with the head in tiles: ways that only a kernel can spoil.
+    lost = head is not None and ways[at][1] is None
+    is_kernel = [each.is_error and (each.name.startswith("packed") or lost) for each in wrong]
+    if failed := [each for each, counts in zip(wrong, is_kernel, strict=True) if counts]:
+        warnings.warn(
+            f"PackedScorer: {type(model).__name__} is read {ways[at][0].value}, "
+            f"{'with its head in tiles' if ways[at][1] is not None else 'by its own logits'}, "
+            f"which is slower, because a faster way failed when it was tried: {failed[0]}. (A "
+            "kernel that is compiled needs a C compiler, say.)",
+            stacklevel=3,
+        )
     rejected = tuple(map(str, wrong))
     reading = Reading(ways[at][0], ways[at][1] is not None, difference, rejected)
     _found[model] = ((*state[:-1], model.config._attn_implementation), reading)
@@ -686,7 +694,9 @@ def _trial_log_probs(
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[cumulative_lengths(lengths)[:-1]] = False
     outputs = ModelReader(model, layout=layout, head=head).read(targets_of(ids, lengths, mask))
-    logits = outputs if head is None else head(outputs)
-    at = on_device(ids[mask], logits.device)
-    log_p = logits.double().log_softmax(-1).gather(1, at[:, None]).squeeze(1)
+    at = on_device(ids[mask], outputs.device)
+    if head is None:
+        log_p = outputs.double().log_softmax(-1).gather(1, at[:, None]).squeeze(1)
+    else:  # in tiles, whose kernels are compiled on a GPU
+        log_p = chunked_log_prob(outputs, head.weight, at, bias=head.bias).log_prob.double()
     return log_p.split((lengths - 1).tolist())

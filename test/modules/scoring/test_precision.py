@@ -214,3 +214,22 @@ def test_a_loss_can_be_compiled():
         [sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False
     )
     assert "the same" in done.stdout, done.stderr[-3000:]
+
+
+def test_a_trial_runs_the_compiled_head_and_goes_without_where_it_fails(
+    make_tiny_model, monkeypatch
+):
+    def fails(*_):
+        raise RuntimeError("no compiler")
+
+    calls = []
+    monkeypatch.setattr(scorer, "_kernel", lambda f, kind: lambda *a: calls.append(kind) or f(*a))
+    reading = scorer.PackedScorer(make_tiny_model(1)).reading
+    assert reading.has_plain_head
+    assert set(calls) == {"cpu"}
+    monkeypatch.setattr(scorer, "_kernel", lambda *_: fails)
+    why = "read packed, by its own logits, which is slower, because .* no compiler"
+    with pytest.warns(UserWarning, match=why):
+        reading = scorer.PackedScorer(make_tiny_model(2)).reading
+    assert not reading.has_plain_head
+    assert reading.layout.value == "packed"

@@ -1,0 +1,69 @@
+"""What a run takes on its device where the settings say nothing; GPUs are described."""
+
+import pytest
+
+from torchrl_agents.device_defaults import (
+    Device,
+    bytes_of_a_token,
+    default_autocast,
+    default_micro_batch_tokens,
+    describe,
+)
+from torchrl_modules import TransformersWrapper
+
+GIB = 2**30
+H100 = Device("cuda", "H100", True, 70 * GIB)
+T4 = Device("cuda", "T4", False, 15 * GIB)
+CPU = Device("cpu", "cpu", False, 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        pytest.param(H100, "float32", True, id="a card that has it"),
+        pytest.param(H100, "bfloat16", False, id="weights are of it already"),
+        pytest.param(T4, "float32", False, id="a card that emulates it"),
+        pytest.param(CPU, "float32", False, id="a CPU"),
+    ],
+)
+def test_activations_are_bfloat16_where_the_card_has_it(device, dtype, expected):
+    assert default_autocast(device, dtype) is expected
+
+
+@pytest.mark.parametrize(
+    ("device", "num_bytes", "expected"),
+    [
+        # 0.6 x 70 GiB / 1 MiB = 43,008, which is 42 x 1,024.
+        pytest.param(H100, 2**20, 43_008, id="as many as fit"),
+        # 0.6 x 15 GiB / 2.5 MiB = 3,686
+        pytest.param(T4, 2.5 * 2**20, 3_072, id="whole thousands"),
+        pytest.param(T4, 2**30, 2_048, id="never fewer than that"),
+        pytest.param(H100, 1024, 131_072, id="never more than that"),
+        pytest.param(CPU, 2**20, 32_768, id="a CPU"),
+    ],
+)
+def test_a_micro_batch_takes_three_fifths_of_the_free_memory(device, num_bytes, expected):
+    assert default_micro_batch_tokens(device, num_bytes) == expected
+
+
+def test_a_cpu_is_described_as_one():
+    assert describe("cpu") == CPU
+
+
+def test_what_a_token_keeps_is_counted(make_tiny_model, chatml_tokenizer):
+    def of_layers(num_layers):
+        model = make_tiny_model(0, num_layers=num_layers)
+        return model, TransformersWrapper(model, tokenizer=chatml_tokenizer)
+
+    (model, one), (_, two), (_, three) = map(of_layers, (1, 2, 3))
+    each = bytes_of_a_token(two) - bytes_of_a_token(one)
+    assert bytes_of_a_token(three) - bytes_of_a_token(two) == pytest.approx(each, rel=1e-6)
+    # At least the inputs of its seven products: those of queries, keys and values are one.
+    config = model.config
+    inputs = 2 * config.hidden_size + config.intermediate_size
+    inputs += config.num_attention_heads * config.head_dim
+    assert 4 * inputs < each < 20 * 4 * inputs
+    model, wrapped = of_layers(3)
+    kept = bytes_of_a_token(wrapped)
+    model.gradient_checkpointing_enable()
+    assert bytes_of_a_token(wrapped) == pytest.approx(kept / 3 + 3 * 4 * config.hidden_size)
