@@ -30,12 +30,18 @@ class KnownAgent:
     """The protocol that it speaks."""
 
 
+# Their tools are of kinds that are no functions.
+_CODEX_OFF: Final = ("multi_agent", "apps", "plugins", "image_generation")
+
+
 def _codex(endpoint: AgentEndpoint) -> list[str]:
     provider = f'{{name="policy",base_url="{endpoint.base_url}",env_key="OPENAI_API_KEY",' + (
         'wire_api="responses",request_max_retries=0,stream_max_retries=0,supports_websockets=false}'
     )
     settings = [f"model_providers.policy={provider}", 'model_provider="policy"', 'web_search="disabled"']
     flags = [part for setting in settings for part in ("-c", setting)]
+    for feature in _CODEX_OFF:
+        flags += ["--disable", feature]
     flags += ["-m", endpoint.model, "--skip-git-repo-check"]
     return ["exec", "--dangerously-bypass-approvals-and-sandbox", *flags]
 
@@ -98,7 +104,7 @@ AGENTS: Final[Mapping[str, KnownAgent]] = {
     "opencode": KnownAgent(
         program="opencode",
         install="npm install -g opencode-ai",
-        arguments=lambda e: ["run", "--auto", "--model", f"policy/{e.model}"],
+        arguments=lambda e: ["run", "--auto", "--title", "task", "--model", f"policy/{e.model}"],
         variables=lambda _: {
             "OPENCODE_DISABLE_AUTOUPDATE": "1",
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
