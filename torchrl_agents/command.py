@@ -45,6 +45,10 @@ COMMANDS: Final = {
         f"{__name__}:completion",
         'print what completes command lines: eval "$(torchrl-agents completion bash)", or zsh',
     ),
+    "convert": (
+        "collectors.record.convert:main",
+        "write rollouts as ATIF, or trajectories of others as rows",
+    ),
     "doctor": (f"{__name__}:doctor", "tell what is installed and what is missing"),
     "view": ("collectors.record.view:main", "show the rollouts of a run"),
 }
