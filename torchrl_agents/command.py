@@ -41,6 +41,10 @@ file in its ``config/experiment/``, and one line for the help."""
 
 
 COMMANDS: Final = {
+    "audit": (
+        "torchrl_envs.harbor.audit:main",
+        "run tasks by agents that deserve nothing, and say what is wrong with them",
+    ),
     "completion": (
         f"{__name__}:completion",
         'print what completes command lines: eval "$(torchrl-agents completion bash)", or zsh',

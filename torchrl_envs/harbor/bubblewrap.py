@@ -362,9 +362,9 @@ class BubblewrapMachine:
                 answer = json.loads(self._receive(process, size, deadline))
                 out, err = (self._receive(process, n, deadline) for n in answer["sizes"])
             except (OSError, EOFError, TimeoutError) as error:
-                self._end()
                 self._errors.seek(0)
                 said = self._errors.read().decode(errors="replace").strip()
+                self._end()
                 raise MachineError(f"the machine was lost: {said or error}") from error
         if not is_text and most > MAX_OUTPUT_BYTES:
             return CommandResult(out, err, answer["status"])  # type: ignore[arg-type]
@@ -473,6 +473,7 @@ class BubblewrapMachine:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
+        self._errors.close()
 
 
 def _quoted(path: str) -> str:

@@ -202,8 +202,8 @@ def load_tasks(
     return tasks, faults
 
 
-def _hold(kept: "tempfile.TemporaryDirectory[str]") -> None:
-    """The last task of an archive is gone; its files go with the reference."""
+def _hold(kept: "_Unpacked") -> None:
+    """Keep an archive's files for as long as a task of it is there."""
     del kept
 
 
@@ -215,8 +215,16 @@ def _folders_of_tasks(top: Path) -> list[Path]:
     return found
 
 
-def _unpacked(path: Path) -> "tempfile.TemporaryDirectory[str]":
-    kept = tempfile.TemporaryDirectory(prefix="harbor-")
+class _Unpacked:
+    """The folder of an archive, which goes with the last task that is in it."""
+
+    def __init__(self) -> None:
+        self.name = tempfile.mkdtemp(prefix="harbor-")
+        self._end = weakref.finalize(self, shutil.rmtree, self.name, ignore_errors=True)
+
+
+def _unpacked(path: Path) -> _Unpacked:
+    kept = _Unpacked()
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -230,11 +238,7 @@ def _unpacked(path: Path) -> "tempfile.TemporaryDirectory[str]":
         else:
             raise TaskFolderError(f"harbor: {path} is no folder, no .tar or .tar.gz, and no .zip.")
     except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError) as error:
-        kept.cleanup()
         raise TaskFolderError(f"harbor: {path} can't be unpacked: {error}") from error
-    except BaseException:
-        kept.cleanup()
-        raise
     return kept
 
 
@@ -582,13 +586,3 @@ def resolved(variables: Mapping[str, str], host: Mapping[str, str]) -> dict[str,
 
     return {name: _VARIABLE.sub(value, text) for name, text in variables.items()}
 
-
-def copy_task(task: HarborTask, folder: Path) -> HarborTask:
-    """A task in another folder, to be changed there.
-
-    Args:
-        task: the task.
-        folder: is made.
-    """
-    shutil.copytree(task.folder, folder, symlinks=True)
-    return read_task(folder)

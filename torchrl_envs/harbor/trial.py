@@ -15,7 +15,7 @@ _LOGS: Final = "/logs/verifier"
 _START_S: Final = 30.0
 
 
-class TestsError(RuntimeError):
+class NoRewardError(RuntimeError):
     """The tests gave no reward; the message says why."""
 
 
@@ -82,7 +82,7 @@ class Trial:
                 done = self.machine.run("bash setup.sh", timeout_s=self.task.place.build_timeout_s)
                 if done.status != 0:
                     said = done.stderr.strip()[-300:]
-                    raise TestsError(f"setup.sh of the step {step.name} failed: {said}")
+                    raise NoRewardError(f"setup.sh of the step {step.name} failed: {said}")
         _await_health(self.machine, step.health)
         self._deadline = math.inf if step.timeout_s is None else time.monotonic() + step.timeout_s
         return step.instruction
@@ -130,7 +130,7 @@ class Trial:
             The next instruction; nothing where the task is over.
 
         Raises:
-            TestsError: the tests gave no reward, or the next step can't be prepared.
+            NoRewardError: the tests gave no reward, or the next step can't be prepared.
             MachineError: the machine is lost.
         """
         step = self.step
@@ -153,10 +153,10 @@ class Trial:
             key: which one, where the tests give several.
 
         Raises:
-            TestsError: the tests gave no such reward.
+            NoRewardError: the tests gave no such reward.
         """
         if not self.rewards:
-            raise TestsError("no step was scored")
+            raise NoRewardError("no step was scored")
         found = self.rewards
         if self.task.strategy == "final" or len(found) == 1:
             return self._value(found[-1], key)
@@ -165,7 +165,7 @@ class Trial:
     def _value(self, rewards: Mapping[str, float], key: str) -> float:
         if key in rewards:
             return rewards[key]
-        raise TestsError(
+        raise NoRewardError(
             f"{self.task.name}: the tests give {sorted(rewards)}, and no {key!r}: set reward_key."
         )
 
@@ -180,7 +180,7 @@ class Trial:
         for command, limit_s in tests.collect:
             done = self.machine.run(command, timeout_s=limit_s)
             if done.status != 0:
-                raise TestsError(f"the collect hook `{command:.80}` failed: {done.stderr[-300:]}")
+                raise NoRewardError(f"the collect hook `{command:.80}` failed: {done.stderr[-300:]}")
         if tests.place is None:
             return self._run_tests(self.machine, step)
         machine = self._type(tests.place)
@@ -210,14 +210,14 @@ class Trial:
             variables=resolved(tests.variables, os.environ),
         )
         if done.status is None:
-            raise TestsError(f"{whose}: the tests did not end within {tests.timeout_s:g} s")
+            raise NoRewardError(f"{whose}: the tests did not end within {tests.timeout_s:g} s")
         found = machine.download(_LOGS)
         for name in REWARD_FILES:
             data = file_of(found, name)
             if data is not None:
                 return read_rewards(name, data, whose)
         said = (file_of(found, "test-stdout.txt") or b"").decode(errors="replace").strip()[-300:]
-        raise TestsError(f"{whose}: the tests wrote no {' and no '.join(REWARD_FILES)}: {said}")
+        raise NoRewardError(f"{whose}: the tests wrote no {' and no '.join(REWARD_FILES)}: {said}")
 
 
 def read_rewards(name: str, data: bytes, whose: str) -> dict[str, float]:
@@ -229,18 +229,18 @@ def read_rewards(name: str, data: bytes, whose: str) -> dict[str, float]:
         whose: tests, for the error.
 
     Raises:
-        TestsError: they are no finite numbers.
+        NoRewardError: they are no finite numbers.
     """
     try:
         text = data.decode("utf-8")
         value = json.loads(text) if name.endswith(".json") else {"reward": float(text)}
     except ValueError as error:
-        raise TestsError(f"{whose}: {name} can't be read: {error}") from error
+        raise NoRewardError(f"{whose}: {name} can't be read: {error}") from error
     if not isinstance(value, dict) or not value:
-        raise TestsError(f"{whose}: {name} must hold an object of numbers, got {text!r:.80}")
+        raise NoRewardError(f"{whose}: {name} must hold an object of numbers, got {text!r:.80}")
     for key, each in value.items():
         if not isinstance(each, int | float) or not math.isfinite(each):
-            raise TestsError(f"{whose}: {name} must hold finite numbers, got {key}={each!r:.80}")
+            raise NoRewardError(f"{whose}: {name} must hold finite numbers, got {key}={each!r:.80}")
     return {key: float(each) for key, each in value.items()}
 
 
@@ -248,7 +248,7 @@ def _await_health(machine: Machine, health: Health | None) -> None:
     """Ask until the machine is healthy.
 
     Raises:
-        TestsError: it does not become so.
+        NoRewardError: it does not become so.
     """
     if health is None:
         return
@@ -261,5 +261,5 @@ def _await_health(machine: Machine, health: Health | None) -> None:
         failed += not is_starting
         if failed >= health.retries:
             said = done.stderr.strip()[-300:]
-            raise TestsError(f"the machine is not healthy: `{health.command:.80}`: {said}")
+            raise NoRewardError(f"the machine is not healthy: `{health.command:.80}`: {said}")
         time.sleep(health.start_interval_s if is_starting else health.interval_s)
