@@ -200,7 +200,8 @@ class Trial:
         names = " ".join(f"{_LOGS}/{name}" for name in REWARD_FILES)
         wanted = "" if tests.place is not None and tests.place.has_tests else "/tests"
         # What an agent has put in the place of these goes: a link, or a file of rewards.
-        machine.run(f"rm -rf -- {wanted} {names}; mkdir -p {_LOGS}", timeout_s=_START_S)
+        links = f"for path in /logs {_LOGS}; do [ -L $path ] && rm -f -- $path; done"
+        machine.run(f"{links}; rm -rf -- {wanted} {names}; mkdir -p {_LOGS}", timeout_s=_START_S)
         for folder in tests.folders:
             machine.upload(folder, "/tests")
         script = f"/tests/{tests.script}"

@@ -165,13 +165,11 @@ machine.run("setsid sleep {marker} > /dev/null 2>&1 & echo", timeout_s=5)
 print("ready", flush=True)
 signal.pause()
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
-    assert sleepers(marker)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        assert sleepers(marker)
+        os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 20
     while sleepers(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
