@@ -61,14 +61,20 @@ def write_atif(sample: RolloutSample, *, agent: str, version: str = "unknown") -
         sampled, with their log-probs; :func:`read_rollout` gives the sample again.
     """
     steps = _steps(sample)
-    own = {name: value for name, value in vars(sample).items() if name not in ("messages", "tokens")}
+    own = {
+        name: value for name, value in vars(sample).items() if name not in ("messages", "tokens")
+    }
     tokens = dict(vars(sample.tokens))
     ids = tokens.pop("ids")
-    last = next((s["metrics"] for s in reversed(steps) if "prompt_token_ids" in s.get("metrics", {})), {})
+    last = next(
+        (s["metrics"] for s in reversed(steps) if "prompt_token_ids" in s.get("metrics", {})), {}
+    )
     told = [*last.get("prompt_token_ids", ()), *last.get("completion_token_ids", ())]
     extra = {"sample": own, "tokens": tokens}
     # Of the tokens only those after the last turn are not told by the turns.
-    extra |= {"tail_token_ids": ids[len(told) :]} if ids[: len(told)] == told else {"token_ids": ids}
+    extra |= (
+        {"tail_token_ids": ids[len(told) :]} if ids[: len(told)] == told else {"token_ids": ids}
+    )
     where = f"{sample.step}/{sample.group_id}/{sample.index}"
     trajectory = {
         "schema_version": VERSION,
@@ -92,7 +98,9 @@ def _steps(sample: RolloutSample) -> list[dict[str, Any]]:
     for number, message in enumerate(sample.messages):
         text, role = message.get("content"), message.get("role")
         if role == "tool" and steps and steps[-1]["source"] == "agent":
-            result = {"content": text if isinstance(text, str) else json.dumps(text)}
+            result: dict[str, Any] = {
+                "content": text if isinstance(text, str) else json.dumps(text)
+            }
             calls = [call["tool_call_id"] for call in steps[-1].get("tool_calls", ())]
             if message.get("tool_call_id") in calls:
                 result["source_call_id"] = message["tool_call_id"]
@@ -104,7 +112,9 @@ def _steps(sample: RolloutSample) -> list[dict[str, Any]]:
         step: dict[str, Any] = {"step_id": len(steps) + 1, "source": source, "message": shown}
         step["extra"] = {_OWN: {"message": message}}
         if source == "agent":
-            calls = [_call(each, number, k) for k, each in enumerate(message.get("tool_calls") or ())]
+            calls = [
+                _call(each, number, k) for k, each in enumerate(message.get("tool_calls") or ())
+            ]
             if calls and all(calls):
                 step["tool_calls"] = calls
             if isinstance(message.get("reasoning_content"), str):
@@ -197,7 +207,9 @@ def check_atif(trajectory: Any) -> None:
         raise TrajectoryError(f"a trajectory is an object, got {type(trajectory).__name__}")
     version = trajectory.get("schema_version")
     if version not in _KNOWN:
-        raise TrajectoryError(f"schema_version must be {_KNOWN[0]} to {_KNOWN[-1]}, got {version!r}")
+        raise TrajectoryError(
+            f"schema_version must be {_KNOWN[0]} to {_KNOWN[-1]}, got {version!r}"
+        )
     agent, steps = trajectory.get("agent"), trajectory.get("steps")
     if not isinstance(agent, Mapping) or not isinstance(agent.get("name"), str):
         raise TrajectoryError("there is no agent with a name")
@@ -238,7 +250,9 @@ def rows_of_atif(trajectory: Mapping[str, Any], *, source: str = "") -> list[Tok
     """
     check_atif(trajectory)
     agent, metrics = trajectory["agent"], trajectory.get("final_metrics") or {}
-    reward = (metrics.get("extra") or {}).get("reward", (trajectory.get("extra") or {}).get("reward"))
+    reward = (metrics.get("extra") or {}).get(
+        "reward", (trajectory.get("extra") or {}).get("reward")
+    )
     shared: dict[str, Any] = {"agent": agent["name"], "source": source}
     shared |= {"tools": agent.get("tool_definitions") or None, "reward": _number(reward)}
     turns: list[Turn] = []
@@ -291,7 +305,9 @@ def rows_of_turns(turns: Sequence[Turn], shared: Mapping[str, Any]) -> list[Toke
     rows: list[TokenRow] = []
     for turn in turns:
         prompt = list(turn.prompt or ())
-        begun = [r for r in rows if r.token_ids is not None and prompt[: len(r.token_ids)] == r.token_ids]
+        begun = [
+            r for r in rows if r.token_ids is not None and prompt[: len(r.token_ids)] == r.token_ids
+        ]
         row = max(begun, key=lambda r: len(r.token_ids or ()), default=None)
         if row is None:
             row = TokenRow(messages=[], token_ids=[], sampled=[], log_probs=[], **shared)
@@ -328,7 +344,9 @@ def _messages(step: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
     for result in (step.get("observation") or {}).get("results") or ():
         text, call_id = _text(result.get("content") or "", number), result.get("source_call_id")
         if call_id in names:
-            found.append({"role": "tool", "content": text, "tool_call_id": call_id, "name": names[call_id]})
+            found.append(
+                {"role": "tool", "content": text, "tool_call_id": call_id, "name": names[call_id]}
+            )
         else:
             found.append({"role": "tool" if calls else "user", "content": text})
     return found

@@ -6,6 +6,8 @@ talked into passing: what the agent left is run as a child whose output is compa
 is killed before the reward is written, and the reward is written last.
 """
 
+# ruff: noqa: E501
+
 import json
 import random
 import sys
@@ -130,7 +132,15 @@ def script(name, about, instruction, path, solution, cases, files=None):
 def answer(name, about, instruction, files, solution, text):
     """Something that has to be found."""
     rules = {"kind": "file", "path": "/app/answer.txt", "cases": [{"text": text}]}
-    return name, "find", about, f"{instruction} Write it to /app/answer.txt.", files, solution, rules
+    return (
+        name,
+        "find",
+        about,
+        f"{instruction} Write it to /app/answer.txt.",
+        files,
+        solution,
+        rules,
+    )
 
 
 def access_log(rng, lines=400):
@@ -149,57 +159,192 @@ def tasks():
     """All twenty."""
     rng = random.Random(7)
     made = [
-        function("mend-median", "The median of an even number of values", "The median of [1, 2, 3, 4] comes out as 3.", "stats",
-                 "def median(values):\n    values = sorted(values)\n    return values[len(values) // 2]",
-                 "def median(values):\n    values = sorted(values)\n    half = len(values) // 2\n    if len(values) % 2:\n        return values[half]\n    return (values[half - 1] + values[half]) / 2",
-                 "median", [(([3, 1, 2],), 2), (([1, 2, 3, 4],), 2.5), (([5, 5],), 5.0), (([9, -1, 4, 4, 0, 7],), 4.0)]),
-        function("mend-wrap", "Lines of a width", "Lines come out one character too long.", "wrap",
-                 "def wrap(text, width):\n    lines, line = [], ''\n    for word in text.split():\n        if line and len(line) + len(word) > width:\n            lines.append(line)\n            line = word\n        else:\n            line = f'{line} {word}'.strip()\n    return lines + [line] if line else lines",
-                 "def wrap(text, width):\n    lines, line = [], ''\n    for word in text.split():\n        if line and len(line) + 1 + len(word) > width:\n            lines.append(line)\n            line = word\n        else:\n            line = f'{line} {word}'.strip()\n    return lines + [line] if line else lines",
-                 "wrap", [(("aa bb cc", 4), ["aa", "bb", "cc"]), (("aa bb cc", 5), ["aa bb", "cc"]), (("", 3), []), (("one two three", 7), ["one two", "three"])]),
-        function("mend-leap", "Leap years", "The year 1900 counts as a leap year, and was none.", "years",
-                 "def is_leap(year):\n    return year % 4 == 0",
-                 "def is_leap(year):\n    return year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)",
-                 "is_leap", [((1900,), False), ((2000,), True), ((2023,), False), ((2024,), True), ((2100,), False)]),
-        function("mend-merge", "Intervals that touch", "Intervals that touch, such as [1, 2] and [2, 3], are not merged, and one inside another one shortens it.", "intervals",
-                 "def merge(intervals):\n    found = []\n    for start, end in sorted(intervals):\n        if found and start < found[-1][1]:\n            found[-1][1] = end\n        else:\n            found.append([start, end])\n    return found",
-                 "def merge(intervals):\n    found = []\n    for start, end in sorted(intervals):\n        if found and start <= found[-1][1]:\n            found[-1][1] = max(found[-1][1], end)\n        else:\n            found.append([start, end])\n    return found",
-                 "merge", [(([[1, 2], [2, 3]],), [[1, 3]]), (([[1, 9], [2, 3]],), [[1, 9]]), (([[5, 6], [1, 2]],), [[1, 2], [5, 6]]), (([],), [])]),
-        function("mend-roman", "Roman numbers", "roman(4) gives IIII.", "roman",
-                 "def roman(number):\n    text = ''\n    for value, sign in ((1000, 'M'), (500, 'D'), (100, 'C'), (50, 'L'), (10, 'X'), (5, 'V'), (1, 'I')):\n        text += sign * (number // value)\n        number %= value\n    return text",
-                 "def roman(number):\n    text = ''\n    for value, sign in ((1000, 'M'), (900, 'CM'), (500, 'D'), (400, 'CD'), (100, 'C'), (90, 'XC'), (50, 'L'), (40, 'XL'), (10, 'X'), (9, 'IX'), (5, 'V'), (4, 'IV'), (1, 'I')):\n        text += sign * (number // value)\n        number %= value\n    return text",
-                 "roman", [((4,), "IV"), ((1994,), "MCMXCIV"), ((3,), "III"), ((40,), "XL"), ((449,), "CDXLIX")]),
-        function("mend-runs", "Run lengths", "runs('') fails, and the last run of 'aab' is lost.", "runs",
-                 "def runs(text):\n    found, last, count = [], text[0], 0\n    for letter in text:\n        if letter == last:\n            count += 1\n        else:\n            found.append([last, count])\n            last, count = letter, 1\n    return found",
-                 "def runs(text):\n    found = []\n    for letter in text:\n        if found and found[-1][0] == letter:\n            found[-1][1] += 1\n        else:\n            found.append([letter, 1])\n    return found",
-                 "runs", [(("",), []), (("aab",), [["a", 2], ["b", 1]]), (("zzz",), [["z", 3]]), (("abba",), [["a", 1], ["b", 2], ["a", 1]])]),
-        function("mend-paths", "Paths with two dots", "resolve('/a/../../b') gives '/../b'; there is nothing above /.", "paths",
-                 "def resolve(path):\n    parts = []\n    for part in path.split('/'):\n        if part == '..' and parts:\n            parts.pop()\n        elif part and part != '.':\n            parts.append(part)\n    return '/' + '/'.join(parts)",
-                 "def resolve(path):\n    parts = []\n    for part in path.split('/'):\n        if part == '..':\n            del parts[-1:]\n        elif part and part != '.':\n            parts.append(part)\n    return '/' + '/'.join(parts)",
-                 "resolve", [(("/a/../../b",), "/b"), (("/..",), "/"), (("/a/./b//c",), "/a/b/c"), (("/x/y/../z",), "/x/z")]),
+        function(
+            "mend-median",
+            "The median of an even number of values",
+            "The median of [1, 2, 3, 4] comes out as 3.",
+            "stats",
+            "def median(values):\n    values = sorted(values)\n    return values[len(values) // 2]",
+            "def median(values):\n    values = sorted(values)\n    half = len(values) // 2\n    if len(values) % 2:\n        return values[half]\n    return (values[half - 1] + values[half]) / 2",
+            "median",
+            [
+                (([3, 1, 2],), 2),
+                (([1, 2, 3, 4],), 2.5),
+                (([5, 5],), 5.0),
+                (([9, -1, 4, 4, 0, 7],), 4.0),
+            ],
+        ),
+        function(
+            "mend-wrap",
+            "Lines of a width",
+            "Lines come out one character too long.",
+            "wrap",
+            "def wrap(text, width):\n    lines, line = [], ''\n    for word in text.split():\n        if line and len(line) + len(word) > width:\n            lines.append(line)\n            line = word\n        else:\n            line = f'{line} {word}'.strip()\n    return lines + [line] if line else lines",
+            "def wrap(text, width):\n    lines, line = [], ''\n    for word in text.split():\n        if line and len(line) + 1 + len(word) > width:\n            lines.append(line)\n            line = word\n        else:\n            line = f'{line} {word}'.strip()\n    return lines + [line] if line else lines",
+            "wrap",
+            [
+                (("aa bb cc", 4), ["aa", "bb", "cc"]),
+                (("aa bb cc", 5), ["aa bb", "cc"]),
+                (("", 3), []),
+                (("one two three", 7), ["one two", "three"]),
+            ],
+        ),
+        function(
+            "mend-leap",
+            "Leap years",
+            "The year 1900 counts as a leap year, and was none.",
+            "years",
+            "def is_leap(year):\n    return year % 4 == 0",
+            "def is_leap(year):\n    return year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)",
+            "is_leap",
+            [
+                ((1900,), False),
+                ((2000,), True),
+                ((2023,), False),
+                ((2024,), True),
+                ((2100,), False),
+            ],
+        ),
+        function(
+            "mend-merge",
+            "Intervals that touch",
+            "Intervals that touch, such as [1, 2] and [2, 3], are not merged, and one inside another one shortens it.",
+            "intervals",
+            "def merge(intervals):\n    found = []\n    for start, end in sorted(intervals):\n        if found and start < found[-1][1]:\n            found[-1][1] = end\n        else:\n            found.append([start, end])\n    return found",
+            "def merge(intervals):\n    found = []\n    for start, end in sorted(intervals):\n        if found and start <= found[-1][1]:\n            found[-1][1] = max(found[-1][1], end)\n        else:\n            found.append([start, end])\n    return found",
+            "merge",
+            [
+                (([[1, 2], [2, 3]],), [[1, 3]]),
+                (([[1, 9], [2, 3]],), [[1, 9]]),
+                (([[5, 6], [1, 2]],), [[1, 2], [5, 6]]),
+                (([],), []),
+            ],
+        ),
+        function(
+            "mend-roman",
+            "Roman numbers",
+            "roman(4) gives IIII.",
+            "roman",
+            "def roman(number):\n    text = ''\n    for value, sign in ((1000, 'M'), (500, 'D'), (100, 'C'), (50, 'L'), (10, 'X'), (5, 'V'), (1, 'I')):\n        text += sign * (number // value)\n        number %= value\n    return text",
+            "def roman(number):\n    text = ''\n    for value, sign in ((1000, 'M'), (900, 'CM'), (500, 'D'), (400, 'CD'), (100, 'C'), (90, 'XC'), (50, 'L'), (40, 'XL'), (10, 'X'), (9, 'IX'), (5, 'V'), (4, 'IV'), (1, 'I')):\n        text += sign * (number // value)\n        number %= value\n    return text",
+            "roman",
+            [((4,), "IV"), ((1994,), "MCMXCIV"), ((3,), "III"), ((40,), "XL"), ((449,), "CDXLIX")],
+        ),
+        function(
+            "mend-runs",
+            "Run lengths",
+            "runs('') fails, and the last run of 'aab' is lost.",
+            "runs",
+            "def runs(text):\n    found, last, count = [], text[0], 0\n    for letter in text:\n        if letter == last:\n            count += 1\n        else:\n            found.append([last, count])\n            last, count = letter, 1\n    return found",
+            "def runs(text):\n    found = []\n    for letter in text:\n        if found and found[-1][0] == letter:\n            found[-1][1] += 1\n        else:\n            found.append([letter, 1])\n    return found",
+            "runs",
+            [
+                (("",), []),
+                (("aab",), [["a", 2], ["b", 1]]),
+                (("zzz",), [["z", 3]]),
+                (("abba",), [["a", 1], ["b", 2], ["a", 1]]),
+            ],
+        ),
+        function(
+            "mend-paths",
+            "Paths with two dots",
+            "resolve('/a/../../b') gives '/../b'; there is nothing above /.",
+            "paths",
+            "def resolve(path):\n    parts = []\n    for part in path.split('/'):\n        if part == '..' and parts:\n            parts.pop()\n        elif part and part != '.':\n            parts.append(part)\n    return '/' + '/'.join(parts)",
+            "def resolve(path):\n    parts = []\n    for part in path.split('/'):\n        if part == '..':\n            del parts[-1:]\n        elif part and part != '.':\n            parts.append(part)\n    return '/' + '/'.join(parts)",
+            "resolve",
+            [
+                (("/a/../../b",), "/b"),
+                (("/..",), "/"),
+                (("/a/./b//c",), "/a/b/c"),
+                (("/x/y/../z",), "/x/z"),
+            ],
+        ),
     ]
     made += [
-        script("script-top-words", "The most frequent words", "Write /app/top.py. It reads text from standard input and prints its three most frequent words in lower case, one a line, the most frequent first, equal ones in the order of the alphabet. Words are what is between white space.", "/app/top.py",
-               "import sys\nfrom collections import Counter\ncounts = Counter(sys.stdin.read().lower().split())\nfor word, _ in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:3]:\n    print(word)",
-               [{"input": "b a A c c c d", "output": "c a b"}, {"input": "x", "output": "x"}, {"input": "z y x w", "output": "w x y"}]),
-        script("script-sum-column", "A column of a table", "Write /app/total.sh. Called as `bash /app/total.sh FILE`, it prints the sum of the second column of a file with commas, without its first line. All numbers are whole.", "/app/total.sh",
-               "tail -n +2 \"$1\" | awk -F, '{total += $2} END {print total + 0}'",
-               [{"files": {"/tmp/a.csv": "name,count\nx,4\ny,-9\nz,100\n"}, "arguments": ["/tmp/a.csv"], "output": "95"},
-                {"files": {"/tmp/b.csv": "name,count\n"}, "arguments": ["/tmp/b.csv"], "output": "0"}]),
-        script("script-largest-files", "The largest files", "Write /app/largest.sh. Called as `bash /app/largest.sh FOLDER`, it prints the names of the two largest files anywhere below the folder, without their paths, the largest first.", "/app/largest.sh",
-               "find \"$1\" -type f -printf '%s %f\\n' | sort -k1,1nr | head -2 | cut -d' ' -f2-",
-               [{"files": {"/tmp/d/one.txt": "x" * 10, "/tmp/d/sub/two.txt": "x" * 30, "/tmp/d/sub/three.txt": "x" * 20}, "arguments": ["/tmp/d"], "output": "two.txt three.txt"},
-                {"files": {"/tmp/e/k.txt": "xx", "/tmp/e/a/b/j.txt": "x"}, "arguments": ["/tmp/e"], "output": "k.txt j.txt"}]),
-        script("script-json-pick", "A value in JSON", "Write /app/pick.py. It reads JSON from standard input and takes a path such as `a.b.2` as its argument: names and, in lists, numbers from 0. It prints the value as JSON, or the word missing.", "/app/pick.py",
-               "import json, sys\nvalue = json.load(sys.stdin)\ntry:\n    for part in sys.argv[1].split('.'):\n        value = value[int(part)] if isinstance(value, list) else value[part]\n    print(json.dumps(value))\nexcept (KeyError, IndexError, ValueError, TypeError):\n    print('missing')",
-               [{"input": '{"a": {"b": [1, 2, 7]}}', "arguments": ["a.b.2"], "output": "7"}, {"input": '{"a": 1}', "arguments": ["a.b"], "output": "missing"},
-                {"input": '[{"x": "y"}]', "arguments": ["0.x"], "output": '"y"'}, {"input": "[]", "arguments": ["0"], "output": "missing"}]),
-        script("script-brackets", "Brackets that match", "Write /app/brackets.py. It reads lines from standard input and prints ok or bad for each: whether its brackets ()[]{} match. Other characters do not count.", "/app/brackets.py",
-               "import sys\nPAIRS = {')': '(', ']': '[', '}': '{'}\nfor line in sys.stdin:\n    stack, good = [], True\n    for c in line:\n        if c in '([{':\n            stack.append(c)\n        elif c in PAIRS:\n            good = good and bool(stack) and stack.pop() == PAIRS[c]\n    print('ok' if good and not stack else 'bad')",
-               [{"input": "()\n([)]\n{[()]}\n(\n)\nf(x[1])\n", "output": "ok bad ok bad bad ok"}]),
-        script("script-durations", "Durations in seconds", "Write /app/seconds.sh. It reads durations such as 1h2m3s, 5m or 40s from standard input, one a line, and prints each in seconds.", "/app/seconds.sh",
-               "while read -r line; do\n  t=0\n  while [[ $line =~ ^([0-9]+)([hms])(.*)$ ]]; do\n    case ${BASH_REMATCH[2]} in h) f=3600;; m) f=60;; s) f=1;; esac\n    t=$((t + 10#${BASH_REMATCH[1]} * f)); line=${BASH_REMATCH[3]}\n  done\n  echo $t\ndone",
-               [{"input": "1h2m3s\n5m\n40s\n2h\n10h09m\n", "output": "3723 300 40 7200 36540"}]),
+        script(
+            "script-top-words",
+            "The most frequent words",
+            "Write /app/top.py. It reads text from standard input and prints its three most frequent words in lower case, one a line, the most frequent first, equal ones in the order of the alphabet. Words are what is between white space.",
+            "/app/top.py",
+            "import sys\nfrom collections import Counter\ncounts = Counter(sys.stdin.read().lower().split())\nfor word, _ in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:3]:\n    print(word)",
+            [
+                {"input": "b a A c c c d", "output": "c a b"},
+                {"input": "x", "output": "x"},
+                {"input": "z y x w", "output": "w x y"},
+            ],
+        ),
+        script(
+            "script-sum-column",
+            "A column of a table",
+            "Write /app/total.sh. Called as `bash /app/total.sh FILE`, it prints the sum of the second column of a file with commas, without its first line. All numbers are whole.",
+            "/app/total.sh",
+            "tail -n +2 \"$1\" | awk -F, '{total += $2} END {print total + 0}'",
+            [
+                {
+                    "files": {"/tmp/a.csv": "name,count\nx,4\ny,-9\nz,100\n"},
+                    "arguments": ["/tmp/a.csv"],
+                    "output": "95",
+                },
+                {
+                    "files": {"/tmp/b.csv": "name,count\n"},
+                    "arguments": ["/tmp/b.csv"],
+                    "output": "0",
+                },
+            ],
+        ),
+        script(
+            "script-largest-files",
+            "The largest files",
+            "Write /app/largest.sh. Called as `bash /app/largest.sh FOLDER`, it prints the names of the two largest files anywhere below the folder, without their paths, the largest first.",
+            "/app/largest.sh",
+            "find \"$1\" -type f -printf '%s %f\\n' | sort -k1,1nr | head -2 | cut -d' ' -f2-",
+            [
+                {
+                    "files": {
+                        "/tmp/d/one.txt": "x" * 10,
+                        "/tmp/d/sub/two.txt": "x" * 30,
+                        "/tmp/d/sub/three.txt": "x" * 20,
+                    },
+                    "arguments": ["/tmp/d"],
+                    "output": "two.txt three.txt",
+                },
+                {
+                    "files": {"/tmp/e/k.txt": "xx", "/tmp/e/a/b/j.txt": "x"},
+                    "arguments": ["/tmp/e"],
+                    "output": "k.txt j.txt",
+                },
+            ],
+        ),
+        script(
+            "script-json-pick",
+            "A value in JSON",
+            "Write /app/pick.py. It reads JSON from standard input and takes a path such as `a.b.2` as its argument: names and, in lists, numbers from 0. It prints the value as JSON, or the word missing.",
+            "/app/pick.py",
+            "import json, sys\nvalue = json.load(sys.stdin)\ntry:\n    for part in sys.argv[1].split('.'):\n        value = value[int(part)] if isinstance(value, list) else value[part]\n    print(json.dumps(value))\nexcept (KeyError, IndexError, ValueError, TypeError):\n    print('missing')",
+            [
+                {"input": '{"a": {"b": [1, 2, 7]}}', "arguments": ["a.b.2"], "output": "7"},
+                {"input": '{"a": 1}', "arguments": ["a.b"], "output": "missing"},
+                {"input": '[{"x": "y"}]', "arguments": ["0.x"], "output": '"y"'},
+                {"input": "[]", "arguments": ["0"], "output": "missing"},
+            ],
+        ),
+        script(
+            "script-brackets",
+            "Brackets that match",
+            "Write /app/brackets.py. It reads lines from standard input and prints ok or bad for each: whether its brackets ()[]{} match. Other characters do not count.",
+            "/app/brackets.py",
+            "import sys\nPAIRS = {')': '(', ']': '[', '}': '{'}\nfor line in sys.stdin:\n    stack, good = [], True\n    for c in line:\n        if c in '([{':\n            stack.append(c)\n        elif c in PAIRS:\n            good = good and bool(stack) and stack.pop() == PAIRS[c]\n    print('ok' if good and not stack else 'bad')",
+            [{"input": "()\n([)]\n{[()]}\n(\n)\nf(x[1])\n", "output": "ok bad ok bad bad ok"}],
+        ),
+        script(
+            "script-durations",
+            "Durations in seconds",
+            "Write /app/seconds.sh. It reads durations such as 1h2m3s, 5m or 40s from standard input, one a line, and prints each in seconds.",
+            "/app/seconds.sh",
+            "while read -r line; do\n  t=0\n  while [[ $line =~ ^([0-9]+)([hms])(.*)$ ]]; do\n    case ${BASH_REMATCH[2]} in h) f=3600;; m) f=60;; s) f=1;; esac\n    t=$((t + 10#${BASH_REMATCH[1]} * f)); line=${BASH_REMATCH[3]}\n  done\n  echo $t\ndone",
+            [{"input": "1h2m3s\n5m\n40s\n2h\n10h09m\n", "output": "3723 300 40 7200 36540"}],
+        ),
     ]
     rows = access_log(rng)
     log = "".join(f"{t} {a} GET {p} {s} {ms}ms\n" for t, a, p, s, ms in rows)
@@ -208,13 +353,22 @@ def tasks():
     failed = sum(r[3] == 500 for r in rows)
     slowest = max(rows, key=lambda r: r[4])[4]
     shutdown = rng.randrange(300, 900)
-    words = ["started", "read the settings", "opened a connection", "closed a connection", "wrote a file"]
+    words = [
+        "started",
+        "read the settings",
+        "opened a connection",
+        "closed a connection",
+        "wrote a file",
+    ]
     events = [f"{n:04} INFO {rng.choice(words)}" for n in range(1200)]
     events[shutdown] = f"{shutdown:04} ERROR disk quota exceeded on /srv/data{shutdown % 7}"
     noise = [n for n in rng.sample(range(1200), 40) if n != shutdown]
     for n in noise:
         events[n] = f"{n:04} WARN retried after an error"
-    people = [(f"user{n:03}", rng.choice(["red", "blue", "green"]), rng.randrange(18, 80)) for n in range(200)]
+    people = [
+        (f"user{n:03}", rng.choice(["red", "blue", "green"]), rng.randrange(18, 80))
+        for n in range(200)
+    ]
     team = [p for p in people if p[1] == "blue"]
     oldest = min(team, key=lambda p: (-p[2], p[0]))[0]
     left, right = rng.sample(range(10_000), 500), []
@@ -224,7 +378,11 @@ def tasks():
     config = {f"part{k}": {f"key{n}": rng.randrange(1000) for n in range(20)} for k in range(15)}
     deep = sum(v for part in config.values() for v in part.values() if v % 2 == 0)
     code = f"{rng.randrange(10**8):08}"
-    files = {f"notes/{k}/{n}.txt": f"nothing here, {rng.randrange(10**6)}\n" for k in "abcd" for n in range(12)}
+    files = {
+        f"notes/{k}/{n}.txt": f"nothing here, {rng.randrange(10**6)}\n"
+        for k in "abcd"
+        for n in range(12)
+    }
     files[f"notes/c/{rng.randrange(12)}.txt"] = f"the code is {code}\n"
     made += [
         answer("find-busiest", "The address with most requests", "/app/access.log has a request a line: time, address, method, path, status, duration. Which address made the most requests? Of several, the first in the order of text.", {"access.log": log},

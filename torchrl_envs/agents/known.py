@@ -38,7 +38,11 @@ def _codex(endpoint: AgentEndpoint) -> list[str]:
     provider = f'{{name="policy",base_url="{endpoint.base_url}",env_key="OPENAI_API_KEY",' + (
         'wire_api="responses",request_max_retries=0,stream_max_retries=0,supports_websockets=false}'
     )
-    settings = [f"model_providers.policy={provider}", 'model_provider="policy"', 'web_search="disabled"']
+    settings = [
+        f"model_providers.policy={provider}",
+        'model_provider="policy"',
+        'web_search="disabled"',
+    ]
     flags = [part for setting in settings for part in ("-c", setting)]
     for feature in _CODEX_OFF:
         flags += ["--disable", feature]
@@ -93,7 +97,15 @@ AGENTS: Final[Mapping[str, KnownAgent]] = {
     "mini-swe-agent": KnownAgent(
         program="mini",
         install="pip install mini-swe-agent",
-        arguments=lambda e: ["-y", "-m", f"openai/{e.model}", "--exit-immediately", "-l", "0", "-t"],
+        arguments=lambda e: [
+            "-y",
+            "-m",
+            f"openai/{e.model}",
+            "--exit-immediately",
+            "-l",
+            "0",
+            "-t",
+        ],
         variables=lambda _: {
             "MSWEA_CONFIGURED": "true",
             "MSWEA_COST_TRACKING": "ignore_errors",

@@ -79,14 +79,16 @@ def audit_task(task: HarborTask, *, machine: str = "bubblewrap", repeats: int = 
     """
     audit = _Audit(task, machine)
     audit.leaks()
-    nothing = [audit.reward("nothing", lambda trial: None) for _ in range(repeats)]
+    nothing = [audit.reward("nothing", lambda _: None) for _ in range(repeats)]
     solved: list[float | None] = [None]
     if all(step.solution is not None for step in task.steps):
         solved = [audit.reward("solution", lambda trial: trial.solve()) for _ in range(repeats)]
         audit.reward("solution, files of 2099", audit.dated("2099-01-01"))
         audit.reward("solution, files of 1971", audit.dated("1971-01-01"))
     else:
-        audit.find("unsolvable", "it has no reference solution, so nothing shows that it can be solved")
+        audit.find(
+            "unsolvable", "it has no reference solution, so nothing shows that it can be solved"
+        )
     audit.reward("constants", audit.writes("1\n"))
     audit.reward("constants, true", audit.writes("true\n"))
     audit.reward("echo", audit.writes(None))
@@ -125,7 +127,8 @@ class _Audit:
                 began = time.monotonic()
                 trial.finish_step()
                 self.tests.append(time.monotonic() - began)
-            found = trial.reward(next(iter(trial.rewards[-1])) if len(trial.rewards[-1]) == 1 else "reward")
+            names = list(trial.rewards[-1])
+            found = trial.reward(names[0] if len(names) == 1 else "reward")
         except (NoRewardError, MachineError, KeyError) as error:
             if agent in ("nothing", "solution") and agent not in self.rewards:
                 self.find("broken", f"the agent {agent!r} got no reward: {error}")
@@ -220,9 +223,9 @@ class _Audit:
                 self.find(defect, f"the agent {agent!r} gets {value:g}, and doing nothing {least}")
         for agent, value in self.rewards.items():
             is_same = any(value == each for each in solved)
-            if agent.startswith("solution, files") and not is_same:
-                if not any(f.defect == "clock" for f in self.findings):
-                    self.find("clock", f"the {agent} gets {value}, and else {best}")
+            is_known = any(f.defect == "clock" for f in self.findings)
+            if agent.startswith("solution, files") and not is_same and not is_known:
+                self.find("clock", f"the {agent} gets {value}, and else {best}")
 
     def report(self) -> Report:
         tests = sum(self.tests) / len(self.tests) if self.tests else 0.0
@@ -267,7 +270,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     findings = [Finding(name, "broken", what) for name, what in faults.items()]
     reports = []
-    print(f"{'task':<40}{'nothing':>9}{'solution':>9}{'cheats':>8}{'start':>8}{'tests':>8}  defects")
+    print(
+        f"{'task':<40}{'nothing':>9}{'solution':>9}{'cheats':>8}{'start':>8}{'tests':>8}  defects"
+    )
     for task in tasks:
         try:
             report = audit_task(task, machine=given.machine, repeats=given.repeats)

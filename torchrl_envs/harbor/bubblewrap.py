@@ -38,6 +38,7 @@ _FILES: Final = {
 }
 _DISK_BYTES: Final = 512 * _MIB
 _NUM_PROCESSES: Final = 512
+_FOLLOWED: Final = ("RUN", "WORKDIR", "SHELL", "VOLUME")
 _LATE_S: Final = 5.0
 _END_S: Final = 5.0
 _BUILD: Final = "/run/build"
@@ -103,7 +104,9 @@ class BubblewrapMachine:
         """Refuse by name what a sandbox can't be."""
         place = self.place
         if place.network in ("public", "allowlist"):
-            self._refuse(f"the task says network_mode={place.network}, and a sandbox has no network")
+            self._refuse(
+                f"the task says network_mode={place.network}, and a sandbox has no network"
+            )
         if place.gpus:
             self._refuse("the task needs a GPU")
         if place.image is not None:
@@ -128,10 +131,9 @@ class BubblewrapMachine:
             if each.text not in ("root", "0"):
                 what = f"line {each.line}: USER {each.text}: a sandbox has one user, root"
                 raise dockerfile.DockerfileError(what)
-        elif each.name not in ("RUN", "WORKDIR", "SHELL", "VOLUME"):
-            if not dockerfile.is_without_effect(each.name):
-                what = f"line {each.line}: {each.name} can't be followed in a sandbox"
-                raise dockerfile.DockerfileError(what)
+        elif each.name not in _FOLLOWED and not dockerfile.is_without_effect(each.name):
+            what = f"line {each.line}: {each.name} can't be followed in a sandbox"
+            raise dockerfile.DockerfileError(what)
 
     def _refuse(self, what: str) -> None:
         raise MachineError(
@@ -166,12 +168,14 @@ class BubblewrapMachine:
             except KeyError as error:
                 raise MachineError(str(error.args[0])) from error
             self.workdir = self.place.workdir or self.workdir
-            self._must(f"mkdir -p {_quoted(self.workdir)} /logs/agent /logs/verifier /logs/artifacts")
+            self._must(
+                f"mkdir -p {_quoted(self.workdir)} /logs/agent /logs/verifier /logs/artifacts"
+            )
         except BaseException:
             self.stop()
             raise
 
-    def _start_process(self) -> None:
+    def _start_process(self) -> None:  # noqa: C901
         size = min(_DISK_BYTES, (self.place.storage_mb or 1 << 20) * _MIB)
         command = [str(shutil.which("bwrap")), "--unshare-all", "--unshare-user", "--uid", "0"]
         command += ["--gid", "0", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent"]
@@ -193,7 +197,7 @@ class BubblewrapMachine:
         if prefix is not None:
             command += ["--ro-bind", prefix, prefix]
             self._variables["PATH"] = f"{_PATH}:{prefix}/bin"
-        door, outside = None, list[str]()
+        door, outside, socket = None, list[str](), ""
         if self._endpoint is not None:
             self._door = tempfile.TemporaryDirectory(prefix="door-")
             if self._user is not None:
@@ -213,13 +217,17 @@ class BubblewrapMachine:
             if self._user is not None:
                 user = str(self._user)
                 become = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups"]
-                waits = ["bash", "-c", 'while [ ! -S "$0" ]; do sleep 0.01; done; chmod 777 "$0"; '
-                         'exec "$@"', f"{self._door.name}/policy"]  # type: ignore[union-attr]
+                waits = [
+                    "bash",
+                    "-c",
+                    'while [ ! -S "$0" ]; do sleep 0.01; done; chmod 777 "$0"; exec "$@"',
+                    socket,
+                ]  # type: ignore[union-attr]
                 command = [*waits, *become, *command]
             command = kept_command([*outside, *command])
         else:
             command = kept_command(command, user=self._user)
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -248,7 +256,9 @@ class BubblewrapMachine:
             known = {**arguments, **self._variables}
             where = f"Dockerfile, line {each.line}"
             if each.name == "WORKDIR":
-                path = PurePosixPath(self.workdir, dockerfile.expanded(each.text.strip("\"'"), known))
+                path = PurePosixPath(
+                    self.workdir, dockerfile.expanded(each.text.strip("\"'"), known)
+                )
                 self.workdir = str(path)
                 self._must(f"mkdir -p {_quoted(self.workdir)}")
             elif each.name == "ENV":
@@ -278,8 +288,10 @@ class BubblewrapMachine:
         top = self.place.folder
         found = []
         for source in sources:
-            names = [top] if source in (".", "./", "/") else sorted(
-                Path(path) for path in glob(str(top / source.lstrip("/")))
+            names = (
+                [top]
+                if source in (".", "./", "/")
+                else sorted(Path(path) for path in glob(str(top / source.lstrip("/"))))
             )
             if not names or not all(path.resolve().is_relative_to(top) for path in names):
                 self._refuse(f"Dockerfile, line {each.line}: there is no {source} in environment/")
@@ -368,8 +380,8 @@ class BubblewrapMachine:
                 raise MachineError(f"the machine was lost: {said or error}") from error
         if not is_text and most > MAX_OUTPUT_BYTES:
             return CommandResult(out, err, answer["status"])  # type: ignore[arg-type]
-        texts = (each.decode("utf-8", errors="replace") for each in (out, err))
-        return CommandResult(*texts, answer["status"])
+        shown, said = (each.decode("utf-8", errors="replace") for each in (out, err))
+        return CommandResult(shown, said, answer["status"])
 
     @staticmethod
     def _send(process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
@@ -393,9 +405,7 @@ class BubblewrapMachine:
         return bytes(data)
 
     def _must(self, command: str, data: bytes = b"") -> None:
-        done = self._ask(
-            ["/bin/bash", "-c", command], timeout_s=60.0, workdir="/", data=data
-        )
+        done = self._ask(["/bin/bash", "-c", command], timeout_s=60.0, workdir="/", data=data)
         if done.status != 0:
             raise MachineError(f"`{command:.80}` failed: {done.stderr.strip():.300}")
 
@@ -508,7 +518,9 @@ def _prefix_of(python: str) -> str | None:
 @functools.cache
 def _version_of(python: str) -> str:
     code = "import sys; print('%d.%d' % sys.version_info[:2])"
-    done = subprocess.run([python, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [python, "-I", "-S", "-c", code], capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 

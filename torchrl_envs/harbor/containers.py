@@ -165,8 +165,8 @@ class DockerMachine:
             return CommandResult("", "", None)
         if self._holder is None or self._holder.poll() is not None:
             raise MachineError("the container is gone")
-        texts = (_cut(each, max_output_bytes) for each in (done.stdout, done.stderr))
-        return CommandResult(*texts, None if done.returncode == 137 else done.returncode)
+        out, err = (_cut(each, max_output_bytes) for each in (done.stdout, done.stderr))
+        return CommandResult(out, err, None if done.returncode == 137 else done.returncode)
 
     def upload(self, source: Path, target: str) -> None:
         """Copy a folder's contents, or a file, to a path of the container.
@@ -197,7 +197,18 @@ class DockerMachine:
             source: there.
         """
         path = PurePosixPath(source)
-        words = ["exec", "-u", "0", self._name, "tar", "-cf", "-", "-C", str(path.parent), path.name]
+        words = [
+            "exec",
+            "-u",
+            "0",
+            self._name,
+            "tar",
+            "-cf",
+            "-",
+            "-C",
+            str(path.parent),
+            path.name,
+        ]
         done = self._call(words, timeout_s=10 * _ASK_S)
         return done.stdout if done.returncode == 0 else None
 
@@ -233,7 +244,9 @@ def _reason_against(program: str) -> str | None:
     except subprocess.TimeoutExpired:
         return f"`{program} info` does not answer."
     said = done.stderr.strip().rpartition("\n")[2]
-    return f"`{program} info` fails: {said}" if done.returncode or "Cannot connect" in said else None
+    return (
+        f"`{program} info` fails: {said}" if done.returncode or "Cannot connect" in said else None
+    )
 
 
 def _cut(data: bytes, most: int) -> str:

@@ -304,9 +304,13 @@ class _Reader:
         steps, seen = [], set()
         for number, table in enumerate(given, 1):
             name = table.get("name") if isinstance(table, dict) else None
-            plain = isinstance(name, str) and _STEP_NAME.fullmatch(name) and name == name.strip(". ")
+            plain = (
+                isinstance(name, str) and _STEP_NAME.fullmatch(name) and name == name.strip(". ")
+            )
             if not plain:
-                raise self.error(f"step {number} needs a name that a folder can have, got {name!r}.")
+                raise self.error(
+                    f"step {number} needs a name that a folder can have, got {name!r}."
+                )
             key = unicodedata.normalize("NFC", str(name)).casefold()
             if key in seen:
                 raise self.error(f"two steps have the name {name!r}.")
@@ -331,10 +335,12 @@ class _Reader:
                 raise self.error(f"[agent] user={agent['user']!r}: agents run as root here.")
         solutions = [path / "solution" for path in dict.fromkeys((folder, self.folder))]
         solution = next((path for path in solutions if (path / "solve.sh").is_file()), None)
-        least = own.get("min_reward")
-        if isinstance(least, int | float) and not isinstance(least, bool):
-            least = {"reward": float(least)}
-        is_table = isinstance(least, dict) and all(isinstance(x, int | float) for x in least.values())
+        given = own.get("min_reward")
+        is_number = isinstance(given, int | float) and not isinstance(given, bool)
+        least: Any = {"reward": float(given)} if is_number else given
+        is_table = isinstance(least, dict) and all(
+            isinstance(x, int | float) for x in least.values()
+        )
         if least is not None and not is_table:
             raise self.error(f"min_reward of {where} must be a number or a table, got {least!r}.")
         files = folder / "workdir"
@@ -429,11 +435,13 @@ class _Reader:
             if not isinstance(command, str):
                 raise self.error(f"a collect hook of {where} needs a command, got {hook!r}.")
             if hook.get("service", "main") != "main":
-                raise self.error(f"a collect hook of {where} is of the service {hook['service']!r}.")
+                raise self.error(
+                    f"a collect hook of {where} is of the service {hook['service']!r}."
+                )
             hooks.append((command, self._number(hook, "timeout_sec", "a collect hook") or 60.0))
         return hooks
 
-    def _place(
+    def _place(  # noqa: C901
         self,
         table: dict[str, Any],
         where: str,
@@ -585,4 +593,3 @@ def resolved(variables: Mapping[str, str], host: Mapping[str, str]) -> dict[str,
         return host.get(name, default or "")
 
     return {name: _VARIABLE.sub(value, text) for name, text in variables.items()}
-

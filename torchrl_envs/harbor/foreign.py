@@ -149,8 +149,8 @@ class ForeignMachine:
             if "timed out" in str(error).lower():
                 return CommandResult("", "", None)
             raise MachineError(f"{type(self._environment).__name__}: {error}") from error
-        texts = ((text or "")[:max_output_bytes] for text in (done.stdout, done.stderr))
-        return CommandResult(*texts, done.return_code)
+        out, err = ((text or "")[:max_output_bytes] for text in (done.stdout, done.stderr))
+        return CommandResult(out, err, done.return_code)
 
     def upload(self, source: Path, target: str) -> None:
         """Copy a folder's contents, or a file.

@@ -5,6 +5,7 @@ come on standard input, one after the other: a length of four bytes, JSON, and a
 standard input as that says.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -61,7 +62,7 @@ def feed(pipe, data):
         pass
 
 
-def run(asked, data):
+def run(asked, data):  # noqa: C901
     """Run one command to its end, or to its deadline."""
     try:
         child = subprocess.Popen(
@@ -75,6 +76,8 @@ def run(asked, data):
         )
     except OSError as error:
         return 127, b"", str(error).encode()
+    assert child.stdout is not None
+    assert child.stderr is not None
     threading.Thread(target=feed, args=(child.stdin, data), daemon=True).start()
     kept = {child.stdout.fileno(): Kept(asked["most"]), child.stderr.fileno(): Kept(asked["most"])}
     out, err = kept.values()
@@ -99,10 +102,8 @@ def run(asked, data):
         if status is not None and not open_pipes:
             break
     if status is None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         child.wait()
     child.stdout.close()
     child.stderr.close()
@@ -120,10 +121,8 @@ def copy(source, target):
     except OSError:
         pass
     for each, how in ((source, socket.SHUT_RD), (target, socket.SHUT_WR)):
-        try:
+        with contextlib.suppress(OSError):
             each.shutdown(how)
-        except OSError:
-            pass
 
 
 def open_door(port, path):

@@ -180,7 +180,9 @@ class Trial:
         for command, limit_s in tests.collect:
             done = self.machine.run(command, timeout_s=limit_s)
             if done.status != 0:
-                raise NoRewardError(f"the collect hook `{command:.80}` failed: {done.stderr[-300:]}")
+                raise NoRewardError(
+                    f"the collect hook `{command:.80}` failed: {done.stderr[-300:]}"
+                )
         if tests.place is None:
             return self._run_tests(self.machine, step)
         machine = self._type(tests.place)

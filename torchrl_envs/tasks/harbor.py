@@ -148,25 +148,21 @@ def harbor_task(
     if agent is not None:
         run = named_program(agent, tasks, machine=machine, reward_key=reward_key)
         ignored = [*find_agent(agent).ignored, *ignored_parameters]
-        limits = {"timeout_s": timeout_s + tests_s + build_s, "end_timeout_s": tests_s}
+        limits: Any = {"timeout_s": timeout_s + tests_s + build_s, "end_timeout_s": tests_s}
 
-        def tools(_: bool) -> list[Any]:
-            return [AgentProgram(run, ignored_parameters=ignored, **limits)]
-
+        limits["ignored_parameters"] = ignored
+        make_tools: Any = functools.partial(_agent_parts, run, limits)
     else:
         kinds = {HarborSteps if task.has_steps else HarborTerminal for task in tasks.values()}
         kind = HarborSteps if HarborSteps in kinds else HarborTerminal
         make = functools.partial(kind, tasks, machine, command_timeout_s, reward_key)
         num_steps = max(len(task.steps) for task in tasks.values())
-        times = {"timeout_s": num_steps * tests_s, "start_timeout_s": build_s}
-
-        def tools(shown: bool) -> list[Any]:
-            return [EnvironmentTools(make, show_schemas=shown, **times)]
-
+        times: Any = {"timeout_s": num_steps * tests_s, "start_timeout_s": build_s}
+        make_tools = functools.partial(_terminal_parts, make, times)
     num_trained = len(rows) - num_held_out
     return Task(
         name="harbor",
-        tools=tools,
+        tools=make_tools,
         train_rows=rows[:num_trained],
         held_out_rows=rows[num_trained:],
         columns=("prompt", "task"),
@@ -175,6 +171,15 @@ def harbor_task(
         max_turns=max_turns,
         max_new_tokens=max_new_tokens,
     )
+
+
+def _agent_parts(run: Any, settings: dict[str, Any], shown: bool) -> list[AgentProgram]:
+    del shown  # the agent has its own tools
+    return [AgentProgram(run, **settings)]
+
+
+def _terminal_parts(make: Any, settings: dict[str, Any], shown: bool) -> list[EnvironmentTools]:
+    return [EnvironmentTools(make, show_schemas=shown, **settings)]
 
 
 def _runnable(tasks: Sequence[HarborTask], machine: str, *, skip_bad: bool) -> list[HarborTask]:

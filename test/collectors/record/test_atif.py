@@ -1,5 +1,7 @@
 """Rollouts as ATIF and back, and trajectories of other programs as rows."""
 
+# ruff: noqa: E501
+
 import json
 import subprocess
 import sys
@@ -20,8 +22,9 @@ NUMBERS = st.none() | st.floats(-20, 0)
 @st.composite
 def rollouts(draw):
     """Any order of writers, calls and results, with and without log-probs."""
-    messages, spans, number = [], [], 0
-    for role in draw(st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1)):
+    messages, spans = [], []
+    roles = st.sampled_from(["system", "user", "assistant", "tool"])
+    for number, role in enumerate(draw(st.lists(roles, min_size=1))):
         message = {"role": role, "content": draw(TEXTS)}
         if role == "assistant" and draw(st.booleans()):
             arguments = draw(st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=2))
@@ -32,10 +35,9 @@ def rollouts(draw):
         if draw(st.booleans()):
             spans.append(TokenSpan("template", "", None, draw(st.integers(1, 3))))
         writer = {"assistant": draw(st.sampled_from(["model", "context"])), "tool": "tool"}
-        for _ in range(draw(st.integers(0, 2))):
-            spans.append(TokenSpan(writer.get(role, "user"), role, number, draw(st.integers(1, 4))))
+        lengths = draw(st.lists(st.integers(1, 4), max_size=2))
+        spans += [TokenSpan(writer.get(role, "user"), role, number, n) for n in lengths]
         messages.append(message)
-        number += 1
     size = sum(span.length for span in spans)
     model = [span.writer == "model" for span in spans for _ in range(span.length)]
     log_probs = [draw(NUMBERS) if is_model else None for is_model in model]
@@ -79,8 +81,18 @@ def test_a_rollout_as_atif():
 
 
 def agent_step(number, prompt, ids, **more):
-    metrics = {"prompt_token_ids": prompt, "completion_token_ids": ids, "logprobs": [-1.0] * len(ids)}
-    return {"step_id": number, "source": "agent", "message": f"m{number}", "metrics": metrics, **more}
+    metrics = {
+        "prompt_token_ids": prompt,
+        "completion_token_ids": ids,
+        "logprobs": [-1.0] * len(ids),
+    }
+    return {
+        "step_id": number,
+        "source": "agent",
+        "message": f"m{number}",
+        "metrics": metrics,
+        **more,
+    }
 
 
 def foreign(*steps, **more):
@@ -123,7 +135,11 @@ def test_a_training_trace_and_a_trace_of_verifiers():
     assert row.token_ids == [1, 2, 3, 4, 5]
     assert row.sampled == [False, True, False, False, True]
     assert row.log_probs == [None, -1.0, -2.0, None, -3.0]
-    node = {"message": {"role": "user", "content": "q"}, "token_ids": [1, 2], "mask": [False, False]}
+    node = {
+        "message": {"role": "user", "content": "q"},
+        "token_ids": [1, 2],
+        "mask": [False, False],
+    }
     said = {"message": {"role": "assistant", "content": "a"}, "parent": 0, "sampled": True}
     answers = [
         {**said, "token_ids": [3, n], "mask": [False, True], "logprobs": [-0.5]} for n in (4, 5)

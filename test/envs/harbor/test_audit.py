@@ -1,5 +1,7 @@
 """What the audit finds: planted defects, and nothing in tasks without one."""
 
+# ruff: noqa: E501
+
 import json
 import runpy
 from pathlib import Path
@@ -54,6 +56,7 @@ DEFECTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_planted_defect_is_found(tmp_path, name):
     defect, changed = DEFECTS[name]
@@ -79,11 +82,12 @@ def twenty(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_twenty_tasks_are_solved_by_their_solutions_alone(twenty):
     tasks, _ = load_tasks(twenty)
     assert len(tasks) == 20
     for task in tasks:
-        for act, reward in ((Trial.solve, 1.0), (lambda trial: None, 0.0)):
+        for act, reward in ((Trial.solve, 1.0), (lambda _: None, 0.0)):
             trial = Trial(task)
             trial.start()
             try:
@@ -99,7 +103,9 @@ def test_the_twenty_tasks_are_solved_by_their_solutions_alone(twenty):
     [
         pytest.param("import os\nos._exit(0)", id="ends"),
         pytest.param("print('true')\nprint('[1]')", id="prints"),
-        pytest.param("open('/logs/verifier/reward.json', 'w').write('{\"reward\": 1}')", id="writes"),
+        pytest.param(
+            "open('/logs/verifier/reward.json', 'w').write('{\"reward\": 1}')", id="writes"
+        ),
         pytest.param(
             "import os\nif os.fork() == 0:\n    os.setsid()\n    while True:\n"
             "        open('/logs/verifier/reward.json', 'w').write('{\"reward\": 1}')",
@@ -112,7 +118,8 @@ def test_the_twenty_tasks_are_solved_by_their_solutions_alone(twenty):
             id="changes the tests",
         ),
         pytest.param(
-            "import os\nmemory = open(f'/proc/{os.getppid()}/mem', 'r+b')", id="looks into the tests"
+            "import os\nmemory = open(f'/proc/{os.getppid()}/mem', 'r+b')",
+            id="looks into the tests",
         ),
     ],
 )
@@ -120,7 +127,10 @@ def test_the_tests_of_the_twenty_can_not_be_talked_into_passing(twenty, code):
     trial = Trial(read_task(twenty / "mend-leap"))
     trial.start()
     try:
-        trial.run(f"cat > /app/years.py <<'END'\n{code}\ndef is_leap(year):\n    return 1\nEND", timeout_s=5)
+        trial.run(
+            f"cat > /app/years.py <<'END'\n{code}\ndef is_leap(year):\n    return 1\nEND",
+            timeout_s=5,
+        )
         trial.finish_step()
         assert trial.reward() == 0.0
     except Exception as error:  # the tests were killed: no reward

@@ -82,14 +82,18 @@ def test_a_data_set(tmp_path, kind):
         pytest.param({"instruction.md": " \n"}, "instruction.md of the task is empty", id="empty"),
         pytest.param({"tests/test.sh": None}, "has no tests/test.sh", id="no tests"),
         pytest.param({"task.toml": "[x"}, "task.toml is no TOML", id="no TOML"),
-        pytest.param({"task.toml": "verifier = 3"}, "verifier of the task must be a table", id="type"),
+        pytest.param(
+            {"task.toml": "verifier = 3"}, "verifier of the task must be a table", id="type"
+        ),
         pytest.param(
             {"task.toml": "[verifier]\ntimeout_sec = -1"},
             "timeout_sec of .verifier. of the task must be a positive number, got -1",
             id="negative time",
         ),
         pytest.param(
-            {"task.toml": "[environment]\nnetwork_mode = 'some'"}, "network_mode must be", id="network"
+            {"task.toml": "[environment]\nnetwork_mode = 'some'"},
+            "network_mode must be",
+            id="network",
         ),
         pytest.param({"task.toml": "[environment]\nos = 'windows'"}, "only Linux", id="windows"),
         pytest.param({"task.toml": "[[steps]]\nname = '../x'"}, "needs a name", id="step out"),

@@ -40,7 +40,11 @@ def messages_of(last):
 def test_the_policy_has_a_shell(tmp_path, chatml_tokenizer):
     write_task(tmp_path / "one")
     task = make_task("harbor", dataset=str(tmp_path), max_turns=4)
-    turns = [call("shell", command="ls; exit 3"), call("shell", command="echo hi > out.txt"), "done"]
+    turns = [
+        call("shell", command="ls; exit 3"),
+        call("shell", command="echo hi > out.txt"),
+        "done",
+    ]
     last = played(task, chatml_tokenizer, turns)
     assert last["reward"].item() == 1.0
     results = [content for role, content in messages_of(last) if role == "tool"]
@@ -100,7 +104,9 @@ def test_tasks_that_the_machine_can_not_run_are_named_or_left_out(tmp_path):
 def test_an_agent_that_is_not_installed_is_named(tmp_path, monkeypatch):
     write_task(tmp_path / "one")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="'codex' is not on PATH: `npm install -g @openai/c"):
+    with pytest.raises(
+        FileNotFoundError, match="'codex' is not on PATH: `npm install -g @openai/c"
+    ):
         named_program("codex", {})
 
 

@@ -103,7 +103,9 @@ def test_settings_that_a_sandbox_can_not_keep_are_refused(started, setting, said
 
 def test_output_is_cut_and_late_commands_are_killed(started):
     machine = started()
-    done = machine.run("echo begin; yes | head -c 500000; echo end", timeout_s=10, max_output_bytes=100)
+    done = machine.run(
+        "echo begin; yes | head -c 500000; echo end", timeout_s=10, max_output_bytes=100
+    )
     assert done.stdout.startswith("begin\ny\n")
     assert done.stdout.endswith("y\nend\n")
     assert "bytes are left out" in done.stdout

@@ -40,7 +40,10 @@ def test_rewards_and_tests_of_the_agent_are_removed_before(begun):
     tampered += "echo '{\"reward\": 1}' > /logs/verifier/reward.json"
     assert scored(trial, tampered) == 0.0
     elsewhere = begun()
-    assert scored(elsewhere, "ln -s /etc /tests; rm -rf /logs/verifier; ln -s /app /logs/verifier") == 0
+    assert (
+        scored(elsewhere, "ln -s /etc /tests; rm -rf /logs/verifier; ln -s /app /logs/verifier")
+        == 0
+    )
 
 
 def test_tests_in_a_machine_of_their_own_see_the_artifacts_alone(begun):
@@ -107,13 +110,18 @@ def test_the_last_step_counts_where_the_task_says_so(begun):
     ],
 )
 def test_tests_that_give_no_reward_are_named(begun, script, said):
-    texts = {"tests/test.sh": f"#!/bin/bash\n{script}\n", "task.toml": "[verifier]\ntimeout_sec = 1\n"}
+    texts = {
+        "tests/test.sh": f"#!/bin/bash\n{script}\n",
+        "task.toml": "[verifier]\ntimeout_sec = 1\n",
+    }
     with pytest.raises(NoRewardError, match=said):
         scored(begun(**texts), "true")
 
 
 def test_reward_json_counts_before_reward_txt(begun):
-    script = 'echo 0 > /logs/verifier/reward.txt; echo \'{"reward": 0.5, "x": 1}\' > /logs/verifier/'
+    script = (
+        'echo 0 > /logs/verifier/reward.txt; echo \'{"reward": 0.5, "x": 1}\' > /logs/verifier/'
+    )
     assert scored(begun(**{"tests/test.sh": f"#!/bin/bash\n{script}reward.json\n"}), "true") == 0.5
     assert read_rewards("reward.txt", b" 0.25\n", "t") == {"reward": 0.25}
 
@@ -121,7 +129,7 @@ def test_reward_json_counts_before_reward_txt(begun):
 def test_the_agent_has_the_time_of_the_task(begun):
     trial = begun(**{"task.toml": "[agent]\ntimeout_sec = 0.5\n"})
     assert trial.run("sleep 20", timeout_s=20).status is None
-    with pytest.raises(TimeoutError, match="time .0.5 s. is over"):
+    with pytest.raises(TimeoutError, match=r"time \(0.5 s\) is over"):
         trial.run("true", timeout_s=20)
 
 
