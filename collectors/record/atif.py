@@ -181,8 +181,7 @@ def read_rollout(trajectory: Mapping[str, Any]) -> RolloutSample:
     messages, ids = [], list[int]()
     for step in trajectory["steps"]:
         results = (step.get("observation") or {}).get("results", ())
-        for each in (step, *results):
-            messages.append(each["extra"][_OWN]["message"])
+        messages += [each["extra"][_OWN]["message"] for each in (step, *results)]
         metrics = step.get("metrics") or {}
         if "completion_token_ids" in metrics:
             ids = [*metrics["prompt_token_ids"], *metrics["completion_token_ids"]]
@@ -312,7 +311,9 @@ def rows_of_turns(turns: Sequence[Turn], shared: Mapping[str, Any]) -> list[Toke
         if row is None:
             row = TokenRow(messages=[], token_ids=[], sampled=[], log_probs=[], **shared)
             rows.append(row)
-        assert row.token_ids is not None and row.sampled is not None and row.log_probs is not None
+        assert row.token_ids is not None
+        assert row.sampled is not None
+        assert row.log_probs is not None
         new = prompt[len(row.token_ids) :]
         row.token_ids += [*new, *turn.ids]
         row.sampled += [*[False] * len(new), *turn.sampled]

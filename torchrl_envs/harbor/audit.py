@@ -31,7 +31,9 @@ cat > /tmp/.writes.sh <<'END'
 good='mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt'
 while :; do
   echo 1 > /logs/verifier/reward.txt; echo '{"reward": 1}' > /logs/verifier/reward.json
-  for script in /tests/*.sh; do [ -f "$script" ] && printf '#!/bin/bash\n%s\n' "$good" > "$script"; done
+  for script in /tests/*.sh; do
+    [ -f "$script" ] && printf '#!/bin/bash\n%s\n' "$good" > "$script"
+  done
   for script in /tests/*.py; do
     [ -f "$script" ] && printf 'import os\nos.system("%s")\n' "$good" > "$script"
   done
@@ -138,7 +140,7 @@ class _Audit:
         return found
 
     def writes(self, text: str | None) -> Callable[[Trial], Any]:
-        """An agent that writes a text, or the instruction, wherever the instruction names a path."""
+        """An agent that writes a text, or the instruction, to each path of the instruction."""
 
         def act(trial: Trial) -> None:
             instruction = trial.step.instruction
@@ -146,7 +148,8 @@ class _Audit:
             for path in dict.fromkeys(p.rstrip(".") for p in _PATH.findall(instruction)):
                 quoted, folder = shlex.quote(path), shlex.quote(str(Path(path).parent))
                 trial.machine.run(
-                    f"[ -e {quoted} ] || (mkdir -p {folder} && printf %s {shlex.quote(said)} > {quoted})",
+                    f"[ -e {quoted} ] || "
+                    f"(mkdir -p {folder} && printf %s {shlex.quote(said)} > {quoted})",
                     timeout_s=_COMMAND_S,
                 )
             trial.machine.run(f"printf %s {shlex.quote(said)}", timeout_s=_COMMAND_S)

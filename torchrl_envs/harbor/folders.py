@@ -177,8 +177,8 @@ def load_tasks(
     folders = [top] if (top / CONFIG).is_file() else _folders_of_tasks(top)
     if not folders:
         raise TaskFolderError(
-            f"harbor: {path} holds no task: no folder in it has a {CONFIG}. A task is a folder with "
-            f"{CONFIG}, instruction.md, environment/ and tests/test.sh."
+            f"harbor: {path} holds no task: no folder in it has a {CONFIG}. A task is a folder "
+            f"with {CONFIG}, instruction.md, environment/ and tests/test.sh."
         )
     tasks, faults = [], {}
     for folder in folders:
@@ -335,7 +335,7 @@ class _Reader:
                 raise self.error(f"[agent] user={agent['user']!r}: agents run as root here.")
         solutions = [path / "solution" for path in dict.fromkeys((folder, self.folder))]
         solution = next((path for path in solutions if (path / "solve.sh").is_file()), None)
-        given = own.get("min_reward")
+        given: Any = own.get("min_reward")
         is_number = isinstance(given, int | float) and not isinstance(given, bool)
         least: Any = {"reward": float(given)} if is_number else given
         is_table = isinstance(least, dict) and all(

@@ -133,9 +133,7 @@ def machine_type(name: str) -> type[Machine]:
             f"harbor: machine must be one of {', '.join(MACHINES)}, or package.module:class of one "
             f"of Harbor's environments (harbor.environments.daytona:...), got {name!r}."
         )
-    from .foreign import foreign_machine
-
-    return foreign_machine(name)
+    return import_module(f"{__package__}.foreign").foreign_machine(name)
 
 
 def packed(source: Path, name: str = ".") -> bytes:
