@@ -41,9 +41,17 @@ file in its ``config/experiment/``, and one line for the help."""
 
 
 COMMANDS: Final = {
+    "audit": (
+        "torchrl_envs.harbor.audit:main",
+        "run tasks by agents that deserve nothing, and say what is wrong with them",
+    ),
     "completion": (
         f"{__name__}:completion",
         'print what completes command lines: eval "$(torchrl-agents completion bash)", or zsh',
+    ),
+    "convert": (
+        "collectors.record.convert:main",
+        "write rollouts as ATIF, or trajectories of others as rows",
     ),
     "doctor": (f"{__name__}:doctor", "tell what is installed and what is missing"),
     "view": ("collectors.record.view:main", "show the rollouts of a run"),

@@ -457,8 +457,9 @@ class AnthropicMessages(Protocol):
         """A message is several where it gives results of tools."""
         del before
         role = item.get("role") if isinstance(item, Mapping) else None
-        if role not in ("user", "assistant"):
-            raise RequestError(f"{where} is of no user and no assistant: {item!r:.80}")
+        if role not in ("user", "assistant", "system"):
+            wrong = f"{where} is of no user, no assistant and no system: {item!r:.80}"
+            raise RequestError(wrong)
         content = item.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(b, Mapping) for b in blocks):

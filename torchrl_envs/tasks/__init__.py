@@ -25,6 +25,7 @@ TASKS: Final[dict[str, str]] = {
     "echo": "small_games:echo_task",
     "environment": "external:environment_task",
     "gsm8k": "questions:gsm8k_task",
+    "harbor": "harbor:harbor_task",
     "ifeval": "ifeval:ifeval_task",
     "math": "questions:math_task",
     "multi_env": "registry:multi_env_task",

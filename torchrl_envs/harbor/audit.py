@@ -1,0 +1,307 @@
+"""The command ``torchrl-agents audit``: whether tasks reward what they say, and nothing else.
+
+Agents that deserve nothing, and the reference solution, do each task; what they are rewarded says
+what is wrong with it.
+"""
+
+import argparse
+import io
+import json
+import re
+import shlex
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from .folders import HarborTask, TaskFolderError, load_tasks
+from .machines import MachineError
+from .trial import NoRewardError, Trial
+
+_PATH: Final = re.compile(r"(?<![\w/.])(/[\w.-]+(?:/[\w.-]+)+)")
+_COMMAND_S: Final = 20.0
+_LEAST_BYTES: Final = 24
+"""Shorter files say too little to be called a copy of another."""
+# It keeps writing rewards, and tests that give them, from before the tests begin.
+_TAMPER: Final = r"""
+mkdir -p /logs/verifier /tests
+cat > /tmp/.writes.sh <<'END'
+good='mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt'
+while :; do
+  echo 1 > /logs/verifier/reward.txt; echo '{"reward": 1}' > /logs/verifier/reward.json
+  for script in /tests/*.sh; do
+    [ -f "$script" ] && printf '#!/bin/bash\n%s\n' "$good" > "$script"
+  done
+  for script in /tests/*.py; do
+    [ -f "$script" ] && printf 'import os\nos.system("%s")\n' "$good" > "$script"
+  done
+done 2>/dev/null
+END
+chmod +x /tmp/.writes.sh
+setsid nohup bash /tmp/.writes.sh > /dev/null 2>&1 < /dev/null &
+sleep 0.1
+"""
+
+
+class Finding(NamedTuple):
+    """What is wrong with a task."""
+
+    task: str
+    defect: str
+    """A short name: ``unsolvable``, ``nothing``, ``constants``, ``echo``, ``tampering``,
+    ``clock``, ``random``, ``leak``, ``carry-over`` or ``broken``."""
+    what: str
+
+
+class Report(NamedTuple):
+    """What was found out of one task."""
+
+    task: str
+    rewards: dict[str, float | None]
+    """By agent; ``None`` where the tests gave none."""
+    findings: list[Finding]
+    start_s: float
+    """Of a machine, in seconds."""
+    tests_s: float
+
+
+def audit_task(task: HarborTask, *, machine: str = "bubblewrap", repeats: int = 2) -> Report:
+    """Let a task be done by agents that deserve nothing, and by its own solution.
+
+    Args:
+        task: what is audited.
+        machine: the kind of machine.
+        repeats: how often the solution and the agent that does nothing are run, to see whether
+            the tests give the same each time.
+
+    Raises:
+        MachineError: this kind of machine can't run it.
+    """
+    audit = _Audit(task, machine)
+    audit.leaks()
+    nothing = [audit.reward("nothing", lambda _: None) for _ in range(repeats)]
+    solved: list[float | None] = [None]
+    if all(step.solution is not None for step in task.steps):
+        solved = [audit.reward("solution", lambda trial: trial.solve()) for _ in range(repeats)]
+        audit.reward("solution, files of 2099", audit.dated("2099-01-01"))
+        audit.reward("solution, files of 1971", audit.dated("1971-01-01"))
+    else:
+        audit.find(
+            "unsolvable", "it has no reference solution, so nothing shows that it can be solved"
+        )
+    audit.reward("constants", audit.writes("1\n"))
+    audit.reward("constants, true", audit.writes("true\n"))
+    audit.reward("echo", audit.writes(None))
+    audit.reward("tampering", lambda trial: trial.machine.run(_TAMPER, timeout_s=_COMMAND_S))
+    audit.carry_over()
+    audit.judge(nothing, solved)
+    return audit.report()
+
+
+class _Audit:
+    """The rollouts of one task."""
+
+    def __init__(self, task: HarborTask, machine: str) -> None:
+        self.task, self.machine = task, machine
+        self.rewards: dict[str, float | None] = {}
+        self.findings: list[Finding] = []
+        self.starts: list[float] = []
+        self.tests: list[float] = []
+
+    def find(self, defect: str, what: str) -> None:
+        self.findings.append(Finding(self.task.name, defect, what))
+
+    def begun(self) -> Trial:
+        trial, began = Trial(self.task, machine=self.machine), time.monotonic()
+        trial.start()
+        self.starts.append(time.monotonic() - began)
+        return trial
+
+    def reward(self, agent: str, act: Callable[[Trial], Any]) -> float | None:
+        """What an agent is rewarded; of several steps it does each."""
+        found = None
+        trial = self.begun()
+        try:
+            while not trial.is_over:
+                act(trial)
+                began = time.monotonic()
+                trial.finish_step()
+                self.tests.append(time.monotonic() - began)
+            names = list(trial.rewards[-1])
+            found = trial.reward(names[0] if len(names) == 1 else "reward")
+        except (NoRewardError, MachineError, KeyError) as error:
+            if agent in ("nothing", "solution") and agent not in self.rewards:
+                self.find("broken", f"the agent {agent!r} got no reward: {error}")
+        finally:
+            trial.stop()
+        self.rewards[agent] = found
+        return found
+
+    def writes(self, text: str | None) -> Callable[[Trial], Any]:
+        """An agent that writes a text, or the instruction, to each path of the instruction."""
+
+        def act(trial: Trial) -> None:
+            instruction = trial.step.instruction
+            said = instruction if text is None else text
+            for path in dict.fromkeys(p.rstrip(".") for p in _PATH.findall(instruction)):
+                quoted, folder = shlex.quote(path), shlex.quote(str(Path(path).parent))
+                trial.machine.run(
+                    f"[ -e {quoted} ] || "
+                    f"(mkdir -p {folder} && printf %s {shlex.quote(said)} > {quoted})",
+                    timeout_s=_COMMAND_S,
+                )
+            trial.machine.run(f"printf %s {shlex.quote(said)}", timeout_s=_COMMAND_S)
+
+        return act
+
+    def dated(self, date: str) -> Callable[[Trial], Any]:
+        """The solution, with files that say that they are of another day."""
+
+        def act(trial: Trial) -> None:
+            trial.solve()
+            where = shlex.quote(trial.machine.workdir)
+            trial.machine.run(
+                f"find {where} -xdev -type f -exec touch -d {date} {{}} +", timeout_s=_COMMAND_S
+            )
+
+        return act
+
+    def leaks(self) -> None:
+        """Whether the agent finds the tests or the solution in its machine."""
+        secrets: dict[bytes, str] = {}
+        for step in self.task.steps:
+            folders = [*step.tests.folders, *([step.solution] if step.solution else [])]
+            for path in (p for folder in folders for p in folder.rglob("*") if p.is_file()):
+                data = path.read_bytes().strip()
+                if len(data) >= _LEAST_BYTES:
+                    secrets[data] = str(path.relative_to(self.task.folder))
+        trial = self.begun()
+        try:
+            for path in ("/tests", "/solution"):
+                if trial.machine.run(f"ls -A {path}", timeout_s=_COMMAND_S).stdout.strip():
+                    self.find("leak", f"the agent can read {path} before it begins")
+            for where in dict.fromkeys((trial.machine.workdir, "/root", "/tmp", "/opt")):
+                data = trial.machine.download(where) if where != "/" else None
+                for name, text in _files_of(data):
+                    if text.strip() in secrets:
+                        self.find("leak", f"{name} of the machine is {secrets[text.strip()]}")
+        finally:
+            trial.stop()
+
+    def carry_over(self) -> None:
+        """Whether a rollout sees what another one left."""
+        name = ".left-by-another-rollout"
+        paths = [f"{folder}/{name}" for folder in (self.task.place.workdir or "/root", "/tmp")]
+        first = self.begun()
+        try:
+            first.machine.run(f"touch {' '.join(paths)}", timeout_s=_COMMAND_S)
+        finally:
+            first.stop()
+        second = self.begun()
+        try:
+            if second.machine.run(f"ls {' '.join(paths)}", timeout_s=_COMMAND_S).stdout.strip():
+                self.find("carry-over", "a rollout sees files that another one left")
+        finally:
+            second.stop()
+
+    def judge(self, nothing: Sequence[float | None], solved: Sequence[float | None]) -> None:
+        """Say what the rewards mean."""
+        for agent, values in (("that does nothing", nothing), ("of the solution", solved)):
+            if len({*values}) > 1:
+                self.find("random", f"the tests give the agent {agent} {sorted(map(str, values))}")
+        best = next((value for value in solved if value is not None), None)
+        least = max((value for value in nothing if value is not None), default=None)
+        if best is not None and (best <= 0 or (least is not None and best <= least)):
+            self.find("unsolvable", f"its own solution gets {best:g}, and doing nothing {least}")
+        worth = 1.0 if best is None or best <= 0 else best
+        if least is not None and least >= worth:
+            self.find("nothing", f"doing nothing gets {least:g}")
+        told = {"constants": "constants", "constants, true": "constants", "echo": "echo"}
+        for agent, defect in {**told, "tampering": "tampering"}.items():
+            value = self.rewards.get(agent)
+            is_more = value is not None and value > (least or 0.0)
+            if is_more and value is not None and not any(f.defect == defect for f in self.findings):
+                self.find(defect, f"the agent {agent!r} gets {value:g}, and doing nothing {least}")
+        for agent, value in self.rewards.items():
+            is_same = any(value == each for each in solved)
+            is_known = any(f.defect == "clock" for f in self.findings)
+            if agent.startswith("solution, files") and not is_same and not is_known:
+                self.find("clock", f"the {agent} gets {value}, and else {best}")
+
+    def report(self) -> Report:
+        tests = sum(self.tests) / len(self.tests) if self.tests else 0.0
+        start = sum(self.starts) / len(self.starts)
+        return Report(self.task.name, self.rewards, self.findings, start, tests)
+
+
+def _files_of(data: bytes | None) -> list[tuple[str, bytes]]:
+    if data is None:
+        return []
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        return [
+            (member.name, file.read())
+            for member in archive
+            if member.isreg() and (file := archive.extractfile(member)) is not None
+        ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Audit tasks, and print a table.
+
+    Args:
+        arguments: of the command line.
+
+    Returns:
+        0; 1 where something is wrong with a task; 2 where none can be run.
+    """
+    parser = argparse.ArgumentParser(
+        prog="torchrl-agents audit",
+        description="Run each task of a folder in Harbor's format by agents that deserve nothing, "
+        "and by its own solution, and say what is wrong with it.",
+    )
+    parser.add_argument("dataset", help="a folder or an archive of tasks")
+    parser.add_argument("--machine", default="bubblewrap", help="see docs/harbor.md")
+    parser.add_argument("--repeats", type=int, default=2, help="runs that must agree")
+    parser.add_argument("--json", type=Path, help="where the reports are written, too")
+    given = parser.parse_args(list(arguments))
+    try:
+        tasks, faults = load_tasks(given.dataset, skip_bad=True)
+    except (TaskFolderError, FileNotFoundError) as error:
+        print(f"torchrl-agents audit: {error}", file=sys.stderr)
+        return 2
+    findings = [Finding(name, "broken", what) for name, what in faults.items()]
+    reports = []
+    print(
+        f"{'task':<40}{'nothing':>9}{'solution':>9}{'cheats':>8}{'start':>8}{'tests':>8}  defects"
+    )
+    for task in tasks:
+        try:
+            report = audit_task(task, machine=given.machine, repeats=given.repeats)
+        except (MachineError, ValueError) as error:
+            findings.append(Finding(task.name, "broken", str(error)))
+            continue
+        reports.append(report)
+        findings += report.findings
+        got = report.rewards
+        cheats = [got[name] for name in ("constants", "constants, true", "echo", "tampering")]
+        best = max((value for value in cheats if value is not None), default=None)
+        shown = [_shown(each) for each in (got.get("nothing"), got.get("solution"), best)]
+        names = ", ".join(dict.fromkeys(each.defect for each in report.findings)) or "none"
+        print(
+            f"{task.name:<40}{shown[0]:>9}{shown[1]:>9}{shown[2]:>8}"
+            f"{report.start_s:>7.2f}s{report.tests_s:>7.2f}s  {names}",
+            flush=True,
+        )
+    for each in findings:
+        print(f"{each.task}: {each.defect}: {each.what}")
+    print(f"{len(tasks) + len(faults)} tasks, {len(findings)} findings")
+    if given.json is not None:
+        written = [{**r._asdict(), "findings": [f._asdict() for f in r.findings]} for r in reports]
+        given.json.write_text(json.dumps(written, indent=1), encoding="utf-8")
+    return 2 if not reports and not faults else int(bool(findings))
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
