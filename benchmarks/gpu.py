@@ -799,7 +799,8 @@ class _Loop:
         from torchrl.data import LazyStackStorage, ReplayBuffer
 
         from collectors import LLMCollector
-        from collectors.resume import RunState, identity_of
+        from collectors.resume.identity import identity_of
+        from collectors.resume.run_state import RunState
         from objectives import GRPOLoss, MCAdvantage
         from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions
 
@@ -1194,7 +1195,7 @@ def push(run: Run) -> None:
     import torch
 
     from torchrl_modules import TransformersEngine, stateless_init_process_group
-    from torchrl_modules.weight_transfer import WeightLayout
+    from torchrl_modules.weight_transfer.layout import WeightLayout
 
     dtype = torch.bfloat16 if run.is_cuda else torch.float32
     trained = big_model(run, torch.float32)

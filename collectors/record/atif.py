@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final
 
-from .samples import RolloutSample, json_line
+from collectors.record.files import json_line
+from collectors.record.samples import RolloutSample
 
 VERSION: Final = "ATIF-v1.7"
 _KNOWN: Final = tuple(f"ATIF-v1.{minor}" for minor in range(9))

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from collectors.record.run_record import RunRecord
+
 from .atif import TokenRow, TrajectoryError, Turn, rows_of_atif, rows_of_turns, write_atif
-from .samples import RunRecord
 
 USAGE = """\
 torchrl-agents convert RUN FOLDER      a run's recorded rollouts as ATIF, a file each

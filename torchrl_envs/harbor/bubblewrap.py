@@ -18,8 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from torchrl_envs.processes.pool import kept_command, relayed_command
-from torchrl_envs.sandbox.confinement import UNPRIVILEGED_USER
+from torchrl_envs.processes.worker_process import kept_command, relayed_command
+from torchrl_envs.sandbox.users import UNPRIVILEGED_USER
 
 from . import dockerfile
 from .folders import Place, digest_of_place, resolved

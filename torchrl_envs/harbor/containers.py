@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Final
 
-from torchrl_envs.processes.pool import kept_command
+from torchrl_envs.processes.worker_process import kept_command
 
 from .folders import Place, digest_of_place, resolved
 from .machines import MAX_OUTPUT_BYTES, CommandResult, MachineError, packed

@@ -15,10 +15,10 @@ from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from torchrl_modules.compilation import cache_folder
 from torchrl_data.pretrained import load_pretrained
 from torchrl_data.templates.registry import own_template
 from torchrl_data.templates.rendering import render_template
+from torchrl_modules.compilation import cache_folder
 
 _LOG = logging.getLogger("torchrl_agents")
 

@@ -15,7 +15,7 @@ from torchrl_envs.harbor.folders import load_tasks
 from torchrl_envs.tasks.harbor import named_program
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import TaskEnv
-from torchrl_envs.testing import ScriptedTurns
+from torchrl_envs.testing.scripted_turns import ScriptedTurns
 
 
 def call(name, **arguments):
