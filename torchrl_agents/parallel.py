@@ -46,7 +46,7 @@ from torchrl_modules.scoring.packed_attention import can_share
 from . import models
 from .device_defaults import DEFAULT_TOKENS
 from .models import transformers_policy
-from .run import CHECKPOINTS, SIGNALS, Failures, Job, RankJobs, Run
+from .run import CHECKPOINTS, SIGNALS, Failures, RankJob, RankJobs, Run
 from .settings.schema import CheckpointConfig, Recipe, SettingsError, TrainingConfig
 
 _LOG = logging.getLogger("torchrl_agents")
@@ -55,7 +55,7 @@ _LOG = logging.getLogger("torchrl_agents")
 
 
 @dataclass
-class Share:
+class RankShare:
     """What a rank trains on in a step: its micro-batches of the rows.
 
     Args:
@@ -77,7 +77,9 @@ class Share:
         return self.ranks.reduced_once(self.model, self.parts) if self.reduces_once else self.parts
 
 
-def train_pass(loss: Any, gate: NonFiniteGate, share: Share) -> tuple[list[Any], StepOutcome]:
+def standard_pass(
+    loss: Any, gate: NonFiniteGate, share: RankShare
+) -> tuple[list[Any], StepOutcome]:
     """Make an optimizer step over the rows of a step, as every rank does with its share of them.
 
     Args:
@@ -126,8 +128,8 @@ class Updates:
             dump_dir=folder / "not_finite",
             ranks=jobs.ranks,
         )
-        self._train_pass = recipe.train_pass or train_pass
-        self._share: Share | None = None
+        self._train_pass = recipe.train_pass or standard_pass
+        self._share: RankShare | None = None
         self._most_tokens = cfg.train.micro_batch_tokens or DEFAULT_TOKENS  # rank 0 has settled it
         self._model = actor.model
         self._scorer = actor.scorer
@@ -145,7 +147,7 @@ class Updates:
             "optimizer": ShardedOptimizer(actor.model, self._optimizer),
         }
         """What is saved, of which each rank has a share."""
-        jobs.known |= {Job.TAKE_ROWS: self._take_rows, Job.TRAIN_PASS: self._make_pass}
+        jobs.known |= {RankJob.TAKE_ROWS: self._take_rows, RankJob.TRAIN_PASS: self._make_pass}
 
     def begin(self, step: int, rows: Any) -> float:
         """Take in what a step trains on, and set its learning rate; rank 0 calls it.
@@ -160,7 +162,7 @@ class Updates:
         if rows is None:
             return self._set_rate(step)
         batch = self.loss.pack(rows)
-        self._jobs.tell(Job.TAKE_ROWS, step)
+        self._jobs.tell(RankJob.TAKE_ROWS, step)
         return self._take_rows(step, batch)
 
     def _set_rate(self, step: int) -> float:
@@ -175,7 +177,7 @@ class Updates:
             batch, max_tokens=self._most_tokens, count_shared_once=self._shares(batch)
         )
         window = self.loss.measure_window(parts, ranks=ranks)
-        self._share = Share(parts, window, self._model, self._reduces_once, ranks)
+        self._share = RankShare(parts, window, self._model, self._reduces_once, ranks)
         return self._set_rate(step)
 
     def _shares(self, batch: PackedBatch | None) -> bool:
@@ -279,8 +281,8 @@ def follow(ranks: Ranks, recipe: Recipe) -> None:
     actor = _wrapped(cfg, ranks, model, tokenizer)
     jobs = RankJobs(ranks)
     jobs.known |= {
-        Job.GIVE_WEIGHTS: lambda: contribute_weights(actor.model),
-        Job.GIVE_ALL: lambda: _whole_state(actor.model),
+        RankJob.GIVE_WEIGHTS: lambda: contribute_weights(actor.model),
+        RankJob.GIVE_ALL: lambda: _whole_state(actor.model),
     }
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
         updates = Updates(recipe, cfg, actor, Path(folder), jobs)
@@ -308,11 +310,11 @@ def whole_model(
     if not models.is_adapted(model):
         if not is_spread(actor.model):
             return actor, None
-        jobs.tell(Job.GIVE_WEIGHTS)
+        jobs.tell(RankJob.GIVE_WEIGHTS)
         with pushed_weights(actor.model) as weights:
             return actor, {name: value.cpu() for name, value in weights.items()}
     if is_spread(model):
-        jobs.tell(Job.GIVE_ALL)
+        jobs.tell(RankJob.GIVE_ALL)
         state = _whole_state(model)
         plain = cast("TransformersEngine", actor.engine).inside
         skeleton: Any = type(plain)(plain.config)
@@ -418,7 +420,7 @@ class Checkpoints:
         self._store: CheckpointStore | None = None
         self.failures = Failures("checkpoint")
         """Saves that failed."""
-        jobs.known[Job.OPEN_CHECKPOINTS] = self.open
+        jobs.known[RankJob.OPEN_CHECKPOINTS] = self.open
 
     def open(self, folder: Path) -> Self:
         """Open the checkpoints in the folder of a run.
@@ -428,7 +430,7 @@ class Checkpoints:
         """
         ranks = self._jobs.ranks
         if ranks.rank == 0:
-            self._jobs.tell(Job.OPEN_CHECKPOINTS, folder.resolve())
+            self._jobs.tell(RankJob.OPEN_CHECKPOINTS, folder.resolve())
         seen = ranks.gather((folder.is_dir(), socket.gethostname()))
         blind = [f"{rank} on {host}" for rank, (there, host) in enumerate(seen) if not there]
         if blind and ranks.rank == 0:
@@ -444,8 +446,8 @@ class Checkpoints:
             process_group=None if ranks.size == 1 else dist.group.WORLD,
         )
         self._jobs.known |= {
-            Job.SAVE_CHECKPOINT: partial(self._state.save, store),
-            Job.LOAD_CHECKPOINT: partial(self._state.restore, store),
+            RankJob.SAVE_CHECKPOINT: partial(self._state.save, store),
+            RankJob.LOAD_CHECKPOINT: partial(self._state.restore, store),
         }
         return self
 
@@ -468,7 +470,7 @@ class Checkpoints:
         try:
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                step = self._jobs.do(Job.LOAD_CHECKPOINT)
+                step = self._jobs.do(RankJob.LOAD_CHECKPOINT)
         except CheckpointMismatch as error:
             raise SettingsError(f"resume: {error}") from error
         except ValueError as error:  # of a part
@@ -519,6 +521,6 @@ class Checkpoints:
         metric = metrics.get("reward", -metrics.get("loss", 0.0))
         metric = metric if math.isfinite(metric) else -sys.float_info.max
         about: Any = {"metric": metric, "wait": wait}
-        self._jobs.tell(Job.SAVE_CHECKPOINT, step, **about)
-        self._jobs.known[Job.SAVE_CHECKPOINT](step, **about, further=further, since=self._mark)
+        self._jobs.tell(RankJob.SAVE_CHECKPOINT, step, **about)
+        self._jobs.known[RankJob.SAVE_CHECKPOINT](step, **about, further=further, since=self._mark)
         self.failures.note(self._store.last_error)

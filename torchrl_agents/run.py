@@ -203,7 +203,7 @@ def claim_folder(recipe: str, *, _root_: DictConfig) -> str:
 OmegaConf.register_new_resolver("run_folder", claim_folder, replace=True)
 
 
-class Job(Enum):
+class RankJob(Enum):
     """What all ranks of a run do together, in the order in which a run comes to it."""
 
     OPEN_CHECKPOINTS = auto()
@@ -230,10 +230,10 @@ class RankJobs:
     """
 
     ranks: Ranks
-    known: dict[Job, Callable[..., Any]] = field(default_factory=dict)
+    known: dict[RankJob, Callable[..., Any]] = field(default_factory=dict)
     """What this rank does of each job, with the arguments that rank 0 gives along."""
 
-    def tell(self, job: Job | None, *args: Any, **further: Any) -> None:
+    def tell(self, job: RankJob | None, *args: Any, **further: Any) -> None:
         """Let the other ranks do a job that this one, rank 0, is about to do.
 
         Args:
@@ -244,7 +244,7 @@ class RankJobs:
         if self.ranks.size > 1:
             self.ranks.broadcast((job, args, further))
 
-    def do(self, job: Job, *args: Any) -> Any:
+    def do(self, job: RankJob, *args: Any) -> Any:
         """Do a job with the others, which rank 0 calls; gives what its own part gave."""
         self.tell(job, *args)
         return self.known[job](*args)

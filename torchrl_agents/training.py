@@ -24,7 +24,7 @@ from . import results
 from .models import is_adapted, model_folder, set_generation
 from .parallel import Checkpoints, Updates, whole_model
 from .results import Recorder, push_to_hub
-from .run import Job, LastTestError, Run, StopRequested, has_signal, remove, tell_of_no_signal
+from .run import LastTestError, RankJob, Run, StopRequested, has_signal, remove, tell_of_no_signal
 from .settings.schema import EpochsTrainConfig, PolicyConfig, SettingsError, TrainingConfig
 from .tasks import AnyCollector, HeldOut, Setup, end_collection
 
@@ -96,7 +96,7 @@ class Step:
 
     def update(self) -> None:
         """A pass on every rank: losses and gradients of all micro-batches, an optimizer step."""
-        self.metrics.add_update(*self.trainer.run.jobs.do(Job.TRAIN_PASS))
+        self.metrics.add_update(*self.trainer.run.jobs.do(RankJob.TRAIN_PASS))
 
     def push(self) -> None:
         """Hand the new weights to the policy."""
@@ -192,7 +192,7 @@ class Trainer:
 
     def push(self) -> None:
         """Hand the weights to the policy."""
-        self.run.jobs.tell(Job.GIVE_WEIGHTS)
+        self.run.jobs.tell(RankJob.GIVE_WEIGHTS)
         self.data.collector.update_policy_weights_(self.actor.model)
 
 

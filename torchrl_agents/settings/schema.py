@@ -542,7 +542,7 @@ class Recipe:
     """What is trained, on every rank: the loss, from settings and actor."""
     train_pass: Callable[[Any, Any, Any], Any] | None = None
     """How an optimizer step is made, on every rank; ``None``: see
-    :func:`torchrl_agents.parallel.train_pass`, which has its arguments and what it gives."""
+    :func:`torchrl_agents.parallel.standard_pass`, which has its arguments and what it gives."""
 
     def __post_init__(self) -> None:
         folder = Path(inspect.getfile(self.config)).resolve().with_name("config")

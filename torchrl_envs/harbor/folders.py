@@ -149,9 +149,6 @@ def digest_of_place(place: Place) -> str:
     return found.hexdigest()
 
 
-# A folder, or an archive of one, as tasks.
-
-
 def load_tasks(
     path: str | Path, *, skip_bad: bool = False
 ) -> tuple[list[HarborTask], dict[str, str]]:
@@ -240,9 +237,6 @@ def _unpacked(path: Path) -> _Unpacked:
     except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError) as error:
         raise TaskFolderError(f"harbor: {path} can't be unpacked: {error}") from error
     return kept
-
-
-# One folder as a task.
 
 
 def read_task(folder: str | Path) -> HarborTask:

@@ -19,7 +19,6 @@ from torchrl_modules.sampling.parameters import SamplingParameters
 
 from .async_engine import AsyncVLLMEngine
 from .generation_stream import RespondingEngine
-from .server import main
 from .server_engine import VLLMServerEngine
 from .whole_batch_engine import Row, WholeBatchEngine
 
@@ -170,7 +169,3 @@ class OwnServerEngine(AsyncServerEngine):
         self._process.close()  # first, so that nobody waits for it any more
         super().close()
         self._client.close()
-
-
-if __name__ == "__main__":
-    main()

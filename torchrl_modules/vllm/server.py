@@ -217,3 +217,7 @@ def start_server(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ from crashing_disk import CALLS, CRASHES, Disk, recorded
 from safetensors import SafetensorError
 
 from collectors import CheckpointError, CheckpointStore, CheckpointWarning
-from collectors.checkpoint import files
+from collectors.checkpoint import tensor_file
 
 # Forked children need not import anything again.
 FORK = multiprocessing.get_context("fork")
@@ -124,7 +124,7 @@ def fail_at(patched, number, code):
 
         def call(*args, **more):
             if next(count) == number:
-                if owner is files:
+                if owner is tensor_file:
                     raise SafetensorError(f"I/O error: {os.strerror(code)} (os error {code})")
                 # As the system does it: what has only a descriptor can't name the file.
                 named = () if isinstance(args[0], int) else (str(args[0]),)
@@ -136,7 +136,7 @@ def fail_at(patched, number, code):
     for name in ("mkdir", *CALLS):
         wrap(os, name)
     wrap(Path, "write_bytes")
-    wrap(files, "serialize_file")
+    wrap(tensor_file, "serialize_file")
     return count
 
 

@@ -174,7 +174,7 @@ def test_a_result_that_is_an_error_is_in_the_record(chatml_tokenizer):
             {"input": "x", "include": ["message.output_text.logprobs"]},
             "log-probs are not told",
         ),
-        (anthropic_messages, {"messages": [{"role": "system", "content": "x"}]}, "of no user"),
+        (anthropic_messages, {"messages": [{"role": "tool", "content": "x"}]}, "of no user"),
         (anthropic_messages, {"messages": [{"role": "user"}]}, "has no content"),
         (anthropic_messages, {"messages": [], "top_k": 5}, "top_k=5 can't take effect"),
         (

@@ -36,7 +36,7 @@ def test_an_asynchronous_engine_is_taken_as_it_is():
 
 
 def test_what_cannot_be_served_is_told_with_what_can():
-    with pytest.raises(TypeError, match=r"takes one of .*'VLLMEngine'.*AsyncEngine.*got object"):
+    with pytest.raises(TypeError, match=r"an Engine \(version, .*an AsyncEngine.*got object"):
         open_async(object())
 
 
