@@ -93,17 +93,17 @@ def make_env(num_prompts=1000, seconds=0.0, num_epochs=None):
 
 
 class FullAtFirst(BatchingEngine):
-    """Tells that its cache is full while its first episodes run."""
+    """Tells that its cache is full for a while, from when it draws for a second group."""
 
-    tells_load, num_looks, has_begun = True, 0, False
+    tells_load, num_looks, num_rows = True, 0, 0
 
     async def respond(self, *row, **options):
-        self.has_begun = True
+        self.num_rows += 1
         return await super().respond(*row, **options)
 
     async def measure_load(self):
-        self.num_looks += self.has_begun
-        return EngineLoad(0.95 if self.num_looks < 15 else 0.1, 3)
+        self.num_looks += self.num_rows > N
+        return EngineLoad(0.95 if 0 < self.num_looks < 15 else 0.1, 3)
 
 
 def make_buffer(group_size=N):
