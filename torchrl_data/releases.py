@@ -7,11 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 TESTED: Final = {
-    "torch": ("2.11", "2.15"),
+    "torch": ("2.11", "2.14"),
     "tensordict": ("0.14", "0.15"),
     "torchrl": ("0.14", "0.14"),
     "transformers": ("5.5", "5.24"),
-    "vllm": ("0.26", "0.33"),
+    "vllm": ("0.26", "0.32"),
     "ray": ("2.50", "2.60"),
     "datasets": ("4.8", "5.2"),
     "hydra-core": ("1.3", "1.3"),
