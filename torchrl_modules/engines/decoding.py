@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
@@ -730,6 +731,13 @@ _CAPTURES: Final[dict[str, _Capture]] = {"cuda": _captured_on_cuda}
 """By the kind of device."""
 
 
+def _without_kept_casts(kind: str) -> AbstractContextManager[Any]:
+    """What autocast keeps of weights is of one moment; inside, each step casts them itself."""
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
+
+
 class _StepGraph:
     """A step of a fixed number of rows, of which the last may be nobody's."""
 
@@ -742,16 +750,20 @@ class _StepGraph:
         lengths: Tensor,
     ) -> None:
         device = tokens.device
-        if torch.is_autocast_enabled(device.type):
-            raise RuntimeError("autocast keeps casts of the weights, which a graph would not renew")
+        # What a graph reads has to live as long as it does.
         self._tokens, self._lengths = (tokens.new_zeros(size) for _ in range(2))
-        slots = torch.arange(size, device=device)
+        self._slots = torch.arange(size, device=device)
         # Captured with other tokens, so that a replay that does nothing is found out. Each run
         # writes its keys and values in the same places, the last one those of the tokens.
         self._set(torch.zeros_like(tokens), lengths)
-        self._replay = capture(lambda: step(self._tokens, self._lengths, slots), device)
+
+        def run() -> Tensor:
+            with _without_kept_casts(device.type):
+                return step(self._tokens, self._lengths, self._slots)
+
+        self._replay = capture(run, device)
         replayed = self(tokens, lengths).float()
-        own = step(self._tokens, self._lengths, slots).float()
+        own = step(self._tokens, self._lengths, self._slots).float()
         apart = (replayed - own).abs().max()
         if bool(apart > _GRAPH_TOLERANCE * own.abs().max()):
             raise RuntimeError(f"its logits are off by {apart.item():.2g}")

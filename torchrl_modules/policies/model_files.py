@@ -7,11 +7,11 @@ The folders are in ``$TORCHRL_AGENTS_CACHE``, or else in ``torchrl-agents`` belo
 import json
 import logging
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import httpx2
 import huggingface_hub
 
 from .gguf import check_gguf_header, converted
@@ -171,6 +171,12 @@ def _packaged(model: PackagedModel) -> str:
     return str(converted(files[0]))
 
 
+def _client_errors() -> list[type[Exception]]:
+    """Errors of the HTTP client that this release of huggingface_hub uses."""
+    clients = [sys.modules.get(name) for name in ("httpx2", "httpx")]
+    return [client.HTTPError for client in clients if client is not None]
+
+
 def _hub_has(hub_id: str) -> bool:
     """Whether a model is in the hub's cache on this machine, or the hub answers."""
     if all(
@@ -183,6 +189,6 @@ def _hub_has(hub_id: str) -> bool:
     try:
         url = huggingface_hub.hf_hub_url(hub_id, "config.json")
         huggingface_hub.get_hf_file_metadata(url, timeout=_ANSWER_S)
-    except (httpx2.HTTPError, OSError):
+    except (*_client_errors(), OSError):
         return False
     return True

@@ -42,6 +42,8 @@ _WORTH: Final = 32
 second piece of attention."""
 _BLOCK: Final = 128
 """Tokens of a block of flex attention's mask."""
+_FLEX_OPTIONS: Final[Any] = {"FORCE_USE_FLEX_ATTENTION": True}
+"""Below 128 queries PyTorch takes its kernel for decoding, which has none for some of them."""
 
 
 class Segment(NamedTuple):
@@ -215,7 +217,9 @@ def trie_attention(
     if query.device.type != "cpu":
         is_grouped = query.shape[1] != key.shape[1]
         out = _compiled_flex()(
-            query, key, value, block_mask=trie.block_mask, scale=scale, enable_gqa=is_grouped
+            *(query, key, value),
+            **{"block_mask": trie.block_mask, "scale": scale, "enable_gqa": is_grouped},
+            kernel_options=_FLEX_OPTIONS,
         )
         return out.transpose(1, 2)
     scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -51,7 +51,8 @@ from .packed_attention import use_packed_attention
 
 _CPU_TILE: Final = (256, 1024)
 """Tokens and vocabulary of a tile: 1 MB of float32 logits stays in the cache of a core."""
-_GPU_TILE: Final = (4096, 8192)
+_GPU_TILE: Final = (8192, 16384)
+"""Of bfloat16 256 MB: a tile's product takes longer than its few kernels take to be launched."""
 
 
 class HeadScores(NamedTuple):
@@ -133,17 +134,23 @@ def _sums_of_tile(
 
 
 def _gradient_of_tile(
-    product: Tensor, lse: Tensor, g: Tensor, entropy: Tensor, g_entropy: Tensor | None, scale: float
+    product: Tensor,
+    lse: Tensor,
+    g: Tensor,
+    entropy: Tensor,
+    g_entropy: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Of the logits, without what the target's own logit adds; in full precision."""
+    """Of the logits, without what the target's own logit adds; computed in full precision."""
     tile = _logits(product, scale).sub_(lse[:, None])
     if g_entropy is None:
-        return tile.exp_().mul_(-g[:, None])
+        return tile.exp_().mul_(-g[:, None]).to(dtype)
     p = tile.exp()
     # A forbidden token has log p = -inf and takes no part.
     tile.masked_fill_(p == 0, 0.0).add_(entropy[:, None])
     tile.mul_(g_entropy[:, None]).add_(g[:, None])
-    return p.mul_(tile).neg_()
+    return p.mul_(tile).neg_().to(dtype)
 
 
 def _logits(product: Tensor, scale: float) -> Tensor:
@@ -232,11 +239,12 @@ def _gradients(
             tile = linear(some[rows], weight[columns].to(some.dtype), part)
             of_entropy = None if g_entropy is None else g_entropy[rows]
             grad = gradient(
-                tile, lse[rows], g[rows], entropy[rows], of_entropy, 1 / ctx.temperature
+                *(tile, lse[rows], g[rows], entropy[rows], of_entropy, 1 / ctx.temperature),
+                dtype if grad_bias is not None else hidden.dtype,
             )
             if grad_bias is not None:
                 grad_bias[columns] += grad.sum(0).to(grad_bias.dtype)
-            grad = grad.to(hidden.dtype)
+                grad = grad.to(hidden.dtype)
             _add_product(found[rows], grad, weight[columns].to(grad.dtype))
             if total is not None:
                 _add_product(total, grad.T, some[rows])
