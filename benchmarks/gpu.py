@@ -17,6 +17,7 @@ a check failed, or a scenario did not end by itself.
 import argparse
 import contextlib
 import copy
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -480,9 +481,15 @@ def losses(run: Run) -> None:
     run.check("GRPO against a padded loop by hand, loss", abs(found - float(loop)), 1e-4)
     run.check("... and its gradient", gap_of(gradient, gradient_of(reference)), 1e-3)
     if run.is_cuda:
+        expected = gradient_of(reference)
         policies[there] = policy_of(run, there, autocast_dtype=torch.bfloat16)
-        found, gradient = value(there, clipped, rows.batch)
-        run.check("the same in bfloat16, gradient", gap_of(gradient, gradient_of(reference)), 0.1)
+        own_attention = there.config._attn_implementation
+        _, gradient = value(there, clipped, rows.batch)
+        by_hand(run, there, rows, 4)
+        padded = gap_of(gradient_of(there), expected)
+        there.set_attn_implementation(own_attention)
+        note = f"the padded loop in bfloat16 is off by {padded:.2g}"
+        run.check("the same in bfloat16, gradient", gap_of(gradient, expected), 1.3 * padded, note)
 
 
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
@@ -611,6 +618,7 @@ def _expected_log_prob(logits: Any, settings: Any, before: list[int], drawn: lis
 @scenario(limit_s=90)
 def episodes(run: Run) -> None:
     """Episodes with tools under each sampling option: recorded log-probs against the CPU's."""
+    _needs("reasoning_gym")
     import torch
 
     from collectors import LLMCollector
@@ -758,7 +766,8 @@ def waits(run: Run) -> None:
             ).with_tokenizer(tokenizer_of(run))
             for n in (17, 81)
         )
-        engine.generate(prompts, many)
+        for params in (few, many):
+            engine.generate(prompts, params)  # its steps are captured
         (first, _), (second, where) = (
             count(lambda p=p: engine.generate(prompts, p)) for p in (few, many)
         )
@@ -929,7 +938,7 @@ def _token_limit_ms(run: Run, model: Any, num_rows: int) -> float:
     return 1e3 * max(read, 2 * num_rows * sum(p.numel() for p in weights) / run.rates[name])
 
 
-@scenario(limit_s=100)
+@scenario(limit_s=85)
 def drawing(run: Run) -> None:
     """Drawing tokens with Transformers: this library's engine, and what Transformers has itself."""
     import torch
@@ -940,10 +949,8 @@ def drawing(run: Run) -> None:
     new = 16 if run.is_tiny else 128
     own_attention = model.config._attn_implementation
 
-    def ours(num_rows: int, name: str, more: dict[str, Any], graphs: bool = True) -> None:
+    def ours(num_rows: int, name: str, more: dict[str, Any]) -> None:
         engine = TransformersEngine(model)
-        if not graphs:
-            _without_graphs(engine)
         params = SamplingParameters(
             max_new_tokens=new, seed=1, **{"stop_token_ids": (), **more}
         ).with_tokenizer(tokenizer_of(run))
@@ -955,7 +962,10 @@ def drawing(run: Run) -> None:
         taken = run.seconds(draw, warm=1, repeats=2)
         drawn = sum(len(each.ids) for each in draw())
         peak = run.peak_gib(draw)
-        told = run.profile(f"drawing_{num_rows}", draw) if not more and graphs else ""
+        told = ""
+        if not more:
+            short = dataclasses.replace(params, max_new_tokens=16)
+            told = run.profile(f"drawing_{num_rows}", lambda: engine.generate(prompts, short))
         run.figure(
             *(f"ours, {num_rows} rows, {name}", 1e3 * taken / new, "ms a token"),
             *(
@@ -1009,8 +1019,6 @@ def drawing(run: Run) -> None:
     run.attempt("ours, many rows", lambda: ours(many, "plain", {}))
     run.attempt("generate", lambda: generate(few))
     run.attempt("generate_batch", lambda: batched(few))
-    if run.is_cuda:
-        run.attempt("ours, no graphs", lambda: ours(few, "no graphs", {}, graphs=False))
 
 
 @scenario(limit_s=100)
@@ -1038,7 +1046,8 @@ def training(run: Run) -> None:
         model.set_attn_implementation(packed_attention)
         batch = loss.pack(rows.batch)
         window, total = loss.measure_window(batch), 0.0
-        for part in batch.micro_batches(max_tokens=1 << 20 if run.is_tiny else 32_768):
+        most = 1 << 20 if run.is_tiny else 32_768
+        for part in batch.micro_batches(max_tokens=most, count_shared_once=True):
             share = loss(part, window=window).total()
             share.backward()
             total = total + share.detach()
@@ -1061,6 +1070,20 @@ def training(run: Run) -> None:
 
     run.attempt("ours", lambda: measure("ours", ours))
     run.attempt("ours, profiled", lambda: run.tell("ours, profiled", run.profile("training", ours)))
+    if run.is_cuda:
+        from torchrl_modules.compiled_layers import compile_layers
+        from torchrl_modules.scoring import packed_attention as packed
+
+        def without_flash() -> None:
+            flash, packed.has_flash_attention = packed.has_flash_attention, lambda *_: False
+            try:
+                measure("ours, flex attention", ours)
+            finally:
+                packed.has_flash_attention = flash
+
+        run.attempt("flex attention", without_flash)
+        compile_layers(model, False)
+        run.attempt("layers as they are", lambda: measure("ours, layers not compiled", ours))
     run.attempt("a loop", lambda: measure("padded by hand", lambda: by_hand(run, model, rows, 4)))
     run.attempt(
         "TorchRL", lambda: measure("TorchRL's", lambda: by_hand(run, model, rows, 4, "torchrl"))

@@ -589,12 +589,14 @@ def transformers_policy(
     Raises:
         ValueError: the model can't be used so.
     """
-    autocast = isinstance(cfg, TrainingConfig) and cfg.train.autocast
+    train = cfg.train if isinstance(cfg, TrainingConfig) else None
+    autocast = train is not None and train.autocast
     return TransformersWrapper(
         model,
         generate=generate,
         max_model_len=cfg.policy.max_model_len,
         autocast_dtype=torch.bfloat16 if autocast else None,
+        compile_layers=None if train is None else train.compile_layers,
         **wrapper_arguments(cfg.policy, tokenizer),
     )
 

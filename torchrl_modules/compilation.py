@@ -120,6 +120,8 @@ def _watch() -> None:
     if _watches:
         return
     _watches.append(watch := _Watch())
+    # Dynamo asks every tensor that it goes on with behind a break for its gradient.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     dynamo: Any = torch._dynamo
     callback_handler = dynamo.callback.callback_handler
     callback_handler.register_start_callback(watch.start)

@@ -287,6 +287,9 @@ class TrainConfig:
     the free memory of a GPU holds, measured when the model is there; 32768 without a GPU."""
     autocast: bool | None = None
     """Compute activations in bfloat16; none: on a GPU that has it, with weights of float32."""
+    compile_layers: bool | None = None
+    """torch.compile compiles the layers of the model; none: of at least 100 million weights on a
+    GPU, where it is whole."""
     parallel: str = "auto"
     """Of several ranks (torchrun): ddp, fsdp2 or auto: fsdp2 on GPUs, ddp on CPUs."""
     reduce: str = "auto"

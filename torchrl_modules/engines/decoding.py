@@ -1,6 +1,7 @@
 """How a Transformers model continues rows a token at a time, and what it keeps of them."""
 
 import itertools
+import math
 import random
 import re
 import sys
@@ -9,10 +10,11 @@ import warnings
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 from weakref import WeakSet
@@ -384,6 +386,9 @@ class PromptReader(ABC):
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with some of the rows, in this order."""
 
+    def expect(self, num_tokens: int) -> None:  # noqa: B027
+        """Rows that have been read may become so long, prompt included."""
+
     def leave_behind(self, row: int, ids: Sequence[int], key: Hashable = None) -> None:
         """Keep what was read of a row, where :attr:`keeps_rows`."""
         raise NotImplementedError(type(self).__name__)
@@ -418,6 +423,7 @@ def decode(
     # Row of each batch element; elements leave the batch when their rows have ended.
     here = list(range(len(rows)))
     logits, draw, num_drawn = reader.read(prompts), TokenDraw(params), 0
+    reader.expect(max(len(row.tokens) + row.budget for row in rows))
     seen, counts = start_history(prompts, logits) if params.penalises else (None, None)
     while True:
         batch = AlikeRows(
@@ -698,8 +704,14 @@ class _SlotLayer(UnboundedCacheLayer):
 
 
 _Capture: TypeAlias = Callable[[Callable[[], Tensor], torch.device], Callable[[], Tensor]]
-_STEPS_BEFORE_A_GRAPH: Final = 16
-"""A graph takes as long as a few steps: short responses go without."""
+_STEPS_BEFORE_A_GRAPH: Final = 4
+"""A graph takes as long as a few steps: very short responses go without."""
+_STEPS_BEFORE_A_SMALLER_GRAPH: Final = 32
+"""Where a graph of more rows or columns is there, which takes hardly longer."""
+_GRAPH_COLUMNS: Final = 256
+"""Graphs see so many columns, or a multiple; of long rows in steps of a quarter of their length."""
+_EXPECTED_BYTES: Final = 2 << 30
+"""So much is reserved at once for what rows may still draw; more when it is needed."""
 _GRAPH_TOLERANCE: Final = 0.02
 """Of the largest logit: kernels may be others than those of the step alone."""
 _not_captured: "WeakSet[nn.Module]" = WeakSet()
@@ -784,6 +796,12 @@ class _StepGraph:
         return self._replay()
 
 
+def _graph_columns(num_seen: int) -> int:
+    """Columns of the graph of steps that see so many, or a few more."""
+    step = max(_GRAPH_COLUMNS, 1 << max(0, num_seen.bit_length() - 3))
+    return -(-num_seen // step) * step
+
+
 class SlotReader(PromptReader):
     """Keeps every row in a slot; equal prompts are read once, and of kept rows only what is new.
 
@@ -810,8 +828,9 @@ class SlotReader(PromptReader):
         self._steps = 1 if model.device.type == "cpu" else _STEPS
         is_captured = model not in _not_captured
         self._capture = _CAPTURES.get(model.device.type) if is_captured else None
-        self._graphs: dict[int, _StepGraph] = {}
-        self._num_steps = 0
+        self._graphs: dict[tuple[int, int], _StepGraph] = {}
+        """By rows and columns."""
+        self._num_asked: Counter[tuple[int, int]] = Counter()
         self.num_read = 0
         """Tokens of prompts that the model has read, padding and what was kept left out."""
 
@@ -860,39 +879,55 @@ class SlotReader(PromptReader):
 
     def _replayed(self, tokens: Tensor) -> Tensor | None:
         """A step of a graph; ``None`` where there is none, or none yet."""
-        size = 1 << (len(tokens) - 1).bit_length()
+        num_rows, num_seen = len(tokens), self._places.longest + 1
         # Slots behind the last row are read, too, and written at their first column: nobody has
         # them, and who gets them writes there.
-        self._reserve(size, self._places.longest + 1)
-        self._num_steps += 1
-        if self._capture is None or self._num_steps <= _STEPS_BEFORE_A_GRAPH:
-            return None
-        if size not in self._graphs:
-            try:
-                graph = _StepGraph(
-                    self._whole_step, self._capture, size, tokens, self._places.lengths
-                )
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # of the model, or of a driver: it is told, and goes without
-                self._capture = None
-                _not_captured.add(self.model)
-                warnings.warn(
-                    f"TransformersEngine: a step of {type(self.model).__name__} can't be captured "
-                    "as a graph, so each of its operators is launched for every token, which is "
-                    f"slower ({type(error).__name__}: {str(error)[:200]}).",
-                    stacklevel=2,
-                )
-                return None
-            self._graphs[size] = graph
-        return self._graphs[size](tokens, self._places.lengths)[: len(tokens)]
+        own = (1 << (num_rows - 1).bit_length(), _graph_columns(num_seen))
+        self._reserve(*own)
+        fitting = [
+            (rows, columns)
+            for rows, columns in self._graphs
+            if rows >= num_rows and columns >= num_seen
+        ]
+        best = min(fitting, key=math.prod, default=None)
+        if best != own:
+            self._num_asked[own] += 1
+            patience = _STEPS_BEFORE_A_SMALLER_GRAPH if best else _STEPS_BEFORE_A_GRAPH
+            if self._num_asked[own] > patience:
+                best = own if self._captured(own, tokens) else None
+        return best and self._graphs[best](tokens, self._places.lengths)[:num_rows]
 
-    def _whole_step(self, tokens: Tensor, lengths: Tensor, slots: Tensor) -> Tensor:
-        """A step over all columns, whose shapes stay as they are while the buffers do."""
+    def _captured(self, shape: tuple[int, int], tokens: Tensor) -> bool:
+        """Make a graph of a step of so many rows that sees so many columns, if that works."""
+        if self._capture is None:
+            return False
+        step = partial(self._whole_step, shape[1])
+        try:
+            self._graphs[shape] = _StepGraph(
+                step, self._capture, shape[0], tokens, self._places.lengths
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the model, or of a driver: it is told, and goes without
+            self._capture = None
+            _not_captured.add(self.model)
+            warnings.warn(
+                f"TransformersEngine: a step of {type(self.model).__name__} can't be captured "
+                "as a graph, so each of its operators is launched for every token, which is "
+                f"slower ({type(error).__name__}: {str(error)[:200]}).",
+                stacklevel=2,
+            )
+            return False
+        return True
+
+    def _whole_step(
+        self, num_columns: int, tokens: Tensor, lengths: Tensor, slots: Tensor
+    ) -> Tensor:
+        """A step over some columns, whose shapes stay as they are while the buffers do."""
         places = self._places
         before = vars(places).copy()
         places.lengths = lengths.clamp(max=self._last_position)
-        places.slots, places.num_columns = slots, self._num_columns
+        places.slots, places.num_columns = slots, num_columns
         try:
             return self._step(tokens, is_masked=True)
         finally:
@@ -907,6 +942,34 @@ class SlotReader(PromptReader):
                 for buffer in (layer.keys, layer.values):
                     buffer[new, :, : self._places.longest] = buffer[old, :, : self._places.longest]
         self._count([self._counts[old] for old in rows])
+
+    def expect(self, num_tokens: int) -> None:
+        """See :class:`PromptReader`: graphs need not be made anew where there is room at once."""
+        if self._capture is None:
+            return
+        columns, num_rows = _graph_columns(num_tokens), max(self._num_slots, len(self._counts))
+        one = sum(x[:1, :, :1].nbytes for each in self._layers for x in (each.keys, each.values))
+        if one * num_rows * columns <= _EXPECTED_BYTES:
+            self._reserve(num_rows, columns)
+
+    def restart(self, kept: KeptCaches | None) -> None:
+        """Begin again without rows; the buffers and graphs stay.
+
+        Args:
+            kept: what earlier calls have read.
+        """
+        self._kept, self.keeps_rows, self.num_read = kept, kept is not None, 0
+        self._count([])
+
+    @property
+    def has_graphs(self) -> bool:
+        """A step need not be captured again."""
+        return bool(self._graphs)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers."""
+        return sum(each.keys.nbytes + each.values.nbytes for each in self._layers)
 
     def leave_behind(self, row: int, ids: Sequence[int], key: Hashable = None) -> None:
         """Keep what was read of a row.
@@ -946,6 +1009,7 @@ class SlotReader(PromptReader):
         if num_columns > self._num_columns:
             self._num_columns = max(num_columns + _MIN_COLUMNS, int(_GROWTH * num_columns))
         self._graphs.clear()  # of the buffers that were
+        self._num_asked.clear()
         for layer in self._layers:
             for name in ("keys", "values"):
                 buffer = getattr(layer, name)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import check_counts
 from torchrl_data.templates.image_processor import ImageProcessor
+from torchrl_modules.compiled_layers import settle_compilation
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.scoring.models import (
     acting_adapters,
@@ -46,6 +47,39 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _malloc_trim: Any = getattr(_libc, "malloc_trim", None)  # glibc has it
 
 
+_MOST_KEPT_BYTES: Final = 4 << 30
+
+
+class _KeptSlots:
+    """A reader between two calls, whose steps are captured: its buffers and its graphs."""
+
+    def __init__(self) -> None:
+        self._reader: SlotReader | None = None
+        self._state: Hashable = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has none: graphs are of one model and one process."""
+        return type(self), ()
+
+    def take(self, state: Hashable, kept: KeptCaches | None) -> SlotReader | None:
+        """Take it, without rows; ``None`` where there is none of this state."""
+        reader, self._reader = self._reader, None
+        if reader is None or state != self._state:
+            return None
+        reader.restart(kept)
+        return reader
+
+    def put(self, state: Hashable, reader: PromptReader) -> None:
+        """Keep it, if a step is captured and its buffers take little memory."""
+        if isinstance(reader, SlotReader) and reader.has_graphs:
+            is_small = reader.nbytes <= _MOST_KEPT_BYTES
+            self._reader, self._state = (reader, state) if is_small else (None, None)
+
+    def clear(self) -> None:
+        """Let go of it."""
+        self._reader = self._state = None
+
+
 class TransformersEngine(ChecksAttributes):
     """An :class:`~torchrl_modules.engines.engine.Engine` over a Transformers model.
 
@@ -69,6 +103,8 @@ class TransformersEngine(ChecksAttributes):
             was drawn behind the end of a row is dropped, so that rows with seeds are the same
             whatever the number. A look waits for the device. ``None``: 1 on a CPU, where it costs
             nothing, and 8 on an accelerator.
+        compile_layers: see :func:`~torchrl_modules.compiled_layers.compile_layers`; drawing takes
+            the norms.
         check: try the model now; ``False`` tries it before the first token is drawn, for an engine
             that may draw none.
 
@@ -99,6 +135,7 @@ class TransformersEngine(ChecksAttributes):
         max_cached_tokens: int | None = None,
         images: ImageProcessor | None = None,
         tokens_per_look: int | None = None,
+        compile_layers: bool | None = None,
         check: bool = True,
     ) -> None:
         who = "TransformersEngine"
@@ -133,6 +170,7 @@ class TransformersEngine(ChecksAttributes):
             and inside.num_parameters() >= _TRIMMED_PARAMETERS
         )
         self._kept_for: Hashable = None
+        self._slots = _KeptSlots()
         self.version = 0
         """How many updates the weights have seen, or the number that the last one was given."""
         self._is_mixed = False
@@ -140,6 +178,8 @@ class TransformersEngine(ChecksAttributes):
             self.reader  # noqa: B018
             if images is not None:
                 find_image_reader(inside, images)
+        self._compile_layers = compile_layers
+        settle_compilation(model, inside, compile_layers)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -262,8 +302,11 @@ class TransformersEngine(ChecksAttributes):
                     self._kept.clear()
                     self._kept_for = now
                 new_reader = partial(self.reader, kept=self._kept)
+            state = self._state_of_steps() if issubclass(self.reader, SlotReader) else None
             for group in group_rows(prompts, text, by_length=self.reader.needs_one_length):
-                yield group, new_reader(self.inside)
+                reader = self._slots.take(state, self._kept) or new_reader(self.inside)
+                yield group, reader
+                self._slots.put(state, reader)  # not after an error
         rows = [i for i in good if images[i]]
         if not rows or self.images is None:
             return
@@ -274,10 +317,17 @@ class TransformersEngine(ChecksAttributes):
                 reader = cls(self.inside, self.images, [media[k] for k in places])
                 yield [rows[k] for k in places], reader
 
+    def _state_of_steps(self) -> Hashable:
+        """A captured step is another one when this is: where weights are, and what acts of them."""
+        places = tuple(x.data_ptr() for x in (*self.inside.parameters(), *self.inside.buffers()))
+        acting = acting_adapters(self.inside)
+        return self.reader, places, acting, self.inside.config._attn_implementation
+
     def forget(self) -> None:
-        """Let go of what is kept of earlier rows: no row goes on from it."""
+        """Let go of what is kept of earlier rows, buffers included: no row goes on from it."""
         if self._kept is not None:
             self._kept.clear()
+        self._slots.clear()
 
     def copied(self) -> "TransformersEngine":
         """The same over a copy of the model, with the same version."""
@@ -288,6 +338,7 @@ class TransformersEngine(ChecksAttributes):
             max_cached_tokens=self.max_cached_tokens,
             images=self.images,
             tokens_per_look=self.tokens_per_look,
+            compile_layers=self._compile_layers,
         )
         engine.version = self.version
         return engine
@@ -332,4 +383,5 @@ class TransformersEngine(ChecksAttributes):
                 expected.own[name].copy_(weights[name])
         self._is_mixed = False
         self.version = version
-        self.forget()
+        if self._kept is not None:
+            self._kept.clear()

@@ -3,12 +3,13 @@
 The trie of their prefixes and its attention.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -29,10 +30,11 @@ from torchrl_modules.transformers_releases import takes_sdpa
 # The tokens of the trie lie in depth-first order, so the descendants of a segment follow it, and a
 # token at ``q`` sees one at ``k`` if and only if ``k <= q < subtree_end[k]``.
 #
-# On a CPU :func:`trie_attention` is made of pieces of plain attention: each segment with itself,
-# and each segment that has descendants with all of them, joined by their log-sum-exps. No mask is
-# built, nothing is computed twice, and no keys are copied. On a GPU it is flex attention with the
-# trie as the mask.
+# :func:`trie_attention` is made of pieces of plain attention: each segment with itself, and each
+# segment that has descendants with all of them, joined by their log-sum-exps. No mask is built and
+# nothing is computed twice. On a CPU no keys are copied either; on a GPU the pieces of one depth
+# are one call of flash attention for rows of many lengths. What that kernel does not take (float32,
+# large heads) is flex attention with the trie as the mask.
 #
 # Shape legend: N packed tokens, B sequences, M tokens of the trie, H heads, G key-value heads, D
 # head size of queries and keys, E of values.
@@ -75,6 +77,11 @@ class PrefixTrie:
         ends = torch.tensor([s.subtree_end for s in self.segments])
         sizes = torch.tensor([s.end - s.start for s in self.segments])
         return on_device(ends.repeat_interleave(sizes), self.ids.device)
+
+    @cached_property
+    def varlen_plan(self) -> "VarlenPlan":
+        """The pieces of its attention as calls of a kernel for rows of many lengths."""
+        return _varlen_plan(self.segments, self.ids.device)
 
     @cached_property
     def block_mask(self) -> Any:
@@ -214,6 +221,8 @@ def trie_attention(
     """Attention of every token over its ancestors in the trie and itself."""
     # query: [1, H, M, D]; key: [1, G, M, D]; G divides H; value: [1, G, M, E].
     # Gives [1, M, H, E], differentiable.
+    if has_flash_attention(query, key, value):
+        return _flash_attention(query, key, value, trie.varlen_plan, scale)
     if query.device.type != "cpu":
         is_grouped = query.shape[1] != key.shape[1]
         out = _compiled_flex()(
@@ -238,6 +247,249 @@ def _compiled_flex() -> Any:
 
     slow = "it holds the whole matrix of scores in memory"
     return Compiled(flex_attention, "flex attention", slow=slow)
+
+
+class Level(NamedTuple):
+    """Segments of one depth that have descendants: these are the queries, and those the keys."""
+
+    below: Tensor
+    """int64: where the descendants are in the trie."""
+    above: Tensor
+    """int64: where the segments are."""
+    cumulative: tuple[Tensor, Tensor]
+    """int32: where each segment's descendants begin among the former, and it among the latter."""
+    longest: tuple[int, int]
+
+
+class VarlenPlan(NamedTuple):
+    """Attention over a trie, a call for all segments and one for each depth."""
+
+    starts: Tensor
+    """int32: where each segment begins, and behind the last."""
+    longest: int
+    """Tokens of the longest segment."""
+    levels: tuple[Level, ...]
+
+
+def _varlen_plan(segments: Sequence[Segment], device: torch.device) -> VarlenPlan:
+    def cumulative(sizes: Sequence[int]) -> Tensor:
+        return on_device([0, *accumulate(sizes)], device, torch.int32)
+
+    def joined(ranges: Sequence[tuple[int, int]]) -> Tensor:
+        return on_device(torch.cat([torch.arange(*each) for each in ranges]), device)
+
+    by_depth: dict[int, list[Segment]] = {}
+    above: list[Segment] = []  # from the root to a segment
+    for segment in segments:
+        while above and segment.start >= above[-1].subtree_end:
+            above.pop()
+        if segment.subtree_end > segment.end:
+            by_depth.setdefault(len(above), []).append(segment)
+        above.append(segment)
+    levels = []
+    for some in by_depth.values():
+        queries = [(one.end, one.subtree_end) for one in some]
+        keys = [(one.start, one.end) for one in some]
+        sizes = [[end - start for start, end in each] for each in (queries, keys)]
+        levels.append(
+            Level(
+                joined(queries),
+                joined(keys),
+                (cumulative(sizes[0]), cumulative(sizes[1])),
+                (max(sizes[0]), max(sizes[1])),
+            )
+        )
+    lengths = [one.end - one.start for one in segments]
+    return VarlenPlan(cumulative(lengths), max(lengths, default=0), tuple(levels))
+
+
+_FLASH_TYPES: Final = (torch.bfloat16, torch.float16)
+_FLASH_GAP: Final = 0.05
+"""Of the check against plain attention, relative: bfloat16 leaves about 0.01."""
+
+
+def has_flash_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether flash attention for rows of many lengths takes these heads, and is right."""
+    # Their shapes are [1, H, M, D] and [1, G, M, D].
+    size = query.shape[-1]
+    if (
+        query.device.type != "cuda"
+        or query.dtype not in _FLASH_TYPES
+        or size % 8
+        or size > 256
+        or value.shape[-1] != size
+        or torch.compiler.is_compiling()
+    ):
+        return False
+    return _flash_is_right(query.device, query.dtype, query.shape[1] // key.shape[1], size)
+
+
+@cache
+def _flash_is_right(device: torch.device, dtype: torch.dtype, groups: int, size: int) -> bool:
+    """Try it once on a small trie; where it is wrong or fails, that is told, and flex is used."""
+    segments = (Segment(0, 9, 40), Segment(9, 14, 31), Segment(14, 21, 21), Segment(21, 31, 31))
+    segments = (*segments, Segment(31, 40, 40), Segment(40, 47, 47))
+    ends = torch.tensor([s.subtree_end for s in segments for _ in range(s.end - s.start)])
+    at = torch.arange(len(ends))
+    sees = on_device((at <= at[:, None]) & (at[:, None] < ends), device)
+    draw = torch.Generator().manual_seed(0)
+    heads = [torch.randn(1, n, len(ends), size, generator=draw) for n in (2 * groups, 2, 2)]
+    slope = on_device(torch.randn(1, len(ends), 2 * groups, size, generator=draw), device)
+    results = []
+    try:
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            for kind in (dtype, torch.float32):
+                leaves = [on_device(x, device).to(kind).requires_grad_() for x in heads]
+                if kind is dtype:
+                    plan = _varlen_plan(segments, device)
+                    out = _flash_attention(leaves[0], leaves[1], leaves[2], plan, None)
+                else:
+                    q = leaves[0]
+                    k, v = (x.repeat_interleave(groups, 1) for x in leaves[1:])
+                    scores = (q @ k.transpose(-2, -1)) * size**-0.5
+                    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+                    out = (weights @ v).transpose(1, 2)
+                slopes = torch.autograd.grad((out * slope.to(out.dtype)).sum(), leaves)
+                results.append([out.detach().float(), *(x.float() for x in slopes)])
+        gaps = [((a - b).norm() / b.norm()).item() for a, b in zip(*results, strict=True)]
+        reason = "" if max(gaps) < _FLASH_GAP else f"it is off by {max(gaps):.2g}"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of this PyTorch or this card: it is told, and flex is used
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+    if reason:
+        warnings.warn(
+            f"Flash attention for rows of many lengths is not used on {device} for {dtype}, heads "
+            f"of {size}, {groups} to a key: {reason}. Flex attention, which is slower, takes its "
+            "place.",
+            stacklevel=2,
+        )
+    return not reason
+
+
+def _flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: VarlenPlan,
+    scale: float | None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention over a trie, ``[1, M, H, D]``; with a window no segment may have descendants."""
+    # query: [1, H, M, D]; key and value: [1, G, M, D].
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    heads = [x[0].transpose(0, 1) for x in (query, key, value)]
+    out: Any = _FlashAttention.apply(*heads, plan, scale, window)
+    return out[None]
+
+
+def _varlen_forward(
+    heads: Sequence[Tensor],
+    cumulative: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float,
+    *,
+    causal: bool,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output ``[queries, H, D]`` and log-sum-exps ``[H, queries]``."""
+    attended = torch.ops.aten._flash_attention_forward(
+        *heads,
+        *cumulative,
+        *longest,
+        *(0.0, causal, False),
+        scale=scale,
+        **_window_options(window),
+    )
+    return attended[0], attended[1]
+
+
+def _varlen_backward(
+    grad: Tensor,
+    heads: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    cumulative: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float,
+    *,
+    causal: bool,
+    window: int | None = None,
+) -> Sequence[Tensor]:
+    """Gradients of queries, keys and values."""
+    unused = torch.empty(2, dtype=torch.uint64, device=grad.device)  # of dropout
+    return torch.ops.aten._flash_attention_backward(
+        grad,
+        *heads,
+        *(out, lse),
+        *cumulative,
+        *longest,
+        *(0.0, causal, unused, unused),
+        scale=scale,
+        **_window_options(window),
+    )
+
+
+def _window_options(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+class _FlashAttention(Function):
+    """The pieces, forward and backward, on a GPU."""
+
+    # As below: with the output and the log-sum-exp of the whole row of scores, the backward pass of
+    # a piece gives exactly its part of the gradients.
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        plan: VarlenPlan,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        own, longest = (plan.starts, plan.starts), (plan.longest, plan.longest)
+        heads = (query, key, value)
+        out, lse = _varlen_forward(heads, own, longest, scale, causal=True, window=window)
+        for level in plan.levels:
+            some = (query[level.below], key[level.above], value[level.above])
+            piece, ahead = _varlen_forward(
+                some, level.cumulative, level.longest, scale, causal=False
+            )
+            before = lse[:, level.below]
+            share = torch.sigmoid(ahead - before).transpose(0, 1)[..., None].to(out.dtype)
+            out[level.below] = torch.lerp(out[level.below], piece, share)
+            lse[:, level.below] = torch.logaddexp(before, ahead)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.plan, ctx.scale, ctx.window = plan, scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *heads, out, lse = ctx.saved_tensors
+        plan, scale, grad = ctx.plan, ctx.scale, grads[0].contiguous()
+        own, longest = (plan.starts, plan.starts), (plan.longest, plan.longest)
+        totals = _varlen_backward(
+            grad, heads, out, lse, own, longest, scale, causal=True, window=ctx.window
+        )
+        query, key, value = heads
+        for level in plan.levels:
+            below, above = level.below, level.above
+            pieces = _varlen_backward(
+                grad[below],
+                (query[below], key[above], value[above]),
+                out[below],
+                lse[:, below].contiguous(),
+                level.cumulative,
+                level.longest,
+                scale,
+                causal=False,
+            )
+            for total, piece, at in zip(totals, pieces, (below, above, above), strict=True):
+                total[at] += piece
+        return (*totals, None, None, None)
 
 
 def _runs(segments: Sequence[Segment]) -> Iterator[tuple[slice, int]]:
@@ -392,13 +644,39 @@ def packed_sdpa_forward(
     more += ["attention_mask"] if attention_mask is not None and attention_mask.numel() else []
     if more:
         raise PackedInputLost(f"{type(module).__name__} gives its attention {', '.join(more)}.")
+    if torch.compiler.is_compiling() and query.device.type in _APART:
+        return _attend_apart(heads, trie, dropout, scaling, sliding_window, softcap), None
+    return _attend_packed(heads, trie, dropout, scaling, sliding_window, softcap), None
+
+
+_APART: Final = {"cuda"}
+"""Devices on which compiled layers call the attention of packed rows, which is compiled by itself
+or a kernel as it is: inside, each batch would compile all of it again."""
+
+
+def _attend_packed(
+    heads: tuple[Tensor, Tensor, Tensor],
+    trie: PrefixTrie,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention within the sequences of one packed row, ``[1, N, H, D]``."""
+    query = heads[0]
     lengths = [segment.end - segment.start for segment in trie.segments]
     within = sliding_window is None or max(lengths) <= sliding_window
     plain = dropout == 0.0 and within and softcap is None
     on_cpu = plain and query.device.type == "cpu" and has_trie_attention(query.device, query.dtype)
     if on_cpu or any(segment.subtree_end > segment.end for segment in trie.segments):
-        return trie_attention(*heads, trie, scale=scaling), None
-    return _attend_by_length(heads, trie.segments, dropout, scaling, sliding_window, softcap), None
+        return trie_attention(*heads, trie, scale=scaling)
+    if dropout == 0.0 and softcap is None and has_flash_attention(*heads):
+        window = None if within else sliding_window
+        return _flash_attention(*heads, trie.varlen_plan, scaling, window)
+    return _attend_by_length(heads, trie.segments, dropout, scaling, sliding_window, softcap)
+
+
+_attend_apart: Any = torch.compiler.disable(_attend_packed)
 
 
 def _attend_by_length(

@@ -21,6 +21,7 @@ from torchrl_data.ragged.packed import cumulative_lengths, pack
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_data.token_scorer import TokenScores
 from torchrl_modules.compilation import Compiled
+from torchrl_modules.compiled_layers import settle_compilation
 from torchrl_modules.sampling.distribution import warped_head_log_prob, warped_log_prob
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.sampling.token_history import TargetHistory
@@ -392,6 +393,7 @@ class PackedScorer(ChecksAttributes):
         max_model_len: most tokens of a row; for models whose rotary factors depend on it.
         images: what the images of a vision-language model become. Rows with images are read by the
             model's own forward, those of one length together.
+        compile_layers: see :func:`~torchrl_modules.compiled_layers.compile_layers`.
 
     Raises:
         TypeError: a wrapper around the model can't be gone through, or is around a part of it.
@@ -410,6 +412,7 @@ class PackedScorer(ChecksAttributes):
         head_dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
         images: ImageProcessor | None = None,
+        compile_layers: bool | None = None,
     ) -> None:
         self.model = unwrapped(model, who="PackedScorer")
         check_wrapped_whole(model, who="PackedScorer")
@@ -428,6 +431,7 @@ class PackedScorer(ChecksAttributes):
             head=plain_head(self.model) if self.reading.has_plain_head else None,
             share_prefixes=share_prefixes,
         )
+        settle_compilation(model, self.model, compile_layers)
         self._images = images
         if images is not None:
             if self.is_distributed:

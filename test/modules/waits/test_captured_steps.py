@@ -1,7 +1,12 @@
 """A decoding step and a layer are one graph each, and a captured step draws what others draw."""
 
+import gc
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torchrl_modules import SamplingParameters, TransformersEngine
 from torchrl_modules.engines import decoding
@@ -88,6 +93,9 @@ def test_captured_steps_draw_the_same_while_rows_come_and_go(device_waits, monke
     params = SamplingParameters(max_new_tokens=70, seed=5, stop_token_ids=(*range(30, 34), 150))
     prompts = device_waits.prompts_of(7)
     budgets = [70 - 9 * row for row in range(7)]
+    monkeypatch.setattr(decoding, "_EXPECTED_BYTES", 0)
+    monkeypatch.setattr(decoding, "_GRAPH_COLUMNS", 16)
+    monkeypatch.setattr(decoding, "_STEPS_BEFORE_A_SMALLER_GRAPH", 4)
     # Reserved columns run out on the way, and rows leave and join.
     expected = TransformersEngine(model).generate(prompts, params, max_new_tokens=budgets)
     more = device_waits.draw_continuously(TransformersEngine(model), params, 5)
@@ -101,6 +109,87 @@ def test_captured_steps_draw_the_same_while_rows_come_and_go(device_waits, monke
         assert here.log_probs == pytest.approx(there.log_probs, abs=1e-5, rel=1e-4)
     again = device_waits.draw_continuously(TransformersEngine(model), params, 5)
     assert [row.drawn for row in again] == [row.drawn for row in more]
+
+
+def test_a_second_call_captures_nothing_unless_the_model_is_another(device_waits, monkeypatch):
+    model = device_waits.tiny_models()["Qwen3"]
+    params = SamplingParameters(max_new_tokens=30, seed=5, stop_token_ids=())
+    first, second = device_waits.prompts_of(5), device_waits.prompts_of(3)
+    expected = [TransformersEngine(model).generate(rows, params) for rows in (first, second)]
+    captures = Captures()
+    monkeypatch.setitem(decoding._CAPTURES, "cpu", captures)
+    engine = TransformersEngine(model)
+    found = [engine.generate(rows, params) for rows in (first, second)]
+    assert [[row.ids for row in rows] for rows in found] == [
+        [row.ids for row in rows] for rows in expected
+    ]
+    assert captures.num_captured == 1  # fewer rows are drawn by the graph of more
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.5 * torch.randn_like(model.lm_head.weight))  # in its place
+    changed = engine.generate(first, params)
+    assert captures.num_captured == 1
+    assert [row.ids for row in changed] == [
+        row.ids for row in TransformersEngine(model).generate(first, params)
+    ]
+    assert captures.num_captured == 2  # of the other engine
+    weight = model.model.norm.weight
+    model.model.norm.weight = torch.nn.Parameter(weight.detach().clone())
+    engine.generate(first, params)
+    assert captures.num_captured == 3
+    engine.forget()
+    engine.generate(first, params)
+    assert captures.num_captured == 4
+
+
+class Storages(TorchDispatchMode):
+    """What operators are given that none of them has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.given, self.made = {}, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for one in tree_leaves((args, kwargs)):
+            if isinstance(one, torch.Tensor):
+                place = one.untyped_storage().data_ptr()
+                if place not in self.made:
+                    self.given[place] = StorageWeakRef(one.untyped_storage())
+        for one in tree_leaves(found):
+            if isinstance(one, torch.Tensor):
+                self.made.add(one.untyped_storage().data_ptr())
+        return found
+
+
+def test_what_a_graph_reads_lives_as_long_as_it_does(device_waits, monkeypatch):
+    model = device_waits.tiny_models()["Qwen3"]
+    read = []
+
+    def capture(run, _):
+        run()  # what is made once
+        with Storages() as storages:
+            run()
+        read.extend(storages.given.values())
+        return run
+
+    monkeypatch.setitem(decoding._CAPTURES, "cpu", capture)
+    made = []
+    own_init = decoding._StepGraph.__init__
+
+    def init(self, *args):
+        own_init(self, *args)
+        self._replay = None  # nothing is held by the function itself, as on a GPU
+        made.append(self)
+
+    reader = find_prompt_reader(model)(model)
+    tokens = reader.read(device_waits.prompts_of(3)).argmax(-1)
+    monkeypatch.setattr(decoding._StepGraph, "__init__", init)
+    reader._reserve(4, 256)
+    reader._captured((4, 256), tokens)
+    gc.collect()
+    assert len(made) == 1
+    assert len(read) > 10
+    assert not any(one.expired() for one in read)
 
 
 def refuse(*_):
