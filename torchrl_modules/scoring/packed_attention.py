@@ -296,11 +296,17 @@ def _varlen_plan(segments: Sequence[Segment], device: torch.device) -> VarlenPla
                 joined(queries),
                 joined(keys),
                 (cumulative(sizes[0]), cumulative(sizes[1])),
-                (max(sizes[0]), max(sizes[1])),
+                (max(_FEWEST, *sizes[0]), max(sizes[1])),
             )
         )
     lengths = [one.end - one.start for one in segments]
-    return VarlenPlan(cumulative(lengths), max(lengths, default=0), tuple(levels))
+    longest = max(_FEWEST, *lengths) if lengths else _FEWEST
+    return VarlenPlan(cumulative(lengths), longest, tuple(levels))
+
+
+_FEWEST: Final = 2
+"""Queries of a row, at least as the kernel is told: one alone takes another way, without a
+gradient."""
 
 
 _FLASH_TYPES: Final = (torch.bfloat16, torch.float16)
