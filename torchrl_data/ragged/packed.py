@@ -9,6 +9,7 @@ Shape legend: B sequences, T tokens of the longest one, N tokens of all of them.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
@@ -94,6 +95,8 @@ def sequence_index(lengths: Tensor) -> Tensor:
     Returns:
         int64 ``[N]``.
     """
+    if lengths.device.type == "cpu":  # in one thread: several take longer to be woken up
+        return torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths.numpy()))
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 

@@ -710,7 +710,7 @@ _STEPS_BEFORE_A_SMALLER_GRAPH: Final = 32
 """Where a graph of more rows or columns is there, which takes hardly longer."""
 _GRAPH_COLUMNS: Final = 256
 """Graphs see so many columns, or a multiple; of long rows in steps of a quarter of their length."""
-_EXPECTED_BYTES: Final = 2 << 30
+_EXPECTED_BYTES: Final = 4 << 30
 """So much is reserved at once for what rows may still draw; more when it is needed."""
 _GRAPH_TOLERANCE: Final = 0.02
 """Of the largest logit: kernels may be others than those of the step alone."""

@@ -47,7 +47,8 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _malloc_trim: Any = getattr(_libc, "malloc_trim", None)  # glibc has it
 
 
-_MOST_KEPT_BYTES: Final = 4 << 30
+_KEPT_BESIDE_TRAINING: Final = 4 << 30
+"""Bytes of buffers that stay while a gradient is computed."""
 
 
 class _KeptSlots:
@@ -70,14 +71,14 @@ class _KeptSlots:
         return reader
 
     def put(self, state: Hashable, reader: PromptReader) -> None:
-        """Keep it, if a step is captured and its buffers take little memory."""
+        """Keep it, if a step is captured."""
         if isinstance(reader, SlotReader) and reader.has_graphs:
-            is_small = reader.nbytes <= _MOST_KEPT_BYTES
-            self._reader, self._state = (reader, state) if is_small else (None, None)
+            self._reader, self._state = reader, state
 
-    def clear(self) -> None:
-        """Let go of it."""
-        self._reader = self._state = None
+    def clear(self, most_bytes: int = 0) -> None:
+        """Let go of it, if its buffers take more."""
+        if self._reader is not None and self._reader.nbytes > most_bytes:
+            self._reader = self._state = None
 
 
 class TransformersEngine(ChecksAttributes):
@@ -316,6 +317,10 @@ class TransformersEngine(ChecksAttributes):
             with own_positions(self.inside):
                 reader = cls(self.inside, self.images, [media[k] for k in places])
                 yield [rows[k] for k in places], reader
+
+    def make_room(self) -> None:
+        """A gradient is to be computed: let go of buffers for drawing that take over 4 GiB."""
+        self._slots.clear(_KEPT_BESIDE_TRAINING)
 
     def _state_of_steps(self) -> Hashable:
         """A captured step is another one when this is: where weights are, and what acts of them."""

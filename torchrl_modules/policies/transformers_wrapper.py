@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partialmethod
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -191,6 +191,7 @@ class TransformersWrapper(LLMWrapperBase):
     def _score_rows(self, batch: TensorDictBase) -> tuple[RowsToScore, TokenScores]:
         """Full rows, and their scores under the distribution that this policy samples from."""
         rows = rows_to_score(batch, self)
+        self._make_room()
         scores = self.scorer.score_packed(
             *rows.packed(),
             temperature=self.sampling.temperature or 1.0,
@@ -200,6 +201,10 @@ class TransformersWrapper(LLMWrapperBase):
             images=rows.images,
         )
         return rows, scores
+
+    def _make_room(self) -> None:
+        if torch.is_grad_enabled():
+            cast("TransformersEngine", self.engine).make_room()
 
     @property
     def _truncation(self) -> SamplingParameters:
@@ -222,6 +227,7 @@ class TransformersWrapper(LLMWrapperBase):
         The temperature is the caller's; penalties, top-k, top-p and min-p are those of the sampling
         parameters, the last three unless ``score_truncated`` is off.
         """
+        self._make_room()
         return self.scorer.score_packed(
             ids,
             lengths,

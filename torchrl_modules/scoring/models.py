@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor, nn
@@ -439,7 +440,7 @@ def targets_of(ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Targets:
     """The targets of packed rows."""
     # ids: int64 [N]; lengths: int64 [B]; target_mask: bool [N]; no first token of a row.
     starts = cumulative_lengths(lengths)[:-1]
-    at = target_mask.nonzero().squeeze(1)
+    at = torch.from_numpy(np.flatnonzero(target_mask.numpy()))
     rows = sequence_index(lengths)[at]
     # The token at position t is predicted by the hidden state at t - 1, and what comes after the
     # predictor of a row's last target is needed by nobody.
