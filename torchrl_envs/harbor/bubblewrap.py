@@ -388,7 +388,7 @@ class BubblewrapMachine:
         number = process.stdin.fileno()  # type: ignore[union-attr]
         view = memoryview(data)
         while view:
-            if not select.select([], [number], [], max(0.0, deadline - time.monotonic()))[1]:
+            if not _is_ready(number, select.POLLOUT, deadline):
                 raise TimeoutError("it does not read")
             view = view[os.write(number, view[: 1 << 16]) :]
 
@@ -396,7 +396,7 @@ class BubblewrapMachine:
     def _receive(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
         number, data = process.stdout.fileno(), bytearray()  # type: ignore[union-attr]
         while len(data) < size:
-            if not select.select([number], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not _is_ready(number, select.POLLIN, deadline):
                 raise TimeoutError("it does not answer")
             part = os.read(number, min(size - len(data), 1 << 20))
             if not part:
@@ -534,3 +534,10 @@ def _installed_packages() -> tuple[str, ...]:
     done = subprocess.run([program, "-W", "-f", form], capture_output=True, text=True, check=False)
     pairs = (line.split(" ", 1) for line in done.stdout.splitlines())
     return tuple(name for status, name in pairs if status == "installed")
+
+
+def _is_ready(number: int, event: int, deadline: float) -> bool:
+    """Wait until a pipe can be read or written, or has broken; `False` if it takes too long."""
+    poll = select.poll()  # and not `select`, which knows the first 1,024 open files alone
+    poll.register(number, event)
+    return bool(poll.poll(1e3 * max(0.0, deadline - time.monotonic())))

@@ -141,7 +141,8 @@ def harbor_task(
     ]
     if not 0 <= num_held_out < len(rows):
         raise ValueError(
-            f"harbor: {dataset} has {len(rows)} tasks, too few to hold {num_held_out} out."
+            f"harbor: {dataset} has {len(rows)} tasks, too few to hold {num_held_out} out. Hold "
+            "fewer out: num_held_out, or evaluate.num_prompts of a recipe."
         )
     tests_s = max(s.tests.timeout_s for task in tasks.values() for s in task.steps) + _SCORE_S
     build_s = max(task.place.build_timeout_s for task in tasks.values()) + _SCORE_S

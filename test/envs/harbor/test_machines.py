@@ -1,6 +1,7 @@
 """Machines by bubblewrap: what they are made of, what runs in them, and that nothing is left."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -114,6 +115,18 @@ def test_output_is_cut_and_late_commands_are_killed(started):
     assert (late.status, late.stdout) == (None, "soon\n")
     assert machine.run("cat; echo $?", timeout_s=5).stdout == "0\n"  # its input is empty
     assert machine.run("kill -9 $$", timeout_s=5).status == -9
+
+
+def test_machines_of_a_process_with_many_open_files(started):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    numbers = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert started().run("cat; echo alive", timeout_s=5).stdout == "alive\n"
+    finally:
+        for number in numbers:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_goes_on_in_the_background_and_is_copied(started, tmp_path):
