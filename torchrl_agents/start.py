@@ -62,6 +62,7 @@ from .settings.schema import (
     refusing,
 )
 from .tasks import build_task, set_limits, staleness_of, tell_left_out
+from .training import learn
 
 
 class NoActor:
@@ -321,7 +322,7 @@ def _run(
             cfg.policy.device = loading_device(cfg, ranks)
         stack.enter_context(ranks)
         if follows:
-            follow(ranks, recipe)
+            follow(ranks, recipe, recipe.train or learn)
             return
         stop = stack.enter_context(StopSignals())
         about = {"overwrite": cfg.overwrite, "resume": cfg.resume is not None, "ranks": ranks}

@@ -92,7 +92,7 @@ from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, build_task, load_models
-from torchrl_agents.training import Rollouts, Step, Trainer, learn
+from torchrl_agents.training import Rollouts, Step, Training, learn
 from torchrl_data import row_tensordicts
 from torchrl_envs import DataLoadingPrimer, load_rows
 from torchrl_envs.datasets.row_stream import NumberedRows
@@ -290,12 +290,12 @@ def main(cfg: SFTConfig, test: Setup, run: Run) -> dict:
         return {"held_out_nll": held_out_nll()} if is_time else {}
 
     collector = LLMCollector(test.held_out_env, policy)
-    trainer = Trainer(
+    training = Training(
         *(cfg, run, test, actor, policy, Conversations(collector, rows, cfg.train.batch_size)),
         measure=measure,
         curves={"loss": "loss, nats per token", "held_out_nll": "the same, held out"},
     )
-    return learn(trainer) | {"held_out_nll": held_out_nll()}
+    return learn(training) | {"held_out_nll": held_out_nll()}
 
 
 if __name__ == "__main__":

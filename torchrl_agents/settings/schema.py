@@ -539,10 +539,10 @@ class Recipe:
     """What else a dry run tries: gets settings, task and a policy whose model has no weights."""
 
     loss: Callable[[Any, Any], Any] | None = None
-    """What is trained, on every rank: the loss, from settings and actor."""
-    train_pass: Callable[[Any, Any, Any], Any] | None = None
-    """How an optimizer step is made, on every rank; ``None``: see
-    :func:`torchrl_agents.parallel.standard_pass`, which has its arguments and what it gives."""
+    """The loss, from settings and actor; settings are tried with it, too."""
+    train: Callable[[Any], Any] | None = None
+    """The loop, which every rank runs; ``None``: :func:`torchrl_agents.training.learn`, which has
+    its argument and its result."""
 
     def __post_init__(self) -> None:
         folder = Path(inspect.getfile(self.config)).resolve().with_name("config")
