@@ -58,8 +58,6 @@ class EpisodeStep:
         self._shown = read_conversations(next_batch, keys.PROMPT, who=WHO)
         self._flags = read_flags(next_batch)
         self._active: list[Episode] = []
-        self._turns: list[Episode] = []
-        """Those of them that have just taken a turn."""
         is_active = active_rows(tensordict).tolist()
         held = self._flags if all(is_active) else read_flags(tensordict)
         reasons = read_objects(tensordict, keys.FINISH_REASON, "")
@@ -68,12 +66,10 @@ class EpisodeStep:
             episode.share(self._shown, row)
             flags = self._flags if is_active[row] else held
             _, episode.is_terminated, episode.is_truncated = flags[row]
-            if not is_active[row]:
-                continue
-            self._active.append(episode)
-            episode.resources = runner.resources_of(episode)
-            if not episode.stop_reason and runner.took_turn(episode, reasons[row]):
-                self._turns.append(episode)
+            if is_active[row]:
+                self._active.append(episode)
+        self._turns = runner.take_up(self._active, reasons)
+        """Those of them that have just taken a turn."""
         if runner.dispatcher.sources:
             answer = functools.partial(runner.run_safely, runner.dispatcher, "after_turn")
             runner.run(answer, self._turns)
