@@ -59,6 +59,9 @@ MOST_BREACHES = {
 """Breaches of order, see ``test/house/measures.py``. These may only go down."""
 SHARE_AWAY_FROM_HOME = 0.39
 """Public classes in a file whose name has no word of theirs. This may only go down."""
+MOST_FIRST_WORDS = {"docstrings_that_ask": 0.03, "docstrings_that_lean": 0.01}
+"""Shares of the docstrings that begin with a question word, or with ``it``, ``of``, ``nobody``: the
+first word is a verb or a noun. These may only go down."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -176,6 +179,16 @@ def test_public_classes_are_in_a_file_of_their_name():
     away, classes = measures()["order"]()["public_classes_away_from_home"], public_classes()
     message = f"{len(away)} of {len(classes)}: move one of\n" + "\n".join(away)
     assert len(away) <= SHARE_AWAY_FROM_HOME * len(classes), message
+
+
+@pytest.mark.parametrize("kind", MOST_FIRST_WORDS)
+def test_docstrings_begin_with_a_verb_or_a_noun(kind):
+    house = measures()
+    code = house["_sources"](*house["LIBRARY"], house["RECIPES"])
+    count = sum(1 for text in code.values() for _ in house["first_words"](text))
+    breaches = house["order"]()[kind]
+    message = f"{len(breaches)} of {count}: reword one of\n" + "\n".join(breaches)
+    assert len(breaches) <= MOST_FIRST_WORDS[kind] * count, message
 
 
 def public_classes() -> list[str]:

@@ -1,4 +1,4 @@
-"""When a run is saved, and how it goes on."""
+"""Checkpoints of a run: when it is saved, and how it goes on."""
 
 import copy
 import logging

@@ -48,7 +48,7 @@ from .settings.schema import Recipe, TrainingConfig
 
 @dataclass
 class RankShare:
-    """What a rank trains on in a step: its micro-batches of the rows.
+    """The share of a rank in the rows of a step: its micro-batches.
 
     Args:
         parts: as many on every rank.
@@ -142,7 +142,7 @@ def saved_parts(
 
 
 def parallel_kind(cfg: TrainingConfig, ranks: Ranks) -> str:
-    """How the model is trained: ``none``, ``ddp`` or ``fsdp2``."""
+    """Return how the model is trained: ``none``, ``ddp`` or ``fsdp2``."""
     if ranks.size == 1:
         return "none"
     automatic = "fsdp2" if ranks.device.type == "cuda" else "ddp"
@@ -150,7 +150,7 @@ def parallel_kind(cfg: TrainingConfig, ranks: Ranks) -> str:
 
 
 def loading_device(cfg: TrainingConfig, ranks: Ranks) -> str | None:
-    """Where a rank loads the model; a model that is sharded is never whole on a GPU of a rank."""
+    """Device on which a rank loads the model; one that is sharded is never whole on a GPU."""
     if ranks.size == 1:
         return cfg.policy.device
     return "cpu" if parallel_kind(cfg, ranks) == "fsdp2" else str(ranks.device)

@@ -1,4 +1,4 @@
-"""What all ranks of a run do together, which rank 0 says to the others."""
+"""Jobs that all ranks of a run do together; rank 0 tells the others."""
 
 from enum import Enum, auto
 from typing import Any
@@ -7,7 +7,7 @@ from objectives import Ranks
 
 
 class RankJob(Enum):
-    """What all ranks of a run do together, in the order in which a run comes to it."""
+    """Jobs that all ranks of a run do together, in the order in which a run comes to them."""
 
     OPEN_CHECKPOINTS = auto()
     LOAD_CHECKPOINT = auto()

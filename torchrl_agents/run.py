@@ -1,4 +1,4 @@
-"""What is around a run.
+"""A run and its surroundings.
 
 Its folder, its log, signals that stop it, and the run that it continues.
 """
@@ -67,7 +67,7 @@ class LastTestError(RuntimeError):
 
 
 def plain_settings(cfg: DictConfig) -> dict[str, Any]:
-    """What decides a run, by the setting's path.
+    """Return what decides a run, by the setting's path.
 
     Args:
         cfg: the settings as they were composed.
@@ -233,7 +233,7 @@ class Failures:
 
 
 class Run(AbstractContextManager["Run", None]):
-    """One run: a folder in which it and no other writes, and what is around its steps.
+    """A run: a folder in which it and no other writes, and what is around its steps.
 
     Args:
         folder: where; Hydra has made it.
@@ -334,7 +334,7 @@ class Run(AbstractContextManager["Run", None]):
 
     @property
     def label(self) -> str:
-        """What trackers call it: its folder, of one that --multirun has numbered the sweep, too."""
+        """Name for trackers: its folder, and the sweep if --multirun has numbered it."""
         name = self.folder.name
         return f"{self.folder.parent.name}-{name}" if name.isdecimal() else name
 
@@ -501,7 +501,7 @@ class RunLog:
 
 
 def has_signal(metrics: Mapping[str, float], *, needs_groups: bool) -> bool:
-    """Whether something could be learnt in a step.
+    """Return whether something could be learnt in a step.
 
     Args:
         metrics: of the step.
@@ -696,7 +696,7 @@ _PROMPTS: Final = (
 
 
 class Origin(NamedTuple):
-    """What is known of a model before it is loaded."""
+    """The origin of a model, which is known before it is loaded."""
 
     model: str | None
     """What the first of the runs began with that led to it; ``None`` is the embedded model."""
@@ -707,7 +707,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(model: str | None) -> Origin:
-    """Where a model comes from.
+    """Return where a model comes from.
 
     Args:
         model: ``policy.model``: a run's folder (or the ``model`` in it), a hub id, another path;

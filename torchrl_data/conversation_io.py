@@ -161,7 +161,7 @@ class Stored(NamedTuple):
 
 
 def stored_conversations(batch: TensorDictBase, mode: str, which: str) -> Stored | None:
-    """What is at ``(mode, which)`` if it is conversations, and otherwise ``None``."""
+    """Return what is at ``(mode, which)`` if it is conversations, and otherwise ``None``."""
     group = _group(batch, mode)
     if isinstance(group, LazyStackedTensorDict):
         # Of rows of other kinds there may be no stack: the first one tells.
@@ -180,7 +180,7 @@ def _newest(batch: TensorDictBase, which: str) -> Stored | None:
 
 
 def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
-    """One TensorDict per row, with everything that a loss reads of its tokens.
+    """A TensorDict per row, with everything that a loss reads of its tokens.
 
     Args:
         conversations: a snapshot.

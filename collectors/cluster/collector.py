@@ -235,7 +235,7 @@ class RayLLMCollector(BackgroundCollector):
         return self._ledger_client.ask("report")[0]
 
     def metrics(self) -> dict[str, float]:
-        """What collection was like since the last call, and of the ledger's all.
+        """Return what collection was like since the last call, and of the ledger's all.
 
         Returns:
             ``collect/trainer_wait_fraction``, of the time; ``collect/queued_groups``, finished ones
@@ -299,7 +299,7 @@ class _RemoteUpdater(SnapshotUpdater):
 
     @property
     def version(self) -> int:
-        """Of the collector."""
+        """Version of the collector."""
         return self._collector.policy_version
 
     def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -286,7 +286,7 @@ class StreamingCollector(BackgroundCollector):
     # What it was like ---------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """What collection was like since the last call, and of the ledger's all.
+        """Return what collection was like since the last call, and of the ledger's all.
 
         Returns:
             ``collect/trainer_wait_fraction``, of the time; ``collect/queued_groups``, finished

@@ -154,7 +154,7 @@ class Producer(CollectionThread):
         return groups
 
     def used(self) -> list[Ticket]:
-        """What the trainer has used since it last said so."""
+        """Return what the trainer has used since it last said so."""
         taken, self.taken = self.taken, []
         return taken
 
@@ -252,7 +252,7 @@ class Producer(CollectionThread):
             return not self._num_holds and self.queue.may_draw() and self.runner.has_room
 
     def num_expected(self) -> float:
-        """How many episodes will ask for a turn, given time: all that are open or may yet be."""
+        """Number of episodes that will ask for a turn: those that are open or may yet be."""
         return math.inf if self._may_admit() else self.runner.num_open
 
     def _look_for_batch(self) -> None:

@@ -51,7 +51,7 @@ from torchrl_data.keys import ADVANTAGE, ASSISTANT_MASK, LOG_PROBS_FULL
 
 
 def build_panel(cfg: DistillationConfig) -> Panel:
-    """Who teaches."""
+    """Return who teaches."""
     return Panel(cfg.teacher, cfg.teachers, cfg.teacher_column)
 
 

@@ -1,4 +1,4 @@
-"""One step of an environment: its episodes are read once, their events run, and written once.
+"""A step of an environment: its episodes are read once, their events run, and written once.
 
 Shape legend: B rows.
 """
@@ -126,7 +126,7 @@ class EpisodeStep:
     # Between episodes and entries ---------------------------------------------------------------
 
     def _read_changes(self, batch: TensorDictBase) -> None:
-        """What TorchRL's transforms did to the episodes since they were last written."""
+        """Take over what TorchRL's transforms did to the episodes since they were last written."""
         shown = read_conversations(batch, keys.PROMPT, who=WHO)
         if shown is not self._shown:
             self._shown = shown
@@ -178,7 +178,7 @@ class StepOrder(Compose):
     """The transforms of an environment; those that read the reward come once it is there."""
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """What the base environment gets; TorchRL's own also takes entries one by one."""
+        """Return what the base environment gets; TorchRL's own also takes entries one by one."""
         return self._inv_call(tensordict.clone(recurse=False))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -208,7 +208,7 @@ class StepOrder(Compose):
 
 
 def role_of(transform: Any) -> str:
-    """What a transform does in a step; empty if nothing.
+    """Return what a transform does in a step; empty if nothing.
 
     It may edit messages if it is a user's, says that it reads them, or holds other ones.
     """

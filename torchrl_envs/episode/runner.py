@@ -68,7 +68,7 @@ class EpisodeRunner:
         weakref.finalize(self, close_left_open, self._open)
 
     def set_transforms(self, transforms: Sequence[EpisodeTransform]) -> None:
-        """Who takes part, in order.
+        """Set the transforms that take part, in order.
 
         Raises:
             ValueError: two of them have a tool of the same name.
@@ -307,7 +307,7 @@ class EpisodeRunner:
         self.run(lambda own: close_resources(own[0], own[1], self.calls.timeout_s), held)
 
     def resources_in(self, row: int) -> Resources:
-        """What the episode holds that runs in a row of the batch; nothing if none does."""
+        """Return what the episode holds that runs in a row of the batch; nothing if none does."""
         return next((own for place, own in self._open.values() if place == row), Resources())
 
     def take_up(self, episodes: Sequence[Episode], finish_reasons: Sequence[str]) -> list[Episode]:
@@ -330,7 +330,7 @@ class EpisodeRunner:
 
 
 def _advance(coroutine: EventCoroutine, answer: list[Outcome] | None) -> PendingCalls | None:
-    """What an event waits for next; nothing where it is at its end."""
+    """Return what an event waits for next; nothing where it is at its end."""
     try:
         asked: Any = coroutine.send(answer)  # type: ignore[arg-type]
         while not isinstance(asked, PendingCalls):
