@@ -1,4 +1,10 @@
-"""Base of all collectors: batches that are drawn again if they are lost, and weight updates."""
+"""Base of all collectors: batches that are drawn again if they are lost, and weight updates.
+
+The loop::
+
+    collect: place in the data -> _run_batch -> postproc -> replay buffer -> batch
+    an error before the end puts the place back: the next call draws the same prompts
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,8 +1,10 @@
 """The loop of a recipe and its steps: rollouts, updates, tests, saving.
 
-steps: first test -> [draw -> passes -> push -> record -> test -> checkpoint] -> last test -> model
-         a signal ends a draw, or the run after a pass: what is done is saved, and a resumed run
-         goes on inside of that step
+The loop::
+
+    steps: first test -> [draw -> passes -> push -> record -> test -> checkpoint] -> last test -> model
+             a signal ends a draw, or the run after a pass: what is done is saved, and a resumed run
+             goes on inside of that step
 """
 
 import logging

@@ -1,5 +1,17 @@
 """Collection on a Ray cluster, beside training: :class:`RayLLMCollector`.
 
+The loop::
+
+    trainer                  actor of the ledger            actors of the collectors, one or many
+    collect()  <- batch --   LedgerService: admission, <--  CollectorWorker: asks for a group,
+                             data, order of batches   -->   runs its episodes, keeps its rows,
+       |       rows by reference, from their owners         says how each episode ended
+       v
+    update_policy_weights_ -> object store -> every collector; the next push waits for this one
+    Supervisor: starts the actors, notices when one dies; its groups are offered again
+
+Back-pressure is the ledger's, as in :class:`~collectors.StreamingCollector`.
+
 Shape legend: B rows.
 """
 

@@ -1,4 +1,13 @@
-"""Producer of a streaming collection in an event loop: episodes, groups, admission."""
+"""Producer of a streaming collection in an event loop: episodes, groups, admission.
+
+The loop::
+
+    _admit_all: while ledger, cap and holds let one in: draw -> offer -> start a group
+    _run_group: its episodes -> finished, or given up -> wake _admit_all and the trainer
+    push:       weights lock -> engine -> ledger: groups that are too old now are cancelled
+    take:       the trainer's thread waits for a whole batch; woken by every change
+    evaluate:   holds admission, and the weights lock, until all of its episodes are over
+"""
 
 import asyncio
 import math
