@@ -2,9 +2,9 @@
 
 The loop::
 
-    steps: first test -> [draw -> passes -> push -> record -> test -> checkpoint] -> last test -> model
-             a signal ends a draw, or the run after a pass: what is done is saved, and a resumed run
-             goes on inside of that step
+    first test -> [draw -> passes -> push -> record -> test -> checkpoint] -> last test -> model
+                   a signal ends a draw, or the run after a pass: what is done is saved, and a
+                   resumed run goes on inside of that step
 """
 
 import logging
