@@ -410,6 +410,23 @@ class Conversations:
         """The newest message of a row."""
         return self._records[row].messages[self._positions[row].num_messages - 1]
 
+    def lack_turns(self) -> list[bool]:
+        """Return whether each row lacks a turn: it awaits one, or does not end with one.
+
+        Example:
+            >>> asked = [{"role": "user", "content": "2 + 2?"}]
+            >>> answered = [*asked, {"role": "assistant", "content": "4"}]
+            >>> Conversations.from_messages([asked, answered, []]).lack_turns()
+            [True, False, True]
+        """
+        rows = zip(self._records, self._positions, strict=True)
+        return [
+            at.awaits_response
+            or not at.num_messages
+            or record.messages[at.num_messages - 1]["role"] != "assistant"
+            for record, at in rows
+        ]
+
     def first_response(self, row: int) -> int:
         """Messages before the policy's first turn.
 

@@ -168,7 +168,7 @@ def stored_conversations(batch: TensorDictBase, mode: str, which: str) -> Stored
         first = first_entries(group).get(which, None)
         group = group if snapshot_of(first, Conversations) is not None else None
     leaf = None if group is None else group.get(which, None)
-    conversations = snapshot_of(leaf, Conversations)
+    conversations = None if leaf is None else snapshot_of(leaf, Conversations)
     return None if conversations is None else Stored(conversations, leaf)
 
 

@@ -288,12 +288,7 @@ class ChatEnv(EnvBase):
             own = torch.arange(len(full))
             full = Conversations.cat([full, prompt])[torch.where(active, own, own + len(full))]
         # A row that nobody answered could not be generated, or its messages not be encoded.
-        unanswered: list[bool] = []
-        for row in range(len(full)):
-            at = full.position(row)
-            role = full.last_message(row)["role"] if at.num_messages else ""
-            unanswered.append(at.awaits_response or role != "assistant")
-        failed = (torch.tensor(unanswered) & active).view(*self.batch_size, 1)
+        failed = (torch.tensor(full.lack_turns()) & active).view(*self.batch_size, 1)
         flags = {
             keys.DONE: failed,
             keys.TERMINATED: torch.zeros_like(failed),

@@ -40,6 +40,30 @@ class ToolCallRecord(NamedTuple):
     is_error: bool
 
 
+def going_on(episodes: Sequence["Episode"]) -> list["Episode"]:
+    """The episodes that are not over, and have no reason to be.
+
+    Args:
+        episodes: any.
+    """
+    return [
+        each
+        for each in episodes
+        if not (each.stop_reason or each.is_terminated or each.is_truncated)
+    ]
+
+
+def all_share(episodes: Sequence["Episode"], conversations: Conversations) -> bool:
+    """Return whether the conversation of every episode is one of these still."""
+    return all(each._snapshot is conversations for each in episodes)
+
+
+def share_all(episodes: Sequence["Episode"], conversations: Conversations) -> None:
+    """Let the conversations of episodes be those of a batch, in their order."""
+    for row, episode in enumerate(episodes):
+        episode._snapshot, episode._index = conversations, row
+
+
 class Episode:
     """A rollout. Everything that happens to it is here.
 

@@ -23,7 +23,7 @@ from torchrl_data.conversation_io import (
 )
 from torchrl_data.foreign_conversations import edited
 
-from .episode import Episode
+from .episode import Episode, all_share, share_all
 from .episode_entries import (
     FLAGS,
     WHO,
@@ -61,9 +61,9 @@ class EpisodeStep:
         is_active = active_rows(tensordict).tolist()
         held = self._flags if all(is_active) else read_flags(tensordict)
         reasons = read_objects(tensordict, keys.FINISH_REASON, "")
+        share_all(self._episodes, self._shown)
         for row, episode in enumerate(self._episodes):
             episode.row = row
-            episode.share(self._shown, row)
             flags = self._flags if is_active[row] else held
             _, episode.is_terminated, episode.is_truncated = flags[row]
             if is_active[row]:
@@ -116,11 +116,13 @@ class EpisodeStep:
             episode.end_turn()
         self._runner.before_turns(self._turns)
         self.ended += [episode for episode in self._active if episode.settle()]
-        self._runner.finish(self.ended)
+        if self.ended:
+            self._runner.finish(self.ended)
         self._write(batch)
         self._entries.write_results(batch, self.ended)
         self._entries.write_values(batch, self._episodes, given=one_dimension(self._given))
-        self._runner.close(self.ended)
+        if self.ended:
+            self._runner.close(self.ended)
         return in_shape(batch, next_batch.batch_size)
 
     # Between episodes and entries ---------------------------------------------------------------
@@ -165,12 +167,11 @@ def written_batch(
     Returns:
         What it shows now.
     """
-    if all(episode.shares(shown) for episode in episodes):
+    if all_share(episodes, shown):
         return shown
     shown = Conversations.cat([episode.conversation for episode in episodes])
     write_conversations(batch, keys.PROMPT, shown)
-    for row, episode in enumerate(episodes):
-        episode.share(shown, row)
+    share_all(episodes, shown)
     return shown
 
 

@@ -27,7 +27,7 @@ from torchrl_envs.entries.rewards import (
 )
 from torchrl_envs.tool_results import environment_error
 
-from .episode import Episode
+from .episode import Episode, going_on
 from .episode_transform import EpisodeStartError, EpisodeTransform, Event, overrides
 from .pending_calls import EventCoroutine, PendingCall, PendingCalls
 from .resources import Resources, close_left_open, close_resources
@@ -166,12 +166,12 @@ class EpisodeRunner:
 
     def before_turns(self, episodes: Sequence[Episode]) -> None:
         """Bound the next turns of episodes that go on; or one gets a ``stop_reason``."""
-        running = [each for each in episodes if not (each.stop_reason or each.is_done)]
+        running = going_on(episodes)
         for episode in running:
             episode.start_turn()
         for transform in self._parts["before_turn"]:
             self.run(functools.partial(self.run_safely, transform, "before_turn"), running)
-            running = [each for each in running if not (each.stop_reason or each.is_done)]
+            running = going_on(running)
 
     def run(self, event: Callable[[Any], Any], each: Sequence[Any]) -> None:
         """Run an event on each episode to its end, in their order; what they wait for, at once.
