@@ -1,4 +1,10 @@
-"""Base of all collectors: batches that are drawn again if they are lost, and weight updates."""
+"""Base of all collectors: batches that are drawn again if they are lost, and weight updates.
+
+The loop::
+
+    collect: place in the data -> _run_batch -> postproc -> replay buffer -> batch
+    an error before the end puts the place back: the next call draws the same prompts
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -113,7 +119,7 @@ class Collector(ChecksAttributes, ABC):
                 return
 
     def collect(self) -> TensorDictBase:
-        """One batch of finished trajectories; after an error the next call draws its data again.
+        """A batch of finished trajectories; after an error the next call draws its data again.
 
         Returns:
             A lazy stack ``[B]`` of ragged rows, in the environment's order: what
@@ -223,7 +229,7 @@ class Collector(ChecksAttributes, ABC):
     # Resume -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: the place in the data, what transforms remember, counts, the version.
+        """Return where it is: the place in the data, what transforms remember, counts, the version.
 
         To be asked between batches. The batch that was collected last is its caller's: it is not in
         here, and counts as used.
@@ -276,6 +282,6 @@ class Collector(ChecksAttributes, ABC):
         return None if env is None else env.runner
 
     def _stateful(self) -> Sequence[nn.Module]:
-        """What remembers something that a resumed run needs; not the data that run ahead."""
+        """Return what remembers something that a resumed run needs; not the data that run ahead."""
         env: EpisodeEnv | None = getattr(self, "env", None)
         return self._loaders if env is None else remembering(env, data=bool(self._loaders))

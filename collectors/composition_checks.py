@@ -1,4 +1,4 @@
-"""Whether an environment, a policy and a buffer fit together, before anything is generated."""
+"""Checks that an environment, a policy and a buffer fit together, before anything is generated."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

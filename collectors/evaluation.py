@@ -1,4 +1,4 @@
-"""How good a policy is, from several samples of each prompt, with intervals over the prompts.
+"""Evaluation of a policy by several samples of each prompt, with intervals over the prompts.
 
 Shape legend: P prompts, N samples of each.
 """
@@ -94,7 +94,7 @@ def mean_at_n(values: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def majority_at_n(correct: Tensor, answer: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Whether the answer that most samples give is correct (self-consistency).
+    """Return whether the answer that most samples give is correct (self-consistency).
 
     Where several answers are given most often, one of them is drawn at random, and this is what
     is to be expected of it. Where samples with one answer have several verdicts, it counts as
@@ -184,7 +184,7 @@ def evaluation_estimates(
     level: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Estimate]:
-    """What an evaluation with several samples a prompt says.
+    """Return what an evaluation with several samples a prompt says.
 
     Args:
         trajectories: rows ``[B]``, as a collector gives them; those of a prompt share

@@ -1,5 +1,13 @@
 """Collector of whole trajectories in batches, which fills a replay buffer.
 
+The loop::
+
+    env.reset -> [policy -> env.step] until all B rows are done -> postproc -> replay buffer
+                  rows that are done wait;                         the trainer waits for all of it
+                  max_turns ends the run
+
+Nothing runs while the model trains, so that every token has the trainer's version.
+
 Shape legend: B rows of the environment, T tokens of a trajectory (ragged).
 """
 

@@ -1,4 +1,4 @@
-"""What a step of training was like: one reducer from rollouts, updates and clocks to numbers.
+"""Metrics of a training step: one reducer from rollouts, updates and clocks to numbers.
 
 It lies here because a collector is where rollouts and losses meet: it reads both, and neither
 package knows the other.
@@ -63,7 +63,7 @@ def rollout_metrics(
     solved_at: float = 1.0,
     solved_by: str | Sequence[str] | None = None,
 ) -> dict[str, float]:
-    """What a batch of trajectories was like.
+    """Return what a batch of trajectories was like.
 
     Args:
         trajectories: rows ``[B]``, as a collector gives them.
@@ -147,7 +147,7 @@ def update_metrics(
     outputs: Sequence[GRPOLossOutput | SFTLossOutput | Mapping[str, float]],
     outcomes: Sequence[StepOutcome],
 ) -> dict[str, float]:
-    """What the updates of a step were like.
+    """Return what the updates of a step were like.
 
     Args:
         outputs: of the loss, one for each optimizer step
@@ -292,7 +292,7 @@ class StepMetrics:
         self._outcomes.append(outcome)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was taken in so far, as plain values; times are not in here."""
+        """Return what was taken in so far, as plain values; times are not in here."""
         outputs = [
             {str(name): float(value) for name, value in output.items() if value is not None}
             for output in self._outputs

@@ -1,5 +1,10 @@
 """Collector whose rollouts are made by a user's function, as TRL has it.
 
+The loop::
+
+    draw prompts -> rollout_func(prompts) -> rows -> rewards -> postproc -> replay buffer
+                    the trainer waits for the whole batch
+
 Shape legend: B rollouts, T tokens of a rollout (ragged).
 """
 

@@ -14,7 +14,7 @@ _ROUNDING: Final = 1e-6
 
 
 class RolloutRow(NamedTuple):
-    """One rollout of a user's function."""
+    """A rollout of a user's function."""
 
     prompt_ids: list[int]
     completion_ids: list[int]

@@ -116,7 +116,7 @@ def _columns(
 
 
 def _object(value: Any) -> NonTensorData:
-    """What ``set_non_tensor`` writes, without its checks."""
+    """Return what ``set_non_tensor`` writes, without its checks."""
     nothing = TensorDict._new_unsafe({}, batch_size=_NO_BATCH)
     rest = {"data": value, "_metadata": None, "_is_non_tensor": True}
     return NonTensorData._from_tensordict(nothing, rest, safe=False)

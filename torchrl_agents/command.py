@@ -101,7 +101,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
 
 def _faults(feature: str, its: Mapping[str, Any]) -> list[str]:
-    """What goes wrong when the packages of a feature are imported, and what they can't do."""
+    """Errors of importing the packages of a feature, and what the packages can't do."""
     faults = []
     for name in (name for name in its["needs"] if ":" not in name):
         try:

@@ -1,4 +1,4 @@
-"""What a run takes on its device where the settings say nothing."""
+"""Defaults of a run that depend on its device."""
 
 import logging
 from typing import Any, Final, NamedTuple
@@ -24,7 +24,7 @@ tiles, gradients that are added up and what an allocator can't use take the rest
 
 
 class Device(NamedTuple):
-    """What decides defaults."""
+    """The device that decides defaults."""
 
     kind: str
     """``"cpu"``, ``"cuda"``, ..."""
@@ -51,7 +51,7 @@ def describe(device: str | torch.device | None) -> Device:
 
 
 def default_autocast(device: Device, dtype: str) -> bool:
-    """Whether activations are computed in bfloat16.
+    """Return whether activations are computed in bfloat16.
 
     Args:
         device: where.
@@ -78,7 +78,7 @@ def default_micro_batch_tokens(device: Device, num_bytes: float) -> int:
 
 
 def bytes_of_a_token(actor: TransformersWrapper) -> float:
-    """What a forward pass keeps for the backward pass, for each token of a row, in bytes.
+    """Return what a forward pass keeps for the backward pass, for each token of a row, in bytes.
 
     It is measured: every tensor that autograd saves is counted, of two rows of different lengths.
     Works on any device.

@@ -1,4 +1,4 @@
-"""What the settings say of models.
+"""Models, as the settings describe them.
 
 Policies and their engines, adapters, a warm start, an optimizer.
 """
@@ -79,7 +79,7 @@ _LOG = logging.getLogger("torchrl_agents")
 
 
 def sampling_of(cfg: PolicyConfig) -> SamplingParameters:
-    """How turns are sampled."""
+    """Return how turns are sampled."""
     return SamplingParameters(
         max_new_tokens=cfg.max_new_tokens or 1,
         temperature=cfg.temperature,
@@ -91,7 +91,7 @@ def sampling_of(cfg: PolicyConfig) -> SamplingParameters:
 
 
 def wrapper_arguments(cfg: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What every policy is made with."""
+    """Return what every policy is made with."""
     about = {"tokenizer": tokenizer, "chat_template_name": cfg.chat_template_name}
     return {**about, "generate_kwargs": sampling_of(cfg), "write_tokens": False}
 
@@ -130,7 +130,7 @@ def vllm_policy(
 def engines_of_collector(
     cfg: RolloutsConfig, policy: LLMWrapperBase
 ) -> Callable[[], LLMWrapperBase]:
-    """What makes the policy of a collector on Ray: over servers of its own, on its node and GPUs.
+    """Factory of the policy of a collector on Ray: over servers of its own, on its node and GPUs.
 
     Args:
         cfg: the settings.
@@ -233,7 +233,7 @@ def model_folder(source: str) -> str:
 
 @contextmanager
 def folder_of(source: Source) -> Iterator[str]:
-    """Where to load a model from; the folder of files that were given goes afterwards."""
+    """Yield the folder to load a model from; one made for given files is deleted afterwards."""
     if isinstance(source, str):
         yield source
         return
@@ -306,7 +306,7 @@ class ChatServerPolicy(LLMWrapperBase):
     async def _ask_all(
         self, prompt: Conversations, limits: Sequence[int]
     ) -> list[tuple[str | None, str]]:
-        """What the server says in each row, and why it ended."""
+        """Return what the server says in each row, and why it ended."""
         free = asyncio.Semaphore(MAX_CONCURRENT)
         async with self._client() as client:
 
@@ -350,7 +350,7 @@ _NUM_TEXTS = 1024
 
 @contextmanager
 def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
-    """Where to load the model from: as given, a run's, or a folder with the embedded one."""
+    """Yield the source of the model: as given, a run's, or a folder with the embedded one."""
     if cfg.policy.model is not None:
         yield model_folder(cfg.policy.model)
         return
@@ -662,7 +662,7 @@ def with_adapters(settings: PolicyConfig, model: Any) -> Any:
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether a model has adapters."""
+    """Return whether a model has adapters."""
     return hasattr(unwrapped_module(model), "peft_config")
 
 
@@ -688,7 +688,7 @@ class WithoutAdapters(TokenScorer):
         self._actor = actor
 
     def score_packed(self, *args: Any, images: Any = None, **options: Any) -> TokenScores:
-        """As the actor does, its adapters off meanwhile."""
+        """Score as the actor does, its adapters off meanwhile."""
         model: Any = self._actor.model
         with model.disable_adapter(), torch.no_grad():
             return self._actor.score_packed(*args, images=images, **options)

@@ -1,14 +1,18 @@
-"""Several processes train one model: what they share, what each does, and its checkpoints."""
+"""Several processes, which ``torchrun`` started, train one model.
+
+Rank 0 runs the recipe: it alone has the task, environments, folder and trackers. The others get the
+filled-in settings and the model, and make the steps of the recipe's loop when rank 0 says so::
+
+    rank 0        main: task, model, collector ---> train(Training): draw, passes, push, tests
+                          | settings, model              | RankJob: rows, a pass, weights, a save
+    other ranks   follow: wait, load          ---> train(Follower): the same loop, on its share
+"""
 
 import copy
-import logging
-import math
 import signal
-import socket
-import sys
 import tempfile
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +20,6 @@ from types import FrameType
 from typing import Any, Self, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,17 +27,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from collectors import (
-    CheckpointMismatch,
-    CheckpointStore,
-    CheckpointWarning,
-    RunState,
-    ShardedModel,
-    ShardedOptimizer,
-    contribute_weights,
-)
+from collectors import RunState, ShardedModel, ShardedOptimizer, contribute_weights
 from collectors.resume.sharded import Sharded
-from collectors.streaming.background_collector import BackgroundCollector
 from collectors.weight_update.plain_weights import unwrapped_module
 from collectors.weight_update.sharded_weights import is_spread, pushed_weights
 from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepOutcome
@@ -44,19 +38,17 @@ from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.scoring.packed_attention import can_share
 
 from . import models
+from .checkpoints import Checkpoints
 from .device_defaults import DEFAULT_TOKENS
 from .models import transformers_policy
-from .run import CHECKPOINTS, SIGNALS, Failures, RankJob, RankJobs, Run
-from .settings.schema import CheckpointConfig, Recipe, SettingsError, TrainingConfig
-
-_LOG = logging.getLogger("torchrl_agents")
-
-# Passes over the rows of a step, each of which ends in an optimizer step; all ranks make them.
+from .rank_jobs import RankJob, tell
+from .run import SIGNALS, Run
+from .settings.schema import Recipe, TrainingConfig
 
 
 @dataclass
 class RankShare:
-    """What a rank trains on in a step: its micro-batches of the rows.
+    """The share of a rank in the rows of a step: its micro-batches.
 
     Args:
         parts: as many on every rank.
@@ -77,136 +69,80 @@ class RankShare:
         return self.ranks.reduced_once(self.model, self.parts) if self.reduces_once else self.parts
 
 
-def standard_pass(
-    loss: Any, gate: NonFiniteGate, share: RankShare
-) -> tuple[list[Any], StepOutcome]:
-    """Make an optimizer step over the rows of a step, as every rank does with its share of them.
+def take_share(
+    cfg: TrainingConfig,
+    ranks: Ranks,
+    actor: TransformersWrapper,
+    loss: Any,
+    batch: PackedBatch | None = None,
+) -> RankShare:
+    """Take this rank's share of the rows of a step, as many micro-batches as the others; all do.
 
     Args:
-        loss: of the recipe.
-        gate: has the optimizer.
-        share: of this rank.
+        cfg: the settings.
+        ranks: of the run.
+        actor: is trained.
+        loss: counts the tokens.
+        batch: all rows, which rank 0 has.
+    """
+    scorer, shares = actor.scorer, False
+    if batch is not None and len(batch.lengths) and scorer.packed and scorer.share_prefixes:
+        # The model reads once what the rows of a micro-batch begin with alike.
+        shares = can_share(scorer.model, int(batch.lengths.max()))
+    most = cfg.train.micro_batch_tokens or DEFAULT_TOKENS  # rank 0 has settled it
+    parts = ranks.scatter(batch, max_tokens=most, count_shared_once=shares)
+    # Reduced once, the gradients of shards would be whole on every rank until then.
+    copies = parallel_kind(cfg, ranks) != "fsdp2"
+    reduces_once = copies if cfg.train.reduce == "auto" else cfg.train.reduce == "step"
+    window = loss.measure_window(parts, ranks=ranks)
+    return RankShare(parts, window, actor.model, reduces_once, ranks)
+
+
+def combined(cfg: TrainingConfig, ranks: Ranks, outputs: Sequence[Any]) -> Any:
+    """Combine what a loss gave of the micro-batches of all ranks; every rank takes part.
+
+    Args:
+        cfg: the settings.
+        ranks: of the run.
+        outputs: of this rank.
 
     Returns:
-        What the loss gave of each micro-batch, and what came of the optimizer step.
+        One output; of several losses in one, that of the first, which is the policy's.
     """
-    outputs = []
-    for part in share.micro_batches():
-        outputs.append(loss(part, window=share.window))
-        gate.backward(outputs[-1], part)
-    return outputs, gate.step()
+    output = type(outputs[0]).combine(outputs, ranks=ranks)
+    if isinstance(output, MixedLossOutput):
+        output = next(iter(output.streams.values()))
+    if cfg.engine.colocate:
+        torch.cuda.empty_cache()  # the engine takes its memory back
+    return output
 
 
-class Updates:
-    """The loss of a recipe, its optimizer, and what guards its steps; every rank has its own.
+def saved_parts(
+    cfg: TrainingConfig, actor: TransformersWrapper, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, Sharded]]:
+    """Say what of the trained model and its optimizer is saved; every rank takes part.
 
     Args:
-        recipe: has the loss.
-        cfg: of the run.
-        actor: is trained, but for what is frozen of it.
-        folder: of the run; gets what was not finite.
-        jobs: of the ranks that train together.
+        cfg: the settings.
+        actor: is trained.
+        optimizer: of what is trained of it.
+
+    Returns:
+        What a checkpoint has to have in common with this run; and the parts of which each rank has
+        a share.
     """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        cfg: TrainingConfig,
-        actor: TransformersWrapper,
-        folder: Path,
-        jobs: RankJobs,
-    ) -> None:
-        assert recipe.loss is not None
-        self.loss = recipe.loss(cfg, actor)
-        self._cfg = cfg
-        self._jobs = jobs
-        trained = [parameter for parameter in actor.parameters() if parameter.requires_grad]
-        self._optimizer = models.build_optimizer(cfg.optim, trained)
-        self.gate = NonFiniteGate(
-            self._optimizer,
-            max_grad_norm=cfg.optim.max_grad_norm,
-            dump_dir=folder / "not_finite",
-            ranks=jobs.ranks,
-        )
-        self._train_pass = recipe.train_pass or standard_pass
-        self._share: RankShare | None = None
-        self._most_tokens = cfg.train.micro_batch_tokens or DEFAULT_TOKENS  # rank 0 has settled it
-        self._model = actor.model
-        self._scorer = actor.scorer
-        copies = parallel_kind(cfg, jobs.ranks) != "fsdp2"
-        # Reduced once, the gradients of shards would be whole on every rank until then.
-        self._reduces_once = copies if cfg.train.reduce == "auto" else cfg.train.reduce == "step"
-        # Of adapters these alone are saved where the rest can be loaded again.
-        is_given = models.is_adapted(actor.model) and cfg.policy.model is not None
-        self.identity = (
-            {"weights of policy.model": models.frozen_weights(actor.model)} if is_given else {}
-        )
-        """What a checkpoint has to have in common with this run."""
-        self.sharded: dict[str, Sharded] = {
-            "model": ShardedModel(actor.model, trained_only=is_given),
-            "optimizer": ShardedOptimizer(actor.model, self._optimizer),
-        }
-        """What is saved, of which each rank has a share."""
-        jobs.known |= {RankJob.TAKE_ROWS: self._take_rows, RankJob.TRAIN_PASS: self._make_pass}
-
-    def begin(self, step: int, rows: Any) -> float:
-        """Take in what a step trains on, and set its learning rate; rank 0 calls it.
-
-        Args:
-            step: its number, from 1.
-            rows: what the loss can pack; ``None`` where there is nothing.
-
-        Returns:
-            The learning rate.
-        """
-        if rows is None:
-            return self._set_rate(step)
-        batch = self.loss.pack(rows)
-        self._jobs.tell(RankJob.TAKE_ROWS, step)
-        return self._take_rows(step, batch)
-
-    def _set_rate(self, step: int) -> float:
-        return models.set_learning_rate(
-            self._cfg.optim, self._optimizer, step, self._cfg.train.num_steps
-        )
-
-    def _take_rows(self, step: int, batch: PackedBatch | None = None) -> float:
-        """Every rank gets its share of the rows, as many micro-batches as the others."""
-        ranks = self._jobs.ranks
-        parts = ranks.scatter(
-            batch, max_tokens=self._most_tokens, count_shared_once=self._shares(batch)
-        )
-        window = self.loss.measure_window(parts, ranks=ranks)
-        self._share = RankShare(parts, window, self._model, self._reduces_once, ranks)
-        return self._set_rate(step)
-
-    def _shares(self, batch: PackedBatch | None) -> bool:
-        """Whether the model reads once what the rows of a micro-batch begin with alike."""
-        if batch is None or not len(batch.lengths):
-            return False
-        reads = self._scorer.packed and self._scorer.share_prefixes
-        return reads and can_share(self._scorer.model, int(batch.lengths.max()))
-
-    def _make_pass(self) -> tuple[Any, StepOutcome]:
-        """Make a pass; of several losses in one, the output of the first, the policy's, is told."""
-        assert self._share is not None
-        outputs, outcome = self._train_pass(self.loss, self.gate, self._share)
-        output = type(outputs[0]).combine(outputs, ranks=self._jobs.ranks)
-        if isinstance(output, MixedLossOutput):
-            output = next(iter(output.streams.values()))
-        if self._cfg.engine.colocate:
-            torch.cuda.empty_cache()  # the engine takes its memory back
-        return output, outcome
-
-
-# A run by the ranks that ``torchrun`` started: rank 0 runs the recipe, the others train with it.
-#
-# Rank 0 alone has the task, environments, folder and trackers. The others get the filled-in
-# settings and the model, and do the jobs that rank 0 names.
+    # Of adapters these alone are saved where the rest can be loaded again.
+    is_given = models.is_adapted(actor.model) and cfg.policy.model is not None
+    identity = {"weights of policy.model": models.frozen_weights(actor.model)} if is_given else {}
+    sharded: dict[str, Sharded] = {
+        "model": ShardedModel(actor.model, trained_only=is_given),
+        "optimizer": ShardedOptimizer(actor.model, optimizer),
+    }
+    return identity, sharded
 
 
 def parallel_kind(cfg: TrainingConfig, ranks: Ranks) -> str:
-    """How the model is trained: ``none``, ``ddp`` or ``fsdp2``."""
+    """Return how the model is trained: ``none``, ``ddp`` or ``fsdp2``."""
     if ranks.size == 1:
         return "none"
     automatic = "fsdp2" if ranks.device.type == "cuda" else "ddp"
@@ -214,7 +150,7 @@ def parallel_kind(cfg: TrainingConfig, ranks: Ranks) -> str:
 
 
 def loading_device(cfg: TrainingConfig, ranks: Ranks) -> str | None:
-    """Where a rank loads the model; a model that is sharded is never whole on a GPU of a rank."""
+    """Device on which a rank loads the model; one that is sharded is never whole on a GPU."""
     if ranks.size == 1:
         return cfg.policy.device
     return "cpu" if parallel_kind(cfg, ranks) == "fsdp2" else str(ranks.device)
@@ -235,7 +171,7 @@ def share_model(
         The actor over the wrapped model, and the policy: over a copy where the model is sharded.
         One process gets back what it gave.
     """
-    ranks = run.jobs.ranks
+    ranks = run.ranks
     if ranks.size == 1:
         return actor, policy
     files = models.model_files(actor, weights=False) if cfg.policy.model is None else None
@@ -250,12 +186,93 @@ def share_model(
     return _wrapped(cfg, ranks, model, actor.tokenizer), policy
 
 
-def follow(ranks: Ranks, recipe: Recipe) -> None:
-    """What a rank other than 0 does from beginning to end.
+class Follower:
+    """A rank other than 0: it makes the steps of a recipe's loop when rank 0 says so.
+
+    The loop has it in the place of :class:`.Training` and of each :class:`.Step`: what rank 0 alone
+    does in a step is nothing here.
+
+    Args:
+        recipe: of the run.
+        cfg: the settings, as rank 0 has filled them in.
+        ranks: of the run.
+        actor: over this rank's part of the model.
+        folder: of its own, for what is not finite.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        cfg: TrainingConfig,
+        ranks: Ranks,
+        actor: TransformersWrapper,
+        folder: Path,
+    ) -> None:
+        self.recipe = recipe
+        self.cfg = cfg
+        self.ranks = ranks
+        self.actor = actor
+        self.folder = folder
+        self.result: dict[str, Any] = {}
+        """Nothing: rank 0 has it."""
+        self._order: tuple[RankJob | None, tuple[Any, ...], dict[str, Any]] = (None, (), {})
+
+    @contextmanager
+    def steps(self, loss: Any, gate: NonFiniteGate) -> Iterator[Iterator[Self]]:
+        """Take part in the steps of rank 0, until it ends; see :meth:`.Training.steps`."""
+        self._loss, self._gate = loss, gate
+        _, sharded = saved_parts(self.cfg, self.actor, gate.optimizer)
+        state = RunState(identity={}, **sharded)
+        with closing(Checkpoints(self.cfg.checkpoint, self.ranks, state)) as keep:
+            yield self._steps(
+                {
+                    RankJob.OPEN_CHECKPOINTS: keep.open,
+                    RankJob.LOAD_CHECKPOINT: keep.load,
+                    RankJob.GIVE_WEIGHTS: lambda: contribute_weights(self.actor.model),
+                    RankJob.SAVE_CHECKPOINT: keep.write,
+                    RankJob.GIVE_ALL: lambda: _whole_state(self.actor.model),
+                }
+            )
+
+    def _steps(self, jobs: Mapping[RankJob, Callable[..., Any]]) -> Iterator[Self]:
+        self._order = self.ranks.broadcast()
+        while (job := self._order[0]) is not None:
+            if job is RankJob.TAKE_ROWS:
+                yield self  # its passes end with the first order that is none
+            else:
+                jobs[job](*self._order[1], **self._order[2])
+                self._order = self.ranks.broadcast()
+
+    def draw(self) -> None:
+        """Nothing: rank 0 collects."""
+
+    def passes(self) -> Iterator[RankShare]:
+        """Make the passes that rank 0 makes, over the share of this rank."""
+        (number,) = self._order[1]
+        share = take_share(self.cfg, self.ranks, self.actor, self._loss)
+        optim, num_steps = self.cfg.optim, self.cfg.train.num_steps
+        models.set_learning_rate(optim, self._gate.optimizer, number, num_steps)
+        self._order = self.ranks.broadcast()
+        while self._order[0] is RankJob.TRAIN_PASS:
+            yield share
+            self._order = self.ranks.broadcast()
+
+    def note(self, outputs: Sequence[Any], outcome: StepOutcome) -> None:
+        """Give what this rank's rows add to the metrics."""
+        del outcome
+        combined(self.cfg, self.ranks, outputs)
+
+    def push(self) -> None:
+        """Nothing: rank 0 asks for the weights."""
+
+
+def follow(ranks: Ranks, recipe: Recipe, train: Callable[[Follower], Any]) -> None:
+    """Take part in a run from beginning to end, as a rank other than 0.
 
     Args:
         ranks: of the run.
         recipe: says what is trained.
+        train: the loop.
     """
     received: list[int] = []
 
@@ -279,25 +296,17 @@ def follow(ranks: Ranks, recipe: Recipe) -> None:
     if cfg.policy.lora_rank is not None:
         model = models.with_adapters(cfg.policy, model)
     actor = _wrapped(cfg, ranks, model, tokenizer)
-    jobs = RankJobs(ranks)
-    jobs.known |= {
-        RankJob.GIVE_WEIGHTS: lambda: contribute_weights(actor.model),
-        RankJob.GIVE_ALL: lambda: _whole_state(actor.model),
-    }
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
-        updates = Updates(recipe, cfg, actor, Path(folder), jobs)
-        checkpoints = Checkpoints(cfg.checkpoint, jobs, RunState(identity={}, **updates.sharded))
-        jobs.follow()
-        checkpoints.close()
+        train(Follower(recipe, cfg, ranks, actor, Path(folder)))
 
 
 def whole_model(
-    jobs: RankJobs, cfg: TrainingConfig, actor: TransformersWrapper
+    ranks: Ranks, cfg: TrainingConfig, actor: TransformersWrapper
 ) -> tuple[TransformersWrapper, Mapping[str, Tensor] | None]:
     """The model without its wrappers and shards, to be saved; rank 0 calls it.
 
     Args:
-        jobs: of the ranks.
+        ranks: of the run.
         cfg: the settings.
         actor: over the wrapped model.
 
@@ -310,11 +319,11 @@ def whole_model(
     if not models.is_adapted(model):
         if not is_spread(actor.model):
             return actor, None
-        jobs.tell(RankJob.GIVE_WEIGHTS)
+        tell(ranks, RankJob.GIVE_WEIGHTS)
         with pushed_weights(actor.model) as weights:
             return actor, {name: value.cpu() for name, value in weights.items()}
     if is_spread(model):
-        jobs.tell(RankJob.GIVE_ALL)
+        tell(ranks, RankJob.GIVE_ALL)
         state = _whole_state(model)
         plain = cast("TransformersEngine", actor.engine).inside
         skeleton: Any = type(plain)(plain.config)
@@ -364,9 +373,6 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     return [b for b in blocks if type(b).__name__ in (model._no_split_modules or ())]
 
 
-# The model from before training, which a KL term compares with.
-
-
 def freeze_reference(
     cfg: TrainingConfig, run: Run, actor: TransformersWrapper, *, weight: float | None
 ) -> tuple[TokenScorer | None, dict[str, nn.Module]]:
@@ -384,7 +390,7 @@ def freeze_reference(
     if not weight:
         return None, {}
     adapted = models.is_adapted(actor.model)
-    if adapted and parallel_kind(cfg, run.jobs.ranks) != "fsdp2":
+    if adapted and parallel_kind(cfg, run.ranks) != "fsdp2":
         return models.WithoutAdapters(actor), {}
     model: Any = copy.deepcopy(actor.model)
     reference = TransformersWrapper(
@@ -394,133 +400,3 @@ def freeze_reference(
         generate=False,
     )
     return reference, {"reference": reference.model}
-
-
-# When a run is saved, and how it goes on.
-
-_UNCHANGED_BY_COLLECTING = ("model", "optimizer", "opponents", "reference")
-
-
-class Checkpoints:
-    """Saves a run every so many steps and when it is stopped; every rank adds what it holds.
-
-    Rank 0 opens, saves and restores, and the others do it with it.
-
-    Args:
-        cfg: how often a run is saved, and how many checkpoints are kept.
-        jobs: of the ranks that save.
-        state: the parts of the run; of another rank than 0, those of which it has a share.
-    """
-
-    def __init__(self, cfg: CheckpointConfig, jobs: RankJobs, state: RunState) -> None:
-        self._cfg = cfg
-        self._jobs = jobs
-        self._state = state
-        self._mark: dict[str, Any] | None = None
-        self._store: CheckpointStore | None = None
-        self.failures = Failures("checkpoint")
-        """Saves that failed."""
-        jobs.known[RankJob.OPEN_CHECKPOINTS] = self.open
-
-    def open(self, folder: Path) -> Self:
-        """Open the checkpoints in the folder of a run.
-
-        Raises:
-            SettingsError: ranks of other machines don't see it; on rank 0, for all of them.
-        """
-        ranks = self._jobs.ranks
-        if ranks.rank == 0:
-            self._jobs.tell(RankJob.OPEN_CHECKPOINTS, folder.resolve())
-        seen = ranks.gather((folder.is_dir(), socket.gethostname()))
-        blind = [f"{rank} on {host}" for rank, (there, host) in enumerate(seen) if not there]
-        if blind and ranks.rank == 0:
-            raise SettingsError(
-                f"train.parallel: each rank writes its share of a checkpoint, and ranks {blind} "
-                f"don't see {folder.resolve()}. Start in a folder on a disk that all share."
-            )
-        self._store = store = CheckpointStore(
-            folder / CHECKPOINTS,
-            self._cfg.keep_last,
-            self._cfg.keep_best,
-            on_error="raise" if self._cfg.on_error == "stop" else "warn",
-            process_group=None if ranks.size == 1 else dist.group.WORLD,
-        )
-        self._jobs.known |= {
-            RankJob.SAVE_CHECKPOINT: partial(self._state.save, store),
-            RankJob.LOAD_CHECKPOINT: partial(self._state.restore, store),
-        }
-        return self
-
-    def close(self) -> None:
-        """Wait for the last save, and let another run save into the folder."""
-        if self._store is not None:
-            self._store.close()
-            self.failures.note(self._store.last_error)
-
-    def restore(self) -> tuple[int, Mapping[str, Any]]:
-        """Go on from the newest checkpoint.
-
-        Returns:
-            The steps that were made, and what was kept beside the parts; 0 and nothing where there
-            is no checkpoint.
-
-        Raises:
-            SettingsError: it belongs to another run.
-        """
-        try:
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                step = self._jobs.do(RankJob.LOAD_CHECKPOINT)
-        except CheckpointMismatch as error:
-            raise SettingsError(f"resume: {error}") from error
-        except ValueError as error:  # of a part
-            raise SettingsError(f"resume: the checkpoint can't be used here: {error}") from error
-        for each in told:
-            if issubclass(each.category, CheckpointWarning):  # of one that is damaged
-                _LOG.warning("resume: %s", each.message)
-            else:
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-        return step, self._state.further
-
-    def mark(self) -> None:
-        """A batch is about to be collected; if that is cut short the run is saved as it is now."""
-        if not isinstance(self._state.parts.get("collector"), BackgroundCollector):
-            self._mark = copy.deepcopy(self._state.state_dict(without=_UNCHANGED_BY_COLLECTING))
-
-    def unmark(self) -> None:
-        """The batch is there."""
-        self._mark = None
-
-    def after(self, step: int, metrics: Mapping[str, float], further: Mapping[str, Any]) -> None:
-        """A step is over: save it if it is time; see :meth:`save`."""
-        if self._cfg.every is not None and step % self._cfg.every == 0:
-            self.save(step, metrics, further, wait=False)
-
-    def save(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        further: Mapping[str, Any],
-        *,
-        wait: bool = True,
-    ) -> None:
-        """Save now.
-
-        Args:
-            step: steps that are over.
-            metrics: of the last one; the best are kept by its reward, or else its loss.
-            further: what to keep beside the parts.
-            wait: until it is on the disk.
-
-        Raises:
-            CheckpointError: with ``checkpoint.on_error=stop``, this save or the one before failed.
-        """
-        assert self._store is not None
-        self._store.wait()
-        self.failures.note(self._store.last_error)
-        metric = metrics.get("reward", -metrics.get("loss", 0.0))
-        metric = metric if math.isfinite(metric) else -sys.float_info.max
-        about: Any = {"metric": metric, "wait": wait}
-        self._jobs.tell(RankJob.SAVE_CHECKPOINT, step, **about)
-        self._jobs.known[RankJob.SAVE_CHECKPOINT](step, **about, further=further, since=self._mark)
-        self.failures.note(self._store.last_error)

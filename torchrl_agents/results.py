@@ -1,4 +1,4 @@
-"""What a run leaves: results, curves, tables of several runs, and experiment trackers."""
+"""Results of a run: numbers, curves, tables of several runs, and experiment trackers."""
 
 import json
 import logging
@@ -116,7 +116,7 @@ class Recorder:
             self._rollouts.close()
 
     def reached(self, reward: float | None) -> bool:
-        """Whether the last test had that held-out reward; never where it is ``None``."""
+        """Return whether the last test had that held-out reward; never where it is ``None``."""
         last = self.held_out[max(self.held_out)].value if self.held_out else -math.inf
         if reward is None or last < reward:
             return False
@@ -212,7 +212,7 @@ def _replace(path: Path, lines: Sequence[str]) -> None:
 
 
 def system_metrics() -> dict[str, float]:
-    """How the machine that this process runs on is used.
+    """Return how the machine that this process runs on is used.
 
     Returns:
         ``system/cpu_percent``, of all cores since the last call; ``system/memory_percent``, of all
@@ -276,7 +276,7 @@ def show_rollouts(tests: Mapping[str, TensorDictBase | None], count: int) -> Non
 def scores_of(
     trajectories: TensorDictBase, test: SamplesConfig, answer: Callable[[str], str | None] | None
 ) -> tuple[dict[str, float], dict[str, Estimate]]:
-    """What a test says: its scores, and those of them that have an interval over the prompts.
+    """Scores of a test, and those of them that have an interval over the prompts.
 
     Args:
         trajectories: of all prompts.

@@ -1,4 +1,4 @@
-"""What is around a run.
+"""A run and its surroundings.
 
 Its folder, its log, signals that stop it, and the run that it continues.
 """
@@ -19,9 +19,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum, auto
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -68,7 +67,7 @@ class LastTestError(RuntimeError):
 
 
 def plain_settings(cfg: DictConfig) -> dict[str, Any]:
-    """What decides a run, by the setting's path.
+    """Return what decides a run, by the setting's path.
 
     Args:
         cfg: the settings as they were composed.
@@ -203,59 +202,6 @@ def claim_folder(recipe: str, *, _root_: DictConfig) -> str:
 OmegaConf.register_new_resolver("run_folder", claim_folder, replace=True)
 
 
-class RankJob(Enum):
-    """What all ranks of a run do together, in the order in which a run comes to it."""
-
-    OPEN_CHECKPOINTS = auto()
-    LOAD_CHECKPOINT = auto()
-    GIVE_WEIGHTS = auto()
-    """To rank 0, which hands them to what samples."""
-    TAKE_ROWS = auto()
-    """Each its share of a step's rows."""
-    TRAIN_PASS = auto()
-    """An optimizer step over them."""
-    SAVE_CHECKPOINT = auto()
-    GIVE_ALL = auto()
-    """What is trained and what is frozen, at the end."""
-
-
-@dataclass
-class RankJobs:
-    """What all ranks of a run do at the same time, when rank 0 says so.
-
-    Rank 0 runs the recipe; the others wait for what it says in :meth:`follow`.
-
-    Args:
-        ranks: of the run.
-    """
-
-    ranks: Ranks
-    known: dict[RankJob, Callable[..., Any]] = field(default_factory=dict)
-    """What this rank does of each job, with the arguments that rank 0 gives along."""
-
-    def tell(self, job: RankJob | None, *args: Any, **further: Any) -> None:
-        """Let the other ranks do a job that this one, rank 0, is about to do.
-
-        Args:
-            job: what; ``None`` lets them end.
-            *args: for theirs; can be pickled.
-            **further: the same, by name.
-        """
-        if self.ranks.size > 1:
-            self.ranks.broadcast((job, args, further))
-
-    def do(self, job: RankJob, *args: Any) -> Any:
-        """Do a job with the others, which rank 0 calls; gives what its own part gave."""
-        self.tell(job, *args)
-        return self.known[job](*args)
-
-    def follow(self) -> None:
-        """Do what rank 0 says until it ends; the others call it."""
-        while (order := self.ranks.broadcast())[0] is not None:
-            job, args, further = order
-            self.known[job](*args, **further)
-
-
 @dataclass
 class Failures:
     """Failures of one kind, which a run survives: the 1st, 2nd, 4th, 8th, ... are on the console.
@@ -287,7 +233,7 @@ class Failures:
 
 
 class Run(AbstractContextManager["Run", None]):
-    """One run: a folder in which it and no other writes, and what is around its steps.
+    """A run: a folder in which it and no other writes, and what is around its steps.
 
     Args:
         folder: where; Hydra has made it.
@@ -320,8 +266,8 @@ class Run(AbstractContextManager["Run", None]):
         ranks: Ranks | None = None,
     ) -> None:
         self.folder = folder
-        self.jobs = RankJobs(ranks or Ranks.alone())
-        """What the processes that train do together."""
+        self.ranks = ranks or Ranks.alone()
+        """The processes that train."""
         self.loggers: Sequence[Logger] = ()
         """TorchRL's, where its metrics go."""
         self.failures: dict[str, Failures] = {}
@@ -388,7 +334,7 @@ class Run(AbstractContextManager["Run", None]):
 
     @property
     def label(self) -> str:
-        """What trackers call it: its folder, of one that --multirun has numbered the sweep, too."""
+        """Name for trackers: its folder, and the sweep if --multirun has numbered it."""
         name = self.folder.name
         return f"{self.folder.parent.name}-{name}" if name.isdecimal() else name
 
@@ -555,7 +501,7 @@ class RunLog:
 
 
 def has_signal(metrics: Mapping[str, float], *, needs_groups: bool) -> bool:
-    """Whether something could be learnt in a step.
+    """Return whether something could be learnt in a step.
 
     Args:
         metrics: of the step.
@@ -752,7 +698,7 @@ _PROMPTS: Final = (
 
 
 class Origin(NamedTuple):
-    """What is known of a model before it is loaded."""
+    """The origin of a model, which is known before it is loaded."""
 
     model: str | None
     """What the first of the runs began with that led to it; ``None`` is the embedded model."""
@@ -763,7 +709,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(model: str | None) -> Origin:
-    """Where a model comes from.
+    """Return where a model comes from.
 
     Args:
         model: ``policy.model``: a run's folder (or the ``model`` in it), a hub id, another path;

@@ -1,4 +1,4 @@
-"""How a recipe starts: its settings are checked, tried in a dry run, and run."""
+"""Start of a recipe: its settings are checked, tried in a dry run, and run."""
 
 import errno
 import gc
@@ -62,6 +62,7 @@ from .settings.schema import (
     refusing,
 )
 from .tasks import build_task, set_limits, staleness_of, tell_left_out
+from .training import learn
 
 
 class NoActor:
@@ -149,7 +150,7 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
 
 
 def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
-    """What samples, and how it reads and writes; nothing, where an engine alone would tell."""
+    """Build a policy without weights; nothing, where an engine alone could say more."""
     if cfg.engine.name == "chat":
         return models.build_policies(cfg, task)[1]
     on_ray, is_vllm = collects_on_ray(cfg), cfg.engine.name == "vllm"
@@ -183,7 +184,7 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
 
 
 def _summary(recipe: Recipe, cfg: RecipeConfig, setup: Any, folder: Path) -> str:
-    """What a run with these settings would be, in a few lines."""
+    """Return what a run with these settings would be, in a few lines."""
     policy, rows = cfg.policy, setup.task.train_rows
     model = policy.model or "the embedded model"
     adapters = f", adapters of rank {policy.lora_rank}" if policy.lora_rank else ""
@@ -261,14 +262,14 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
 
 
 def _how_to_go_on() -> str:
-    """How a run that failed goes on, where it has a checkpoint; a line of its own."""
+    """Return how a run that failed goes on, where it has a checkpoint; a line of its own."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     is_there = folder.is_dir() and bool(stored(folder / CHECKPOINTS))
     return f"\nresume={folder} goes on from its last checkpoint." if is_there else ""
 
 
 def _words_of(error: BaseException) -> str | None:
-    """What an error says of itself that needs no traceback; ``None`` where it does not say all.
+    """Words of an error that needs no traceback; ``None`` where they do not say all.
 
     Such is what our code raises in words: exceptions of its own, and those of Python where the
     ``raise`` is ours. A fault of our code, or of the user's, has its traceback on the console.
@@ -287,7 +288,7 @@ def _words_of(error: BaseException) -> str | None:
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Whether the statement that raised it is a ``raise`` of this library."""
+    """Return whether the statement that raised it is a ``raise`` of this library."""
     *_, (frame, line) = [(None, 0), *traceback.walk_tb(error.__traceback__)]
     if frame is None or frame.f_globals.get("__name__", "").partition(".")[0] not in _PACKAGES:
         return False
@@ -321,7 +322,7 @@ def _run(
             cfg.policy.device = loading_device(cfg, ranks)
         stack.enter_context(ranks)
         if follows:
-            follow(ranks, recipe)
+            follow(ranks, recipe, recipe.train or learn)
             return
         stop = stack.enter_context(StopSignals())
         about = {"overwrite": cfg.overwrite, "resume": cfg.resume is not None, "ranks": ranks}

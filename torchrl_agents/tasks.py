@@ -51,7 +51,7 @@ AnyCollector = LLMCollector | StreamingCollector | RayLLMCollector
 
 
 def staleness_of(cfg: schema.CollectorConfig) -> StalenessPolicy:
-    """How old tokens may be.
+    """Return how old tokens may be.
 
     Raises:
         ValueError: the settings don't go together.
@@ -63,7 +63,7 @@ def staleness_of(cfg: schema.CollectorConfig) -> StalenessPolicy:
 
 
 def tasks_of(cfg: schema.CollectorConfig) -> int | LoadCap:
-    """How many episodes may run at once."""
+    """Return how many episodes may run at once."""
     return LoadCap(cfg.max_inflight_tasks) if cfg.follow_load else cfg.max_inflight_tasks
 
 
@@ -194,7 +194,7 @@ def end_collection(collector: AnyCollector, folder: Path, last: dict[str, float]
 def before_buffer(
     cfg: Any, reference: TokenScorer | None, *first: PostProcessing
 ) -> PostProcessing | None:
-    """What is done to rollouts before they go into the buffer, if anything is.
+    """Return what is done to rollouts before they go into the buffer, if anything is.
 
     Args:
         cfg: the settings; with ``train.shuffle_rewards`` the rewards are dealt out at random.
@@ -228,7 +228,7 @@ def shuffle_rewards(trajectories: TensorDictBase) -> TensorDictBase:
 
 
 class Setup(NamedTuple):
-    """What a run is made of before its model is loaded."""
+    """The task and the environments of a run."""
 
     task: Task
     env: TaskEnv
@@ -307,7 +307,7 @@ def tell_left_out(envs: Sequence[TaskEnv], *, told: Collection[int] = ()) -> Non
 
 
 def left_out(envs: Sequence[TaskEnv]) -> dict[int, str]:
-    """Why rows of the data are left out, by their number.
+    """Return why rows of the data are left out, by their number.
 
     Args:
         envs: draw the rows.
@@ -357,7 +357,7 @@ def _make_task(
 
 
 def load_models(cfg: schema.RecipeConfig, setup: Setup, run: Run) -> tuple[Any, Any]:
-    """What :func:`.build_policies` gives: the actor that is trained, and the policy that samples.
+    """Load the actor, which is trained, and the policy, which samples.
 
     The environments get a budget of tokens, which depends on the model's length.
     """

@@ -1,4 +1,4 @@
-"""What a batch of conversations looks like: tokens, messages, layouts, templates, entry names.
+"""Batches of conversations: tokens, messages, layouts, templates, entry names.
 
 Every public name is imported when it is first used, so that importing this package costs nothing.
 """
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 
 def page(path: str) -> str:
-    """Where a page is that an error names: its address, where the distribution has one.
+    """Return where a page is that an error names: its address, where the distribution has one.
 
     Args:
         path: in the repository, ``docs/vllm.md``; what is given where there is no address.

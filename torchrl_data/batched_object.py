@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class RowObjects(list[Any]):
-    """One Python value per row."""
+    """A Python value per row."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, Tensor):
@@ -102,7 +102,7 @@ class BatchedObject(NonTensorData):
         return everything[rows]
 
     def shown(self) -> Any:
-        """What the view shows of this leaf's rows, or the snapshot if there is none."""
+        """Return what the view shows of this leaf's rows, or the snapshot if there is none."""
         view = self.__dict__["_non_tensordict"].get("shown_as")
         snapshot = self.snapshot()
         if view is not None:
@@ -193,7 +193,7 @@ class BatchedObject(NonTensorData):
     def _stack_non_tensor(
         cls, leaves: Sequence[Any], dim: int = 0, raise_if_non_unique: bool = False
     ) -> Any:
-        """One leaf of the rows of several, where they are shown alike (TensorDict calls this)."""
+        """A leaf of the rows of several, where they are shown alike (TensorDict calls this)."""
         view = view_of(leaves[0])
         if view is None or not all(isinstance(x, cls) and view_of(x) == view for x in leaves):
             return NonTensorData._stack_non_tensor(leaves, dim, raise_if_non_unique)  # type: ignore[attr-defined]
@@ -240,7 +240,7 @@ def write_objects(batch: TensorDictBase, key: str, values: Sequence[Any]) -> Non
 
 
 def read_objects(batch: TensorDictBase, key: str, default: Any = None) -> list[Any]:
-    """One Python value per row, in a new list; one that was set for the whole batch is repeated."""
+    """A Python value per row, in a new list; one that was set for the whole batch is repeated."""
     entry = batch.get(key, None)
     if entry is None:
         return [default] * batch.numel()
@@ -248,7 +248,7 @@ def read_objects(batch: TensorDictBase, key: str, default: Any = None) -> list[A
 
 
 def objects_of_leaf(entry: Any, shape: torch.Size, *, one_chat: bool = False) -> list[Any]:
-    """One Python value per row of a leaf, in a new list; a single value is repeated."""
+    """A Python value per row of a leaf, in a new list; a single value is repeated."""
     if isinstance(entry, BatchedObject):
         view = view_of(entry)
         return list(entry.snapshot() if view is None else view.rows(entry.snapshot()))
@@ -277,6 +277,6 @@ def _flat(values: Any, dims: int) -> list[Any]:
 
 
 def value_stack(values: Sequence[Any]) -> Any:
-    """One leaf of a TensorDict that holds a Python value per element."""
+    """A leaf of a TensorDict that holds a Python value per element."""
     stack: Any = NonTensorStack
     return stack(*[NonTensorData(value) for value in values])

@@ -37,7 +37,7 @@ class ChecksAttributes:
         super().__setattr__(name, value)
 
     def _checked_change(self, name: str, value: Any) -> Any:
-        """What one of :attr:`changeable` is set to, checked as at construction.
+        """Return what one of :attr:`changeable` is set to, checked as at construction.
 
         Raises:
             ValueError: it is out of range, or can't take effect with the others.
@@ -118,7 +118,7 @@ def arguments_of(cls: type) -> frozenset[str]:
 
 
 def _is_written_elsewhere(cls: type) -> bool:
-    """Whether a class is one of a user's."""
+    """Return whether a class is one of a user's."""
     return cls.__module__.partition(".")[0] not in _PACKAGES
 
 

@@ -13,7 +13,7 @@ ContentType = Literal["text", "image", "audio", "video", "file", "function_call"
 
 @documented
 class ContentBase(TensorClass["nocast", "shadow"]):
-    """One part of a message's content.
+    """A part of a message's content.
 
     Parts are stacked along a last dimension, one more than the message has.
 

@@ -25,7 +25,7 @@ from .messages import Message, begun_turn
 
 
 class Source(IntEnum):
-    """Who wrote a token."""
+    """The writer of a token."""
 
     TEMPLATE = 0
     """The chat template: control tokens and headers."""
@@ -43,7 +43,7 @@ class EncodedMessages(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What somebody said as the assistant: usually what an engine sampled.
+    """A turn of the assistant: usually what an engine sampled.
 
     Args:
         ids: the tokens, stop token included.
@@ -110,7 +110,7 @@ def stream_number(*parts: int | str) -> int:
 
 
 class ConversationRecord:
-    """One row: tokens and messages, only ever appended to."""
+    """A row: tokens and messages, only ever appended to."""
 
     __slots__ = (
         *("ids", "sources", "log_probs", "versions", "extra"),
@@ -183,7 +183,7 @@ class ConversationRecord:
 
 
 class Waiting(NamedTuple):
-    """What of a conversation has no tokens yet."""
+    """The part of a conversation that has no tokens yet."""
 
     messages: list[Message]
     num_encoded: int
@@ -197,7 +197,7 @@ class Waiting(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How far a row had got when the snapshot was taken."""
+    """The end of a row when the snapshot was taken."""
 
     num_tokens: int = 0
     num_messages: int = 0
@@ -338,7 +338,7 @@ class Conversations:
 
     @staticmethod
     def cat(parts: Sequence["Conversations"]) -> "Conversations":
-        """One batch of the rows of several."""
+        """A batch of the rows of several."""
         return Conversations(
             [record for part in parts for record in part._records],
             [position for part in parts for position in part._positions],
@@ -382,11 +382,11 @@ class Conversations:
 
     @property
     def positions(self) -> tuple[Position, ...]:
-        """How far each row has got."""
+        """The position of each row."""
         return tuple(self._positions)
 
     def position(self, row: int) -> Position:
-        """How far a row has got."""
+        """Return how far a row has got."""
         return self._positions[row]
 
     def tools(self, row: int) -> tuple[dict[str, Any], ...] | None:
@@ -410,6 +410,23 @@ class Conversations:
         """The newest message of a row."""
         return self._records[row].messages[self._positions[row].num_messages - 1]
 
+    def lack_turns(self) -> list[bool]:
+        """Return whether each row lacks a turn: it awaits one, or does not end with one.
+
+        Example:
+            >>> asked = [{"role": "user", "content": "2 + 2?"}]
+            >>> answered = [*asked, {"role": "assistant", "content": "4"}]
+            >>> Conversations.from_messages([asked, answered, []]).lack_turns()
+            [True, False, True]
+        """
+        rows = zip(self._records, self._positions, strict=True)
+        return [
+            at.awaits_response
+            or not at.num_messages
+            or record.messages[at.num_messages - 1]["role"] != "assistant"
+            for record, at in rows
+        ]
+
     def first_response(self, row: int) -> int:
         """Messages before the policy's first turn.
 
@@ -427,7 +444,7 @@ class Conversations:
         return self._positions[row].num_tokens
 
     def was_sampled(self, row: int) -> bool:
-        """Whether the policy sampled any token of a row."""
+        """Return whether the policy sampled any token of a row."""
         return self.num_tokens_before_policy(row) < self.num_tokens(row)
 
     def num_tokens_before_policy(self, row: int) -> int:
@@ -465,7 +482,7 @@ class Conversations:
         return self._copy(self._records[row].versions, row, np.int64)
 
     def sources(self, row: int) -> Tensor:
-        """Who wrote each token, uint8 ``[T]`` of :class:`Source`."""
+        """Return who wrote each token, uint8 ``[T]`` of :class:`Source`."""
         return self._copy(self._records[row].sources, row, np.uint8)
 
     def assistant_mask(self, row: int) -> Tensor:
@@ -566,7 +583,7 @@ class Conversations:
 
 
 def waiting_rows(conversations: Conversations) -> list[Waiting | None]:
-    """What has no tokens yet in each row; ``None`` where the next token is the policy's."""
+    """Return what has no tokens yet in each row; ``None`` where the next token is the policy's."""
     found: list[Waiting | None] = []
     for record, at in zip(conversations._records, conversations._positions, strict=True):
         messages = record.messages[at.num_encoded : at.num_messages]
@@ -585,7 +602,7 @@ def ids_and_images(conversations: Conversations) -> tuple[list[list[int]], list[
 
 
 def continues(later: Conversations, earlier: Conversations) -> bool:
-    """Whether all tokens of one conversation, and its images, begin another one."""
+    """Return whether all tokens of one conversation, and its images, begin another one."""
     old, new = earlier._records[0], later._records[0]
     n = earlier._positions[0].num_tokens
     if later._positions[0].num_tokens < n:

@@ -161,14 +161,14 @@ class Stored(NamedTuple):
 
 
 def stored_conversations(batch: TensorDictBase, mode: str, which: str) -> Stored | None:
-    """What is at ``(mode, which)`` if it is conversations, and otherwise ``None``."""
+    """Return what is at ``(mode, which)`` if it is conversations, and otherwise ``None``."""
     group = _group(batch, mode)
     if isinstance(group, LazyStackedTensorDict):
         # Of rows of other kinds there may be no stack: the first one tells.
         first = first_entries(group).get(which, None)
         group = group if snapshot_of(first, Conversations) is not None else None
     leaf = None if group is None else group.get(which, None)
-    conversations = snapshot_of(leaf, Conversations)
+    conversations = None if leaf is None else snapshot_of(leaf, Conversations)
     return None if conversations is None else Stored(conversations, leaf)
 
 
@@ -180,7 +180,7 @@ def _newest(batch: TensorDictBase, which: str) -> Stored | None:
 
 
 def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
-    """One TensorDict per row, with everything that a loss reads of its tokens.
+    """A TensorDict per row, with everything that a loss reads of its tokens.
 
     Args:
         conversations: a snapshot.

@@ -11,7 +11,7 @@ from .conversation import ConversationRecord, Conversations, Position
 
 
 def conversation_states(conversations: Conversations) -> list[dict[str, Any]]:
-    """One dictionary a row of all that a snapshot knows; its tensors ``[T]`` are copies."""
+    """A dictionary a row of all that a snapshot knows; its tensors ``[T]`` are copies."""
     states = []
     for row, position in enumerate(conversations.positions):
         record = conversations._records[row]

@@ -138,7 +138,7 @@ def _spelled(
 def edited(
     batch: TensorDictBase, edit: Callable[[TensorDictBase], TensorDictBase], *, who: str
 ) -> TensorDictBase:
-    """What a function makes of a batch whose prompts it sees as a ``History``, which it may change.
+    """Call a function on a batch whose prompts it sees as a ``History``, which it may change.
 
     Args:
         batch: of an environment; prompts that are text or ids are left as they are.
@@ -176,7 +176,7 @@ def _chosen(goes_on: Sequence[bool], grown: Conversations, whole: Conversations)
 
 
 def has_entry(batch: TensorDictBase, key: tuple[str, str]) -> bool:
-    """Whether a group of the batch holds a part."""
+    """Return whether a group of the batch holds a part."""
     group = batch.get(key[0], None)
     if group is None or is_non_tensor(group):
         return False

@@ -378,7 +378,7 @@ class History(TensorClass["nocast"]):
         reward: float | torch.Tensor | None = None,
         rewards: Sequence[float | None] | torch.Tensor | None = None,
     ) -> str:
-        """One self-contained HTML page that runs nothing, whatever the messages spell.
+        """A self-contained HTML page that runs nothing, whatever the messages spell.
 
         Args:
             reward: of a single conversation.
@@ -404,7 +404,7 @@ class History(TensorClass["nocast"]):
         return f"{name}(\n{''.join(lines)}    batch_size={size})"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page of :meth:`to_html` in a frame of its own."""
+        """Return what a notebook shows: the page of :meth:`to_html` in a frame of its own."""
         page = html.escape(self.to_html(), quote=True)
         style = "width: 100%; height: 24em; border: 1px solid #8884; resize: vertical"
         return f'<iframe sandbox="" style="{style}" srcdoc="{page}"></iframe>'
@@ -442,7 +442,7 @@ _SHARED: Final = ("role", "content", "is_complete", "tool_calls", "tool_response
 
 
 def is_torchrl_history(value: Any) -> bool:
-    """Whether it is a ``History`` of TorchRL's, which is asked without importing it."""
+    """Return whether it is a ``History`` of TorchRL's, which is asked without importing it."""
     kinds = type(value).__mro__
     return any((k.__module__, k.__name__) == ("torchrl.data.llm.history", "History") for k in kinds)
 

@@ -101,7 +101,7 @@ def decoded(data: str) -> Any:
 
 
 def image_label(part: Mapping[str, Any]) -> str:
-    """What is shown of an image: ``[image 32x32]``."""
+    """Return what is shown of an image: ``[image 32x32]``."""
     try:
         (width, height), _ = _header(base64.b64decode(part["data"]))
     except (KeyError, TypeError, ValueError, ImportError):
@@ -119,7 +119,7 @@ def described(value: Any) -> Any:
 
 
 def is_image(part: Any) -> bool:
-    """Whether a part of a content is an image."""
+    """Return whether a part of a content is an image."""
     return isinstance(part, Mapping) and part.get("type") == "image"
 
 

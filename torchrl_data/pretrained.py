@@ -6,7 +6,7 @@ from typing import Any
 
 
 def load_pretrained(auto: Any, path: Any, **arguments: Any) -> Any:
-    """What a class of Transformers loads, without a question on the terminal.
+    """Return what a class of Transformers loads, without a question on the terminal.
 
     Args:
         auto: ``AutoModelForCausalLM``, ``AutoTokenizer`` and the like.

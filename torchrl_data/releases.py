@@ -1,4 +1,4 @@
-"""Which releases of other packages this library has been run with, and one word about others."""
+"""Releases of other packages that this library has been run with, and a warning for others."""
 
 import re
 import warnings

@@ -1,11 +1,11 @@
-"""Why a turn of the policy ended, and why an episode is over."""
+"""Reasons for which a turn of the policy ended, and for which an episode is over."""
 
 from enum import StrEnum
 from typing import Final
 
 
 class FinishReason(StrEnum):
-    """Why a turn of the policy ended: ``finish_reason``. An error has a detail, ``error: ...``."""
+    """The reason a turn of the policy ended: ``finish_reason``; errors say ``error: ...``."""
 
     STOP = "stop"
     """The model drew an end token, or a stop text."""
@@ -18,7 +18,7 @@ class FinishReason(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why an episode is over: ``stop_reason``, which may have a detail, ``reason: detail``.
+    """The reason an episode is over: ``stop_reason``, maybe with a detail, ``reason: detail``.
 
     Whether the episode is terminated or truncated follows from the reason, as Gymnasium and TorchRL
     use these words.
@@ -53,7 +53,7 @@ class StopReason(StrEnum):
 
     @property
     def number(self) -> int:
-        """Its number, as rows hold it in ``stop_code``."""
+        """Number of the reason, as rows hold it in ``stop_code``."""
         return _NUMBERS[self]
 
     @property
@@ -87,7 +87,7 @@ def kind_of(reason: str) -> str:
 
 
 def end_text(reason: str, limit: int) -> str:
-    """Why an episode is over, with the limit that cut it.
+    """Return why an episode is over, with the limit that cut it.
 
     Args:
         reason: its ``stop_reason``.

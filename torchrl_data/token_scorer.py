@@ -68,7 +68,7 @@ def check_scorer(who: str, model: object) -> None:
 def image_arguments(
     scorer: TokenScorer, images: Sequence[Sequence[str]] | None, who: str
 ) -> dict[str, Any]:
-    """What ``score_packed`` is told of the images of its sequences; nothing where there are none.
+    """Arguments of ``score_packed`` for the images of its sequences; none where there are none.
 
     Raises:
         TypeError: there are images, and the scorer takes none.

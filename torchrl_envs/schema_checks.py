@@ -109,7 +109,7 @@ def _unique_items(validator: Any, unique: bool, instance: Any, _: Any) -> Errors
 
 
 def _comparable(value: Any) -> Any:
-    """As JSON schemas compare: 1 and 1.0 are equal."""
+    """Compare as JSON schemas do: 1 and 1.0 are equal."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

@@ -129,7 +129,7 @@ class _Items(list[Any]):
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can show of a value that is not JSON itself."""
+    """Return what JSON can show of a value that is not JSON itself."""
     kind: Any = type(value)
     if isinstance(value, Set):
         plain: Any = sorted(value, key=repr)
@@ -157,7 +157,7 @@ def _safe_str(value: object) -> str:
 
 
 def _head(text: str, max_bytes: int) -> str:
-    """As many whole characters as fit."""
+    """Keep as many whole characters as fit."""
     head = text[:max_bytes].encode("utf-8", errors="replace")[:max_bytes]
     return head.decode("utf-8", errors="ignore")
 

@@ -53,7 +53,7 @@ class Tool(NamedTuple):
         return schema_tool, (self.schema,)
 
     def argument_error(self, arguments: dict[str, Any]) -> str | None:
-        """What is wrong with the arguments of a call, or ``None``."""
+        """Return what is wrong with the arguments of a call, or ``None``."""
         # Most calls are right, which is soon seen; the validator is asked about the others.
         types = self.plain_types
         if self.required <= arguments.keys() and all(
@@ -84,7 +84,7 @@ _WORDS: Final = {"true": True, "false": False, "none": None, "null": None}
 
 
 def _typed(text: Any, schema: Any) -> Any:
-    """What the text of an argument stands for; the text itself if its type says so or it is none.
+    """Value of the text of an argument; the text itself if its type says so or it is none.
 
     Templates that do not quote strings write ``True`` and ``None`` as Python does.
     """
@@ -184,7 +184,7 @@ _SAYS_NO_MORE: Final = frozenset({"type", "description", "title", "default"})
 
 
 def _plain(parameters: Mapping[str, Any]) -> tuple[dict[str, type], frozenset[str]]:
-    """What of a schema is no more than types of scalars, and which arguments it requires."""
+    """Return what of a schema is no more than types of scalars, and which arguments it requires."""
     simple = {"type", "properties", "required", "additionalProperties", "title", "description"}
     if parameters.get("type") != "object" or not parameters.keys() <= simple:
         # Something else may forbid what the types allow: an argument that no value has.

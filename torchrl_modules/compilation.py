@@ -21,7 +21,7 @@ _running: ContextVar[str | None] = ContextVar("running", default=None)
 
 
 def cache_folder() -> Path:
-    """Where the library keeps what takes long to make, ``TORCHRL_AGENTS_CACHE`` if that is set."""
+    """Folder of what takes long to make; ``TORCHRL_AGENTS_CACHE`` if that is set."""
     given = os.environ.get("TORCHRL_AGENTS_CACHE")
     shared = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(given) if given else Path(shared) / "torchrl-agents"

@@ -1,4 +1,4 @@
-"""What differs between the releases of Transformers that this library runs with.
+"""Differences between the releases of Transformers that this library runs with.
 
 Each difference is asked of what is installed, and not of its version. Beside it stands the release
 from which its older branch can go.
@@ -54,7 +54,7 @@ def cache_name(model: nn.Module) -> str:
 
 
 def takes_sdpa(model: nn.Module) -> bool:
-    """Whether a model computes what it should with an attention of the form of PyTorch's.
+    """Return whether a model computes what it should with an attention of the form of PyTorch's.
 
     Args:
         model: of Transformers.

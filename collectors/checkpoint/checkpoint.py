@@ -23,7 +23,7 @@ SHARDED: Final = "sharded"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What :meth:`CheckpointStore.load` read, all of it verified."""
+    """A checkpoint that :meth:`CheckpointStore.load` read, all of it verified."""
 
     step: int
     """Of training, as it was given to ``save``."""

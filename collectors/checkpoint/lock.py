@@ -1,4 +1,4 @@
-"""One writer at a time: a lock that ends with its process, whatever becomes of that."""
+"""A lock for one writer at a time, which ends with its process, whatever becomes of that."""
 
 import fcntl
 import os

@@ -67,7 +67,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def problems_of(
     folder: Path, manifest: dict[str, Any], share: tuple[int, int] | None = None
 ) -> list[str]:
-    """What is wrong with the files of a folder, each of them named.
+    """Return what is wrong with the files of a folder, each of them named.
 
     Args:
         folder: of the checkpoint.

@@ -1,4 +1,4 @@
-"""One save, from a state in memory to a folder on the disk, on one rank or on many."""
+"""A save, from a state in memory to a folder on the disk, on one rank or on many."""
 
 import json
 import secrets
@@ -212,7 +212,7 @@ class Saver:
         return failure
 
     def end(self) -> None:
-        """What is left to do when a store goes away without having been closed."""
+        """Finish when a store goes away without having been closed."""
         self.lock.release()
         if not self.is_told:
             warnings.warn(CheckpointWarning(str(self.error)), stacklevel=2)

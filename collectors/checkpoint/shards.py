@@ -20,7 +20,7 @@ from .tensor_file import DTYPES, TensorEntry, as_bytes
 
 
 class Shards(NamedTuple):
-    """What this rank writes of a state dict."""
+    """The part of a state dict that this rank writes."""
 
     file: str
     entries: dict[str, TensorEntry]
@@ -62,7 +62,7 @@ def plan_shards(
     ranks: CheckpointGroup,
     buffers: StagingBuffers | None,
 ) -> Shards:
-    """What this rank writes; all ranks call it together.
+    """Return what this rank writes; all ranks call it together.
 
     Args:
         name: of the state dict.

@@ -99,12 +99,12 @@ class CheckpointStore(AbstractContextManager["CheckpointStore", None]):
 
     @property
     def rank(self) -> int:
-        """Of this process among those that save and load together; 0 is the first."""
+        """Rank of this process among those that save and load together; 0 is the first."""
         return self._ranks.rank
 
     @property
     def last_error(self) -> CheckpointError | None:
-        """Why the last save failed; ``None`` if it did not."""
+        """Error of the last save; ``None`` if it did not fail."""
         return self._saver.error
 
     # Saving -------------------------------------------------------------------------------------

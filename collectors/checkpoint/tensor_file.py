@@ -18,7 +18,7 @@ DTYPES: Final = {
 
 
 class TensorEntry(NamedTuple):
-    """What is written under a name."""
+    """The entry that is written under a name."""
 
     dtype: str
     """One of :data:`DTYPES`."""

@@ -1,5 +1,17 @@
 """Collection on a Ray cluster, beside training: :class:`RayLLMCollector`.
 
+The loop::
+
+    trainer                  actor of the ledger            actors of the collectors, one or many
+    collect()  <- batch --   LedgerService: admission, <--  CollectorWorker: asks for a group,
+                             data, order of batches   -->   runs its episodes, keeps its rows,
+       |       rows by reference, from their owners         says how each episode ended
+       v
+    update_policy_weights_ -> object store -> every collector; the next push waits for this one
+    Supervisor: starts the actors, notices when one dies; its groups are offered again
+
+Back-pressure is the ledger's, as in :class:`~collectors.StreamingCollector`.
+
 Shape legend: B rows.
 """
 
@@ -235,7 +247,7 @@ class RayLLMCollector(BackgroundCollector):
         return self._ledger_client.ask("report")[0]
 
     def metrics(self) -> dict[str, float]:
-        """What collection was like since the last call, and of the ledger's all.
+        """Return what collection was like since the last call, and of the ledger's all.
 
         Returns:
             ``collect/trainer_wait_fraction``, of the time; ``collect/queued_groups``, finished ones
@@ -299,7 +311,7 @@ class _RemoteUpdater(SnapshotUpdater):
 
     @property
     def version(self) -> int:
-        """Of the collector."""
+        """Version of the collector."""
         return self._collector.policy_version
 
     def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:

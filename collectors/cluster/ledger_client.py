@@ -88,7 +88,7 @@ class LedgerClient:
             return None
 
     def used(self) -> list[Ticket]:
-        """What the trainer has used since it last said so."""
+        """Return what the trainer has used since it last said so."""
         used, self.taken = self.taken, []
         self.num_bytes += len(pickle.dumps(used))
         return used

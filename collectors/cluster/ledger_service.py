@@ -20,7 +20,7 @@ _NOBODY: Final = -1
 
 
 class Scored(NamedTuple):
-    """What a collector tells of the rows of a group."""
+    """The report of a collector about the rows of a group."""
 
     rows: Sequence[Any]
     """One reference to them; none, where they are not worth training."""

@@ -21,7 +21,7 @@ def load_ray() -> Any:
 
 
 def is_death(error: BaseException) -> bool:
-    """Whether an actor, or the objects that it owned, are gone."""
+    """Return whether an actor, or the objects that it owned, are gone."""
     exceptions = load_ray().exceptions
     causes: list[BaseException | None] = [error, getattr(error, "cause", None), error.__cause__]
     kinds = (exceptions.RayActorError, exceptions.ObjectLostError, exceptions.RaySystemError)

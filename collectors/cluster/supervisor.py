@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Weights(NamedTuple):
-    """What collectors draw with."""
+    """The weights that collectors draw with."""
 
     reference: Any
     """To a state dict in Ray's memory."""
@@ -100,7 +100,7 @@ class Supervisor(CollectionThread):
         super().check_open()
 
     def ask(self, question: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine gives, run in the event loop."""
+        """Return what a coroutine gives, run in the event loop."""
         return self.result_of(self.submit(question))
 
     def stop(self, timeout_s: float) -> None:
@@ -209,11 +209,11 @@ class Supervisor(CollectionThread):
             self._is_to_restore[index] = False
 
     async def ask_all(self, what: str) -> list[Any]:
-        """Of each collector its ``state`` or ``load``; ``None`` of one that does not serve."""
+        """Ask each collector for its ``state`` or ``load``; ``None`` where one does not serve."""
         return await asyncio.gather(*(self._ask(i, what) for i in range(len(self.workers))))
 
     async def _ask(self, index: int, what: str) -> Any:
-        """What a collector tells; ``None`` of one that does not serve or is late."""
+        """Return what a collector tells; ``None`` of one that does not serve or is late."""
         if not self.known[index].may_serve:
             return None
         try:
@@ -267,7 +267,7 @@ class Supervisor(CollectionThread):
             await self._ledger.pulled.remote(weights.step)
 
     async def _push_one(self, index: int, weights: Weights) -> UpdateRefused | bool:
-        """Whether a collector has taken weights, or why it refuses them."""
+        """Return whether a collector has taken weights, or why it refuses them."""
         incarnation = self.known[index].incarnation
         try:
             await self.workers[index].update_weights.remote(*weights)

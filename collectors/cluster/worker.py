@@ -27,7 +27,7 @@ from .ray_door import load_ray
 
 
 class WorkerSettings(NamedTuple):
-    """What every collector of a collection is made of."""
+    """The settings that all collectors of a collection share."""
 
     env: EpisodeEnv | Callable[[], EpisodeEnv]
     policy: LLMWrapperBase | Callable[[], LLMWrapperBase]
@@ -81,11 +81,11 @@ class CollectorWorker:
         return self._policy.version
 
     async def load(self) -> dict[str, float]:
-        """Of its engine, see :meth:`GroupCap.metrics`; empty where it is not followed."""
+        """Metrics of its engine, see :meth:`GroupCap.metrics`; empty where it is not followed."""
         return {} if self._cap is None else self._cap.metrics()
 
     async def state(self) -> dict[str, Any]:
-        """What it remembers: what its transforms are at, and the process's random numbers."""
+        """State of its transforms, and of the process's random numbers."""
         # The data are drawn elsewhere.
         parts = remembering(self._env, data=False)
         return {"transforms": states_of(parts), "random": random_state()}

@@ -1,4 +1,4 @@
-"""Where each prompt group is, from its draw to its training, and that none is lost."""
+"""Ledger of prompt groups, from their draw to their training, in which none is lost."""
 
 from .balance import Balance as Balance
 from .groups import Eviction as Eviction

@@ -18,7 +18,7 @@ class Amount(NamedTuple):
 
 @dataclass(frozen=True)
 class Balance:
-    """What became of all groups, each an :class:`Amount` of groups and of tokens.
+    """The fates of all groups, each an :class:`Amount` of groups and of tokens.
 
     Always ``offered == trained + dropped + returned + in_flight``. A prompt that is offered again
     counts again; tokens count from when an episode is over.

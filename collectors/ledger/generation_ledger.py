@@ -22,7 +22,7 @@ _MAX_SCHEDULE: Final = 1 << 16
 
 
 class GenerationLedger(LedgerView):
-    """What is offered, run, finished and dropped; see :class:`GroupLedger` for all of it."""
+    """Ledger of groups that are offered, run, finished and dropped; see :class:`GroupLedger`."""
 
     on_event: Callable[[GroupEvent], None] | None = None
     """Told of whatever happens to a group, on the thread that told the ledger."""
@@ -81,7 +81,7 @@ class GenerationLedger(LedgerView):
     # What may begin -----------------------------------------------------------------------------
 
     def can_admit(self) -> bool:
-        """Whether :meth:`offer` may be called: a slot is free, and no cap is reached."""
+        """Return whether :meth:`offer` may be called: a slot is free, and no cap is reached."""
         return (
             self._num_unfinished < self.max_inflight_groups
             and (self.buffer_capacity is None or self.num_queued < self.buffer_capacity)
@@ -144,7 +144,7 @@ class GenerationLedger(LedgerView):
         stop_reason: str = "",
         newest_version: int | None = None,
     ) -> None:
-        """One of its episodes is over.
+        """Note that one of its episodes is over.
 
         Args:
             ticket: of its group.
@@ -266,11 +266,11 @@ class GenerationLedger(LedgerView):
     def fail(
         self, ticket: Ticket, reason: str, *, cut_lengths: Sequence[int] = ()
     ) -> Refill | None:
-        """Its episodes could not be run: :meth:`drop` for ``"failed: <reason>"``."""
+        """Note that its episodes could not be run: :meth:`drop` for ``"failed: <reason>"``."""
         return self.drop(ticket, f"{FAILED}: {reason}", cut_lengths=cut_lengths)
 
     def cancel(self, ticket: Ticket, *, cut_lengths: Sequence[int] = ()) -> Refill:
-        """It is given back undone, for its prompt to be offered again with the same seed.
+        """Give it back undone, for its prompt to be offered again with the same seed.
 
         Args:
             ticket: of the group, in whatever state.

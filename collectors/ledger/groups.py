@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 
 class GroupState(StrEnum):
-    """Where a group in flight is."""
+    """The state of a group in flight."""
 
     DISPATCHED = "dispatched"
     """Admitted: it holds a slot, and somebody is to run it."""
@@ -78,7 +78,7 @@ class GroupEvent(NamedTuple):
 
 
 class Owed(NamedTuple):
-    """What a prompt that is to be offered again will be offered with."""
+    """The number and seed with which a prompt is to be offered again."""
 
     group_id: int | str
     attempt: int
@@ -108,7 +108,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Of the episodes that are over."""
+        """Tokens of the episodes that are over."""
         return sum(self.lengths.values())
 
     def check_versions(

@@ -1,4 +1,4 @@
-"""One state machine for every prompt group, from its draw to its training.
+"""A state machine for every prompt group, from its draw to its training.
 
 The letters: P groups per step of training, N episodes of a group, B slots.
 """
@@ -124,7 +124,7 @@ class GroupLedger(GenerationLedger):
         return self.take(count) if count else []
 
     def put_back(self) -> None:
-        """What steps have taken and not trained is finished again, and may be taken again."""
+        """Put back the groups that steps have taken and not trained: they may be taken again."""
         for batch in self._batches:
             for ticket in batch:
                 self._move(self._groups[ticket.ordinal], GroupState.FINISHED)
@@ -198,7 +198,7 @@ class GroupLedger(GenerationLedger):
 
     @property
     def balance(self) -> Balance:
-        """What became of all groups and tokens so far."""
+        """Fates of all groups and tokens so far."""
         return self._accounts.balance
 
     @property
@@ -260,7 +260,7 @@ class GroupLedger(GenerationLedger):
     # Resume -------------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, Any]:
-        """What a resumed run has to have in common with the saved one."""
+        """Return what a resumed run has to have in common with the saved one."""
         # Wait(0) is the same, however it is written.
         policy = OnPolicy() if type(self.policy) is Wait and self.is_on_policy else self.policy
         return {

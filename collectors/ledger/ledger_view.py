@@ -16,7 +16,7 @@ _OF_GROUP: Final = ("base_seed", "place", "oldest_version", "version_span", "arr
 
 
 class LedgerView:
-    """Where each group is, and which prompts are done: what a staleness policy sees of a ledger."""
+    """View of a ledger for a staleness policy: where each group is, and which prompts are done."""
 
     groups_per_step: int
     """P, of a step of training."""
@@ -73,17 +73,17 @@ class LedgerView:
         return [each.ticket for each in self._groups.values() if state in (None, each.state)]
 
     def state_of(self, ticket: Ticket) -> GroupState | None:
-        """Where a group is; ``None``: it is not in flight under this ticket."""
+        """Return where a group is; ``None``: it is not in flight under this ticket."""
         group = self._groups.get(ticket.ordinal)
         return group.state if group is not None and group.ticket == ticket else None
 
     @property
     def batches(self) -> list[list[Ticket]]:
-        """What each step that is not over has taken, in the order of the steps."""
+        """Groups that each step that is not over has taken, in the order of the steps."""
         return [list(batch) for batch in self._batches]
 
     def needs(self, ordinal: int) -> bool:
-        """Whether a prompt is to be offered: it is new or owed, neither in flight nor done.
+        """Return whether a prompt is to be offered: it is new or owed, neither in flight nor done.
 
         A resumed run draws its data from the ``frontier`` on, and offers those that are needed.
         """
@@ -152,7 +152,7 @@ class LedgerView:
         group.state = state
 
     def _leave(self, group: Group, end: str, attempt: int | None) -> None:
-        """It is no longer in flight; its prompt is owed for an attempt, or done."""
+        """Note that it is no longer in flight; its prompt is owed for an attempt, or done."""
         ticket = group.ticket
         if group.state is GroupState.TAKEN:
             next(batch for batch in self._batches if ticket in batch).remove(ticket)

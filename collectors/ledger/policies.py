@@ -16,7 +16,7 @@ from .ledger_view import LedgerView
 
 @runtime_checkable
 class StalenessPolicy(Protocol):
-    """What a ledger asks of a policy. It keeps no state: all that it may know is in the view.
+    """Protocol of a staleness policy. It keeps no state: all that it may know is in the view.
 
     It may have ``recompute``, see :class:`Wait`.
     """
@@ -35,7 +35,7 @@ class StalenessPolicy(Protocol):
         ...
 
     def admit(self, view: LedgerView) -> bool:
-        """Whether another group may begin."""
+        """Return whether another group may begin."""
         ...
 
     def select(self, view: LedgerView, num_groups: int) -> list[Group] | None:
@@ -109,7 +109,7 @@ class Wait:
         return self.slots(groups_per_step, weight_sync_steps)
 
     def admit(self, view: LedgerView) -> bool:
-        """Whether a slot is free; a step holds P until the generators have pulled its weights."""
+        """Admit if a slot is free; a step holds P until the generators have pulled its weights."""
         held = view.groups_per_step * (view.next_step - view.pulled_version)
         return view.num_queued + held < view.num_slots
 
@@ -159,7 +159,7 @@ class OnPolicy(Wait):
 
 @dataclass(frozen=True)
 class Drop:
-    """What has become too old is dropped and asked for again; what is finished first is used first.
+    """Policy that drops groups that are too old, asks for them again, and uses the first finished.
 
     TRL's meaning of ``max_staleness``. Generation runs ahead freely, and slow prompts pay for it:
     they are dropped more often than quick ones, and the trained lengths are no longer those of the
@@ -201,7 +201,7 @@ class Drop:
         return groups_per_step
 
     def admit(self, view: LedgerView) -> bool:
-        """Whether a slot is free; a group frees its own when a step takes it."""
+        """Return whether a slot is free; a group frees its own when a step takes it."""
         return view.num_queued < view.num_slots
 
     def select(self, view: LedgerView, num_groups: int) -> list[Group] | None:
@@ -216,7 +216,7 @@ class Drop:
 
 
 def _first_version(group: Group) -> float:
-    """Of the oldest token that a group has, or will have as things are."""
+    """Version of the oldest token that a group has, or will have as things are."""
     if group.oldest_version is not None:
         return group.oldest_version
     if group.state is GroupState.FINISHED or group.begun_version is None:

@@ -102,7 +102,7 @@ class RecordApp(App[None]):
             self.go_to((*self.place, int(event.row_key.value)))
 
     def action_up(self) -> None:
-        """Where this is in; from a question, where one was."""
+        """Go up to the parent of this view; from a question, to the view that asked it."""
         asked = self.query_one("#asked", Input)
         if asked.display:
             asked.display = False

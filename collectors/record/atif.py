@@ -20,7 +20,7 @@ _OWN: Final = "torchrl_agents"
 
 
 class TrajectoryError(ValueError):
-    """What can't be read as a trajectory; the message says where."""
+    """A file that can't be read as a trajectory; the message says where."""
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class TokenRow:
     """Which trajectory of which file it was."""
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields, without those that hold nothing."""
+        """Fields of the record, without those that hold nothing."""
         return {name: value for name, value in vars(self).items() if value not in (None, "")}
 
 
@@ -195,7 +195,7 @@ def read_rollout(trajectory: Mapping[str, Any]) -> RolloutSample:
 
 
 def check_atif(trajectory: Any) -> None:
-    """Whether it has the form of a trajectory.
+    """Check that a value has the form of a trajectory.
 
     Args:
         trajectory: parsed JSON.
@@ -285,7 +285,7 @@ def rows_of_atif(trajectory: Mapping[str, Any], *, source: str = "") -> list[Tok
 
 @dataclass(kw_only=True)
 class Turn:
-    """One answer of a model, with the tokens that it read."""
+    """An answer of a model, with the tokens that it read."""
 
     prompt: list[int] | None
     ids: list[int]

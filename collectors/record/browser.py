@@ -29,7 +29,7 @@ RUN: Final[Place] = ()
 
 
 class View(NamedTuple):
-    """What there is to see at a place."""
+    """The view of a place."""
 
     rows: RecordTable | None
     """What can be opened from here."""
@@ -68,7 +68,7 @@ class Browser:
         self._samples: tuple[int, list[RolloutSample]] | None = None
 
     def view(self, place: Sequence[int], colour: str) -> View:
-        """What there is at a place.
+        """Return what there is at a place.
 
         Args:
             place: in the record.

@@ -36,7 +36,7 @@ def write_lines(path: Path, values: Iterable[Any], default: Callable[[Any], Any]
 
 
 def json_line(value: Any, default: Callable[[Any], Any]) -> bytes:
-    """One line of strict JSON: ``null`` for NaN and infinity, and no half characters."""
+    """A line of strict JSON: ``null`` for NaN and infinity, and no half characters."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=default)
     except ValueError:

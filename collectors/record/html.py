@@ -165,7 +165,7 @@ def _write_samples(
 
 
 def _sample(sample: RolloutSample) -> dict[str, Any]:
-    """What the page shows; values of unknown shape are text already."""
+    """Return what the page shows; values of unknown shape are text already."""
     tokens = sample.tokens
     row = json.dumps(sample.row, indent=2, ensure_ascii=False, default=str)
     return {

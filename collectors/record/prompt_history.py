@@ -9,7 +9,7 @@ from .samples import GroupSummary
 
 @dataclass
 class PromptHistory:
-    """What became of one prompt."""
+    """The history of one prompt."""
 
     name: str
     """Its ordinal, or the id of its group where there is no ledger."""
@@ -25,7 +25,7 @@ class PromptHistory:
 
     @property
     def where(self) -> str:
-        """Where it is, in words."""
+        """Its place, in words."""
         if self.events:
             last = self.events[-1]
             if last["name"] in ("taken", "trained"):

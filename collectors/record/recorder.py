@@ -190,7 +190,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
         self._events.append({"name": event.name, **ticket, **rest})
 
     def _take_events(self) -> list[dict[str, Any]]:
-        """What the ledger told since the last time, with names of groups as in samples."""
+        """Return what the ledger told since the last time, with names of groups as in samples."""
         events = []
         while self._events:  # others may append meanwhile
             event = self._events.popleft()

@@ -39,7 +39,7 @@ _PROMPT_CHARACTERS = 160
 
 
 def column_values(values: Tensor, mask: Tensor) -> list[Any]:
-    """One value per token, ``None`` outside of the mask."""
+    """A value per token, ``None`` outside of the mask."""
     pairs = zip(values.tolist(), mask.tolist(), strict=True)
     if values.is_floating_point():
         return [rounded(value) if here else None for value, here in pairs]
@@ -58,7 +58,7 @@ def number(value: Tensor) -> float | None:
 
 
 def reward_of(row: TensorDictBase) -> float | None:
-    """Of its episode; ``None`` where it could not be scored."""
+    """Reward of its episode; ``None`` where it could not be scored."""
     reward = reward_of_row(row)
     return reward if math.isfinite(reward) else None
 
@@ -75,7 +75,7 @@ def group_of(row: TensorDictBase) -> str:
 
 
 def row_key(row: TensorDictBase) -> tuple[int, int]:
-    """Which row of which episode it is."""
+    """Return which row of which episode it is."""
     return int(row.get(EPISODE_ID)), int(row.get(SEGMENT, 0))
 
 

@@ -18,7 +18,7 @@ _STEP = re.compile(r"step-(\d+)\.jsonl\.gz")
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Of a step."""
+    """Path of a step."""
     return folder / f"step-{step:06}.jsonl.gz"
 
 
@@ -107,11 +107,11 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """Of the run: the last two parts of its folder."""
+        """Title of the run: the last two parts of its folder."""
         return "/".join(self.run_folder.resolve().parts[-2:])
 
     def about(self) -> dict[str, Any]:
-        """What the script left beside the record in ``run.json``, if it did."""
+        """Return what the script left beside the record in ``run.json``, if it did."""
         path = self.run_folder / "run.json"
         try:
             about = json.loads(path.read_text(encoding="utf-8"))
@@ -123,7 +123,7 @@ class RunRecord:
         return about if isinstance(about, dict) else {}
 
     def tests(self) -> list[tuple[int, dict[str, float]]]:
-        """What the script left in ``evaluations.jsonl``, if it did: tests on held-out prompts.
+        """Tests on held-out prompts, which the script left in ``evaluations.jsonl``, if it did.
 
         Returns:
             Of each the step after which it was made and its scores, ``reward`` among them, in the

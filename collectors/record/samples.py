@@ -30,7 +30,7 @@ class TokenSpan(NamedTuple):
 
 
 class RecordedToolCall(NamedTuple):
-    """What the policy asked of a tool."""
+    """A call of a tool by the policy."""
 
     tool: str
     """Its name, as the policy called it; empty for a call that could not be read."""
@@ -42,11 +42,11 @@ class RecordedToolCall(NamedTuple):
 
 
 class _Recorded:
-    """What is written as its fields, and read back."""
+    """A record that is written as its fields, and read back."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Of its fields as JSON, ``vars`` of it; what is not known is left out."""
+        """Make a sample from its fields as JSON, ``vars`` of it; unknown fields are left out."""
         names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
         known = {name: values[name] for name in names if name in values}
         for name, read in _NESTED.items():
@@ -80,7 +80,7 @@ class SampleTokens(_Recorded):
 
 @dataclass(kw_only=True)
 class RolloutSample(_Recorded):
-    """One row of a step: an episode, or a segment of one."""
+    """A row of a step: an episode, or a segment of one."""
 
     step: int
     group_id: str

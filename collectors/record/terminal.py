@@ -218,7 +218,7 @@ def sample_view(sample: RolloutSample, colour: str) -> RenderableType:
 
 
 def prompt_view(prompt: PromptHistory) -> RenderableType:
-    """What became of a prompt."""
+    """Return what became of a prompt."""
     lines = [Text(f"prompt {prompt.name}: {visible(prompt.prompt)}", style="bold")]
     lines.append(Text(visible(prompt.where), style="green" if prompt.is_trained else "yellow"))
     for event in prompt.events:
@@ -233,7 +233,7 @@ def prompt_view(prompt: PromptHistory) -> RenderableType:
 
 
 def value_of(sample: RolloutSample, colour: str, at: int) -> float | None:
-    """What a token is coloured by; ``None`` where it is not known."""
+    """Return what a token is coloured by; ``None`` where it is not known."""
     tokens = sample.tokens
     log_prob = tokens.log_probs[at]
     if log_prob is None:
@@ -288,7 +288,7 @@ def _style(colour: str, value: float | None, scale: float) -> str:
 
 
 def legend(colour: str, scale: float) -> Text:
-    """What the colours mean."""
+    """Return what the colours mean."""
     if colour == "writer":
         text = Text()
         for name, style in WRITER_STYLES.items():

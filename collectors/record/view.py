@@ -63,7 +63,7 @@ def _look_around(browser: Browser, colour: str) -> None:
 
 
 def _is_kept(arguments: argparse.Namespace, sample: RolloutSample) -> bool:
-    """Whether the filters of the command let a sample through."""
+    """Return whether the filters of the command let a sample through."""
     if arguments.reward is not None:
         low, high = arguments.reward
         if sample.reward is None or not low <= sample.reward <= high:

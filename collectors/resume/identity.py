@@ -23,7 +23,7 @@ class CheckpointMismatch(CheckpointError, ValueError):
 
 
 def identity_of(policy: LLMWrapperBase, model: nn.Module | None = None) -> dict[str, Any]:
-    """What a resumed run has to have in common with the run that was saved.
+    """Return what a resumed run has to have in common with the run that was saved.
 
     The data are not in here: their loader checks them, see
     :class:`~torchrl_envs.DataLoadingPrimer`.
@@ -63,7 +63,7 @@ def identity_of(policy: LLMWrapperBase, model: nn.Module | None = None) -> dict[
 
 
 def installed_versions(*further: str) -> dict[str, str]:
-    """Of the packages on which the numbers of a run depend, and of further ones."""
+    """Versions of the packages on which the numbers of a run depend, and of further ones."""
     found = {}
     for name in (*_PACKAGES, *further):
         with suppress(PackageNotFoundError):

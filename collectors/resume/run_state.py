@@ -21,10 +21,10 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be saved: a model, an optimizer, a schedule, a scaler, a collector, a buffer."""
+    """Protocol of a part that is saved: a model, an optimizer, a collector, a buffer."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What it needs to go on, of what a :class:`~collectors.CheckpointStore` takes."""
+        """Return what it needs to go on, of what a :class:`~collectors.CheckpointStore` takes."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> Any:
@@ -226,6 +226,6 @@ class RunState:
 
 
 def _kinds(parts: Iterable[str], sharded: Iterable[str]) -> dict[str, str]:
-    """Which parts there are, as fields that are compared."""
+    """Return which parts there are, as fields that are compared."""
     names = {f"part {name}": "there" for name in parts}
     return names | {f"part {name}": "sharded" for name in sharded}

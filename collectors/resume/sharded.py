@@ -22,7 +22,7 @@ class Sharded(Protocol):
     """A part of a run of which every rank may hold another share; all ranks call it together."""
 
     def sharded_state_dict(self) -> Mapping[str, Any] | None:
-        """What a :class:`~collectors.CheckpointStore` takes as ``sharded``; ``None``: nothing."""
+        """State for ``sharded`` of a :class:`~collectors.CheckpointStore`; ``None``: nothing."""
         ...
 
     def load_sharded(self, load: Load) -> None:
@@ -62,7 +62,7 @@ class ShardedModel:
         self._tied = every - first
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Its weights by name: the model's own memory, what is tied once.
+        """Weights by name: the model's own memory, tied weights once.
 
         Returns:
             Tensors, or DTensors of a sharded model.
@@ -95,7 +95,7 @@ class ShardedOptimizer:
         self._optimizer = optimizer
 
     def sharded_state_dict(self) -> dict[str, Any] | None:
-        """What it remembers, by the names of the parameters.
+        """Return what it remembers, by the names of the parameters.
 
         Returns:
             Tensors, or DTensors of a sharded model, and the settings of its groups; ``None`` before

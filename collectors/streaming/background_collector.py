@@ -117,7 +117,7 @@ class BackgroundCollector(Collector):
         return number
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: the ledger, the place in the data, and the rows of the groups that wait.
+        """State: the ledger, the place in the data, and the rows of the groups that wait.
 
         May be asked while it collects, and while a push is under way. Unfinished groups are not in
         here: a resumed run begins them again, with the same seeds.
@@ -158,7 +158,7 @@ class BackgroundCollector(Collector):
 
 
 def verdict(metrics: Mapping[str, float]) -> str:
-    """What the speed of a run depends on.
+    """Return what the speed of a run depends on.
 
     Args:
         metrics: what :meth:`StreamingCollector.metrics` gave.

@@ -44,7 +44,7 @@ def most_waiting(
     group_size: int,
     weight_sync_steps: int,
 ) -> int:
-    """How many finished groups may wait for the trainer.
+    """Return how many finished groups may wait for the trainer.
 
     Args:
         policy: needs room for some.
@@ -72,7 +72,7 @@ def most_waiting(
 
 
 def most_episodes(ledger: GroupLedger, max_inflight_tasks: int | LoadCap) -> int:
-    """How many episodes may run at once.
+    """Return how many episodes may run at once.
 
     Args:
         ledger: admits groups.
@@ -96,7 +96,7 @@ def most_episodes(ledger: GroupLedger, max_inflight_tasks: int | LoadCap) -> int
 
 
 def turn_timeout_s(ledger: GroupLedger, request_timeout: float | None) -> float | None:
-    """How long one turn's generation may take, in seconds; ``None``: any time.
+    """Return how long one turn's generation may take, in seconds; ``None``: any time.
 
     Raises:
         ValueError: it is not positive; or it is given on policy, where nothing can keep it.
@@ -130,7 +130,7 @@ def check_adapters(engine: Any, policy: StalenessPolicy) -> None:
 
 
 def recomputes(engine: Any, policy: StalenessPolicy, *, who: str) -> bool:
-    """Whether new weights read again what is in flight, as a policy asks.
+    """Return whether new weights read again what is in flight, as a policy asks.
 
     Args:
         engine: draws.

@@ -1,5 +1,22 @@
 """Collection beside training: no row waits for another, and every token's age is bounded.
 
+The loop::
+
+    trainer's thread                         event loop of the producer
+    collect() <- take a batch of groups <- finished <- group runner: all episodes of a group
+        |          waits until the ledger     |           |  each: begin, turns, finish
+        v          has one for this step      |           v
+    train                                     |         engine: draws for all episodes at once
+        |                                     |           ^
+    update_policy_weights_ -- push: new weights ----------+
+        |                     waits for the push before
+        v
+    ledger: may a group begin? <--- admission: a staleness policy bounds how old its tokens get,
+                                    a cap how many episodes run; what is too old is dropped or kept
+                                    waiting, and its prompt is drawn again
+
+Back-pressure: no group begins while the finished ones would be too old when they are trained.
+
 Shape legend: B rows, T tokens of a row (ragged).
 """
 
@@ -286,7 +303,7 @@ class StreamingCollector(BackgroundCollector):
     # What it was like ---------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """What collection was like since the last call, and of the ledger's all.
+        """Return what collection was like since the last call, and of the ledger's all.
 
         Returns:
             ``collect/trainer_wait_fraction``, of the time; ``collect/queued_groups``, finished

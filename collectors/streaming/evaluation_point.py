@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class EvaluationPoint(NamedTuple):
-    """One evaluation."""
+    """An evaluation."""
 
     step: int
     """Of the training when it was asked for."""

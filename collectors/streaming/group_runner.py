@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class EpisodeEnd(NamedTuple):
-    """What the ledger is told of an episode that is over."""
+    """The report to the ledger about an episode that is over."""
 
     num_tokens: int
     """That the policy sampled."""
@@ -62,7 +62,7 @@ class RunningGroup:
 
     @property
     def track(self) -> str:
-        """Its name in a trace."""
+        """Name in a trace."""
         return f"group {self.ticket.ordinal}"
 
     def cancel(self, reason: str) -> None:

@@ -80,7 +80,7 @@ class GroupScheduler:
     # What may begin -----------------------------------------------------------------------------
 
     def may_draw(self) -> bool:
-        """Whether the ledger admits a group, and there may be a prompt for it."""
+        """Return whether the ledger admits a group, and there may be a prompt for it."""
         return self._has_more and self._ledger.can_admit()
 
     @property
@@ -173,7 +173,7 @@ class GroupScheduler:
             )
 
     def drop(self, ticket: Ticket, prompt: Prompt, reason: str = "") -> None:
-        """Nobody trains a group; without a reason it is given back. The prompt may be owed then."""
+        """Drop a group; without a reason it is given back. The prompt may be owed then."""
         ledger = self._ledger
         self._owe(ledger.drop(ticket, reason) if reason else ledger.cancel(ticket), prompt)
 

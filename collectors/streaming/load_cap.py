@@ -16,7 +16,7 @@ _MAX_PATIENCE: Final = 32
 
 @dataclass(frozen=True)
 class LoadCap:
-    """As many groups run at once as the engine's cache has room for.
+    """Cap of the groups that run at once: as many as the engine's cache has room for.
 
     A vLLM engine whose cache is full puts off requests and reads them again later; the fuller it
     is, the more often. So while more than ``trim_above`` of the cache is in use, or requests are
@@ -142,7 +142,7 @@ class GroupCap:
             self.observe(load, len(runner.running), runner.num_ended, self._engine.version)
 
     def metrics(self) -> dict[str, float]:
-        """How it is now."""
+        """Return how it is now."""
         return {
             "collect/max_groups": float(self.num_groups),
             "collect/cache_use": self.load.cache_use,
@@ -153,7 +153,7 @@ class GroupCap:
 def cap_of(
     engine: Any, most: int, max_inflight_tasks: int | LoadCap, *, who: str
 ) -> GroupCap | None:
-    """What follows the load of an engine; ``None`` where that is not asked for.
+    """Return what follows the load of an engine; ``None`` where that is not asked for.
 
     Args:
         engine: draws.
@@ -175,7 +175,7 @@ def cap_of(
 
 
 def together(loads: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What caps of several engines tell, as one; empty where there is none.
+    """Return what caps of several engines tell, as one; empty where there is none.
 
     Args:
         loads: of each, see :meth:`GroupCap.metrics`.

@@ -1,4 +1,13 @@
-"""Producer of a streaming collection in an event loop: episodes, groups, admission."""
+"""Producer of a streaming collection in an event loop: episodes, groups, admission.
+
+The loop::
+
+    _admit_all: while ledger, cap and holds let one in: draw -> offer -> start a group
+    _run_group: its episodes -> finished, or given up -> wake _admit_all and the trainer
+    push:       weights lock -> engine -> ledger: groups that are too old now are cancelled
+    take:       the trainer's thread waits for a whole batch; woken by every change
+    evaluate:   holds admission, and the weights lock, until all of its episodes are over
+"""
 
 import asyncio
 import math
@@ -154,7 +163,7 @@ class Producer(CollectionThread):
         return groups
 
     def used(self) -> list[Ticket]:
-        """What the trainer has used since it last said so."""
+        """Return what the trainer has used since it last said so."""
         taken, self.taken = self.taken, []
         return taken
 
@@ -252,7 +261,7 @@ class Producer(CollectionThread):
             return not self._num_holds and self.queue.may_draw() and self.runner.has_room
 
     def num_expected(self) -> float:
-        """How many episodes will ask for a turn, given time: all that are open or may yet be."""
+        """Number of episodes that will ask for a turn: those that are open or may yet be."""
         return math.inf if self._may_admit() else self.runner.num_open
 
     def _look_for_batch(self) -> None:

@@ -41,7 +41,7 @@ class SnapshotUpdater(InProcessUpdater):
 
 
 def shares_memory(source: nn.Module | Mapping[str, Tensor], engine: Any) -> bool:
-    """Whether an engine draws from the very tensors that are trained.
+    """Return whether an engine draws from the very tensors that are trained.
 
     Args:
         source: the trained model, or its state dict.

@@ -281,7 +281,7 @@ class TextEnvironment:
         return show(episode, history)
 
     def task_end_check(self, history: TextHistory, model_turn: bool = True) -> tuple[bool, bool]:
-        """Whether an episode is over.
+        """Return whether an episode is over.
 
         Args:
             history: its history.

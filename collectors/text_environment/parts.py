@@ -20,7 +20,7 @@ _NONE: Final = (("min_length", -1), ("min_length", 0), ("top_k", 0.0))
 
 
 def engine_of(model: Any) -> Engine:
-    """What generates: a Transformers model, a policy's engine, or an engine itself.
+    """Return what generates: a Transformers model, a policy's engine, or an engine itself.
 
     Raises:
         TypeError: it is none of them.
@@ -83,7 +83,7 @@ def text_sampling(
 
 
 def scores_one_text(function: Callable[..., Any]) -> bool:
-    """Whether a reward function is of one text, and not of the texts of all episodes.
+    """Return whether a reward function is of one text, and not of the texts of all episodes.
 
     It is if :func:`~torchrl_envs.row_reward` marked it, or its first parameter is
     annotated with ``str``.

@@ -17,7 +17,7 @@ from torchrl_modules.weights.lazy_weights import narrowed
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether a model without wrappers is one of PEFT, or has layers of one."""
+    """Return whether a model without wrappers is one of PEFT, or has layers of one."""
     peft: Any = sys.modules.get("peft")  # A model with adapters has imported it.
     if peft is None:
         return False
@@ -73,7 +73,7 @@ def whole(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def merged_layer(name: str, layer: Any) -> dict[str, Tensor]:
-    """What merging a layer changes, by the names of the state dict."""
+    """Return what merging a layer changes, by the names of the state dict."""
     base, prefix = layer, name
     while hasattr(base, "base_layer"):
         base, prefix = base.base_layer, f"{prefix}.base_layer"
@@ -142,7 +142,7 @@ class AdapterNames:
                 self._dropped |= {f"{name}.modules_to_save", used}
 
     def is_left_out(self, name: str) -> bool:
-        """Whether an entry belongs to the adapters, and not to the model without them."""
+        """Return whether an entry belongs to the adapters, and not to the model without them."""
         return not name.startswith("base_model.model.") or any(
             beginning in self._left_out for beginning in _beginnings(name)
         )

@@ -34,7 +34,7 @@ _PUSHES, _CONTRIBUTES = True, False
 
 
 def is_spread(source: nn.Module | Mapping[str, Tensor]) -> bool:
-    """Whether weights are shards of which other processes have the rest.
+    """Return whether weights are shards of which other processes have the rest.
 
     Args:
         source: a model, or its state dict.
@@ -175,14 +175,14 @@ class ShardedWeights(LazyWeights):
         return asked
 
     def say(self, value: Any, leader: int) -> Any:
-        """What the leader says to all ranks: a bucket that it needs, or how it ended."""
+        """Return what the leader says to all ranks: a bucket that it needs, or how it ended."""
         said = [value]
         dist.broadcast_object_list(said, src=leader, device=self.device)
         return said[0]
 
 
 def _roles(own: bool, device: torch.device) -> list[bool]:
-    """Which ranks push."""
+    """Return which ranks push."""
     roles = [torch.zeros(1, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(roles, torch.full((1,), float(own), device=device))
     return [bool(role.item()) for role in roles]

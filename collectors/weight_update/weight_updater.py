@@ -23,7 +23,7 @@ class UpdatablePolicy(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that serve."""
+        """Version of the weights that serve."""
         ...
 
     def update_weights(
@@ -49,7 +49,7 @@ class WeightUpdater:
 
     @property
     def policy(self) -> UpdatablePolicy:
-        """What is updated.
+        """The policy that is updated.
 
         Raises:
             RuntimeError: there is none yet.

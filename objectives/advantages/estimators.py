@@ -67,7 +67,7 @@ class AdvantageEstimator(ChecksAttributes):
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON can hold it; empty where nothing is remembered."""
+        """State for a resumed run, as JSON can hold it; empty where nothing is remembered."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class AdvantageEstimator(ChecksAttributes):
             )
 
     def is_flat(self, group: RewardedGroup) -> bool:
-        """Whether a group has nothing to learn from.
+        """Return whether a group has nothing to learn from.
 
         Args:
             group: a complete one.
@@ -329,7 +329,7 @@ def read_sources(row: TensorDictBase, key: NestedKey) -> dict[str, float]:
 
 
 def trajectory_return(reward: Tensor, scorable: Tensor | None, how: TrajectoryReturn) -> float:
-    """One number for a row; NaN where it could not be scored, or is not finite."""
+    """A number for a row; NaN where it could not be scored, or is not finite."""
     if scorable is not None and not bool(scorable.all()):
         return math.nan
     one = reward.numel() == 1

@@ -35,7 +35,7 @@ class GroupStats:
     groups_expired: int = 0
 
     def ledger(self, rows_pending: int) -> bool:
-        """Whether every row is accounted for."""
+        """Return whether every row is accounted for."""
         dropped = sum(n for name, n in asdict(self).items() if name.startswith("rows_dropped_"))
         return self.rows_in == self.rows_released + dropped + self.rows_expired + rows_pending
 
@@ -87,7 +87,7 @@ class GroupQueue:
         return sum(num_rows(row) for rows in self._pending.values() for row in rows)
 
     def missing(self) -> dict[Hashable, int]:
-        """How many rows each incomplete group still lacks, oldest group first."""
+        """Return how many rows each incomplete group still lacks, oldest group first."""
         return {group: self.group_size - len(rows) for group, rows in self._pending.items()}
 
     def add(self, group: Hashable, row: TensorDictBase) -> list[TensorDictBase] | None:
@@ -200,13 +200,13 @@ class GroupQueue:
 
 
 def row_place(row: TensorDictBase) -> tuple[int, int]:
-    """Which row of its episode it is, and how many there are."""
+    """Return which row of its episode it is, and how many there are."""
     count = row.get(NUM_SEGMENTS, None)
     return (0, 1) if count is None else (int(row.get(SEGMENT)), int(count))
 
 
 def num_rows(member: TensorDictBase) -> int:
-    """How many rows an episode has."""
+    """Return how many rows an episode has."""
     earlier = member.get(_EARLIER, None)
     return 1 if earlier is None else 1 + len(list(earlier.keys()))
 
@@ -225,7 +225,7 @@ Waiting = dict[tuple[Hashable, int], dict[int, TensorDictBase]]
 
 
 def member_of(group: Hashable, row: TensorDictBase, waiting: Waiting) -> TensorDictBase | None:
-    """One row for the whole episode of a row, once all of its rows are there."""
+    """A row for the whole episode of a row, once all of its rows are there."""
     segment, count = row_place(row)
     if count == 1:
         return row

@@ -47,7 +47,7 @@ ON_EXPIRY: Final[tuple[OnExpiry, ...]] = ("drop", "release")
 
 
 class ByGroups(ChecksAttributes, Transform):
-    """What takes rows in, and gives complete groups out.
+    """Protocol of a part that takes rows in, and gives complete groups out.
 
     Args:
         group_key: int64, the group's id.
@@ -305,7 +305,7 @@ class MCAdvantage(ByGroups):
         return {"rloo": LeaveOneOut, "gdpo": DecoupledSources, "maxrl": MaxRL}[name]()
 
     def take_refills(self) -> dict[Hashable, int]:
-        """How many new rows each group asks for; asked once, then forgotten.
+        """Return how many new rows each group asks for; asked once, then forgotten.
 
         To be called after each ``extend`` by whoever fills the buffer, who then samples so many
         rows for the prompt of each group and gives them its id (``docs/losses.md`` has an
@@ -413,7 +413,7 @@ class MCAdvantage(ByGroups):
             raise
 
     def _kept(self, group: RewardedGroup) -> list[bool]:
-        """Which rows of a complete group go on; counts those that do not."""
+        """Return which rows of a complete group go on; counts those that do not."""
         valid = [value for value in group.returns if not math.isnan(value)]
         size, sizes = len(group.rows), list(map(num_rows, group.rows))
         if self.estimator.is_flat(group):

@@ -112,7 +112,7 @@ class RayMCAdvantage(ChecksAttributes, Transform):
         return None if tensordict is None else self._call_actor("inv", tensordict)
 
     def take_refills(self) -> dict[Any, int]:
-        """As :meth:`MCAdvantage.take_refills`."""
+        """Take refills as :meth:`MCAdvantage.take_refills` does."""
         return self._call_actor("take_refills")
 
     def get_extra_state(self) -> dict[str, Any]:

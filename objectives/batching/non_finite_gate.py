@@ -24,15 +24,15 @@ from .ranks import Ranks, clip_over, norm_over, num_shards
 
 @runtime_checkable
 class LossOutput(Protocol):
-    """What a loss gives back."""
+    """The output of a loss."""
 
     def total(self) -> Tensor:
-        """What to call ``backward`` on."""
+        """Return what to call ``backward`` on."""
         ...
 
 
 class StepOutcome(NamedTuple):
-    """What became of one optimizer step."""
+    """The outcome of one optimizer step."""
 
     grad_norm: float
     """Norm of the whole gradient before clipping; NaN where it is not finite."""
@@ -227,7 +227,7 @@ class NonFiniteGate(ChecksAttributes):
                 self._num_kept = (self._num_kept or 0.0) + share * count
 
     def _why_nothing(self, *, has_gradient: bool) -> str:
-        """Why a step has no gradient, as far as the outputs of the loss tell."""
+        """Return why a step has no gradient, as far as the outputs of the loss tell."""
         if self._num_trained == 0:
             return "no token was trained"
         if self._num_kept == 0:
@@ -235,7 +235,7 @@ class NonFiniteGate(ChecksAttributes):
         return "every gradient is 0" if has_gradient else "no gradient"
 
     def state_dict(self) -> dict[str, int]:
-        """Its counts."""
+        """Counts of the gate."""
         return {
             "num_steps": self.num_steps,
             "num_not_finite": self.num_not_finite,

@@ -38,7 +38,7 @@ class TokenKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOLossKeys(TokenKeys):
-    """What :class:`~objectives.GRPOLoss` reads."""
+    """The batch entries that :class:`~objectives.GRPOLoss` reads."""
 
     log_probs: NestedKey = keys.LOG_PROBS_FULL
     """float32, like the tokens: of the distribution that was sampled from; read where sampled."""
@@ -57,7 +57,7 @@ class GRPOLossKeys(TokenKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTLossKeys(TokenKeys):
-    """What :class:`~objectives.SFTLoss` reads."""
+    """The batch entries that :class:`~objectives.SFTLoss` reads."""
 
     ref_log_probs: NestedKey = keys.REF_LOG_PROBS_FULL
     """float32, like the tokens; read for a KL to the reference, and for minor SFT."""
@@ -65,7 +65,7 @@ class SFTLossKeys(TokenKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationLossKeys(TokenKeys):
-    """What :class:`~objectives.DistillationLoss` reads."""
+    """The batch entries that :class:`~objectives.DistillationLoss` reads."""
 
     teacher_log_probs: NestedKey = TEACHER_LOG_PROBS
     """float32, like the tokens: the teacher's."""
@@ -419,7 +419,7 @@ def _count(mask: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:
 
 
 class Entries(NamedTuple):
-    """What a loss reads beside tokens and masks, by the field that names it."""
+    """Entries that a loss reads in addition to tokens and masks, by the field that names them."""
 
     tokens: Mapping[str, NestedKey]
     """Entries of one value per token."""

@@ -140,7 +140,7 @@ class Ranks:
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> Ranks:
-        """One process by itself.
+        """A process by itself.
 
         Args:
             device: where it computes.
@@ -206,7 +206,7 @@ class Ranks:
     # What they tell each other --------------------------------------------------------------------
 
     def broadcast(self, value: Any = None) -> Any:
-        """What rank 0 says.
+        """Return what rank 0 says.
 
         Args:
             value: of rank 0, anything that can be pickled; of others it is not read.
@@ -220,7 +220,7 @@ class Ranks:
         return said[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank says.
+        """Return what every rank says.
 
         Args:
             value: of this rank, anything that can be pickled.
@@ -366,7 +366,7 @@ class Ranks:
             raise RankFailedError(f"Rank {self.rank} of {self.size} ends: {first}.") from error
 
     def _first_failure(self, error: BaseException) -> str | None:
-        """What another rank has failed of before; otherwise this one's failure is written down."""
+        """Failure of another rank that came before; else that of this one is written down."""
         if self._store is None:
             return None
         own = f"rank {self.rank} failed of {type(error).__name__}: {error}"
@@ -437,6 +437,6 @@ def num_shards(value: Any) -> int:
 
 
 def _local(value: Any) -> Tensor:
-    """What this process has of a tensor, in the same memory."""
+    """Return what this process has of a tensor, in the same memory."""
     to_local = getattr(value, "to_local", None)
     return value if to_local is None else to_local()

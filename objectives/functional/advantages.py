@@ -271,7 +271,7 @@ def group_std(
 def is_uniform(
     values: Float[Tensor, " B"], index: Int[Tensor, " B"], valid: Bool[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
-    """Whether all valid members of the group have the same value, exactly."""
+    """Return whether all valid members of the group have the same value, exactly."""
     # A mean of equal floats need not be equal to them, so the deviation cannot tell.
     infinite = torch.full_like(values, torch.inf)
     low = values.masked_fill(~valid, torch.inf)

@@ -60,7 +60,7 @@ def check_lengths(lengths: Int[Tensor, " B"], num_tokens: int) -> None:
 
 
 def sequence_index(lengths: Int[Tensor, " B"], num_tokens: int) -> Int[Tensor, " N"]:
-    """Which sequence each packed token belongs to.
+    """Return which sequence each packed token belongs to.
 
     Args:
         lengths: tokens of each sequence, shape ``[B]``; a length may be 0.

@@ -115,7 +115,7 @@ def leveled_log_ratio(
 
 
 class Surrogate(NamedTuple):
-    """What a surrogate gives back, each of the shape of its input."""
+    """The output of a surrogate, each field of the shape of its input."""
 
     loss: Tensor
     """To be minimised; 0 outside the mask."""
@@ -467,7 +467,7 @@ def binary_divergence(
     *,
     divergence: BinaryDivergence | str = "tv",
 ) -> Float[Tensor, "*shape"]:
-    """How far a token's probability p has moved from that of the policy that sampled it, q.
+    """Return how far a token's probability p has moved from that of the policy that sampled it, q.
 
     Args:
         log_prob: log p, in nats, ``[B, T]`` or ``[N]``.

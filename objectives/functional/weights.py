@@ -315,7 +315,7 @@ def overlong_mask(
 def overlong_penalty(
     num_tokens: Int[Tensor, " B"], *, max_tokens: int, buffer_tokens: int
 ) -> Float[Tensor, " B"]:
-    """What a long response loses of its reward (soft overlong punishment).
+    """Return what a long response loses of its reward (soft overlong punishment).
 
     Args:
         num_tokens: tokens of each response, ``[B]``.

@@ -1,4 +1,4 @@
-"""What every loss does: score a batch, sum over the window, tell the outputs."""
+"""Base of all losses: score a batch, sum over the window, report the outputs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_output(kind: type[Output], terms: Mapping[str, Tensor]) -> Output:
 
 
 class LossTerms:
-    """What every output of a loss has."""
+    """The fields that every output of a loss has."""
 
     def total(self) -> Tensor:
         """The objective: the sum of the ``loss_*`` entries."""
@@ -336,7 +336,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 def scorer_device(actor: object) -> torch.device | None:
-    """Where an actor's parameters are; None when it has none to show."""
+    """Return where an actor's parameters are; None when it has none to show."""
     if not isinstance(actor, torch.nn.Module):
         return None
     first = next(actor.parameters(), None)
@@ -459,17 +459,17 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
 
     @property
     def aggregation(self) -> F.Aggregation:
-        """How values of tokens become one number, by its own name."""
+        """Name of how values of tokens become one number."""
         return self._options.named_aggregation
 
     @property
     def masking_strategy(self) -> MaskingStrategy:
-        """Which tokens are trained, by its own name."""
+        """Name of the tokens that are trained."""
         return resolve_masking_strategy(self._options.masking_strategy)
 
     @property
     def temperature(self) -> float:
-        """What the logits are divided by."""
+        """Divisor of the logits."""
         given = self._options.temperature
         if given is not None:
             return given
@@ -478,7 +478,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
     # Batches ------------------------------------------------------------------------------------
 
     def _entries(self) -> Entries:
-        """What is read beside tokens and masks, by the fields of ``read``."""
+        """Return what is read beside tokens and masks, by the fields of ``read``."""
         raise NotImplementedError
 
     def pack(self, batch: TensorDictBase | PackedBatch) -> PackedBatch:
@@ -656,7 +656,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         return scores
 
     def _reduce(self, values: Tensor, batch: PackedBatch, window: Window) -> Tensor:
-        """One number from a value per trained token, ``[K]``."""
+        """A number from a value per trained token, ``[K]``."""
         if batch.weights is not None:
             values = values * batch.weights.to(values.dtype)
         return F.aggregate(

@@ -78,7 +78,7 @@ def policy_scores(batch: PackedBatch, scores: TokenScores, options: GRPOOptions)
 def filter_tokens(
     filters: TokenFilters, scores: PolicyScores, batch: PackedBatch, window: Window
 ) -> Tensor:
-    """Where the policy term counts, bool ``[K]``."""
+    """Return where the policy term counts, bool ``[K]``."""
     keep = torch.ones_like(batch.sampled)
     if filters.trust_region is not None:
         keep = keep & F.trust_region_mask(
@@ -270,7 +270,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         return packed.leave_out(bad)
 
     def has_signal(self, packed: PackedBatch) -> bool:
-        """Whether an optimizer step on a batch can follow from it.
+        """Return whether an optimizer step on a batch can follow from it.
 
         Without a signal every gradient is 0, and a step is momentum and weight decay alone:
         leave it out (``NonFiniteGate`` does).
@@ -507,7 +507,7 @@ class GRPO(GRPOLoss):
 
 
 class OriginalGRPO(GRPOLoss):
-    """As first published: every sequence weighs the same (arXiv:2402.03300).
+    """GRPO as first published: every sequence weighs the same (arXiv:2402.03300).
 
     Example:
         >>> from torchrl_modules import TransformersWrapper

@@ -212,7 +212,7 @@ class MixedLoss(ChecksAttributes, TensorDictModuleBase):
         return {n: loss.measure_window(streams[n], ranks=ranks) for n, loss in self._losses()}
 
     def has_signal(self, packed: PackedBatch) -> bool:
-        """Whether an optimizer step on a batch can follow from any of its streams.
+        """Return whether an optimizer step on a batch can follow from any of its streams.
 
         Args:
             packed: what :meth:`pack` gave.
@@ -266,7 +266,7 @@ class MixedLoss(ChecksAttributes, TensorDictModuleBase):
 
 
 def _check_weighable(name: str, loss: TokenLoss[Any, Any]) -> None:
-    """Whether every term of a loss can be weighed by token."""
+    """Check that every term of a loss can be weighed by token."""
     options = getattr(loss, "options", None)
     for bad, what in (
         (loss.aggregation == "none", "aggregation='none' gives no number that could be added up"),

@@ -84,7 +84,7 @@ SurrogateT = TypeVar("SurrogateT", bound=SurrogateFunction)
 
 
 class PolicyTokens(NamedTuple):
-    """What a surrogate may take, by these names; K trained tokens of B rows."""
+    """Inputs that a surrogate may take, by these names; K trained tokens of B rows."""
 
     log_ratio: Tensor
     """``[K]``, in nats, at the loss's ratio level."""
@@ -300,7 +300,7 @@ SURROGATES: Final[Mapping[str, type[SurrogateSettings]]] = {
 
 
 def surrogate_inputs(function: SurrogateFunction) -> frozenset[str]:
-    """What a surrogate takes of :class:`PolicyTokens` and of the batch; it may need nothing else.
+    """Names that a surrogate takes of :class:`PolicyTokens` and of the batch.
 
     Raises:
         TypeError: it needs something else, or takes no entry of the batch that it says it reads.
@@ -325,14 +325,14 @@ def surrogate_inputs(function: SurrogateFunction) -> frozenset[str]:
 def takes_clip(
     surrogate: SurrogateSettings | type[SurrogateSettings] | SurrogateFunction,
 ) -> bool:
-    """Whether a surrogate has both bounds of ``clip_epsilon``."""
+    """Return whether a surrogate has both bounds of ``clip_epsilon``."""
     function: Any = getattr(surrogate, "function", surrogate)
     return {"clip_low", "clip_high"} <= inspect.signature(function).parameters.keys()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFilters:
-    """Which trained tokens the policy term leaves out; None (or False) leaves a filter off.
+    """Filters of the tokens that the policy term trains; None (or False) leaves a filter off.
 
     They make the term 0 there and leave the counts that it is divided by alone.
 
@@ -552,7 +552,7 @@ class GRPOSettings(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOOptions(TokenOptions):
-    """What :class:`~objectives.GRPOLoss` can be told, checked when it is made.
+    """The options of :class:`~objectives.GRPOLoss`, checked when they are made.
 
     Args:
         aggregation: ``"token_mean"``, ``"sequence_mean"`` (TorchRL's ``"prompt_mean"``),

@@ -8,7 +8,7 @@ from torchrl_agents.settings.schema import CollectorConfig, EpochsTrainConfig, R
 
 @dataclass
 class TeacherConfig:
-    """Who scores what the student sampled."""
+    """The teacher, which scores what the student sampled."""
 
     model: str | None = None
     """Hub id, local path or folder of a run; with url, its name at the server."""

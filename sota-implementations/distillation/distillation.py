@@ -46,12 +46,12 @@ from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, build_collector, build_task, load_models, warm_up
-from torchrl_agents.training import Rollouts, Step, Trainer, learn
+from torchrl_agents.training import Rollouts, Step, Training, learn
 from torchrl_data.keys import ADVANTAGE, ASSISTANT_MASK, LOG_PROBS_FULL
 
 
 def build_panel(cfg: DistillationConfig) -> Panel:
-    """Who teaches."""
+    """Return who teaches."""
     return Panel(cfg.teacher, cfg.teachers, cfg.teacher_column)
 
 
@@ -100,12 +100,12 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run) -> dict:
                 told[f"kl_to_teacher/{name}"] = float(torch.cat(values).mean())
         return told
 
-    trainer = Trainer(
+    training = Training(
         *(cfg, run, setup, actor, policy, Rollouts(collector)),
         measure=kl_to_teacher,
         curves={"kl_to_teacher": "KL to the teacher, nats per token", "entropy": "entropy"},
     )
-    return learn(trainer)
+    return learn(training)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who teaches: models in this process or behind a URL, one or several."""
+"""Teachers: models in this process or behind a URL, one or several."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -178,7 +178,7 @@ _ONE: Final = ""
 
 
 class Panel:
-    """Who teaches: teachers by name, and their weights or the column that names one.
+    """Teachers by name, and their weights or the column that names one.
 
     Args:
         teacher: the only one, where there are no others.
@@ -218,7 +218,7 @@ class Panel:
         self.weights = {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
     def check(self, policy: PolicyConfig) -> None:
-        """What can be told before anything is loaded.
+        """Check what can be known before anything is loaded.
 
         Raises:
             ValueError: a server can't score what is sampled so.
@@ -318,7 +318,7 @@ class Teachers:
         }
 
     def name_of(self, row: TensorDictBase) -> str:
-        """Who teaches a row; nothing where there is no choice."""
+        """Return who teaches a row; nothing where there is no choice."""
         if self._column is None:
             return _ONE
         example: Any = row[ROW]

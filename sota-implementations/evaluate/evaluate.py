@@ -63,7 +63,7 @@ from tensordict import TensorDictBase, lazy_stack
 from collectors import Estimate, LLMCollector, RunState, rollout_metrics
 from collectors.record import RolloutRecorder
 from collectors.record.files import finite
-from torchrl_agents.parallel import Checkpoints
+from torchrl_agents.checkpoints import Checkpoints
 from torchrl_agents.results import scores_of, show_rollouts
 from torchrl_agents.run import Run
 from torchrl_agents.start import run_recipe
@@ -87,7 +87,7 @@ def evaluate(cfg: EvaluationConfig, test: Setup, run: Run) -> dict[str, Any]:
     solved: Any = {"solved_at": cfg.evaluate.solved_at, "solved_by": cfg.evaluate.solved_by}
     collector, data = LLMCollector(env, policy), [*env.transforms_of(DataLoadingPrimer)]
     kept = CheckpointConfig(every=-(-num_batches // 20))
-    with closing(Checkpoints(kept, run.jobs, RunState()).open(run.folder)) as keep:
+    with closing(Checkpoints(kept, run.ranks, RunState()).open(run.folder)) as keep:
         done, saved = keep.restore()
         batches: list[TensorDictBase] = [*saved.get("batches", [])]
         for loader, place in zip(data, saved.get("data", ()), strict=False):

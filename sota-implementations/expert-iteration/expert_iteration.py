@@ -53,7 +53,7 @@ from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, before_buffer, build_collector, load_models, warm_up
-from torchrl_agents.training import Rollouts, Step, Trainer, learn
+from torchrl_agents.training import Rollouts, Step, Training, learn
 
 
 def build_selector(cfg: ExpertConfig) -> TopKRewardSelector:
@@ -83,12 +83,12 @@ def main(cfg: ExpertConfig, setup: Setup, run: Run) -> dict:
         num_kept = 0 if step.trained is None else len(step.trained)
         return {"kept_fraction": num_kept / setup.env.batch_size.numel()}
 
-    trainer = Trainer(
+    training = Training(
         *(cfg, run, setup, actor, policy, Rollouts(collector)),
         measure=kept,
         parts={"best": best},
     )
-    return learn(trainer)
+    return learn(training)
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ def build_advantage(cfg: LossConfig, group_size: int) -> objectives.MCAdvantage:
 def build_pools(
     cfg: GRPOConfig, env: torchrl_envs.EpisodeEnv | None = None
 ) -> torchrl_envs.DifficultyPools | None:
-    """What decides which prompts are drawn again, if anything does.
+    """Return what decides which prompts are drawn again, if anything does.
 
     Args:
         cfg: the settings.
@@ -290,7 +290,7 @@ def build_postproc(
     reference: TokenScorer | None,
     pools: torchrl_envs.DifficultyPools | None = None,
 ) -> PostProcessing | None:
-    """What happens to collected rollouts before they go into the buffer, if anything does.
+    """Return what happens to collected rollouts before they go into the buffer, if anything does.
 
     Args:
         cfg: the settings.

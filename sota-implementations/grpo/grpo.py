@@ -27,16 +27,6 @@ from build import (
 from torchrl_agents.settings.command_line import read_command_line
 from torchrl_agents.settings.schema import Recipe
 
-
-def train_pass(loss, gate, share):
-    """Make an optimizer step over the rows of a step; every rank does, with its share of them."""
-    outputs = []
-    for part in share.micro_batches():  # as many rows as fit; gradients add up to the whole's
-        outputs.append(loss(part, window=share.window))  # scores the sampled tokens, packed
-        gate.backward(outputs[-1], part)
-    return outputs, gate.step()  # clips, and steps the optimizer; leaves out what is not finite
-
-
 RECIPE = Recipe(
     name="grpo",
     summary="GRPO: a language model learns a task in an environment that scores it.",
@@ -67,18 +57,45 @@ RECIPE = Recipe(
         temperature=cfg.policy.temperature,
         max_tokens=(cfg.collector.max_turns or 1) * (cfg.policy.max_new_tokens or 1),
     ),
-    train_pass=train_pass,
+    train=lambda training: train(training),
 )
 
 if __name__ == "__main__":
     read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
-from torchrl_agents.parallel import freeze_reference, share_model
+from objectives import NonFiniteGate
+from torchrl_agents.models import build_optimizer
+from torchrl_agents.parallel import Follower, freeze_reference, share_model
 from torchrl_agents.run import Run
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, build_collector, load_models, warm_up
-from torchrl_agents.training import Rollouts, Trainer, training
+from torchrl_agents.training import Rollouts, Training
 from torchrl_envs import RewardFunctions
+
+
+def train(training: Training | Follower) -> dict:
+    """Make the steps; every rank does, each with its share of the rows. Gives the result."""
+    cfg, actor = training.cfg, training.actor
+    loss = RECIPE.loss(cfg, actor)
+    optimizer = build_optimizer(cfg.optim, [p for p in actor.parameters() if p.requires_grad])
+    gate = NonFiniteGate(
+        optimizer,
+        max_grad_norm=cfg.optim.max_grad_norm,
+        dump_dir=training.folder / "not_finite",
+        ranks=training.ranks,
+    )
+    with training.steps(loss, gate) as steps:  # records, tests, checkpoints and signals
+        for step in steps:
+            step.draw()  # rank 0: the collector fills the buffer, which gives advantages
+            for share in step.passes():  # train.num_epochs, over the groups that have a signal
+                outputs = []
+                for part in share.micro_batches():  # as many rows as fit; gradients add up
+                    outputs.append(loss(part, window=share.window))  # scores the sampled tokens
+                    gate.backward(outputs[-1], part)
+                outcome = gate.step()  # clips, and steps the optimizer if all is finite
+                step.note(outputs, outcome)
+            step.push()  # the policy gets the new weights
+    return training.result
 
 
 def main(cfg: GRPOConfig, setup: Setup, run: Run) -> dict:
@@ -97,14 +114,7 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run) -> dict:
         functions.trainer_state.max_steps = cfg.train.num_steps
 
     parts = {"advantage": advantage, **frozen}
-    trainer = Trainer(cfg, run, setup, actor, policy, Rollouts(collector), parts=parts)
-    with training(trainer) as (steps, result):
-        for step in steps:  # records, tests, checkpoints and signals are around them
-            step.draw()  # the collector fills the buffer, which gives its groups advantages
-            for _ in step.passes():  # train.num_epochs, over the groups that have a signal
-                step.update()  # train_pass, on every rank
-            step.push()  # the policy gets the new weights
-    return result
+    return train(Training(cfg, run, setup, actor, policy, Rollouts(collector), parts=parts))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
 
 def check_opponents(cfg: OpponentsConfig, *, engine: str) -> None:
-    """What can be told before anything is loaded.
+    """Check what can be known before anything is loaded.
 
     Raises:
         ValueError: a setting is out of range, or can't take effect.

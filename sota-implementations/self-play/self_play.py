@@ -52,7 +52,7 @@ from torchrl_agents.tasks import (
     rollout_buffer,
     warm_up,
 )
-from torchrl_agents.training import Rollouts, Trainer, learn
+from torchrl_agents.training import Rollouts, Training, learn
 
 
 def build_baseline(cfg: SelfPlayConfig) -> MCAdvantage:
@@ -94,13 +94,13 @@ def main(cfg: SelfPlayConfig, setup: Setup, run: Run) -> dict:
         postproc=before_buffer(cfg, reference),
     )
     past = {} if pool is None else {"opponents": pool}
-    trainer = Trainer(
+    training = Training(
         *(cfg, run, setup, actor, policy, Rollouts(collector)),
         parts={"advantage": advantage, **past, **frozen},
         measure=(lambda _: {}) if pool is None else pool.after,
     )
     # Each step: play, train on both seats, play with the new weights. The test is against others.
-    return learn(trainer)
+    return learn(training)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torchrl_agents.settings.schema import (
 
 @dataclass
 class DemonstrationsConfig:
-    """What is learnt: conversations of which the assistant's turns count."""
+    """Conversations to learn from: the assistant's turns in them count."""
 
     dataset: str | None = None
     """Hub id, file or folder with conversations; none takes the task's demonstrations."""
@@ -92,7 +92,7 @@ from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, build_task, load_models
-from torchrl_agents.training import Rollouts, Step, Trainer, learn
+from torchrl_agents.training import Rollouts, Step, Training, learn
 from torchrl_data import row_tensordicts
 from torchrl_envs import DataLoadingPrimer, load_rows
 from torchrl_envs.datasets.row_stream import NumberedRows
@@ -160,7 +160,7 @@ def tell_seen(num_held_out: int, chats: Sequence[Sequence[Any]], env: TaskEnv) -
 
 
 def user_texts(prompt: str | Sequence[Any]) -> list[str]:
-    """What the user says in a prompt, or in a conversation; parts other than texts are left out."""
+    """Texts of the user in a prompt, or in a conversation; other parts are left out."""
     if isinstance(prompt, str):
         return [prompt]
     said = [
@@ -172,7 +172,7 @@ def user_texts(prompt: str | Sequence[Any]) -> list[str]:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a row of the data holds a list of messages."""
+    """Return whether a row of the data holds a list of messages."""
     return isinstance(value, list) and bool(value)
 
 
@@ -247,7 +247,7 @@ class Conversations(Rollouts):
         self._order: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What is left of the epoch."""
+        """Return what is left of the epoch."""
         return {"order": list(self._order), "num_rows": len(self._rows)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -290,12 +290,12 @@ def main(cfg: SFTConfig, test: Setup, run: Run) -> dict:
         return {"held_out_nll": held_out_nll()} if is_time else {}
 
     collector = LLMCollector(test.held_out_env, policy)
-    trainer = Trainer(
+    training = Training(
         *(cfg, run, test, actor, policy, Conversations(collector, rows, cfg.train.batch_size)),
         measure=measure,
         curves={"loss": "loss, nats per token", "held_out_nll": "the same, held out"},
     )
-    return learn(trainer) | {"held_out_nll": held_out_nll()}
+    return learn(training) | {"held_out_nll": held_out_nll()}
 
 
 if __name__ == "__main__":

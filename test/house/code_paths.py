@@ -6,7 +6,8 @@
 ``GRPOLoss``: a batch is collected with a tool and a reward function, gets its advantages in the
 replay buffer, is sampled, scored and trained on; a tiny model on Transformers. ``stays``, of one
 call of a policy on one chat: each time that another file goes on, by a call or by a return, is one.
-Each once with the engine that decodes, and once with one that says something at once. All in a
+Each once with the engine that decodes, and once with one that says something at once. The stays and
+the functions of an ``env.step`` are of two rows, whose turns call a tool. All in a
 second run, so that nothing is imported or compiled on the way. The numbers do not depend on the
 machine.
 """
@@ -41,6 +42,7 @@ class Trace:
     def __init__(self) -> None:
         self.files: Counter[str] = Counter()
         self.stays: list[str] = []
+        self.functions: Counter[str] = Counter()
         self._thread = threading.get_ident()
 
     def run(self, call: Callable[[], Any]) -> Any:
@@ -55,6 +57,8 @@ class Trace:
     def _see(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and (name := _file(frame)):
             self.files[name] += 1
+            if not frame.f_code.co_name.endswith(("comp>", "genexpr>")):
+                self.functions[f"{name}:{frame.f_code.co_qualname}"] += 1
             self._stay(name)
         elif event == "return" and _file(frame):
             above = frame.f_back
@@ -147,6 +151,22 @@ def one_turn(policy: Any, tokenizer: Any) -> Trace:
     return trace
 
 
+def step_with_a_tool(tokenizer: Any) -> Trace:
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|im_end|>'
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    policy = LLMWrapperBase(Says(ids), tokenizer=tokenizer)
+    env = ChatEnv(batch_size=2, tokenizer=tokenizer)
+    env = env.append_transform(DataLoadingPrimer([{"prompt": "question"}], group_size=2))
+    for transform in (StepCounter(max_steps=4), FunctionTools([add]), RewardFunctions([length])):
+        env = env.append_transform(transform)
+    batch = env.step_mdp(env.step(policy(env.reset())))
+    spoken = policy(batch)
+    trace = Trace()
+    trace.run(lambda: env.step(spoken))
+    env.close()
+    return trace
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", action="store_true", help="name the files")
@@ -169,6 +189,14 @@ def main() -> None:
         if options.names:
             print("\n".join(f"{calls:8d} {file}" for file, calls in sorted(way.files.items())))
             print(" -> ".join(turn.stays))
+    step = step_with_a_tool(tokenizer)
+    print(
+        f"tool: one step {len(step.stays)} stays in {len(set(step.stays))} files, "
+        f"{len(step.functions)} functions"
+    )
+    if options.names:
+        print("\n".join(f"{calls:8d} {name}" for name, calls in step.functions.items()))
+        print(" -> ".join(step.stays))
 
 
 if __name__ == "__main__":

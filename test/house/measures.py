@@ -8,8 +8,10 @@ functions whose body is one call. Nothing bounds these figures: they are there t
 
 Order is what a good change can't worsen, and ``test/test_house.py`` holds it: seams (comments that
 stand alone between the definitions of a file, as the docstring of another file would), shape
-legends outside the docstring of a file, public names that several files define, and public classes
-away from home: in a file whose name has no word of theirs. The option ``-v`` lists them.
+legends outside the docstring of a file, public names that several files define, public classes
+away from home: in a file whose name has no word of theirs, and docstrings that begin with a
+question word, or with a word that leans on its neighbours (``it``, ``of``, ``nobody``). The option
+``-v`` lists them.
 """
 
 import ast
@@ -41,6 +43,10 @@ _SILENT = {
     tokenize.ENDMARKER,
     tokenize.ENCODING,
 }
+QUESTION_WORDS = frozenset(
+    {"what", "who", "whoever", "whose", "which", "when", "where", "whether", "why", "how"}
+)
+LEANING_WORDS = frozenset({"it", "its", "he", "she", "they", "nobody", "one", "of", "as"})
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -163,6 +169,19 @@ def _words(name: str) -> set[str]:
     return {re.sub(r"ies$", "y", word.lower()).removesuffix("s") for word in found} - {""}
 
 
+def first_words(text: str) -> Iterator[tuple[str, str]]:
+    """The first word of each docstring of a module, in lower case, with its first line.
+
+    Args:
+        text: of the module.
+    """
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, Function | ast.ClassDef | ast.Module):
+            docstring = ast.get_docstring(node) or ""
+            if found := re.match(r"[A-Za-z']+", docstring):
+                yield found[0].lower(), docstring.splitlines()[0]
+
+
 def is_at_home(name: str, path: str) -> bool:
     """Whether a file's name has a word of a class' name, such as ``text_history.py: TextHistory``.
 
@@ -203,7 +222,14 @@ def order() -> dict[str, list[str]]:
             is_public = isinstance(node, ast.ClassDef) and node.name in exported
             if is_public and not is_at_home(node.name, path):
                 away.append(f"{path}: {node.name}")
+    words = [(path, *words) for path, text in code.items() for words in first_words(text)]
     return {
+        "docstrings_that_ask": [
+            f"{p}: {line}" for p, word, line in words if word in QUESTION_WORDS
+        ],
+        "docstrings_that_lean": [
+            f"{p}: {line}" for p, word, line in words if word in LEANING_WORDS
+        ],
         "seams": [f"{path}: {line}" for path, text in code.items() for line in seams(text)],
         "legends_outside_docstrings": [
             f"{path}: {line}" for path, text in code.items() for line in legends(text)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "sota-implementations/sft"))
 
 import sft
 
-from torchrl_agents.parallel import Updates
+from objectives import NonFiniteGate
 from torchrl_agents.settings.command_line import read_command_line
 from torchrl_agents.start import run_recipe
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
@@ -49,14 +49,14 @@ def program(*arguments, dies=None):
 
 
 def die_at(number):
-    make, passes = Updates._make_pass, iter(range(1, number + 1))
+    step, passes = NonFiniteGate.step, iter(range(1, number + 1))
 
-    def made(self):
+    def stepped(self):
         if next(passes) == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        return make(self)
+        return step(self)
 
-    Updates._make_pass = made
+    NonFiniteGate.step = stepped
 
 
 def run(size, *arguments, dies=None):

@@ -87,7 +87,7 @@ POINTS = {
     "collecting, in a reward": Point(
         "torchrl_envs.tasks.reasoning_gym.chose_right_tool", DRAW, 2, hangs=True
     ),
-    "between two passes": Point("torchrl_agents.training.Step.update", after=True),
+    "between two passes": Point("torchrl_agents.training.Step.note", after=True),
     "in backward": Point("objectives.NonFiniteGate.backward"),
     "in a weight push": Point("collectors.weight_update.WeightUpdater.push", DRAW, 1),
     "saving on a thread": Point("collectors.checkpoint.saver.publish", takes_s=1.0),
@@ -95,7 +95,7 @@ POINTS = {
     "recording": Point("collectors.record.RolloutRecorder.write"),
     "saving at the end": Point(
         "collectors.checkpoint.saver.publish",
-        "torchrl_agents.parallel.Checkpoints.save",
+        "torchrl_agents.checkpoints.Checkpoints.save",
         3,  # after that of each step
     ),
     "last evaluation": Point(GENERATE, f"{HELD_OUT}.now", 2, hangs=True),

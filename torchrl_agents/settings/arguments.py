@@ -96,7 +96,7 @@ def settings_text(settings: Any) -> str:
 
 
 class _FromFile(NamedTuple):
-    """One argument that a file stands for."""
+    """An argument that a file stands for."""
 
     text: str
     file: str

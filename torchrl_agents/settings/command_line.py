@@ -97,7 +97,7 @@ def _setting(recipe: Recipe, cfg: DictConfig, key: str, text: str) -> str:
 
 
 def _described(kind: type | None) -> dict[str, str]:
-    """What the docstrings of a data class's fields say, and under ``""`` its own."""
+    """Return what the docstrings of a data class's fields say, and under ``""`` its own."""
     assert kind is not None
     found = {"": inspect.getdoc(kind) or ""}
     for base in reversed(kind.__mro__):
@@ -315,7 +315,7 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
 
 
 def _continuations(recipe: Recipe, word: str, composed: DictConfig) -> set[str]:
-    """How a word may go on: up to the next ``.`` or ``=``, or to its end, then with a space."""
+    """Continuations of a word: up to the next ``.`` or ``=``, or to its end and a space."""
     name, given, _ = word.partition("=")
     known_groups = groups(recipe)
     if given:
@@ -397,7 +397,7 @@ def _check_setting(
 
 
 def _guess(name: str, known: Collection[str], settings: Collection[str] = ()) -> str:
-    """What may be meant: a setting that other libraries call so, or one whose name is like it."""
+    """Guess the setting that is meant: other libraries call it so, or its name is similar."""
     for theirs, ours in OmegaConf.load(_ELSEWHERE).items() if settings else ():
         if f".{name}".endswith(f".{theirs}"):
             for text in ours:
@@ -499,7 +499,7 @@ def _policy_faults(cfg: RecipeConfig) -> Iterator[str]:
 
 
 def num_ranks() -> int:
-    """How many ranks torchrun has started; 1 without it."""
+    """Return how many ranks torchrun has started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -525,7 +525,7 @@ def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:
 
 
 def _has_servers(cfg: RecipeConfig) -> bool:
-    """Whether vLLM runs in processes of its own, wherever they are started."""
+    """Return whether vLLM runs in processes of its own, wherever they are started."""
     engine = cfg.engine
     return bool(engine.url or engine.urls or engine.starts_servers) or collects_on_ray(cfg)
 
@@ -640,7 +640,7 @@ def _by_name(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What a run wrote down of itself.
+    """Return what a run wrote down of itself.
 
     Raises:
         SettingsError: there is none in the folder.

@@ -94,7 +94,7 @@ class PolicyConfig:
 
 @dataclass
 class EngineConfig:
-    """What draws the tokens."""
+    """The engine that draws the tokens."""
 
     name: str = "transformers"
     """transformers (the trained model itself), vllm, or, where nothing is trained, chat."""
@@ -198,7 +198,7 @@ SCHEDULES: Final[dict[str, Callable[[float], float]]] = {
 
 @dataclass
 class LoggerConfig:
-    """Where metrics go, beside metrics.jsonl."""
+    """Trackers that get the metrics, in addition to metrics.jsonl."""
 
     backends: list[str] = field(default_factory=lambda: ["csv", "tensorboard"])
     """csv, tensorboard, wandb, trackio, mlflow."""
@@ -212,7 +212,7 @@ BACKENDS: Final = ("csv", "tensorboard", "wandb", "trackio", "mlflow")
 
 @dataclass
 class CheckpointConfig:
-    """What is kept for a run to go on with (resume=auto) after it was stopped."""
+    """Checkpoints, from which a run that was stopped goes on (resume=auto)."""
 
     every: int | None = 10
     """Steps; none: only when the run is stopped."""
@@ -316,7 +316,7 @@ class EpochsTrainConfig(TrainConfig):
 
 @dataclass
 class RecipeConfig:
-    """What every recipe has."""
+    """Settings of every recipe."""
 
     seed: int = 0
     name: str | None = None
@@ -335,13 +335,13 @@ class RecipeConfig:
 
     @property
     def limits(self) -> EpisodeConfig:
-        """Of an episode: of ``collector``, or of ``episodes`` where there are tests alone."""
+        """Limits of an episode: ``collector``, or ``episodes`` where there are tests alone."""
         return next(each for each in vars(self).values() if isinstance(each, EpisodeConfig))
 
 
 @dataclass
 class TrainingConfig(RecipeConfig):
-    """What every recipe has that trains."""
+    """Settings of every recipe that trains."""
 
     push_to_hub: str | None = None
     """Repository of the Hugging Face Hub, org/name, that gets the model, its card and its curve
@@ -355,7 +355,7 @@ class TrainingConfig(RecipeConfig):
 
 @dataclass
 class RolloutsConfig(TrainingConfig):
-    """What every recipe has that learns from what the policy samples."""
+    """Settings of every recipe that learns from what the policy samples."""
 
     collector: CollectorConfig = field(default_factory=CollectorConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -389,7 +389,7 @@ _LONGEST_NAME: Final = 200
 
 
 def collects_on_ray(cfg: RecipeConfig) -> bool:
-    """Whether collectors on Ray have policies of their own."""
+    """Return whether collectors on Ray have policies of their own."""
     return isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "ray"
 
 
@@ -468,7 +468,7 @@ def defaults_of(
     *,
     origin: str | None,
 ) -> dict[str, Any]:
-    """What ``None`` stands for in the settings that there are, for the model that was chosen.
+    """Defaults that ``None`` stands for in the settings, for the model that was chosen.
 
     They go by what the model is, not by what it is called: the same weights in a folder train the
     same.
@@ -542,10 +542,10 @@ class Recipe:
     """What else a dry run tries: gets settings, task and a policy whose model has no weights."""
 
     loss: Callable[[Any, Any], Any] | None = None
-    """What is trained, on every rank: the loss, from settings and actor."""
-    train_pass: Callable[[Any, Any, Any], Any] | None = None
-    """How an optimizer step is made, on every rank; ``None``: see
-    :func:`torchrl_agents.parallel.standard_pass`, which has its arguments and what it gives."""
+    """The loss, from settings and actor; settings are tried with it, too."""
+    train: Callable[[Any], Any] | None = None
+    """The loop, which every rank runs; ``None``: :func:`torchrl_agents.training.learn`, which has
+    its argument and its result."""
 
     def __post_init__(self) -> None:
         folder = Path(inspect.getfile(self.config)).resolve().with_name("config")
@@ -560,12 +560,12 @@ class Recipe:
 
     @property
     def folders(self) -> tuple[Path, Path]:
-        """Where its files of settings are: its own, and those of all recipes."""
+        """Folders of its files of settings: its own, and those of all recipes."""
         return self.config_dir, SHARED
 
     @property
     def program(self) -> str:
-        """What was typed for it, with which its messages begin: ``torchrl-agents grpo``."""
+        """Command that was typed for it, with which its messages begin: ``torchrl-agents grpo``."""
         return program(self.name)
 
     @property

@@ -34,7 +34,7 @@ def message_title(message: Message) -> str:
 
 
 def message_text(message: Message) -> str:
-    """What a message says, with its reasoning and its tool calls."""
+    """Return what a message says, with its reasoning and its tool calls."""
     parts: list[str] = []
     if message.get("reasoning_content"):
         parts.append(f"(reasoning) {message['reasoning_content']}")
@@ -55,7 +55,7 @@ def message_text(message: Message) -> str:
 
 
 def rewards_of_rows(reward: Any, rewards: Any, num_rows: int) -> list[float | None]:
-    """One reward per row, from ``reward`` (of a single row) or ``rewards`` (of each)."""
+    """A reward per row, from ``reward`` (of a single row) or ``rewards`` (of each)."""
     if reward is not None and rewards is not None:
         raise ValueError("Give either reward, of a single conversation, or rewards, of each.")
     if rewards is None:

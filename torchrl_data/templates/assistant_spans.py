@@ -24,7 +24,7 @@ _LAST_TAG = re.compile(r"(-?)(%\}|\}\}|#\})((?:(?!%\}|\}\}|#\}).)*)\Z", re.DOTAL
 
 
 class TurnShape(NamedTuple):
-    """How a template opens and closes an assistant's turn."""
+    """The text with which a template opens and closes an assistant's turn."""
 
     header: str
     """What opens the turn; nothing for some templates."""

@@ -145,7 +145,7 @@ class CompiledShapes:
         return tuple(self._guard.encode_texts([text], [start])[0])
 
     def _agrees(self, compiled: _Compiled, messages: Sequence[Message], value: str) -> bool:
-        """Whether the compiled form gives what rendering gives, with a value in all slots."""
+        """Check that the compiled form gives what rendering gives, with a value in all slots."""
         values = [value] * len(compiled.fields)
         try:
             pieces = self._render(

@@ -95,7 +95,7 @@ def dropped_entries(
     known: Suspects,
     context: Any = None,
 ) -> list[MessageEntry]:
-    """What a template leaves out of messages: what the rendered text does not tell of.
+    """Return what a template leaves out of messages: what the rendered text does not tell of.
 
     What it leaves out because the conversation has gone on (the thoughts of earlier turns) is no
     loss: it was shown when it was the last message.
@@ -142,7 +142,7 @@ def _suspects(
 def _is_dropped(
     messages: Sequence[Message], entry: MessageEntry, render: Callable[..., str]
 ) -> bool:
-    """Whether another value in the place of an entry leaves the text as it is."""
+    """Return whether another value in the place of an entry leaves the text as it is."""
     others = list(messages)
     others[entry.message] = _replaced(messages[entry.message], entry, _ENTRY)
     rendered = render(messages)

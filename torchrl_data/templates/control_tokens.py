@@ -32,7 +32,7 @@ _ORDINARY = re.compile(r"[\w\s]*")
 
 
 class RunStart(IntEnum):
-    """What is before a run of text, as some tokenizers mark the beginning of a text."""
+    """The context before a run of text, as some tokenizers mark the beginning of a text."""
 
     TEXT = 0
     """Nothing: the run begins the text."""

@@ -29,7 +29,7 @@ MAX_OPENINGS: Final = 64
 
 
 class EncodedRows(NamedTuple):
-    """What became of the rows of a batch."""
+    """The encoded rows of a batch, and the errors of those that could not be encoded."""
 
     conversations: Conversations
     errors: dict[int, Exception]
@@ -194,7 +194,7 @@ class ConversationEncoder(TemplateRenderer):
         error: ValueError,
         row: int | None,
     ) -> str:
-        """What is wrong with a prompt that the template refuses, and what may be done."""
+        """Return what is wrong with a prompt that the template refuses, and what may be done."""
         which = "the prompt" if row is None else f"the prompt of row {row}"
         why = error.__cause__ or error
         do = "Change the messages, or choose another template with chat_template_name="

@@ -20,7 +20,7 @@ MAX_KEPT_BYTES: Final = 1 << 28
 
 
 class Processed(NamedTuple):
-    """What a processor makes of the images of a row."""
+    """The output of a processor for the images of a row."""
 
     ids: list[int]
     """The tokens that stand for them."""
@@ -103,7 +103,7 @@ class ImageProcessor:
         return int((torch.as_tensor(ids) == self.token_id).sum())
 
     def fault(self, ids: Sequence[int] | Tensor, images: Sequence[str]) -> str | None:
-        """Why tokens and images don't belong together, or ``None``."""
+        """Return why tokens and images don't belong together, or ``None``."""
         here = self.count(ids)
         expected = self.count(self.process(images).ids) if images else 0
         if here == expected:
@@ -114,7 +114,7 @@ class ImageProcessor:
         )
 
     def inputs(self, ids: Tensor, images: Sequence[Sequence[str]]) -> dict[str, Tensor]:
-        """What a model's forward takes beside rows of one length.
+        """Return what a model's forward takes beside rows of one length.
 
         Args:
             ids: int64 ``[B, T]``.

@@ -117,7 +117,7 @@ def added_inverse_parser(name: str) -> Callable[[str], Any] | None:
 
 
 def is_generation_marked(template: str) -> bool:
-    """Whether a template says which part of it the assistant wrote."""
+    """Return whether a template says which part of it the assistant wrote."""
     return _GENERATION_MARK.search(template) is not None
 
 

@@ -114,12 +114,12 @@ class TemplateRenderer:
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the template is given beside messages and tools."""
+        """Variables of the template, in addition to messages and tools."""
         return dict(self._variables)
 
     @property
     def rendering(self) -> RenderingIdentity:
-        """What decides how messages become tokens; equal for encoders that give the same."""
+        """Identity of how messages become tokens; equal for encoders that give the same."""
         return self._rendering
 
     @cached_property
@@ -195,7 +195,7 @@ class TemplateRenderer:
 
     @cached_property
     def opened_text(self) -> str:
-        """What the generation prompt begins of the assistant's own text, such as ``<think>``.
+        """Beginning of the assistant's own text in the generation prompt, such as ``<think>``.
 
         It is a tag that a turn has to close. Empty where the prompt ends with the header.
         """
@@ -273,7 +273,7 @@ class TemplateRenderer:
         return label_pieces(self.guard.split(text, edges), spans)
 
     def _after_answer(self, escaped: Sequence[Message]) -> str:
-        """What a template writes after an assistant's content: its closing, messages, a header."""
+        """Text that a template writes after an assistant's content: closing, messages, a header."""
         rendered = self._render_text([QUESTION, ANSWER, *escaped], None, True).text
         return rendered[rendered.index(ANSWER["content"]) + len(ANSWER["content"]) :]
 

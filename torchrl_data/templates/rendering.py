@@ -28,7 +28,7 @@ _MARKS = re.compile(f"({_BEGIN}|{_END})")
 
 
 class Rendered(NamedTuple):
-    """What a template gave."""
+    """The output of a template."""
 
     text: str
     spans: list[tuple[int, int]]

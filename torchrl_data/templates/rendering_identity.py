@@ -39,7 +39,7 @@ class Renders(Protocol):
 
     @property
     def rendering(self) -> RenderingIdentity:
-        """What decides how messages become tokens."""
+        """Identity of how messages become tokens."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Where chat templates run: they come with a model, and can neither reach out nor go on for ever.
+"""A sandbox for chat templates: they come with a model, and can't reach out or go on for ever.
 
 Jinja's sandbox keeps a template from everything but its variables, and its ranges short. Here its
 loops have a deadline, and no text, list or number becomes huge.
@@ -44,7 +44,7 @@ def bounded_rendering() -> Iterator[None]:
 
 
 def joined(chunks: Iterable[str]) -> str:
-    """What a template gives, piece by piece.
+    """Return what a template gives, piece by piece.
 
     Raises:
         TooMuchError: it is too long.
@@ -58,7 +58,7 @@ def joined(chunks: Iterable[str]) -> str:
 
 
 class Bounds(Extension):
-    """What bounded templates call: a clock in each loop, and a check where texts are joined."""
+    """Functions that bounded templates call: a clock in loops, a check where texts are joined."""
 
     def tick(self) -> None:
         """An iteration of a loop begins."""

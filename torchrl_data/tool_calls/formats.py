@@ -65,7 +65,7 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def after_mark(text: str, mark: str, position: int) -> int:
-    """Where the next mark ends: where to go on after a broken call."""
+    """Return where the next mark ends: where to go on after a broken call."""
     at = text.find(mark, position)
     return len(text) if at < 0 else at + len(mark)
 

@@ -32,7 +32,7 @@ class FoundCall(NamedTuple):
 
 
 class ParsedTurn(NamedTuple):
-    """What one assistant turn holds."""
+    """The content of one assistant turn."""
 
     content: str
     """The text outside the calls."""

@@ -177,7 +177,7 @@ class Branches:
 
 @dataclass
 class _Branch:
-    """One conversation of an episode, as its program was told of it."""
+    """A conversation of an episode, as its program was told of it."""
 
     tools: Sequence[Any] | None
     told: list[Any]

@@ -141,7 +141,7 @@ NOT_SERVED: Final = {"gemini-cli": "it speaks Gemini's protocol, which is not se
 
 @dataclass(frozen=True, kw_only=True)
 class StartedAgent:
-    """How an agent is started for one episode."""
+    """An agent that is started for one episode."""
 
     command: list[str]
     variables: dict[str, str]
@@ -195,7 +195,7 @@ def installed(agent: KnownAgent) -> tuple[str, tuple[str, ...]]:
 def started(
     agent: KnownAgent, endpoint: AgentEndpoint, instruction: str, program: str
 ) -> StartedAgent:
-    """How an agent is started.
+    """Return how an agent is started.
 
     Args:
         agent: the agent.

@@ -32,7 +32,7 @@ Program = Callable[..., Any]
 
 
 class AgentEndpoint(NamedTuple):
-    """Where a program finds the policy: ``OpenAI(base_url=..., api_key=...)``."""
+    """Endpoint at which a program finds the policy: ``OpenAI(base_url=..., api_key=...)``."""
 
     base_url: str
     """Of OpenAI's clients; Anthropic's take it without the ``/v1`` at its end."""
@@ -164,7 +164,7 @@ class AgentCommand:
         return _printed_reward(out, self.__name__) if self.prints_reward else None
 
     def _placed(self, endpoint: AgentEndpoint, door: str) -> tuple[list[str], dict[str, str]]:
-        """What runs, and its environment variables; the policy's socket is in the folder."""
+        """Return what runs, and its environment variables; the policy's socket is in the folder."""
         command, found, user = self.command, dict(os.environ), None
         if self._readable:
             policy, socket, user = urlsplit(endpoint.base_url), f"{door}/policy", starts_as()
@@ -236,7 +236,7 @@ def _printed_reward(text: str, who: str) -> float:
 
 
 def first_argument(program: Program) -> str:
-    """What a program calls its endpoint; nothing where it does not mind.
+    """Return what a program calls its endpoint; nothing where it does not mind.
 
     Args:
         program: a function, or an :class:`AgentCommand`.

@@ -37,7 +37,7 @@ class Protocol:
     """The parameters that bound the tokens of a turn."""
 
     def read_request(self, body: Any, accepted: Accepted) -> TurnRequest:
-        """What a request's body asks for.
+        """Return what a request's body asks for.
 
         Args:
             body: parsed JSON.
@@ -100,7 +100,7 @@ class Protocol:
                 )
 
     def read_opening(self, body: Mapping[str, Any]) -> list[Message]:
-        """What stands before the conversation: a system prompt, or nothing."""
+        """Return what stands before the conversation: a system prompt, or nothing."""
         del body
         return []
 
@@ -263,7 +263,7 @@ class ChatCompletions(Protocol):
         return [read]
 
     def write_reply(self, reply: TurnReply, request: TurnRequest, model: str) -> dict[str, Any]:
-        """One choice."""
+        """A choice."""
         del request
         choice = {"index": 0, "message": reply.message, "finish_reason": reply.finish_reason}
         return self._head("chat.completion", model) | {"choices": [choice], "usage": _usage(reply)}

@@ -87,7 +87,7 @@ class AgentSession:
         return asked
 
     def give_up(self, asked: Asked) -> None:
-        """Nobody waits for an answer any more.
+        """Note that no client waits for an answer any more.
 
         Args:
             asked: what :meth:`ask` gave.
@@ -112,7 +112,7 @@ class AgentSession:
     # The episode's side -------------------------------------------------------------------------
 
     async def next_event(self) -> TurnRequest | ProgramEnd:
-        """What the program asks next, or that it has ended; waits for it."""
+        """Return what the program asks next, or that it has ended; waits for it."""
         while True:
             with self._lock:
                 if self._end is not None:
@@ -362,7 +362,7 @@ def _listen(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 def _key_of(request: "Request") -> str:
-    """As OpenAI's clients give it, and as Anthropic's do."""
+    """Key of a request, as OpenAI's clients give it, or as Anthropic's do."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     return request.headers.get("x-api-key", bearer if scheme.lower() == "bearer" else "")
 

@@ -1,4 +1,4 @@
-"""What a program asks for and what it is told, whatever the protocol."""
+"""Requests of a program and the answers to them, whatever the protocol."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -53,7 +53,7 @@ class PromptTooLongError(RequestError):
 
 
 class TurnRequest(NamedTuple):
-    """What a program asks for: a turn of the policy."""
+    """Request of a program for a turn of the policy."""
 
     messages: list[Message]
     """The whole conversation, as a chat template takes it."""
@@ -84,7 +84,7 @@ class TurnReply(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What requests may say about how tokens are drawn."""
+    """Options that requests may give of how tokens are drawn."""
 
     values: Mapping[str, Any]
     """What happens anyway, by parameter."""
@@ -151,7 +151,7 @@ def reply_to(
 
 
 def comparable(message: Message) -> tuple[Any, ...]:
-    """What is the same in two spellings of one message.
+    """Return what is the same in two spellings of one message.
 
     Args:
         message: of a request, or of a reply.

@@ -55,7 +55,7 @@ class AllowedHosts:
         return is_public(address) if address else bool(_NAME.fullmatch(host))
 
     def names(self, host: str, port: int) -> bool:
-        """Whether a host is named itself, so that it may have a private address."""
+        """Return whether a host is named itself, so that it may have a private address."""
         host, address = _normal(host)
         for allowed, is_address, own_port in self._rules:
             if port != own_port and (own_port is not None or port not in _WEB_PORTS):
@@ -66,7 +66,7 @@ class AllowedHosts:
         return False
 
     def refusal(self, url: str) -> str | None:
-        """Why a URL may not be opened, or ``None``; the connection itself is checked too."""
+        """Return why a URL may not be opened, or ``None``; the connection itself is checked too."""
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -82,7 +82,7 @@ class AllowedHosts:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to the internet, not to this machine or its network."""
+    """Return whether an IP address belongs to the internet, not to this machine or its network."""
     parsed = ipaddress.ip_address(address)
     if isinstance(parsed, ipaddress.IPv4Address):
         return parsed.is_global and not parsed.is_multicast

@@ -56,7 +56,7 @@ class FilteringProxy:
 
     @property
     def url(self) -> str:
-        """Where it listens, if that is a port."""
+        """Address at which it listens, if that is a port."""
         assert self._server is not None
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 

@@ -20,7 +20,7 @@ class SharedNetworkWarning(UserWarning):
 
 @functools.cache
 def reason_against() -> str | None:
-    """Why a program can't have a network of its own here, or ``None``; tried once per process."""
+    """Reason why a program can't have a network of its own, or ``None``; tried once a process."""
     if shutil.which("bwrap") is None:
         return "bubblewrap (the command `bwrap`) is not installed"
     try:

@@ -92,7 +92,7 @@ class DatasetChatEnv(EpisodeEnv):
 
 
 def _collated(collate_fn: CollateFn, row: dict[str, Any]) -> Mapping[str, Any]:
-    """What a collate function makes of one row."""
+    """Return what a collate function makes of one row."""
     collated = collate_fn([row])
     if isinstance(collated, Mapping):
         if all(isinstance(v, list) and len(v) == 1 for v in collated.values()):

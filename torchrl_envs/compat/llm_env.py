@@ -20,7 +20,7 @@ from torchrl_envs.episode.episode_env import EpisodeEnv
 
 
 class LLMEnv(ChatEnv):
-    """What was said is what comes next: a response is appended to its prompt, and nothing else.
+    """Environment that appends a response to its prompt, and nothing else.
 
     TorchRL's forerunner of :class:`~torchrl_envs.ChatEnv`, for completion rather than conversation:
     ``reset`` takes a ``query`` (or ``text``) as the whole prompt, ``step`` appends the response,

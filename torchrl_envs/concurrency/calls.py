@@ -146,7 +146,7 @@ class ConcurrentCalls:
             chain.thread = self._threads.submit(functools.partial(chain.run_sync, *chain.calls))
 
     def _start_apart(self, chains: "Sequence[_Chain]") -> None:
-        """What a loop has not begun that was left behind gets a loop to itself."""
+        """Start calls that a loop left behind has not begun, in a loop of their own."""
         # One of those that were on that loop blocked it: so may each of the others.
         for chain in chains:
             if chain.leave_loops_before(self._loop.generation):
@@ -169,7 +169,7 @@ class ConcurrentCalls:
                 await asyncio.wrap_future(chain.thread)
 
     def _give_up(self, chain: "_Chain", *, only_if_late: bool = False) -> bool:
-        """Nobody waits for a chain any more; whether that is so."""
+        """Give a chain up, for which no caller waits any more; return whether that is so."""
         gives_up = chain.give_up(only_if_late=only_if_late)
         if gives_up and chain.task is not None:
             chain.task.cancel()
@@ -265,7 +265,7 @@ class _Chain:
     # For the one who waits ----------------------------------------------------------------------
 
     def remaining_s(self) -> float:
-        """It is not late before so many seconds."""
+        """Seconds until a call is late, at least."""
         with self._lock:
             deadline = self.deadline
             return self._limit_s() if deadline is None else max(0.0, deadline - time.monotonic())
@@ -289,7 +289,7 @@ class _Chain:
             return True
 
     def leave_loops_before(self, generation: float) -> bool:
-        """Whether an older loop was to run it, and has not begun: it is to have its own."""
+        """Return whether an older loop was to run it, and has not begun: it is to have its own."""
         with self._lock:
             leaves = self.generation is not None and self.generation < generation
             if leaves:
@@ -303,7 +303,7 @@ def run_call(call: Call) -> Outcome:
 
 
 def is_async(call: Callable[..., Any]) -> bool:
-    """Whether a call has to be awaited."""
+    """Return whether a call has to be awaited."""
     while isinstance(call, functools.partial):
         call = call.func
     plain = getattr(call, "__func__", call)

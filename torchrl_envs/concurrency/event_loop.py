@@ -13,7 +13,7 @@ _STOP_GRACE_S: Final = 1.0
 
 
 class ReplaceableLoop:
-    """One event loop on a daemon thread, started when it is first needed."""
+    """An event loop on a daemon thread, started when it is first needed."""
 
     # A coroutine that does not await (`time.sleep` in an `async` function) blocks the loop for all
     # others, and nothing can interrupt it. `replace_if_blocked` leaves such a loop behind. What

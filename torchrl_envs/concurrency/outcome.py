@@ -16,7 +16,7 @@ Call = Callable[[], Any]
 
 
 class Outcome(NamedTuple):
-    """What one call gave: a value or an error."""
+    """The result of one call: a value or an error."""
 
     value: Any = None
     error: BaseException | None = None

@@ -46,7 +46,7 @@ class DaemonThreads:
         return future
 
     def give_up(self, future: Future[Any]) -> None:
-        """Nobody waits for a call any more; until it returns, another thread replaces its own."""
+        """Give a call up; until it returns, another thread replaces its own."""
         with self._lock:
             if not future.cancel() and future in self._running:
                 self._running.remove(future)

@@ -23,7 +23,7 @@ _SALT: Final = 0x5EED
 
 
 class DifficultyPools:
-    """Which rows a :class:`~torchrl_envs.DataLoadingPrimer` draws, by their solve rate.
+    """Pools of rows that a :class:`~torchrl_envs.DataLoadingPrimer` draws, by their solve rate.
 
     The last group of a row says in which pool it is: ``easy``, ``hard``, or ``normal``; a row that
     was never drawn is ``new``. New and normal rows are drawn each epoch, others with a chance.
@@ -113,7 +113,7 @@ class DifficultyPools:
         return "hard" if rate <= self.settings["hard_at"] else "normal"
 
     def admits(self, row_id: int, *, epoch: int, seed: int) -> bool:
-        """Whether a row is drawn in an epoch; counted.
+        """Return whether a row is drawn in an epoch; counted.
 
         Args:
             row_id: its number in the data set.
@@ -188,7 +188,7 @@ class DifficultyPools:
         return trajectories
 
     def rewards_of(self, rows: Sequence[TensorDictBase]) -> list[float]:
-        """What :meth:`observe_group` takes, of the rows of a group.
+        """Return what :meth:`observe_group` takes, of the rows of a group.
 
         Args:
             rows: of the rollouts; one of several rows counts once.

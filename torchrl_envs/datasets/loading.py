@@ -178,7 +178,7 @@ def _parsed(path: Path, written_ns: int, begin: int, size: int) -> dict[str, Any
 
 
 def _written_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Where each line begins, and what it says; or each element, if the file is one list."""
+    """Yield where each line begins, and what it says; or each element, if the file is one list."""
     text = file.read(_READ_BYTES).decode("latin-1")  # a character for each byte
     if not text.lstrip().startswith("["):
         begin = file.seek(0)
@@ -206,7 +206,7 @@ def _written_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _pick_split(loaded: Any, split: str | None) -> Any:
-    """One split of what may hold several: the one named, the only one, or ``"train"``."""
+    """A split of what may hold several: the one named, the only one, or ``"train"``."""
     if not isinstance(loaded, Mapping):
         return without_nulls(loaded)
     if split is None:

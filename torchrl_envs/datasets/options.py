@@ -7,7 +7,7 @@ from torchrl_data.checks import POSITIVE, check_counts, check_not_none, check_nu
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """How a :class:`~torchrl_envs.DataLoadingPrimer` reads and checks its rows.
+    """Options of how a :class:`~torchrl_envs.DataLoadingPrimer` reads and checks its rows.
 
     Args:
         shuffle_buffer_size: rows that a stream draws from when it is shuffled.

@@ -53,7 +53,7 @@ def prepared(
 
 
 def sendable(prepare: Prepare) -> bytes:
-    """What a worker gets; functions of the program itself are sent whole, others by their name."""
+    """Form that a worker gets: functions of the program are sent whole, others by their name."""
     try:
         return cloudpickle.dumps(partial(prepare_rows, prepare))
     except Exception as error:  # the code of the user's objects

@@ -373,7 +373,7 @@ class DataLoadingPrimer(EpisodeTransform):
         encoder.check_tools([{"name": name} for name in self._shown_tools], messages)
 
     def _template_error(self, encoder: "ConversationEncoder", row: Mapping[str, Any]) -> str:
-        """Why a chat template can't show the prompt of a row, or ``""``."""
+        """Return why a chat template can't show the prompt of a row, or ``""``."""
         try:
             prompt = opening_messages(row[self.prompt_column], self._system_prompt)
             encoder.check_prompt(prompt)
@@ -426,7 +426,7 @@ class DataLoadingPrimer(EpisodeTransform):
         self.pools, self._settings["pools"] = pools, pools.settings
 
     def _fault(self, item: Item) -> tuple[str, str]:
-        """Why a row is not drawn: the kind (``"bad"``, ``"too_long"``) of a bad one; in words."""
+        """Reason why a row is not drawn: the kind (``"bad"``, ``"too_long"``) and words."""
         pools = self.pools
         if pools and not pools.admits(item.row_id, epoch=item.epoch, seed=self.seed):
             return "", "the difficulty pools leave it out"
@@ -450,7 +450,7 @@ class DataLoadingPrimer(EpisodeTransform):
         return length_error(encoder, most, prompt, self._system_prompt)
 
     def extra_repr(self) -> str:
-        """How many rows there are, in groups of how many rollouts, and in which order."""
+        """Return how many rows there are, in groups of how many rollouts, and in which order."""
         count = self._rows.num_rows
         rows = "a stream" if count is None else f"{count} rows"
         order = ", shuffle=True" if self._settings["shuffle"] else ""

@@ -70,7 +70,7 @@ def find_prompt_column(columns: Sequence[str], asked: str | None) -> str:
 
 
 def prompt_error(row: Mapping[str, Any], column: str) -> str:
-    """What is wrong with a row's prompt: it is a string or a list of messages, and is text."""
+    """Fault of a row's prompt, which must be a string or a list of messages, and text."""
     if column not in row:
         return f"it has no column {column!r}; it has {sorted(map(str, row))}"
     value = row[column]

@@ -245,11 +245,11 @@ class Frontier:
             self._ended_after = {p for p in self._ended_after if p > first}
 
     def has_ended(self, place: Place) -> bool:
-        """Whether a group after the frontier is done, here or before the state was saved."""
+        """Return whether a group after the frontier is done, here or before the state was saved."""
         return place in self._ended_after
 
     def state(self, next_place: Place) -> dict[str, Any]:
-        """What a resumed run needs: it draws again what was under way, and nothing that ended."""
+        """State for a resumed run: it draws again the rows under way, and none that ended."""
         counts = {**self.counts, "drawn": self.counts["drawn"] - self.num_in_flight}
         return {
             "next": list(min(self._open, default=next_place)),

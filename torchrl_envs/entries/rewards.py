@@ -101,7 +101,7 @@ class RewardSource:
 
 
 class RowReward(NamedTuple):
-    """What a source gave one row."""
+    """The reward that a source gave one row."""
 
     value: float | Tensor | None = None
     """A number, or one per token, float32 ``[T]``; ``None`` where the source does not apply."""
@@ -111,7 +111,7 @@ class RowReward(NamedTuple):
 
 @dataclass(slots=True)
 class Score:
-    """What the sources of rewards gave one episode."""
+    """The rewards of one episode, by their sources."""
 
     # An episode is `scorable` when at least one source applies and none failed: a reward that
     # raised, is NaN or infinite, or is not a number makes it unscorable, and its `error` says why.
@@ -275,7 +275,7 @@ def solving_rewards(
 
 
 def several_rewards(names: Iterable[str], setting: str) -> str:
-    """What to say where several rewards are added, and nothing says which of them solves."""
+    """Return what to say where several rewards are added, and nothing says which of them solves."""
     listed = sorted(names)
     return (
         f"the rewards {listed} are added, and their sum does not say whether a rollout is solved. "
@@ -338,7 +338,7 @@ RewardOf = Literal["sum", "last"]
 
 
 def reward_of_steps(rewards: Iterable[float | None], of: RewardOf) -> float | None:
-    """What the steps of an episode gave, those that gave nothing left out."""
+    """Return what the steps of an episode gave, those that gave nothing left out."""
     given = [each for each in rewards if each is not None]
     if not given:
         return None
@@ -346,5 +346,5 @@ def reward_of_steps(rewards: Iterable[float | None], of: RewardOf) -> float | No
 
 
 def raised_text(error: BaseException, who: str) -> str:
-    """What is recorded of an error that a source raised: the end of its traceback."""
+    """Return what is recorded of an error that a source raised: the end of its traceback."""
     return f"{who} raised {''.join(traceback.format_exception(error))[-2048:]}"

@@ -22,7 +22,7 @@ from .runner import fail
 
 
 class Prompt(NamedTuple):
-    """What a group was drawn with."""
+    """The prompt that a group was drawn with."""
 
     example: Mapping[str, Any] | None
     query: Any
@@ -30,7 +30,7 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(episode: Episode) -> Prompt:
-    """What an episode was drawn with, before it begins.
+    """Return what an episode was drawn with, before it begins.
 
     Args:
         episode: drawn.

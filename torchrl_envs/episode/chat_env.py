@@ -45,7 +45,7 @@ from .episode_env import EpisodeEnv, OwnSignature, check_reset
 
 
 def _queries(batch: TensorDictBase) -> list[Any] | None:
-    """What each row asks, in whatever form it is stored; ``None`` where there is nothing."""
+    """Return what each row asks, in whatever form it is stored; ``None`` where there is nothing."""
     first = first_entries(batch)
     # The text of a query may be called text, as long as that is not the group of the text mode.
     held = [key for key in (keys.QUERY, keys.TEXT) if key in first.keys()]  # noqa: SIM118
@@ -62,14 +62,14 @@ def _queries(batch: TensorDictBase) -> list[Any] | None:
 
 
 def is_ids(query: Any) -> bool:
-    """Whether a prompt is token ids: a tensor or a list of at least one."""
+    """Return whether a prompt is token ids: a tensor or a list of at least one."""
     if isinstance(query, Tensor):
         return query.ndim == 1 and not query.is_floating_point()
     return isinstance(query, Sequence) and set(map(type, query)) == {int}
 
 
 def _with_message(prompt: Conversations, message: Message) -> Conversations:
-    """One conversation with an assistant's message, which may go on in one that was begun."""
+    """A conversation with an assistant's message, which may go on in one that was begun."""
     if not waiting_rows(prompt)[0].goes_on:  # type: ignore[union-attr]
         return prompt.append_messages([[message]])
     *before, begun = prompt.messages(0)
@@ -288,12 +288,7 @@ class ChatEnv(EnvBase):
             own = torch.arange(len(full))
             full = Conversations.cat([full, prompt])[torch.where(active, own, own + len(full))]
         # A row that nobody answered could not be generated, or its messages not be encoded.
-        unanswered: list[bool] = []
-        for row in range(len(full)):
-            at = full.position(row)
-            role = full.last_message(row)["role"] if at.num_messages else ""
-            unanswered.append(at.awaits_response or role != "assistant")
-        failed = (torch.tensor(unanswered) & active).view(*self.batch_size, 1)
+        failed = (torch.tensor(full.lack_turns()) & active).view(*self.batch_size, 1)
         flags = {
             keys.DONE: failed,
             keys.TERMINATED: torch.zeros_like(failed),

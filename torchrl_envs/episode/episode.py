@@ -1,4 +1,4 @@
-"""One episode, from its draw to its reward: its conversation, rewards and resources.
+"""An episode, from its draw to its reward: its conversation, rewards and resources.
 
 Shape legend: T tokens of a row of an episode.
 """
@@ -40,8 +40,32 @@ class ToolCallRecord(NamedTuple):
     is_error: bool
 
 
+def going_on(episodes: Sequence["Episode"]) -> list["Episode"]:
+    """The episodes that are not over, and have no reason to be.
+
+    Args:
+        episodes: any.
+    """
+    return [
+        each
+        for each in episodes
+        if not (each.stop_reason or each.is_terminated or each.is_truncated)
+    ]
+
+
+def all_share(episodes: Sequence["Episode"], conversations: Conversations) -> bool:
+    """Return whether the conversation of every episode is one of these still."""
+    return all(each._snapshot is conversations for each in episodes)
+
+
+def share_all(episodes: Sequence["Episode"], conversations: Conversations) -> None:
+    """Let the conversations of episodes be those of a batch, in their order."""
+    for row, episode in enumerate(episodes):
+        episode._snapshot, episode._index = conversations, row
+
+
 class Episode:
-    """One rollout. Everything that happens to it is here.
+    """A rollout. Everything that happens to it is here.
 
     Transforms work on it in their events, see :class:`~torchrl_envs.EpisodeTransform`. Its values
     travel with the batch as one object per row; what it holds (``resources``) stays in the
@@ -113,7 +137,7 @@ class Episode:
         return fork
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its values; what it holds does not travel, nor do the conversations of others."""
+        """Values of the episode; its resources do not travel, nor do conversations of others."""
         own = {"_snapshot": self.conversation, "_index": 0, "resources": Resources()}
         return {**self.__dict__, **own}
 
@@ -125,7 +149,7 @@ class Episode:
 
     @property
     def conversation(self) -> Conversations:
-        """One conversation: an append-only record and how far it has got."""
+        """A conversation: an append-only record and how far it has got."""
         return self._snapshot if len(self._snapshot) == 1 else self._snapshot.row(self._index)
 
     @conversation.setter
@@ -142,11 +166,11 @@ class Episode:
         return stream_number(before, self._snapshot.num_tokens(self._index))
 
     def share(self, conversations: Conversations, index: int) -> None:
-        """Its conversation is one of several, which takes no object for each row."""
+        """Let its conversation be one of several, which takes no object for each row."""
         self._snapshot, self._index = conversations, index
 
     def shares(self, conversations: Conversations) -> bool:
-        """Whether its conversation is one of these still, see :meth:`share`."""
+        """Return whether its conversation is one of these still, see :meth:`share`."""
         return self._snapshot is conversations
 
     @property
@@ -166,7 +190,7 @@ class Episode:
 
     @property
     def prompt_messages(self) -> list[Message]:
-        """What came before the policy's first turn."""
+        """Messages before the policy's first turn."""
         first = self.rows[0]
         return first.messages(0)[: first.first_response(0)]
 
@@ -312,7 +336,7 @@ class Episode:
         return self.finish_reason in _CUT
 
     def terminate(self, reason: str = "") -> None:
-        """It has come to its own end; an episode that is truncated already stays so.
+        """End the episode by itself; one that is truncated already stays so.
 
         Args:
             reason: why, in words of your own (``environment_done: <reason>``) or a
@@ -323,7 +347,7 @@ class Episode:
             self._end_for(reason, StopReason.ENVIRONMENT_DONE)
 
     def truncate(self, reason: str = "") -> None:
-        """It is cut here; what it came to by itself does not count.
+        """Cut the episode here; an end that it came to by itself does not count.
 
         Args:
             reason: why, in words of your own (``truncated: <reason>``) or a
@@ -360,7 +384,7 @@ class Episode:
         self.is_terminated, self.is_truncated = False, True
 
     def resume(self) -> None:
-        """It is not over after all."""
+        """Let the episode go on: it is not over after all."""
         self.is_terminated = self.is_truncated = False
         self.stop_reason, self.stop_limit = "", -1
 

@@ -50,7 +50,7 @@ class OwnSignature:
     """The arguments of a class's constructor, which TorchRL's metaclass hides from ``help``."""
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
-        """Of whichever class has it, or inherits it; an instance is called otherwise."""
+        """Signature of the class that has it, or inherits it; an instance is called otherwise."""
         if instance is not None:
             raise AttributeError("__signature__")
         return inspect.Signature([*inspect.signature(owner.__init__).parameters.values()][1:])
@@ -146,7 +146,7 @@ class EpisodeEnv(TransformedEnv):
 
     @property
     def reward_entries(self) -> list[str]:
-        """What transforms of others declare, as observed or beside the rewards: rows keep it."""
+        """Entries that other transforms declare, observed or with the rewards: rows keep them."""
         ours = self.entries.transform_observation_spec(Composite(shape=self.batch_size))
         own = {*ours.keys(), *self.base_env.observation_spec.keys(), keys.POLICY_VERSION}
         declared = [*self.full_reward_spec.keys(), *self.full_observation_spec.keys()]
@@ -163,7 +163,7 @@ class EpisodeEnv(TransformedEnv):
                 yield transform
 
     def resources_in(self, row: int) -> Resources:
-        """What the episode holds that runs in a row; nothing if none does."""
+        """Return what the episode holds that runs in a row; nothing if none does."""
         return self.runner.resources_in(row)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""One step of an environment: its episodes are read once, their events run, and written once.
+"""A step of an environment: its episodes are read once, their events run, and written once.
 
 Shape legend: B rows.
 """
@@ -23,7 +23,7 @@ from torchrl_data.conversation_io import (
 )
 from torchrl_data.foreign_conversations import edited
 
-from .episode import Episode
+from .episode import Episode, all_share, share_all
 from .episode_entries import (
     FLAGS,
     WHO,
@@ -58,22 +58,18 @@ class EpisodeStep:
         self._shown = read_conversations(next_batch, keys.PROMPT, who=WHO)
         self._flags = read_flags(next_batch)
         self._active: list[Episode] = []
-        self._turns: list[Episode] = []
-        """Those of them that have just taken a turn."""
         is_active = active_rows(tensordict).tolist()
         held = self._flags if all(is_active) else read_flags(tensordict)
         reasons = read_objects(tensordict, keys.FINISH_REASON, "")
+        share_all(self._episodes, self._shown)
         for row, episode in enumerate(self._episodes):
             episode.row = row
-            episode.share(self._shown, row)
             flags = self._flags if is_active[row] else held
             _, episode.is_terminated, episode.is_truncated = flags[row]
-            if not is_active[row]:
-                continue
-            self._active.append(episode)
-            episode.resources = runner.resources_of(episode)
-            if not episode.stop_reason and runner.took_turn(episode, reasons[row]):
-                self._turns.append(episode)
+            if is_active[row]:
+                self._active.append(episode)
+        self._turns = runner.take_up(self._active, reasons)
+        """Those of them that have just taken a turn."""
         if runner.dispatcher.sources:
             answer = functools.partial(runner.run_safely, runner.dispatcher, "after_turn")
             runner.run(answer, self._turns)
@@ -120,17 +116,19 @@ class EpisodeStep:
             episode.end_turn()
         self._runner.before_turns(self._turns)
         self.ended += [episode for episode in self._active if episode.settle()]
-        self._runner.finish(self.ended)
+        if self.ended:
+            self._runner.finish(self.ended)
         self._write(batch)
         self._entries.write_results(batch, self.ended)
         self._entries.write_values(batch, self._episodes, given=one_dimension(self._given))
-        self._runner.close(self.ended)
+        if self.ended:
+            self._runner.close(self.ended)
         return in_shape(batch, next_batch.batch_size)
 
     # Between episodes and entries ---------------------------------------------------------------
 
     def _read_changes(self, batch: TensorDictBase) -> None:
-        """What TorchRL's transforms did to the episodes since they were last written."""
+        """Take over what TorchRL's transforms did to the episodes since they were last written."""
         shown = read_conversations(batch, keys.PROMPT, who=WHO)
         if shown is not self._shown:
             self._shown = shown
@@ -169,12 +167,11 @@ def written_batch(
     Returns:
         What it shows now.
     """
-    if all(episode.shares(shown) for episode in episodes):
+    if all_share(episodes, shown):
         return shown
     shown = Conversations.cat([episode.conversation for episode in episodes])
     write_conversations(batch, keys.PROMPT, shown)
-    for row, episode in enumerate(episodes):
-        episode.share(shown, row)
+    share_all(episodes, shown)
     return shown
 
 
@@ -182,7 +179,7 @@ class StepOrder(Compose):
     """The transforms of an environment; those that read the reward come once it is there."""
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """What the base environment gets; TorchRL's own also takes entries one by one."""
+        """Return what the base environment gets; TorchRL's own also takes entries one by one."""
         return self._inv_call(tensordict.clone(recurse=False))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -212,7 +209,7 @@ class StepOrder(Compose):
 
 
 def role_of(transform: Any) -> str:
-    """What a transform does in a step; empty if nothing.
+    """Return what a transform does in a step; empty if nothing.
 
     It may edit messages if it is a user's, says that it reads them, or holds other ones.
     """

@@ -33,7 +33,7 @@ class EpisodeEnvironment(Protocol):
 
     @property
     def batch_size(self) -> torch.Size:
-        """Of the episodes that run at once."""
+        """Shape of the batch of episodes that run at once."""
         ...
 
     def transforms_of(self, kind: type[T]) -> Iterator[T]:
@@ -41,7 +41,7 @@ class EpisodeEnvironment(Protocol):
         ...
 
     def resources_in(self, row: int) -> Resources:
-        """What the episode holds that runs in a row; nothing if none does."""
+        """Return what the episode holds that runs in a row; nothing if none does."""
         ...
 
 
@@ -103,7 +103,7 @@ class EpisodeTransform(ChecksAttributes, Transform):
         return [episode for episode in episodes if self.only_for(episode)]
 
     def takes_part_in_row(self, row: Mapping[str, Any]) -> bool:
-        """Whether it takes part in the episodes that start from a row of the data.
+        """Return whether it takes part in the episodes that start from a row of the data.
 
         Args:
             row: of the data.
@@ -120,7 +120,7 @@ class EpisodeTransform(ChecksAttributes, Transform):
         return False
 
     def extra_repr(self) -> str:
-        """What it does, in the ``repr`` of an environment: its rewards and tools, say."""
+        """Return what it does, in the ``repr`` of an environment: its rewards and tools, say."""
         rewards = list(getattr(self, "reward_names", ()))
         return f"rewards={rewards}" if rewards else ""
 
@@ -234,7 +234,7 @@ class EpisodeTransform(ChecksAttributes, Transform):
 
 
 def overrides(transform: EpisodeTransform, event: str) -> bool:
-    """Whether a transform takes part in an event.
+    """Return whether a transform takes part in an event.
 
     Args:
         transform: any.

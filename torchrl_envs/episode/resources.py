@@ -33,7 +33,7 @@ class _Held(NamedTuple):
 
 
 class Resources:
-    """What one episode holds, by owner. Given back in reverse order, once.
+    """The resources of one episode, by owner. They are given back in reverse order, once.
 
     It does not travel with the values of the episode: a TensorDict that is stored or sent carries
     none of it.
@@ -73,7 +73,7 @@ class Resources:
         self._held[owner] = _Held(value, how, timeout_s, name or type(value).__name__)
 
     def get(self, owner: Any, default: Any = None) -> Any:
-        """What an owner holds in this episode.
+        """Return what an owner holds in this episode.
 
         Args:
             owner: who added it.

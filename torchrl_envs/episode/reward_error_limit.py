@@ -95,7 +95,7 @@ class RewardErrorLimit(ChecksAttributes, Transform):
 
     @staticmethod
     def deal_extra_states(states: Sequence[list[str]], count: int) -> list[list[str]]:
-        """What copies of it remember, dealt out to another number of copies.
+        """Return what copies of it remember, dealt out to another number of copies.
 
         Args:
             states: what :meth:`get_extra_state` gave, of each.

@@ -1,12 +1,19 @@
 """Runner of the loop through an episode: begin, turns, finish, close.
 
-:class:`EpisodeRunner` runs the events of many episodes at once; its caller decides when.
+:class:`EpisodeRunner` runs the events of many episodes at once; its caller decides when. An event
+of an episode is a plain method, or a coroutine that awaits calls
+(:meth:`~torchrl_envs.EpisodeTransform.call`). A coroutine never waits for anything else, so any
+loop can drive it: :meth:`EpisodeRunner.run` takes all episodes as far as they get, runs all calls
+that they ask for at once, and goes on; :meth:`EpisodeRunner.drive` runs one by itself in an event
+loop.
 """
 
+import asyncio
 import functools
+import itertools
 import logging
 import weakref
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from types import CoroutineType
 from typing import Any, Final
 
@@ -14,14 +21,15 @@ from torchrl_data.conversation import stream_number
 from torchrl_data.stop_reason import FinishReason, StopReason, kind_of, stop_reason_of
 from torchrl_data.tool_calls.parser import TurnParser, parse_tool_calls
 from torchrl_envs.concurrency.calls import ConcurrentCalls
+from torchrl_envs.concurrency.outcome import Outcome
 from torchrl_envs.entries.rewards import (
     Score,
 )
 from torchrl_envs.tool_results import environment_error
 
-from .episode import Episode
+from .episode import Episode, going_on
 from .episode_transform import EpisodeStartError, EpisodeTransform, Event, overrides
-from .event_driver import EventDriver
+from .pending_calls import EventCoroutine, PendingCall, PendingCalls
 from .resources import Resources, close_left_open, close_resources
 from .tool_source import ToolDispatcher, ToolSource
 
@@ -36,7 +44,7 @@ _EVENTS: Final = {
 _log = logging.getLogger(__name__)
 
 
-class EpisodeRunner(EventDriver):
+class EpisodeRunner:
     """Runs events of episodes, of all transforms in order.
 
     ``begin -> (before_turn -> the policy's turn -> after_turn)* -> finish -> close``
@@ -47,7 +55,7 @@ class EpisodeRunner(EventDriver):
     """
 
     def __init__(self, calls: ConcurrentCalls, parse: TurnParser = parse_tool_calls) -> None:
-        super().__init__(calls)
+        self.calls = calls
         self.dispatcher = ToolDispatcher(parse)
         """Answers turns that call tools; the first to see one."""
         self.max_turns: int | None = None
@@ -60,7 +68,7 @@ class EpisodeRunner(EventDriver):
         weakref.finalize(self, close_left_open, self._open)
 
     def set_transforms(self, transforms: Sequence[EpisodeTransform]) -> None:
-        """Who takes part, in order.
+        """Set the transforms that take part, in order.
 
         Raises:
             ValueError: two of them have a tool of the same name.
@@ -158,12 +166,84 @@ class EpisodeRunner(EventDriver):
 
     def before_turns(self, episodes: Sequence[Episode]) -> None:
         """Bound the next turns of episodes that go on; or one gets a ``stop_reason``."""
-        running = [each for each in episodes if not (each.stop_reason or each.is_done)]
+        running = going_on(episodes)
         for episode in running:
             episode.start_turn()
         for transform in self._parts["before_turn"]:
             self.run(functools.partial(self.run_safely, transform, "before_turn"), running)
-            running = [each for each in running if not (each.stop_reason or each.is_done)]
+            running = going_on(running)
+
+    def run(self, event: Callable[[Any], Any], each: Sequence[Any]) -> None:
+        """Run an event on each episode to its end, in their order; what they wait for, at once.
+
+        What the first one raised is raised when all are at their ends.
+        """
+        errors: dict[int, Exception] = {}
+        running: dict[int, EventCoroutine] = {}
+        answers: dict[int, list[Outcome]] = {}
+        todo: Iterable[int] = range(len(each))
+        try:
+            while True:
+                asked: dict[int, Sequence[PendingCall]] = {}
+                for number in todo:
+                    try:
+                        if number not in answers:
+                            waiting = event(each[number])
+                            if not isinstance(waiting, CoroutineType):
+                                continue
+                            running[number] = waiting
+                        pending = _advance(running[number], answers.get(number))
+                        if pending is not None:
+                            asked[number] = pending.calls
+                    except Exception as error:
+                        errors[number] = error
+                if not asked:
+                    break
+                flat = [*itertools.chain(*asked.values())]
+                lanes = list(_by_lane(flat).values())
+                found = self.calls.run(
+                    [[flat[place].call for place in lane] for lane in lanes],
+                    [[flat[place].timeout_s for place in lane] for lane in lanes],
+                )
+                by_place = dict(zip(itertools.chain(*lanes), itertools.chain(*found), strict=True))
+                outcomes = map(by_place.__getitem__, range(len(flat)))
+                answers = {n: [*itertools.islice(outcomes, len(asked[n]))] for n in asked}
+                todo = asked
+        finally:
+            for coroutine in running.values():
+                coroutine.close()
+        if errors:
+            raise errors[min(errors)]
+
+    async def drive(self, event: Callable[[Episode], Any], episode: Episode) -> None:
+        """Run an event of an episode to its end in an event loop; it waits for no other."""
+        waiting, answer = event(episode), None
+        if not isinstance(waiting, CoroutineType):
+            return
+        try:
+            while (asked := _advance(waiting, answer)) is not None:
+                answer = await self._run(asked.calls)
+        finally:
+            waiting.close()
+
+    async def _run(self, pending: Sequence[PendingCall]) -> list[Outcome]:
+        """Run calls, those of one lane in order, also among several events."""
+        lanes = _by_lane(pending)
+        results = [Outcome()] * len(pending)
+
+        async def run(key: Any, places: list[int]) -> None:
+            lane = [pending[place] for place in places]
+            chain, limits = [each.call for each in lane], [each.timeout_s for each in lane]
+            async with self.calls.lanes.setdefault(key, asyncio.Lock()):
+                outcomes = await self.calls.run_async(chain, limits)
+            for place, outcome in zip(places, outcomes, strict=True):
+                results[place] = outcome
+
+        if len(lanes) == 1:
+            await run(*lanes.popitem())
+        else:
+            await asyncio.gather(*itertools.starmap(run, lanes.items()))
+        return results
 
     def run_safely(self, part: EpisodeTransform, event: str, episode: Episode) -> Event:
         """Run an event of an episode, of a transform or of what tools answer.
@@ -177,7 +257,7 @@ class EpisodeRunner(EventDriver):
         if episode.stop_reason and kind_of(episode.stop_reason) == StopReason.ENVIRONMENT_ERROR:
             return None
         try:
-            if part.concerned([episode]):
+            if part.only_for is None or part.concerned([episode]):
                 waiting = getattr(part, event)(episode)
                 if isinstance(waiting, CoroutineType):
                     return _finish_safely(waiting, episode, part, event)
@@ -227,12 +307,51 @@ class EpisodeRunner(EventDriver):
         self.run(lambda own: close_resources(own[0], own[1], self.calls.timeout_s), held)
 
     def resources_in(self, row: int) -> Resources:
-        """What the episode holds that runs in a row of the batch; nothing if none does."""
+        """Return what the episode holds that runs in a row of the batch; nothing if none does."""
         return next((own for place, own in self._open.values() if place == row), Resources())
 
-    def resources_of(self, episode: Episode) -> Resources:
-        """What an episode holds; nothing if it is closed."""
-        return self._open.get(episode.id, (0, Resources()))[1]
+    def take_up(self, episodes: Sequence[Episode], finish_reasons: Sequence[str]) -> list[Episode]:
+        """Take up episodes whose turns the policy has taken, with the resources that they hold.
+
+        Args:
+            episodes: as read from a batch; those with a ``stop_reason`` took none.
+            finish_reasons: of the turns, by the row.
+
+        Returns:
+            The episodes whose turns are to be answered.
+        """
+        answered = []
+        for episode in episodes:
+            held = self._open.get(episode.id)
+            episode.resources = Resources() if held is None else held[1]
+            if not episode.stop_reason and self.took_turn(episode, finish_reasons[episode.row]):
+                answered.append(episode)
+        return answered
+
+
+def _advance(coroutine: EventCoroutine, answer: list[Outcome] | None) -> PendingCalls | None:
+    """Return what an event waits for next; nothing where it is at its end."""
+    try:
+        asked: Any = coroutine.send(answer)  # type: ignore[arg-type]
+        while not isinstance(asked, PendingCalls):
+            asked = coroutine.throw(
+                TypeError(
+                    f"An event of an episode awaits self.call(...) only, got {type(asked).__name__}"
+                    ". Put what it waits for into a function, sync or async, and await "
+                    "self.call(function)."
+                )
+            )
+    except StopIteration:
+        return None
+    return asked
+
+
+def _by_lane(pending: Iterable[PendingCall]) -> dict[Hashable, list[int]]:
+    """The places of calls that run one after the other; one without a lane is alone in its own."""
+    lanes: dict[Hashable, list[int]] = {}
+    for place, each in enumerate(pending):
+        lanes.setdefault(object() if each.lane is None else each.lane, []).append(place)
+    return lanes
 
 
 async def _finish_safely(waiting: Awaitable[None], episode: Episode, *about: Any) -> None:

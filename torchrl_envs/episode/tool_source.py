@@ -29,7 +29,7 @@ _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Answer(NamedTuple):
-    """What the environment says to something in the policy's turn.
+    """The environment's answer to something in the policy's turn.
 
     Example:
         >>> class Dice(ToolSource):
@@ -148,7 +148,7 @@ class ToolSource(EpisodeTransform):
         raise NotImplementedError(f"{type(self).__name__} offers tools but has no bind().")
 
     def extra_repr(self) -> str:
-        """Its tools, and its rewards if it has any."""
+        """Tools of the source, and its rewards if it has any."""
         tools = [f"tools={list(self.tool_names())}"] if self.tool_names() else []
         return ", ".join([*tools, *filter(None, [super().extra_repr()])])
 
@@ -177,7 +177,7 @@ class ToolSource(EpisodeTransform):
     # What is in the text --------------------------------------------------------------------------
 
     def read_turn(self, episode: Episode, text: str) -> Sequence[Job | Answer]:
-        """What a turn asks for by its text.
+        """Return what a turn asks for by its text.
 
         Must be total: any text gives jobs and answers (an :class:`Answer` needs nothing to run,
         for instance a complaint about a malformed request), never an exception.

@@ -24,7 +24,7 @@ from .episode_transform import EpisodeTransform
 
 @dataclass
 class TokenRow:
-    """One trajectory: its tokens, what is known of each, and what a transform adds."""
+    """A trajectory: its tokens, what is known of each, and what a transform adds."""
 
     ids: Tensor
     """int64 ``[T]``."""

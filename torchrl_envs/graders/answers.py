@@ -20,7 +20,7 @@ _BOTH: Final = re.compile(
 
 
 class Tagged(NamedTuple):
-    """What stands in the ``<think>`` and ``<answer>`` blocks of a text."""
+    """The contents of the ``<think>`` and ``<answer>`` blocks of a text."""
 
     think: str
     """In the first block, stripped; empty where there is none."""
@@ -40,7 +40,7 @@ def text_of_message(message: Mapping[str, Any] | None) -> str:
 
 
 def final_text(completion: Sequence[Message]) -> str:
-    """What the policy said last: the text of the last message if it is the assistant's."""
+    """Return what the policy said last: the text of the last message if it is the assistant's."""
     last = completion[-1] if completion else None
     return text_of_message(last) if last is not None and last["role"] == "assistant" else ""
 
@@ -75,7 +75,7 @@ def read_tags(text: str) -> Tagged:
 
 
 def hash_answer(text: str) -> str | None:
-    """What follows the last ``####`` of a text, up to the end of its line; GSM8K's format."""
+    """Text after the last ``####``, up to the end of its line; GSM8K's format."""
     if "####" not in text:
         return None
     return text.rsplit("####", 1)[1].strip().split("\n")[0].strip()

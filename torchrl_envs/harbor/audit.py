@@ -46,7 +46,7 @@ sleep 0.1
 
 
 class Finding(NamedTuple):
-    """What is wrong with a task."""
+    """A fault of a task."""
 
     task: str
     defect: str
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What was found out of one task."""
+    """The findings about one task."""
 
     task: str
     rewards: dict[str, float | None]
@@ -120,7 +120,7 @@ class _Audit:
         return trial
 
     def reward(self, agent: str, act: Callable[[Trial], Any]) -> float | None:
-        """What an agent is rewarded; of several steps it does each."""
+        """Return what an agent is rewarded; of several steps it does each."""
         found = None
         trial = self.begun()
         try:
@@ -169,7 +169,7 @@ class _Audit:
         return act
 
     def leaks(self) -> None:
-        """Whether the agent finds the tests or the solution in its machine."""
+        """Check that the agent does not find the tests or the solution in its machine."""
         secrets: dict[bytes, str] = {}
         for step in self.task.steps:
             folders = [*step.tests.folders, *([step.solution] if step.solution else [])]
@@ -191,7 +191,7 @@ class _Audit:
             trial.stop()
 
     def carry_over(self) -> None:
-        """Whether a rollout sees what another one left."""
+        """Check that a rollout does not see what another one left."""
         name = ".left-by-another-rollout"
         paths = [f"{folder}/{name}" for folder in (self.task.place.workdir or "/root", "/tmp")]
         first = self.begun()

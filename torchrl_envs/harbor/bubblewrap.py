@@ -447,7 +447,7 @@ class BubblewrapMachine:
         )
 
     def download(self, source: str) -> bytes | None:
-        """What a path of the machine holds, as a ``.tar``; nothing if it is not there.
+        """Return what a path of the machine holds, as a ``.tar``; nothing if it is not there.
 
         Args:
             source: there.
@@ -511,7 +511,7 @@ def _python() -> str:
 
 
 def _prefix_of(python: str) -> str | None:
-    """What has to be shown for a Python outside of ``/usr``."""
+    """Return what has to be shown for a Python outside of ``/usr``."""
     return None if python.startswith("/usr/") else str(Path(python).parents[1])
 
 

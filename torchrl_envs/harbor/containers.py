@@ -191,7 +191,7 @@ class DockerMachine:
         self._must(f"mkdir -p '{target}' && tar -xf - --no-same-owner -C '{target}'", data)
 
     def download(self, source: str) -> bytes | None:
-        """What a path of the container holds, as a ``.tar``; nothing if it is not there.
+        """Return what a path of the container holds, as a ``.tar``; nothing if it is not there.
 
         Args:
             source: there.
@@ -234,7 +234,7 @@ class PodmanMachine(DockerMachine):
 
 @functools.cache
 def _reason_against(program: str) -> str | None:
-    """Why containers can't be had by a program; nothing where they can."""
+    """Return why containers can't be had by a program; nothing where they can."""
     if shutil.which(program) is None:
         return f"{program} is not installed."
     try:

@@ -12,7 +12,7 @@ _VARIABLE: Final = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 
 
 class Instruction(NamedTuple):
-    """One instruction."""
+    """An instruction."""
 
     name: str
     text: str
@@ -20,7 +20,7 @@ class Instruction(NamedTuple):
 
 
 class DockerfileError(ValueError):
-    """What a sandbox can't follow; the message names the line."""
+    """An instruction that a sandbox can't follow; the message names the line."""
 
 
 def instructions(path: Path) -> list[Instruction]:
@@ -53,7 +53,7 @@ def instructions(path: Path) -> list[Instruction]:
 
 
 def check_base(text: str, python: str) -> None:
-    """Whether the programs of this machine can stand in for an image's.
+    """Check that the programs of this machine can stand in for an image's.
 
     Args:
         text: of ``FROM``.
@@ -78,7 +78,7 @@ def check_base(text: str, python: str) -> None:
 
 
 def copied(text: str, line: int) -> tuple[list[str], str]:
-    """What COPY or ADD copies, and where to.
+    """Return what COPY or ADD copies, and where to.
 
     Args:
         text: of the instruction.
@@ -105,7 +105,7 @@ def copied(text: str, line: int) -> tuple[list[str], str]:
 
 
 def variables_of(text: str, line: int) -> dict[str, str]:
-    """What ENV or ARG sets.
+    """Return what ENV or ARG sets.
 
     Args:
         text: of the instruction.
@@ -139,7 +139,7 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 
 
 def is_without_effect(name: str) -> bool:
-    """Whether an instruction says nothing about the files of a machine.
+    """Return whether an instruction says nothing about the files of a machine.
 
     Args:
         name: of the instruction.

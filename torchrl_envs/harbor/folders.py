@@ -47,7 +47,7 @@ class Health:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What the environment of a task, or of its tests, has to be."""
+    """The requirements of a task, or of its tests, on their environment."""
 
     folder: Path
     """``environment/``, or the folder of the tests that bring a Dockerfile."""
@@ -76,7 +76,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Tests:
-    """How a task, or a step of one, is scored."""
+    """The tests by which a task, or a step of one, is scored."""
 
     folders: tuple[Path, ...]
     """What is copied to ``/tests``, one over the other."""
@@ -94,7 +94,7 @@ class Tests:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One instruction, and how what comes of it is scored."""
+    """An instruction, and how what comes of it is scored."""
 
     name: str
     instruction: str

@@ -177,7 +177,7 @@ class ForeignMachine:
             self.upload(Path(folder), target)
 
     def download(self, source: str) -> bytes | None:
-        """What a path there holds, as a ``.tar``; nothing if it is not there.
+        """Return what a path there holds, as a ``.tar``; nothing if it is not there.
 
         Args:
             source: there.

@@ -48,7 +48,7 @@ class Kept:
             self.dropped += extra
 
     def whole(self):
-        """What was kept, with a mark where something is missing."""
+        """Text that was kept, with a mark where something is missing."""
         mark = b"\n[%d bytes are left out]\n" % self.dropped if self.dropped else b""
         return bytes(self.start) + mark + bytes(self.end)
 

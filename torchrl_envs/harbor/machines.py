@@ -24,7 +24,7 @@ class MachineError(RuntimeError):
 
 
 class CommandResult(NamedTuple):
-    """What a command gave."""
+    """The result of a command."""
 
     stdout: str
     stderr: str
@@ -55,7 +55,7 @@ class Machine(Protocol):
 
     @property
     def workdir(self) -> str:
-        """Where commands run."""
+        """Folder in which commands run."""
         ...
 
     def start(self) -> None:
@@ -97,7 +97,7 @@ class Machine(Protocol):
         """
 
     def download(self, source: str) -> bytes | None:
-        """What a path of the machine holds, as a ``.tar`` of it; nothing if it is not there.
+        """Return what a path of the machine holds, as a ``.tar`` of it; nothing if it is not there.
 
         Args:
             source: there, absolute.

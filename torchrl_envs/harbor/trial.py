@@ -1,4 +1,4 @@
-"""One rollout of a task: its machine, its steps, and the tests that score it."""
+"""A rollout of a task: its machine, its steps, and the tests that score it."""
 
 import json
 import math
@@ -57,7 +57,7 @@ class Trial:
 
     @property
     def time_left_s(self) -> float:
-        """Of the agent, in this step."""
+        """Seconds that the agent has left in this step."""
         return max(0.0, self._deadline - time.monotonic())
 
     def start(self) -> str:

@@ -47,7 +47,7 @@ def actions_of_functions(functions: Sequence[Callable[..., Mapping[str, Any]]]) 
 
 
 async def actions_of_server(session: OpenEnvSession) -> list[Action]:
-    """What a server says that it can do: its MCP tools, or one tool for its one kind of action."""
+    """Actions of a server: its MCP tools, or one tool for its one kind of action."""
     try:
         listed = await session.list_tools()
     finally:
@@ -105,7 +105,7 @@ def fetch_schema(session_url: str, timeout_s: float) -> dict[str, Any]:
 
 
 def observation_text(result: EnvResult) -> str:
-    """What the model reads of an observation, where nothing else is asked for."""
+    """Return what the model reads of an observation, where nothing else is asked for."""
     # Gives the value of a tool of MCP; the text of an observation with one text field; else all of
     # its fields but for empty ones, as JSON.
     told = ((key, value) for key, value in result.observation.items() if key not in _HIDDEN)

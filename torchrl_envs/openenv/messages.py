@@ -18,7 +18,7 @@ ANSWERS: Final = {"reset": "observation", "step": "observation", "state": "state
 
 
 class EnvResult(NamedTuple):
-    """What an environment answers to ``reset`` and ``step``."""
+    """The answer of an environment to ``reset`` and ``step``."""
 
     observation: dict[str, Any]
     """The fields of the environment's own observation."""

@@ -1,4 +1,4 @@
-"""One session of an OpenEnv server over one WebSocket."""
+"""A session of an OpenEnv server over one WebSocket."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ _SCHEMES: Final = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 
 
 def websocket_url(base_url: str) -> str:
-    """Where the sessions of a server are."""
+    """Return where the sessions of a server are."""
     parts = urlsplit(base_url)
     if parts.scheme not in _SCHEMES or not parts.hostname:
         raise ValueError(

@@ -119,7 +119,7 @@ class OpenEnvTools(ToolSource, RewardSource):
         return all(row.get(name) == value for name, value in self.where.items())
 
     def takes_part_in_row(self, row: Mapping[str, Any]) -> bool:
-        """Whether the episodes that start from a row have a session here."""
+        """Return whether the episodes that start from a row have a session here."""
         return super().takes_part_in_row(row) and self._is_here(row)
 
     async def begin(self, episode: Episode) -> None:
@@ -172,7 +172,7 @@ class OpenEnvTools(ToolSource, RewardSource):
 
 @dataclass
 class _Session:
-    """One episode's session, and what it has given so far."""
+    """An episode's session, and what it has given so far."""
 
     session: OpenEnvSession
     text_of: Callable[[EnvResult], str | None]

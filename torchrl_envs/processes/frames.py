@@ -15,7 +15,7 @@ def framed(data: bytes) -> bytes:
 
 
 class Frames:
-    """What arrives at a socket, message by message."""
+    """The messages that arrive at a socket, one by one."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link

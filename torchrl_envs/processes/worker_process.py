@@ -84,7 +84,7 @@ class WorkerProcess:
         raise CallTimeoutError(f"no answer within {timeout_s:g} s")
 
     def ending(self) -> str | None:
-        """How the process ended, if it has; it stays a zombie, so that its number is not reused."""
+        """Status of a process that ended; it stays a zombie, so that its number is not reused."""
         try:
             status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # this program's SIGCHLD is ignored, or somebody else waited

@@ -141,7 +141,7 @@ class AnswerReward(OpenedTurns, EpisodeTransform, RewardSource):
             batch.set(key, value)
 
     def empty_part(self, key: str, shape: torch.Size) -> torch.Tensor:
-        """What a further entry is where a row was not scored, ``[*B, 1, 1]``.
+        """Return what a further entry is where a row was not scored, ``[*B, 1, 1]``.
 
         Args:
             key: its name.

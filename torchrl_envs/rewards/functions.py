@@ -326,7 +326,7 @@ class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
                 episode.score.add(name, own_rewards[place], weight=weight)
 
     def _parts(self, name: str, places: Sequence[int]) -> list[Sequence[int]]:
-        """Which rollouts the calls of a function score: all at once, or each."""
+        """Return which rollouts the calls of a function score: all at once, or each."""
         if scores_one_rollout(self.functions[name]):
             return [[place] for place in places]
         return [places] if places else []
@@ -372,7 +372,7 @@ class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
         return rewards
 
     def _by_turn(self, name: str, value: Any, episode: Episode) -> RowReward:
-        """One reward per turn becomes one per token, at the ends of the turns."""
+        """A reward per turn becomes one per token, at the ends of the turns."""
         if value is None:
             return RowReward()
         mask = episode.assistant_mask
@@ -395,7 +395,7 @@ class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
         return RowReward(number, error)
 
     def _items(self, name: str, value: Any, count: int, what: str) -> list[Any] | RowReward:
-        """As many rewards as there have to be, or what is wrong with what a function gave."""
+        """Check that there are as many rewards as there have to be, or say what is wrong."""
         items = None
         if not isinstance(value, str | bytes | Mapping):
             with contextlib.suppress(TypeError):
@@ -462,7 +462,7 @@ class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
     _inv_call = TrajectoryTransform._inv_call
 
     def _reads_text(self, function: RewardFunction) -> bool:
-        """Whether a function gets strings where prompts are strings."""
+        """Return whether a function gets strings where prompts are strings."""
         if getattr(function, "needs_messages", False):  # whatever the data are
             return False
         if self.completion_format != "auto":

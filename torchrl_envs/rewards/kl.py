@@ -288,7 +288,7 @@ class RetrieveKL(TrajectoryTransform):
 
     @property
     def coeff(self) -> float:
-        """Of the KL in the reward; it may be set."""
+        """Coefficient of the KL in the reward; it may be set."""
         return self.kl.coeff
 
     @coeff.setter
@@ -363,7 +363,7 @@ class KLRewardTransform(RetrieveKL):
 
     @property
     def coef(self) -> float:
-        """Of the KL in the reward; it may be set."""
+        """Coefficient of the KL in the reward; it may be set."""
         return self.coeff
 
     @coef.setter

@@ -51,7 +51,7 @@ LOGGED_EXTRA: Final = "logged_extra"
 
 @dataclass
 class TrainerState:
-    """How far the training is: what a reward function gets as ``trainer_state``."""
+    """The progress of the training, which a reward function gets as ``trainer_state``."""
 
     global_step: int = 0
     """Updates of the policy's weights since the first batch; a collector counts them."""
@@ -61,7 +61,7 @@ class TrainerState:
 
 @dataclass(eq=False)
 class RewardLog:
-    """What one call of a reward function logs, of the rollouts that it scores."""
+    """The log of one call of a reward function, about the rollouts that it scores."""
 
     episodes: Sequence[Episode]
     _metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -144,7 +144,7 @@ def row_reward(function: F) -> F:
 
 
 def scores_one_rollout(function: RewardFunction) -> bool:
-    """Whether a function was marked by :func:`row_reward`."""
+    """Return whether a function was marked by :func:`row_reward`."""
     return getattr(function, "scores_one_rollout", False)
 
 
@@ -162,7 +162,7 @@ def unique_names(functions: Sequence[RewardFunction], taken: Sequence[str] = ())
 
 
 def given_names(function: RewardFunction) -> set[str]:
-    """What a function may name, beside the columns of the data."""
+    """Return what a function may name, beside the columns of the data."""
     lists = SINGULAR.values() if scores_one_rollout(function) else LISTS
     return {*lists, *OF_TRAINING}
 
@@ -223,7 +223,7 @@ def reward_inputs(
 
 
 def _text(message: Message) -> str:
-    """What a message says, with what was thought before it as the model wrote it."""
+    """Return what a message says, with what was thought before it as the model wrote it."""
     thought, said = message.get("reasoning_content"), text_of_message(message)
     return f"<think>\n{thought}\n</think>\n\n{said}" if thought else said
 

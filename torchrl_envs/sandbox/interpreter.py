@@ -61,7 +61,7 @@ class Interpreter:
 
     @property
     def readable(self) -> tuple[str, ...]:
-        """What has to be readable inside."""
+        """Paths that have to be readable inside."""
         return (*_SYSTEM, _LOADER_CACHE, self.prefix, *self.packages)
 
     def command(self) -> list[str]:

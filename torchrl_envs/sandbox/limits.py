@@ -9,7 +9,7 @@ _MIB: Final = 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """What one sandbox may use, all of its processes together unless said otherwise.
+    """The limits of one sandbox, for all of its processes together unless said otherwise.
 
     Attributes:
         timeout_s: wall-clock time of one run; no process uses more CPU time than that either.

@@ -1,4 +1,4 @@
-"""One running sandbox, as its parent sees it: requests go in, capped output comes out."""
+"""A running sandbox, as its parent sees it: requests go in, capped output comes out."""
 
 import contextlib
 import os

@@ -187,7 +187,7 @@ class Sandbox:
     def result(
         self, process: SandboxProcess, report: str, *, started: float, state_lost: bool = False
     ) -> SandboxResult:
-        """What a process gave, and how its supervisor said that it ended."""
+        """Return what a process gave, and how its supervisor said that it ended."""
         kind, _, value = report.partition(" ")
         return SandboxResult(
             stdout=process.stdout.text(),
@@ -208,7 +208,7 @@ class Sandbox:
 
 
 def _reason_against(interpreter: Interpreter) -> str | None:
-    """Why bubblewrap does not isolate code here, or ``None``; tried once per process."""
+    """Return why bubblewrap does not isolate code here, or ``None``; tried once per process."""
     with _verifying:
         if interpreter in _verified:
             return _verified[interpreter]

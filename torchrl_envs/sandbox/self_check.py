@@ -11,7 +11,7 @@ TRIAL_LIMITS: Final = SandboxLimits(num_processes=16, num_files=64, num_open_fil
 
 
 class Check(NamedTuple):
-    """One thing that must hold."""
+    """A condition that must hold."""
 
     name: str
     enforced_by: str
@@ -88,7 +88,7 @@ print("failed", [name for name, attempt in CHECKS if fails(attempt)])
 
 
 def failing_checks(run: Callable[[str], SandboxResult]) -> list[str]:
-    """What does not hold in a sandbox."""
+    """Return what does not hold in a sandbox."""
     attempts = [(check.name, check.attempt) for check in CHECKS]
     result = run(f"CHECKS = {attempts!r}\n{_PROGRAM}")
     failed = [check.name for check in CHECKS if repr(check.name) in result.stdout]

@@ -14,7 +14,7 @@ _CAP_SYS_ADMIN: Final = 21
 
 
 def changes_user() -> bool:
-    """Whether this process is root and becomes another user inside the sandbox."""
+    """Return whether this process is root and becomes another user inside the sandbox."""
     return _can_be_other_user() and _has(_CAP_SYS_ADMIN)
 
 

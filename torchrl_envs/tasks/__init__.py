@@ -47,7 +47,7 @@ _PLAIN: Final = (int, float, str, bool, type(None))
 
 
 def find_task(name: str) -> tuple[str, str, tuple[str, ...]]:
-    """What makes a task: module and function, and the arguments that the name stands for.
+    """Return what makes a task: module and function, and the arguments that the name stands for.
 
     Args:
         name: one of :data:`TASKS`; ``"textarena/"`` and a game of TextArena for one player; or a

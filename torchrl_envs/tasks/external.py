@@ -155,7 +155,7 @@ def _functions(setting: str, given: Any) -> list[Callable[..., Any]]:
 def _tried(
     factory: str, arguments: Any, row_argument: str | None, row: Mapping[str, Any], **sizes: int
 ) -> tuple[Callable[..., Any], Any]:
-    """What makes an environment, or a task of so many rows, and what it makes of the first row.
+    """Factory of an environment, or of a task of so many rows, and its result for the first row.
 
     That one is to see what it is; an environment is closed again.
     """

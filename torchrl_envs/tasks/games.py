@@ -18,7 +18,7 @@ DIRECTIONS: Final = {"left": -1, "stay": 0, "right": 1}
 
 
 class CatchGame:
-    """One ball."""
+    """A ball."""
 
     def __init__(
         self, seed: int, *, num_rows: int = NUM_ROWS, num_columns: int = NUM_COLUMNS
@@ -73,7 +73,7 @@ NUM_GUESSES: Final = 6
 
 
 def guess_feedback(guess: str, secret: str) -> str:
-    """What a guess says about the secret.
+    """Return what a guess says about the secret.
 
     Args:
         guess: as long as the secret.
@@ -101,7 +101,7 @@ def guess_feedback(guess: str, secret: str) -> str:
 
 
 class WordleGame:
-    """One secret word."""
+    """A secret word."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ MOST: Final = 3
 
 
 class NimGame:
-    """One heap and two players, 0 and 1; 0 begins.
+    """A heap and two players, 0 and 1; 0 begins.
 
     Args:
         heap: how many there are.
@@ -195,16 +195,16 @@ class NimGame:
         self.turn = 1 - self.turn
 
     def forfeit(self) -> None:
-        """Who is to move gives up."""
+        """End the game: the player who is to move gives up."""
         self.winner = 1 - self.turn
 
     def view(self) -> str:
-        """What the players see."""
+        """Return what the players see."""
         return f"The heap has {self.heap}."
 
 
 def is_won(heap: int) -> bool:
-    """Whether who is to move can win: all heaps but the multiples of four."""
+    """Return whether who is to move can win: all heaps but the multiples of four."""
     return heap % (MOST + 1) != 0
 
 
@@ -235,7 +235,7 @@ def call_text(tool: str, arguments: dict[str, Any]) -> str:
 
 
 def around_argument(tool: str, argument: str) -> list[str]:
-    """What stands before and after the value in a call with one argument, but for quotes.
+    """Return what stands before and after the value in a call with one argument, but for quotes.
 
     Args:
         tool: its name.

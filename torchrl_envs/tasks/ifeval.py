@@ -46,7 +46,7 @@ _WORD: Final = re.compile(r"[^\s\d.,;:!?¿¡()\[\]{}\"“”„«»…।|/*_-]+
 
 
 def may_be_language(text: str, language: str) -> bool:
-    """Whether a text can be of a language."""
+    """Return whether a text can be of a language."""
     # Gives whether at least half of its letters are of the language's script, and no other language
     # of that script has more function words in it. Japanese needs some kana, Chinese has none.
     code = language.lower().split("-")[0]
@@ -109,7 +109,7 @@ def compare(count: int, threshold: int, relation: str) -> bool:
 
 
 def _occurrences(text: str, keyword: str) -> int:
-    """How often a keyword occurs, in any case."""
+    """Return how often a keyword occurs, in any case."""
     return len(re.findall(re.escape(keyword.strip()), text, flags=re.IGNORECASE))
 
 
@@ -231,7 +231,7 @@ INSTRUCTIONS: Final[dict[str, Check]] = {
 
 
 def follows(text: str, instruction_id: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether a text follows an instruction."""
+    """Return whether a text follows an instruction."""
     check = INSTRUCTIONS.get(instruction_id)
     if check is None:
         raise ValueError(
@@ -271,7 +271,7 @@ THINK_BONUS: Final = 0.05
 
 
 class IFEvalScoreData(TensorClass["nocast"]):
-    """Which instructions were followed, bool.
+    """The instructions that were followed, bool.
 
     Strict takes the answer as it is; loose also without its first or last line, or asterisks.
     """
@@ -314,7 +314,7 @@ class IFEvalScoreData(TensorClass["nocast"]):
 def score_instructions(
     text: str, instruction_ids: Sequence[str], arguments: Sequence[Mapping[str, Any] | None]
 ) -> tuple[list[bool], list[bool]]:
-    """Which instructions a text follows, strictly and loosely."""
+    """Return which instructions a text follows, strictly and loosely."""
     if len(instruction_ids) != len(arguments):
         raise ValueError(f"{len(instruction_ids)} instructions but {len(arguments)} arguments.")
     pairs = [(name, own or {}) for name, own in zip(instruction_ids, arguments, strict=True)]

@@ -38,7 +38,7 @@ ScoreOf = Callable[[Metrics, Metrics], float]
 
 
 def score_gain(metrics: Metrics, baseline: Metrics) -> float:
-    """How much better than the baseline: the metric ``Score``, or the only one that there is."""
+    """Gain over the baseline, by the metric ``Score``, or the only one that there is."""
     if "Score" not in metrics and len(metrics) != 1:
         raise ValueError(
             f"MLGym measured {sorted(metrics)}, and none is 'Score': say which counts with "
@@ -200,7 +200,7 @@ class MLGymActions(ToolSource, RewardSource):
         return Answer(message, stop_reason=StopReason.ENVIRONMENT_DONE if is_over else "")
 
     async def finish(self, episode: Episode) -> None:
-        """What the environment measured."""
+        """Score the episode by what the environment measured."""
         instance: Instance | None = episode.resources.get(self)
         if instance is None:
             return

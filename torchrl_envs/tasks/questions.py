@@ -41,7 +41,7 @@ class _TaggedReward(AnswerReward):
         self.correct_reward = correct_reward
 
     def _is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
-        """Whether an answer, which is not empty, is right."""
+        """Return whether an answer, which is not empty, is right."""
         raise NotImplementedError
 
     def components(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class GSM8KRewardParser(_TaggedReward):
         self.required_columns = (answer_column,)  # type: ignore[misc]
 
     def _is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
-        """Whether it is the number after the last ``####``."""
+        """Return whether it is the number after the last ``####``."""
         gold = str(row[self.answer_column])
         marked = hash_answer(gold)
         return normalize_number(answer) == normalize_number(gold if marked is None else marked)
@@ -270,7 +270,7 @@ MATH_PROMPT: Final = (
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is inside the last ``\boxed{}`` of a text, nested braces included."""
+    r"""Return what is inside the last ``\boxed{}`` of a text, nested braces included."""
     # Gives the content, or `None` if there is no closed one.
     _, mark, rest = text.rpartition("\\boxed{")
     depth = 1 if mark else 0
@@ -475,7 +475,7 @@ class CountdownRewardParser(_TaggedReward):
     required_columns = ("numbers", "target")
 
     def _is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
-        """Whether the expression has the value of the target, and uses the numbers."""
+        """Return whether the expression has the value of the target, and uses the numbers."""
         return evaluate(answer) == (row["target"], Counter(row["numbers"]))
 
 

@@ -28,7 +28,7 @@ RIGHT_FRACTION: Final = 0.35
 
 @dataclass(frozen=True, kw_only=True)
 class Easy:
-    """What makes a generator's questions easy."""
+    """Settings that make a generator's questions easy."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the generator, with which its questions are short."""
@@ -76,7 +76,7 @@ def score_answer(answer: str, row: Mapping[str, Any]) -> float:
 
 
 class Question:
-    """One question, answered in words; the reward is 1 for a right answer and 0 for another one."""
+    """A question, answered in words; the reward is 1 for a right answer and 0 for another one."""
 
     def reset(self, *, entry: dict[str, Any], generator: str, **row: Any) -> None:
         """Take the question of a row."""
@@ -92,7 +92,7 @@ class Question:
 
 
 def _answer(text: str) -> str | None:
-    """What reasoning-gym takes for the answer: what stands in ``<answer>``, or all of the text."""
+    """Answer for reasoning-gym: the content of ``<answer>``, or all of the text."""
     extracted = load_reasoning_gym().utils.extract_answer(text)
     return (text if extracted is None else extracted).strip() or None
 
@@ -108,7 +108,7 @@ def question_task(
     seed: int = 0,
     config: Mapping[str, Any] | None = None,
 ) -> Task:
-    """One generator's questions, each answered in a single turn.
+    """A generator's questions, each answered in a single turn.
 
     Args:
         generator: name of the generator.

@@ -27,7 +27,7 @@ from .task import ROUTE_COLUMN, Row, Task, is_of_tasks, scoring_of
 def combine_tasks(
     name: str, tasks: Sequence[Task], shares: Sequence[float] | None = None, *, seed: int = 0
 ) -> Task:
-    """One task of several, whose rows say in their column ``environment`` which is theirs.
+    """A task of several, whose rows say in their column ``environment`` which is theirs.
 
     An episode has the environment, tools, rewards, system prompt and limit of turns of its own
     task. Its rows' prompts are in the column ``prompt``. The entropy bonus acts on the tokens of
@@ -97,7 +97,7 @@ def combine_tasks(
 def draw_schedule(
     sizes: Sequence[int], shares: Sequence[float], seed: int
 ) -> list[tuple[int, int]]:
-    """Which row of which task each prompt is.
+    """Return which row of which task each prompt is.
 
     The j-th prompt of a task comes at a time drawn uniformly from ``[j, j + 1) / share``: random,
     and yet any stretch holds each task's share of it, give or take a few prompts. Each task goes

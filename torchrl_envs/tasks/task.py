@@ -107,12 +107,12 @@ class Task:
 
 
 def is_of_tasks(names: Sequence[str], episode: Episode) -> bool:
-    """Whether the row that an episode started from belongs to one of some tasks."""
+    """Return whether the row that an episode started from belongs to one of some tasks."""
     return (episode.example or {}).get(ROUTE_COLUMN) in names
 
 
 def scoring_of(task: Task) -> list[Transform]:
-    """What scores a task's episodes, and measures them."""
+    """Return what scores a task's episodes, and measures them."""
     parts = [] if task.rewards is None else list(task.rewards())
     if task.metrics:
         parts.append(RewardFunctions(task.metrics, weights=[0.0] * len(task.metrics)))
@@ -396,7 +396,7 @@ def with_solutions(task: Task, count: int, solution: Callable[[Row], str | None]
 
 
 def tagged_answer(text: str) -> str | None:
-    """What stands in the last ``<answer>`` block of a text, white space aside; none without one."""
+    """Content of the last ``<answer>`` block of a text, white space aside; none without one."""
     return " ".join(read_tags(text).answer.split()) or None
 
 

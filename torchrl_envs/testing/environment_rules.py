@@ -95,7 +95,7 @@ def check_env(
 
 
 class EnvironmentTrial(NamedTuple):
-    """How an environment is built, reset and played."""
+    """A trial of an environment: it is built, reset and played."""
 
     make_env: Callable[[], Any]
     tokenizer: "PreTrainedTokenizerBase"
@@ -273,7 +273,7 @@ def _check_determinism(trial: EnvironmentTrial) -> None:
 
 
 def _seeded_run(trial: EnvironmentTrial) -> list[dict[str, Any]]:
-    """What happens in each step of an episode that starts from one seed."""
+    """Return what happens in each step of an episode that starts from one seed."""
     states: list[dict[str, Any]] = []
     with torch.random.fork_rng(devices=()), _closing(trial.make_env(), True) as env:
         state = random.getstate()

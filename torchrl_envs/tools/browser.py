@@ -141,7 +141,7 @@ class BrowserTransform(ToolSource):
         return job._replace(timeout_s=self.timeout_s + _START_S + _CLOSE_S)
 
     def _next_screenshot(self, row: int, call: ToolCall) -> Path | None:
-        """Where the call writes a screenshot, if it does."""
+        """Return where the call writes a screenshot, if it does."""
         if call.arguments["action"] != "screenshot":
             return None
         assert self.screenshot_dir is not None

@@ -171,7 +171,7 @@ class EnvironmentTools(OpenedTurns, ToolSource, RewardSource):
         self.note_encoder(getattr(policy, "encoder", None))
 
     def _has_environment(self, name: str, row: Mapping[str, Any]) -> bool:
-        """Whether the episodes that start from a row have an environment of that name."""
+        """Return whether the episodes that start from a row have an environment of that name."""
         its = row.get(self.route_column) if self.is_routed else name
         return its == name and self.takes_part_in_row(row)
 
@@ -290,7 +290,7 @@ def _check_lifecycle(cls: type) -> None:
 
 
 def _required_arguments(function: Callable[..., Any]) -> list[str]:
-    """What a call must be given; nothing where that can't be told."""
+    """Return what a call must be given; nothing where that can't be told."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a class that is not written in Python

@@ -48,7 +48,7 @@ class Instance:
         return None if waiting is None else await waiting
 
     def closing(self, reason: str) -> Call | None:
-        """Nobody needs it any more: how it is closed, if it has been made and can be."""
+        """Give it up: return how it is closed, if it has been made and can be."""
         del reason
         with self._lock:
             self._abandoned = True

@@ -55,7 +55,7 @@ class MCPToolsChangedError(RuntimeError):
 
 
 class MCPConnection:
-    """One session with one server; opened when it is needed, and again when the server died."""
+    """A session with one server; opened when it is needed, and again when the server died."""
 
     def __init__(
         self, name: str, server: Any, *, timeout_s: float, max_tools: int = MAX_TOOLS
@@ -334,7 +334,7 @@ def _kept(server: Any) -> Any:
 
 
 def _content(result: Any) -> Any:
-    """What a tool said: its text, a note for what is not text, or its data."""
+    """Return what a tool said: its text, a note for what is not text, or its data."""
     pieces: list[str] = []
     for block in result.content:
         text = getattr(getattr(block, "resource", block), "text", None)

@@ -114,7 +114,7 @@ class PythonInterpreter(ToolSource):
         return items
 
     def _message(self, number: int, text: str, failed: bool) -> Any:
-        """What a block of code is answered with."""
+        """Return what a block of code is answered with."""
         ended = "failed" if failed else "executed successfully"
         return {"role": self.tool_role, "content": f"Code block {number} {ended}:\n{text}"}
 
@@ -138,7 +138,7 @@ class PythonInterpreter(ToolSource):
 
 
 def output_text(result: SandboxResult, *, timeout_s: float) -> str:
-    """What a program printed, and why it ended where it did not end by itself."""
+    """Return what a program printed, and why it ended where it did not end by itself."""
     written = [output for output in (result.stdout, result.stderr) if output]
     text = "".join(output if output.endswith("\n") else f"{output}\n" for output in written)
     status = result.exit_status

@@ -139,7 +139,7 @@ class StepEnvironments(EpisodeTransform, RewardSource):
 
 
 def protocol_of(environment: Any) -> Kind | None:
-    """Which protocol an environment follows, by its methods; none where it has no such methods.
+    """Protocol that an environment follows, by its methods; none where it has no such methods.
 
     Args:
         environment: any object.

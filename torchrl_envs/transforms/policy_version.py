@@ -55,7 +55,7 @@ class PolicyVersion(ChecksAttributes, Transform):
         return self.label(self._number)
 
     def label(self, number: int) -> int | str:
-        """How a version is written.
+        """Return how a version is written.
 
         Args:
             number: of the version.

@@ -83,7 +83,7 @@ class TokenBudget(EpisodeTransform):
     changeable = frozenset({"encoder"})
 
     def extra_repr(self) -> str:
-        """Its bounds, in tokens."""
+        """Bounds of the budget, in tokens."""
         return f"max_tokens={self.max_tokens}, max_model_len={self.max_model_len}"
 
     def check(self, env: "EpisodeEnvironment") -> None:
@@ -135,7 +135,7 @@ class TokenBudget(EpisodeTransform):
             episode.limit_turn(*left)
 
     def _left(self, conversation: Conversations) -> "_Left":
-        """What the tighter of the two bounds leaves."""
+        """Return what the tighter of the two bounds leaves."""
         total = conversation.num_tokens(0)
         bounds = []
         if self.max_tokens is not None:

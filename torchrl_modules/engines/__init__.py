@@ -1,1 +1,1 @@
-"""What an engine is, the engine over a Transformers model, and watching engines."""
+"""Engines: their protocol, the engine over a Transformers model, and watching engines."""

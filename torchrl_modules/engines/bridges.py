@@ -89,7 +89,7 @@ class LoopThread:
             raise
 
     async def call(self, call: Coroutine[Any, Any, T]) -> T:
-        """As `run`, for a caller in another event loop."""
+        """Run a coroutine as `run` does, for a caller in another event loop."""
         try:
             return await asyncio.wrap_future(self.submit(call))
         except asyncio.CancelledError:
@@ -125,7 +125,7 @@ _GATHER_S = 0.001
 
 
 class Stepped(Protocol):
-    """What is stepped; everything is called in the thread."""
+    """Protocol of something that a thread steps; everything is called in that thread."""
 
     @property
     def has_work(self) -> bool:
@@ -365,7 +365,7 @@ class _Request(NamedTuple):
 
 
 def _are_alike(first: SamplingParameters, other: SamplingParameters) -> bool:
-    """Whether two requests can be drawn in one batch: they differ in their seeds at most."""
+    """Return whether two requests can be drawn in one batch: they differ in their seeds at most."""
     if first is other:
         return True
     if None in (first.seed, other.seed):
@@ -399,7 +399,7 @@ class BatchingEngine(EngineOver):
 
     @property
     def model(self) -> Any:
-        """What it draws from, where that is in this process."""
+        """The model that it draws from, where that is in this process."""
         return getattr(self._inside, "model", None)
 
     async def respond(

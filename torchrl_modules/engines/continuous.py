@@ -380,7 +380,7 @@ class AsyncTransformersEngine(ChecksAttributes, SteppedEngine):
 
     @property
     def model(self) -> nn.Module:
-        """What it draws from: a copy, unless that was declined."""
+        """The model that it draws from: a copy, unless that was declined."""
         return self._engine.model
 
     @property

@@ -1,4 +1,4 @@
-"""What an engine is, blocking or asynchronous, and how loaded it is."""
+"""Protocols of an engine, blocking or asynchronous, and its load."""
 
 import asyncio
 import inspect
@@ -42,7 +42,7 @@ class VersionSpan(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """One sampled response."""
+    """A sampled response."""
 
     ids: list[int]
     """The sampled tokens, stop token included; empty when the row could not be generated."""
@@ -79,7 +79,7 @@ class Generation(NamedTuple):
         return [version for version, start, end in spans for _ in range(start, end)]
 
     def reported(self, params: SamplingParameters) -> dict[str, Sequence[float]]:
-        """What was asked for of each token beside its log-prob, by the name of its entry."""
+        """Return what was asked for of each token beside its log-prob, by the name of its entry."""
         columns: dict[str, Sequence[float]] = {}
         if params.untempered_log_probs:
             own = params.is_own_softmax
@@ -105,7 +105,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights that serve: 0 at first, and higher after each update."""
+        """Version of the weights that serve: 0 at first, and higher after each update."""
         ...
 
     def generate(
@@ -163,7 +163,7 @@ class AsyncEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights that serve: 0 at first, and higher after each update."""
+        """Version of the weights that serve: 0 at first, and higher after each update."""
         ...
 
     async def respond(
@@ -220,7 +220,7 @@ class AsyncEngine(Protocol):
         ...
 
     def end_session(self, session: Hashable) -> None:
-        """What is kept for a conversation may go; one that is not known is none. From any thread.
+        """Drop what is kept for a conversation, if anything is. May be called from any thread.
 
         Args:
             session: as for `respond`.
@@ -239,7 +239,7 @@ class EngineOver:
 
     @property
     def version(self) -> int:
-        """Of the weights that serve; 0 before the first update."""
+        """Version of the weights that serve; 0 before the first update."""
         return self._inside.version
 
     @property
@@ -316,7 +316,7 @@ _ROUNDING: Final = 1e-3
 def checked(
     engine: Engine | AsyncEngine, given: Any, params: SamplingParameters, num_prompts: int
 ) -> list[Generation]:
-    """What an engine gave, if it is what an engine promises.
+    """Return what an engine gave, if it is what an engine promises.
 
     Args:
         engine: whose; no token is of a later version than its own.
@@ -341,7 +341,7 @@ def checked(
 
 
 def _fault_of(row: int, given: Any, params: SamplingParameters, engine: Any) -> str:
-    """What is wrong with a response, or nothing."""
+    """Return what is wrong with a response, or nothing."""
     if not isinstance(given, Generation):
         return f"response {row} is a {type(given).__name__}, not a Generation"
     columns = {"ids": given.ids, "log_probs": given.log_probs, **given.reported(params)}
@@ -391,7 +391,7 @@ def check_prompt(prompt: Sequence[int], *, vocab_size: int | None, max_model_len
 
 
 def log_prob_fault(given: Generation) -> str:
-    """What is wrong with the log-probs of a response, or nothing."""
+    """Return what is wrong with the log-probs of a response, or nothing."""
     if len(given.log_probs) != len(given.ids):
         return f"has {len(given.log_probs)} log-probs for {len(given.ids)} tokens"
     wrong = [x for x in given.log_probs if not -math.inf < x < _ROUNDING]
@@ -420,7 +420,7 @@ def seeded(
 
 
 def can_keep_caches(engine: Any) -> bool:
-    """Whether responses in flight can go on with what the old weights have read."""
+    """Return whether responses in flight can go on with what the old weights have read."""
     return bool(getattr(engine, "can_keep_caches", False))
 
 
@@ -447,7 +447,7 @@ _PREEMPTIONS: Final = "vllm:num_preemptions_total"
 
 
 class EngineLoad(NamedTuple):
-    """How full an engine is, as its ``measure_load()`` tells, where ``tells_load`` is true.
+    """The load of an engine, as its ``measure_load()`` gives it where ``tells_load`` is true.
 
     That raises :class:`EngineDied` if the engine is gone or stuck, ``ConnectionError`` if it did
     not answer, and ``RuntimeError`` if it is closed.
@@ -460,12 +460,12 @@ class EngineLoad(NamedTuple):
 
 
 def tells_load(engine: Any) -> bool:
-    """Whether an engine can tell how full it is; of a server, it is asked."""
+    """Return whether an engine can tell how full it is; of a server, it is asked."""
     return bool(getattr(engine, "tells_load", False))
 
 
 def read_load(text: str) -> EngineLoad | None:
-    r"""What the metrics of a vLLM server tell of its load, of all its engines; or ``None``.
+    r"""Return what the metrics of a vLLM server tell of its load, of all its engines; or ``None``.
 
     Example:
         >>> read_load("vllm:kv_cache_usage_perc{a=1} 0.5\nvllm:num_preemptions_total 3.0")

@@ -228,7 +228,7 @@ class Member:
         _log.error("%s is given up: %s", self.name, self.reason)
 
     async def _probe(self) -> bool:
-        """Whether it says that it is well."""
+        """Return whether it says that it is well."""
         incarnation = self.known.incarnation
         check = getattr(self.engine, "check_health", None)
         try:
@@ -428,7 +428,7 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
 
     @property
     def version(self) -> int:
-        """Of the weights that serve: what all engines have that do, or take in an update.
+        """Version of the weights that serve: the one of all engines that do, or take an update.
 
         No token that was handed out is of a later one: an engine draws with new weights before
         its acknowledgement of them has come.
@@ -479,7 +479,7 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
 
     @property
     def model(self) -> Any:
-        """What an engine of this process draws from, if there is one."""
+        """The model that an engine of this process draws from, if there is one."""
         models = (getattr(member.engine, "model", None) for member in self._members)
         return next((model for model in models if model is not None), None)
 
@@ -494,7 +494,7 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
         return all(tells_load(member.engine) for member in self._members)
 
     def health(self) -> list[EngineHealth]:
-        """What is known of each engine, in the order in which they were given."""
+        """Return what is known of each engine, in the order in which they were given."""
         return [
             EngineHealth(
                 one.name,
@@ -554,7 +554,7 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
         await self._loop.call(self._update(state_dict, version, recompute))
 
     async def measure_load(self) -> EngineLoad:
-        """How full the fullest engine is that serves, and the preemptions of all.
+        """Return how full the fullest engine is that serves, and the preemptions of all.
 
         Raises:
             EngineDied: an engine died, or none serves, and none will.
@@ -664,7 +664,7 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
 
 
 def as_opener(engine: object) -> Opener | None:
-    """What opens an engine again when it has died; ``None``: nothing does.
+    """Return what opens an engine again when it has died; ``None``: nothing does.
 
     Args:
         engine: what a fleet was given.

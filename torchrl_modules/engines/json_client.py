@@ -69,7 +69,7 @@ class JSONClient:
             raise
 
     async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """As `request`, in `loop`; the server learns at once of a call that is cancelled."""
+        """Make a `request` in `loop`; the server learns at once of a call that is cancelled."""
         if self._is_over:
             raise self._lost("the client is closed")
         task = asyncio.current_task()
@@ -133,7 +133,7 @@ class JSONClient:
         await self._pool.aclose()
 
     def close(self) -> None:
-        """As `interrupt`, and end the thread. May be called twice."""
+        """Stop as `interrupt` does, and end the thread. May be called twice."""
         with suppress(RuntimeError):  # it is closed
             self.loop.run(self._end())
         self.loop.close()

@@ -1,4 +1,4 @@
-"""How prompts get into a model's cache: the ways that are tried, with images too."""
+"""Readers, which put prompts into a model's cache: the ways that are tried, with images too."""
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -308,7 +308,7 @@ def _fastest(
 
 
 def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: Trial) -> list[Tensor]:
-    """What a reader says of rows, in the first way of using it that is wrong, if one is."""
+    """Return what a reader says of rows, in the first way of using it that is wrong, if one is."""
     # Read one by one; rows leave on the way.
     rows = trial.rows
     prompts = [row[: max(1, min(4, len(row) - 2))].tolist() for row in rows]

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 
 class EngineState(Enum):
-    """What is known of an engine."""
+    """The state of an engine."""
 
     DEAD = "dead"
     """There is none, or it is gone or stuck."""
@@ -33,7 +33,7 @@ _RUNNING = (EngineState.STALE, EngineState.SUSPECT, EngineState.HEALTHY)
 
 @dataclass(frozen=True)
 class Supervision:
-    """What is known of the present engine and the weights that are wanted; never changed in place.
+    """The present engine and the weights that are wanted; never changed in place.
 
     An engine that comes back is stale, whatever it says it has: only an acknowledgement by the
     present incarnation makes it healthy. News of earlier incarnations change nothing.
@@ -120,7 +120,7 @@ class Supervision:
 
 
 class StallClock:
-    """How long a figure has been the same."""
+    """A clock of how long a figure has been the same."""
 
     def __init__(self, now_s: float) -> None:
         self._since_s = now_s
@@ -206,7 +206,7 @@ def this_process() -> dict[str, Any]:
 
 
 def is_near(process: Mapping[str, Any]) -> bool:
-    """Whether a process is known to see the process ids of this one."""
+    """Return whether a process is known to see the process ids of this one."""
     return process["machine"] is not None and process["machine"] == _machine()
 
 
@@ -238,7 +238,7 @@ def _machine() -> str | None:
 
 
 class EngineHealth(NamedTuple):
-    """What a fleet knows of one of its engines."""
+    """The health of one engine of a fleet."""
 
     name: str
     """Its URL, or its number."""

@@ -184,12 +184,12 @@ class TransformersEngine(ChecksAttributes):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of the activations."""
+        """Type of the activations."""
         return self._autocast_dtype or self.inside.dtype
 
     @cached_property
     def reader(self) -> type[PromptReader]:
-        """How the model continues rows."""
+        """The reader, by which the model continues rows."""
         if is_sharded(self.model):
             raise ValueError(
                 f"TransformersEngine: {type(self.inside).__name__} is sharded by fully_shard, and "
@@ -349,11 +349,11 @@ class TransformersEngine(ChecksAttributes):
         return engine
 
     def precision(self) -> Any:
-        """What the model computes in, as a context manager."""
+        """Return what the model computes in, as a context manager."""
         return precision(self.inside, self._autocast_dtype)
 
     def refusal(self, prompt: Sequence[int], budget: int) -> str | None:
-        """Why a row can't be served, or ``None``.
+        """Return why a row can't be served, or ``None``.
 
         Args:
             prompt: token ids.

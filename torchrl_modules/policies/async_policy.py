@@ -28,7 +28,7 @@ class AsyncPolicy:
 
     @property
     def version(self) -> int:
-        """Of the weights that serve."""
+        """Version of the weights that serve."""
         return self.engine.version
 
     async def take_turn(

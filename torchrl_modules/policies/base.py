@@ -121,7 +121,7 @@ class RowsToScore(NamedTuple):
         ]
 
     def columns(self, rows: Sequence[Tensor], side: Literal["left", "right"] = "right") -> Tensor:
-        """What was scored as ``[B, T]``, in the columns of the tokens if they came padded."""
+        """Scores as ``[B, T]``, in the columns of the tokens if they came padded."""
         if self.keep is None:
             return pad(rows, value=0, side=side)
         placed = [
@@ -322,7 +322,7 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
 
     @property
     def drawn_by(self) -> SamplingParameters:
-        """How the next turn is drawn: :attr:`sampling`, or what TorchRL's exploration type says.
+        """Parameters of the next turn: :attr:`sampling`, or those of TorchRL's exploration type.
 
         In ``set_exploration_type(ExplorationType.DETERMINISTIC)``, and with ``MODE``, it is the
         most likely token, as with ``temperature=0``. Log-probs are then those of the distribution
@@ -362,7 +362,7 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that serve; the next tokens are stamped with it."""
+        """Version of the weights that serve; the next tokens are stamped with it."""
         return self.engine.version
 
     @property
@@ -376,7 +376,7 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
 
     @property
     def temperature(self) -> float:
-        """What the logits are divided by when a token is drawn; 0 for the most likely one."""
+        """Divisor of the logits when a token is drawn; 0 for the most likely one."""
         return self.sampling.temperature
 
     @temperature.setter
@@ -568,7 +568,7 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
 
 
 def finish_reason_of(generation: Generation, budget: int) -> str:
-    """Why a turn ended, see :class:`~torchrl_data.FinishReason`.
+    """Return why a turn ended, see :class:`~torchrl_data.FinishReason`.
 
     Args:
         generation: of an engine.

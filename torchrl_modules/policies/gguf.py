@@ -224,7 +224,7 @@ class _GGUFHeader:
 
 
 def _header(path: Path) -> tuple[int, torch.dtype, bool]:
-    """What a file says of itself.
+    """Return what a file says of itself.
 
     Returns:
         How many weights it has, a type in which nothing of them is lost, and whether texts begin

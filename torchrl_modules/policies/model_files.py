@@ -1,4 +1,4 @@
-"""Where a model's files are: a hub id, a folder, a GGUF file, or a model that a package brings.
+"""The files of a model: a hub id, a folder, a GGUF file, or a model that a package brings.
 
 A GGUF file is converted once, into a folder that Transformers and vLLM load like any other one.
 The folders are in ``$TORCHRL_AGENTS_CACHE``, or else in ``torchrl-agents`` below the user's cache.
@@ -43,7 +43,7 @@ PACKAGED: Final = {
 
 
 def local_model(source: str) -> str:
-    """What ``from_pretrained`` can load: a hub id or a folder.
+    """Return what ``from_pretrained`` can load: a hub id or a folder.
 
     Args:
         source: a hub id, a folder, a ``.gguf`` file, which is converted, or a name in
@@ -109,7 +109,7 @@ def _refuse_adapter(path: Path) -> None:
 
 
 def known_model(source: str) -> str | None:
-    """Which of :data:`PACKAGED` a model is, whatever it is called.
+    """Return which of :data:`PACKAGED` a model is, whatever it is called.
 
     Args:
         source: a hub id, a folder, a ``.gguf`` file or a name in :data:`PACKAGED`.
@@ -178,7 +178,7 @@ def _client_errors() -> list[type[Exception]]:
 
 
 def _hub_has(hub_id: str) -> bool:
-    """Whether a model is in the hub's cache on this machine, or the hub answers."""
+    """Return whether a model is in the hub's cache on this machine, or the hub answers."""
     if all(
         isinstance(huggingface_hub.try_to_load_from_cache(hub_id, name), str)
         for name in ("config.json", "tokenizer.json", "model.safetensors")

@@ -24,7 +24,7 @@ class StopStrings:
         self._may_end: dict[int, bool] = {}
 
     def num_kept(self, ids: Sequence[int]) -> int | None:
-        """How many tokens there are up to the one that completes a text; ``None`` if none does."""
+        """Number of tokens up to the one that completes a text; ``None`` if none does."""
         if len(ids) < self._first:
             return None
         ids, begin = list(ids), len(self._decode(ids[: self._first - 1]))

@@ -17,7 +17,7 @@ from .parameters import SamplingParameters
 
 
 class TokenHistory(NamedTuple):
-    """What a turn has before it draws its next token, at each of K positions."""
+    """Tokens that a turn has before it draws its next one, at each of K positions."""
 
     num_drawn: Tensor | None
     """int64 ``[K]``: tokens of the output; ``None`` where all are known to have ``min_tokens``."""
@@ -28,7 +28,7 @@ class TokenHistory(NamedTuple):
 
 
 class TargetHistory(NamedTuple):
-    """Where the history of each target lies in packed sequences; on the host."""
+    """Place of the history of each target in packed sequences; on the host."""
 
     ids: Tensor
     """int64 ``[N]``."""
@@ -41,7 +41,7 @@ class TargetHistory(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, lengths: Tensor, target_mask: Tensor) -> "TargetHistory":
-        """Of all targets; a turn is a run of targets."""
+        """Histories of all targets; a turn is a run of targets."""
         at = target_mask.nonzero().squeeze(1)
         begins = target_mask.clone()
         begins[1:] &= ~target_mask[:-1]
@@ -51,7 +51,7 @@ class TargetHistory(NamedTuple):
         return cls(ids, first, turn, at)
 
     def part(self, rows: slice) -> "TargetHistory":
-        """Of some of the targets."""
+        """Histories of some of the targets."""
         return TargetHistory(self.ids, self.first[rows], self.turn[rows], self.at[rows])
 
     @property

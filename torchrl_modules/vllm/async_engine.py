@@ -140,7 +140,7 @@ class AsyncVLLMEngine(SteppedEngine, RespondingEngine):
     """`measure_load` may be called, and `update_weights` takes ``recompute=False``."""
 
     async def measure_load(self) -> EngineLoad:
-        """How full the cache is between two steps. Raises as `submit`."""
+        """Return how full the cache is between two steps. Raises as `submit`."""
         return await self._thread.call(self._steps.measure_load, spares=lambda _: True)
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class AsyncVLLMEngine(SteppedEngine, RespondingEngine):
 
 
 class _Steps:
-    """What the thread steps; called in it alone."""
+    """Part that the thread steps; called in that thread alone."""
 
     def __init__(self, engine: VLLMEngine, llm_engine: Any) -> None:
         self._engine = engine
@@ -182,7 +182,7 @@ class _Steps:
             self._streams[request_id] = stream
 
     def step(self) -> None:
-        """One step; its tokens are sent to those who wait for them."""
+        """A step; its tokens are sent to those who wait for them."""
         now = self._engine.version
         sent: dict[asyncio.AbstractEventLoop, list[Any]] = defaultdict(list)
         outputs = self._llm_engine.step()
@@ -224,11 +224,11 @@ class _Steps:
         self._newly_preempted()  # not for want of room
 
     def measure_load(self) -> EngineLoad:
-        """How full the cache is."""
+        """Return how full the cache is."""
         return EngineLoad(self._scheduler.kv_cache_manager.usage, self._num_preemptions)
 
     def _newly_preempted(self) -> int:
-        """How many requests were preempted since the last look."""
+        """Return how many requests were preempted since the last look."""
         now = {name: each.num_preemptions for name, each in self._scheduler.requests.items()}
         before, self._preempted = self._preempted, now
         return sum(number - before.get(name, 0) for name, number in now.items())

@@ -1,4 +1,4 @@
-"""One response while it is drawn: tokens as they come, and the version that drew each."""
+"""A response while it is drawn: tokens as they come, and the version that drew each."""
 
 import asyncio
 from abc import ABC, abstractmethod

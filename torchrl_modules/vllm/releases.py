@@ -1,4 +1,4 @@
-"""What differs between the releases of vLLM that the engines run with.
+"""Differences between the releases of vLLM that the engines run with.
 
 Each difference is asked of what is installed, and not of its version. Beside it stands the release
 from which its older branch can go.
@@ -36,18 +36,18 @@ _SERVERS: Final = (
 
 
 def client_error() -> type[Exception]:
-    """What vLLM raises for a request that it refuses; ``ValueError`` before 0.27."""
+    """Return what vLLM raises for a request that it refuses; ``ValueError`` before 0.27."""
     return getattr(import_module("vllm.exceptions"), "VLLMClientError", ValueError)
 
 
 def tells_versions() -> bool:
-    """Whether responses say which weights drew each of their tokens; from 0.32 on."""
+    """Return whether responses say which weights drew each of their tokens; from 0.32 on."""
     output: Any = import_module("vllm.outputs").CompletionOutput
     return "weight_versions" in output.__dataclass_fields__
 
 
 def lacking() -> list[str]:
-    """What the vLLM that is installed can't do, each in a line, with the release that can."""
+    """Features that the installed vLLM lacks, each in a line, with the release that has it."""
     told = "servers say which weights drew a token (0.32): rows end before new weights come"
     return [] if tells_versions() else [told]
 

@@ -1,4 +1,4 @@
-"""One request to vLLM, here or by HTTP: checked token ids in, tokens and log-probs out."""
+"""A request to vLLM, here or by HTTP: checked token ids in, tokens and log-probs out."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -77,7 +77,7 @@ def finished(generation: Generation, params: SamplingParameters) -> Generation:
 
 
 def read_output(output: Any) -> Generation:
-    """What is new in a vLLM ``RequestOutput``; without a reason until the request is finished."""
+    """Read the news of a vLLM ``RequestOutput``; no reason until the request is finished."""
     completion = output.outputs[0]
     ids = list(completion.token_ids)
     log_probs = list(completion.logprobs.logprobs) if ids else []

@@ -157,7 +157,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
 
     @property
     def version(self) -> int:
-        """Of the weights that serve; 0 before the first update."""
+        """Version of the weights that serve; 0 before the first update."""
         return version_number(self._labels[-1])
 
     def check_sampling(self, params: SamplingParameters) -> None:

@@ -78,7 +78,7 @@ class ServerRoutes:
         return read_load(self._read_metrics()) is not None
 
     def measure_load(self) -> EngineLoad:
-        """How full the fullest of its caches is; recomputing after an update is preemption, too.
+        """Load of the fullest of its caches; recomputing after an update is preemption, too.
 
         Raises:
             ConnectionError: it did not answer.

@@ -37,7 +37,7 @@ LORA_DEFAULTS: Final = {"max_loras": 4}  # what began under the last versions go
 
 
 def engine_settings(requested: Mapping[str, Any], *, is_cpu: bool, who: str) -> dict[str, Any]:
-    """What an engine of this process is built with; `TypeError` if a fixed setting is given."""
+    """Settings of an engine of this process; `TypeError` if a fixed setting is given."""
     if fixed := sorted(FIXED.keys() & requested.keys()):
         raise TypeError(f"{who} sets {fixed} itself; leave them out.")
     defaults = dict(CPU_DEFAULTS) if is_cpu else {}

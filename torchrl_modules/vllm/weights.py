@@ -23,7 +23,7 @@ _WHO: Final = "VLLMEngine.update_weights"
 
 
 def expected_weights(model_config: Any) -> ExpectedWeights:
-    """What a model must be given, read off the Transformers model of its configuration."""
+    """Return what a model must be given, read off the Transformers model of its configuration."""
     if model_config.quantization is not None:
         raise ValueError("the model is quantised, which cannot be updated.")
     with torch.device("meta"):

@@ -15,7 +15,7 @@ from .requests import check_reported, finished
 
 
 class Row(NamedTuple):
-    """One response that is asked for."""
+    """A response that is asked for."""
 
     prompt: Sequence[int]
     budget: int
@@ -102,7 +102,7 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
 
     @abstractmethod
     def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
-        """One generation per row, in order."""
+        """A generation per row, in order."""
 
     def _check_not_mixed(self) -> None:
         if self.mixed:

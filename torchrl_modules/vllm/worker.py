@@ -1,4 +1,4 @@
-"""What vLLM's workers are given so that they can be asked for their limits and sent new weights.
+"""Extension of vLLM's workers, which can be asked for their limits and sent new weights.
 
 vLLM takes it with ``worker_extension_cls="torchrl_modules.vllm.worker.vLLMWorker"``, which
 ``VLLMEngine`` and ``python -m torchrl_modules.vllm.server`` add. Nobody else imports it.
@@ -39,7 +39,7 @@ class vLLMWorker:
     _torchrl_label = "default"
 
     def torchrl_limits(self) -> dict[str, Any]:
-        """What requests are checked against.
+        """Return what requests are checked against.
 
         Returns:
             ``vocab_size``, ``max_model_len``, the model's ``own_ends`` and ``dtype``, on which
@@ -59,7 +59,7 @@ class vLLMWorker:
         }
 
     def torchrl_process(self) -> dict[str, Any]:
-        """Which process this is, see `this_process`; and the engine's, where it is another one."""
+        """Names of this process, see `this_process`, and of the engine's, if it is another one."""
         return this_process() | {"parent": os.getppid()}
 
     def torchrl_label_weights(self, label: str | None = None) -> dict[str, str]:

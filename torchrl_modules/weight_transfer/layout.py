@@ -12,7 +12,7 @@ _ALIGNMENT = 64  # bytes; a tensor of any type may begin there
 
 
 class WeightLayout:
-    """Where each tensor lies; those of up to ``bucket_bytes`` go together, a larger one alone."""
+    """Place of each tensor; those of up to ``bucket_bytes`` go together, a larger one alone."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class WeightLayout:
             yield bucket
 
     def size_of(self, bucket: Sequence[str]) -> int:
-        """How many bytes a bucket has."""
+        """Return how many bytes a bucket has."""
         return self.places[bucket[-1]].end - self.places[bucket[0]].start
 
     def fill(self, buffer: Tensor, bucket: Sequence[str], weights: Mapping[str, Tensor]) -> Tensor:

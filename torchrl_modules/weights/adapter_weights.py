@@ -39,7 +39,7 @@ class AdapterWeights(dict[str, Tensor]):
         return max(self[f"{layer}{_DOWN}"].shape[0] for layer in self.layers)
 
     def faults(self, own: Mapping[str, Tensor]) -> list[str]:
-        """What keeps them from being used.
+        """Return what keeps them from being used.
 
         Args:
             own: weights of the model that they are for, by name.

@@ -48,7 +48,7 @@ class ExpectedWeights:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any], dtype: torch.dtype | None) -> Self:
-        """What an engine that computes in ``dtype`` has said of itself by :attr:`message`."""
+        """Make the expectation of an engine that computes in ``dtype`` from its :attr:`message`."""
         own = {
             name: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
             for name, (kind, *shape) in message["own"].items()
@@ -79,7 +79,7 @@ class ExpectedWeights:
         return {at: new[name].detach() for at, name in chosen.items()}
 
     def _fault(self, name: str, value: Any, own: Tensor) -> str | None:
-        """What keeps a tensor from being taken, or one of which the facts are known."""
+        """Return what keeps a tensor from being taken, or one of which the facts are known."""
         is_known = isinstance(value, WeightFacts)
         if not is_known and (fault := value_fault(name, value)):
             return fault
@@ -109,14 +109,14 @@ def refuse(faults: Sequence[str], *, who: str) -> None:
 
 
 def value_faults(weights: Mapping[str, Any]) -> list[str]:
-    """What keeps weights from being sent; lazy ones come whole."""
+    """Return what keeps weights from being sent; lazy ones come whole."""
     if isinstance(weights, LazyWeights):
         return []
     return [fault for name, value in weights.items() if (fault := value_fault(name, value))]
 
 
 def value_fault(name: str, value: Any) -> str | None:
-    """What keeps a value from being sent, or ``None``: a shard, no data, no tensor at all."""
+    """Reason not to send a value, or ``None``: a shard, no data, no tensor at all."""
     if isinstance(value, Tensor) and not value.is_meta and not hasattr(value, "full_tensor"):
         return None
     found = f"a tensor on {value.device}" if isinstance(value, Tensor) else type(value).__name__
@@ -124,7 +124,7 @@ def value_fault(name: str, value: Any) -> str | None:
 
 
 def _same(weights: Mapping[str, Tensor], first: str, second: str) -> bool:
-    """Whether two names stand for the same values, where the first one's can be taken."""
+    """Return whether two names stand for the same values, where the first one's can be taken."""
     facts = facts_of(weights)
     if not isinstance(weights, LazyWeights) and value_fault(second, facts[second]):
         return False
@@ -135,7 +135,7 @@ def _same(weights: Mapping[str, Tensor], first: str, second: str) -> bool:
 
 
 def all_finite(value: Tensor) -> bool:
-    """Whether a floating point tensor of any shape holds neither NaN nor infinity."""
+    """Return whether a floating point tensor of any shape holds neither NaN nor infinity."""
     # Either of them makes the sum one of them, at half the cost of a copy. Large values can, too.
     value = value.detach()
     return bool(value.sum().isfinite()) or bool(largest(value) < torch.inf)

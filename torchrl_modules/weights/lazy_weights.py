@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class WeightFacts(NamedTuple):
-    """What is known of a weight before it is made whole."""
+    """Facts of a weight, known before it is made whole."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class RenamedWeights(LazyWeights):
 
 
 def facts_of(weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What has the shapes and types of weights, without making any."""
+    """Return what has the shapes and types of weights, without making any."""
     return weights.facts if isinstance(weights, LazyWeights) else weights
 
 

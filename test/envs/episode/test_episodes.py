@@ -468,6 +468,13 @@ def test_a_row_whose_messages_can_not_be_encoded_ends_alone(scripted):
     env.close()
 
 
+def test_a_chat_env_by_itself_ends_a_row_that_nobody_answered(scripted):
+    env = ChatEnv(batch_size=2)
+    batch = env.reset(TensorDict(batch_size=[2]).set_non_tensor("query", ["a", "\ud800"]))
+    after = env.step(scripted(["hi", "never"])(batch))["next"]
+    assert after["done"].view(-1).tolist() == [False, True]
+
+
 def test_a_chat_env_by_itself(scripted):
     env = ChatEnv(batch_size=2, system_prompt="Be kind.")
     own = [{"role": "system", "content": "Be rude."}, {"role": "user", "content": "b"}]

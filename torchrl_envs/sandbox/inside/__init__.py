@@ -1,1 +1,1 @@
-"""What runs inside the sandbox: standard library only, sent to the interpreter as source."""
+"""Code that runs inside the sandbox: standard library only, sent to the interpreter as source."""

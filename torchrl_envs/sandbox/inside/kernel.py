@@ -30,7 +30,7 @@ def prctl(option, value, pointer=None):
 
 
 def set_dumpable(flag):
-    """Whether processes of the same user may look into this one."""
+    """Let processes of the same user look into this one, or keep them out."""
     prctl(_PR_SET_DUMPABLE, int(flag))
 
 

@@ -41,7 +41,7 @@ def take_streams(keep):
 
 
 def prepare_interpreter(config):
-    """What a program expects of an interpreter, and an empty main module."""
+    """Prepare the interpreter as a program expects it, with an empty main module."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

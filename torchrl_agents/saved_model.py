@@ -1,0 +1,75 @@
+"""The trained model of a run, on the disk."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from collectors.weight_update.merged_adapters import merged_weights
+from torchrl_modules import TransformersWrapper
+from torchrl_modules.engines.transformers import TransformersEngine
+
+from .models import is_adapted, model_folder
+from .run import remove
+from .settings.schema import PolicyConfig
+
+
+def save_model(
+    folder: Path,
+    cfg: PolicyConfig,
+    policy: TransformersWrapper,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Leave ``model/``, whole or not at all: it loads in Transformers and serves in vLLM.
+
+    Of a model with adapters that is the merged one. Beside it, ``adapter/`` has the adapters as
+    PEFT and vLLM load them, and ``base/`` what they are of, where no ``policy.model`` has it.
+
+    Args:
+        folder: of the run.
+        cfg: where the model is from.
+        policy: its model is saved, and its tokenizer with the chat template that it was used with.
+        weights: of a sharded model, whole.
+    """
+    model: Any = policy.model
+    plain = cast("TransformersEngine", policy.engine).inside
+    if not is_adapted(model):
+        _leave(folder / "model", lambda path: _save(path, plain, policy, weights))
+        return
+    if cfg.model is None:
+        base = str((folder / "base").resolve())
+        with model.disable_adapter():
+            frozen = merged_weights(model)
+        _leave(Path(base), lambda path: _save(path, plain, policy, frozen))
+    else:
+        source = model_folder(cfg.model)
+        base = str(Path(source).resolve()) if Path(source).is_dir() else source
+    for config in model.peft_config.values():
+        config.base_model_name_or_path = base
+    _leave(folder / "adapter", model.save_pretrained)
+    merged = merged_weights(model)
+    _leave(folder / "model", lambda path: _save(path, plain, policy, merged))
+
+
+def _save(
+    path: Path, model: Any, policy: TransformersWrapper, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    model.save_pretrained(path, state_dict=None if weights is None else dict(weights))
+    tokenizer = policy.tokenizer
+    own, tokenizer.chat_template = tokenizer.chat_template, policy.encoder.template
+    tokenizer.save_pretrained(path)
+    tokenizer.chat_template = own
+
+
+def _leave(final: Path, save: Callable[[Path], Any]) -> None:
+    """Put a folder in its place once it is whole, or leave nothing."""
+    partial = final.with_name(f"{final.name}.partial")
+    remove(partial)
+    try:
+        save(partial)
+    except BaseException:
+        remove(partial)
+        raise
+    remove(final)
+    partial.rename(final)
