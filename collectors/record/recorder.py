@@ -311,6 +311,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
             tool_calls=[RecordedToolCall(**call) for call in calls],
             num_tool_errors=0 if errors is None else int(errors),
             messages=described(conversation.messages(0)),
+            tools=None if conversation.tools(0) is None else list(conversation.tools(0) or ()),
             row=described(read_objects(row, ROW)[0]),
             logged={
                 str(name): value

@@ -113,6 +113,8 @@ class RolloutSample(_Recorded):
     tool_calls: list[RecordedToolCall] = field(default_factory=list)
     num_tool_errors: int = 0
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    """Schemas that the prompt shows; ``None`` where it shows none."""
     row: dict[str, Any] | None
     """Of the data set."""
     logged: dict[str, Any] = field(default_factory=dict)

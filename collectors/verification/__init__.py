@@ -1,0 +1,17 @@
+"""Verification of recorded rollouts: each token is computed again, and each gap is explained."""
+
+from typing import TYPE_CHECKING
+
+from torchrl_data import lazy_names
+
+if TYPE_CHECKING:
+    from .certificate import Cause as Cause
+    from .certificate import Certificate as Certificate
+    from .certificate import RowVerdict as RowVerdict
+    from .explain import verify_rows as verify_rows
+    from .recomputation import Conditions as Conditions
+    from .recomputation import Recomputation as Recomputation
+    from .rows import SampledRow as SampledRow
+
+
+__getattr__ = lazy_names(__name__, __file__)

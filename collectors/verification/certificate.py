@@ -1,0 +1,179 @@
+"""The verdict on sampled tokens: how far each is from what was computed again, and why.
+
+Nothing here needs torch.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+
+class Cause(StrEnum):
+    """Why the log-prob of a token is not the one that is computed again."""
+
+    TOKENS = "tokens"
+    """The policy read other tokens than the row has: another template, or another tokenizer."""
+    MASK = "mask"
+    """The token counts as sampled, or was trained, and the policy did not sample it."""
+    TRUNCATION = "truncation"
+    """Top-k, top-p or min-p left out others than the settings say, or none."""
+    ROUTING = "routing"
+    """A mixture of experts sent the token to other experts."""
+    NUMBERS = "type of numbers"
+    """It was computed in other numbers, such as bfloat16."""
+    BATCH = "batch shape"
+    """It depends on the rows that were computed beside it."""
+    CACHE = "stale cache"
+    """Keys and values of what comes before it were those of other weights."""
+    VERSION = "weight version"
+    """Other weights drew it than those of its version."""
+    TEMPERATURE = "temperature"
+    """The logits were divided by another temperature."""
+    ADAPTER = "adapter"
+    """The adapters did not act."""
+
+
+UNEXPLAINED: Final = "unexplained"
+"""Stands for the cause of a gap that none of the causes explains."""
+
+
+@dataclass(kw_only=True)
+class RowVerdict:
+    """What was found of one row; columns are of its tokens that were computed, K."""
+
+    name: str
+    places: list[int]
+    """Of the tokens in the row, K."""
+    gaps: list[float]
+    """How far each recorded log-prob is above the one that was computed, in nats, K; NaN where none
+    was recorded."""
+    causes: list[str | None]
+    """Of each token a :class:`Cause` or :data:`UNEXPLAINED`, K; ``None`` where the gap is within
+    the tolerance."""
+    words: dict[str, str] = field(default_factory=dict)
+    """What was found of each cause."""
+    beside: dict[str, int] = field(default_factory=dict)
+    """Tokens at fault that are none of these K, by cause: trained, say, and not sampled."""
+    not_checked: str = ""
+    """Why the row could not be computed; then its columns are empty."""
+
+    @property
+    def largest(self) -> float:
+        """The largest gap of the tokens without a cause, in nats; 0 where there are none."""
+        pairs = zip(self.gaps, self.causes, strict=True)
+        return max((abs(gap) for gap, cause in pairs if cause is None), default=0.0)
+
+
+@dataclass(kw_only=True)
+class Certificate:
+    """What was found of all rows."""
+
+    rows: list[RowVerdict]
+    tolerance: float
+    """Up to which a gap is the rounding of the numbers that the settings name, in nats."""
+    rounding: float
+    """The largest difference between ways to compute the same token here, in nats."""
+    conditions: str = ""
+    """How tokens were computed again, in words."""
+
+    @property
+    def checked(self) -> list[RowVerdict]:
+        """The rows that could be computed."""
+        return [row for row in self.rows if not row.not_checked]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were computed again."""
+        return sum(len(row.places) for row in self.checked)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Tokens by their cause, those without a gap left out."""
+        found = Counter(cause for row in self.checked for cause in row.causes if cause)
+        for row in self.checked:
+            found.update(row.beside)
+        return found
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether something was computed, and no token has a gap beyond the tolerance."""
+        return self.num_tokens > 0 and not self.counts
+
+    @property
+    def verdict(self) -> str:
+        """In a sentence."""
+        counts, total = self.counts, self.num_tokens
+        if not total:
+            return "nothing could be checked"
+        if not counts:
+            return f"all {total} tokens explained: each was drawn as it is recorded"
+        named = [f"{cause} ({number})" for cause, number in counts.most_common()]
+        right = sum(cause is None for row in self.checked for cause in row.causes)
+        return f"{right} of {total} tokens agree; the others do not: {', '.join(named)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as JSON has values."""
+        return {
+            "verdict": self.verdict,
+            "is_clean": self.is_clean,
+            "conditions": self.conditions,
+            "tolerance": self.tolerance,
+            "rounding": self.rounding,
+            "num_rows": len(self.rows),
+            "num_checked": len(self.checked),
+            "num_tokens": self.num_tokens,
+            "causes": dict(self.counts),
+            "rows": [
+                {
+                    **vars(row),
+                    "gaps": [round(gap, 7) if math.isfinite(gap) else None for gap in row.gaps],
+                }
+                for row in self.rows
+            ],
+        }
+
+    def lines(self, most: int = 20) -> list[str]:
+        """As text, for people.
+
+        Args:
+            most: rows with a finding that are listed.
+        """
+        text = [self.verdict + "."]
+        if self.conditions:
+            text.append(f"computed again: {self.conditions}")
+        quiet = sorted(abs(g) for row in self.checked for g in _agreeing(row))
+        if quiet:
+            text.append(
+                f"gap of the tokens that agree: median {_at(quiet, 0.5):.1e}, 99 % below "
+                f"{_at(quiet, 0.99):.1e}, largest {quiet[-1]:.1e} nats (tolerance "
+                f"{self.tolerance:.1e}; ways to compute the same differ by {self.rounding:.1e})"
+            )
+        left_out = Counter(row.not_checked for row in self.rows if row.not_checked)
+        for why, number in left_out.items():
+            text.append(f"not checked, {number} rows: {why}")
+        found = [row for row in self.checked if any(row.causes) or row.beside]
+        if found:
+            text += ["", f"{'tokens':>7}  {'largest gap':>11}  cause and row"]
+        for row in found[:most]:
+            for cause in dict.fromkeys([*filter(None, row.causes), *row.beside]):
+                pairs = zip(row.gaps, row.causes, strict=True)
+                own = [gap for gap, its in pairs if its == cause]
+                known = [abs(gap) for gap in own if math.isfinite(gap)]
+                size = f"{max(known):11.4f}" if known else f"{'-':>11}"
+                number = len(own) + row.beside.get(cause, 0)
+                text.append(f"{number:7}  {size}  {cause}: {row.name}")
+                text.append(f"{'':20}  {row.words.get(cause, 'no cause that was tried closes it')}")
+        if len(found) > most:
+            text.append(f"... and {len(found) - most} more rows, all of them in the JSON")
+        return text
+
+
+def _agreeing(row: RowVerdict) -> list[float]:
+    return [gap for gap, cause in zip(row.gaps, row.causes, strict=True) if cause is None]
+
+
+def _at(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,272 @@
+"""Log-probs of sampled tokens, computed again under conditions that are chosen.
+
+Shape legend: T tokens of a row, K of them sampled, V vocabulary.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_modules import SamplingParameters, TransformersWrapper
+from torchrl_modules.sampling.distribution import warped_log_prob
+from torchrl_modules.sampling.token_history import TargetHistory
+from torchrl_modules.scoring.models import evaluation_mode, precision, unwrapped
+from torchrl_modules.scoring.scorer import PackedScorer
+from torchrl_modules.transformers_releases import cache_name, with_cache
+
+from .rows import SampledRow
+
+_MICRO_BATCH_TOKENS: Final = 8192
+"""Most tokens of a pass, unless the policy has a number of its own."""
+
+
+class Numbers(NamedTuple):
+    """What a model computes in."""
+
+    weights: torch.dtype
+    autocast: torch.dtype | None = None
+    """Of ``torch.autocast``, over these weights; ``None`` without it."""
+
+    def __str__(self) -> str:
+        weights = str(self.weights).removeprefix("torch.")
+        if self.autocast is None:
+            return weights
+        return f"{str(self.autocast).removeprefix('torch.')} by autocast over {weights}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How a row is computed."""
+
+    sampling: SamplingParameters
+    """The distribution: temperature, truncation and penalties."""
+    numbers: Numbers
+    version: int | None = None
+    """Of the weights, for all tokens; ``None``: those of each token's own version."""
+    adapter: bool = True
+    """Whether the adapters act, of a model that has them."""
+    padding: int = 0
+    """Tokens of padding before the row, which are read like others."""
+    cached_tokens: int = 0
+    """So many tokens at the start of the row were read by the weights of ``cache_version``."""
+    cache_version: int | None = None
+
+
+class Recomputation:
+    """Computes rows again with one model and the weights of several versions.
+
+    Args:
+        policy: its model is computed with. Its own weights are replaced.
+        load_weights: puts the weights of a version into the model, for each version that there is.
+            None at all: every row is computed with the weights that the model has.
+        numbers: what the settings say that the model computes in.
+
+    Raises:
+        TypeError: the policy is none over Transformers.
+    """
+
+    def __init__(
+        self,
+        policy: TransformersWrapper,
+        load_weights: Mapping[int, Callable[[nn.Module], None]] | None = None,
+        *,
+        numbers: Numbers | None = None,
+    ) -> None:
+        if not isinstance(policy, TransformersWrapper):
+            raise TypeError(
+                f"Recomputation takes a TransformersWrapper, got {type(policy).__name__}."
+            )
+        self.policy = policy
+        own = unwrapped(policy.model, who="Recomputation").dtype
+        self.numbers = numbers or Numbers(own)
+        """What the settings say that the model computes in."""
+        self._load = dict(load_weights or {})
+        self._own = own
+        self._loaded: int | None = None
+        self._models: dict[torch.dtype, nn.Module] = {own: policy.model}
+        self._holds: dict[torch.dtype, int | None] = {own: None}
+        self._scorers: dict[Numbers, PackedScorer] = {}
+
+    @property
+    def versions(self) -> list[int]:
+        """Those that there are weights of, in order; none where the model's own weights serve."""
+        return sorted(self._load)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model has adapters."""
+        return hasattr(self.policy.model, "disable_adapter")
+
+    @property
+    def recorded(self) -> Conditions:
+        """As the rows are recorded and the settings say."""
+        sampling = self.policy.sampling
+        sampling = replace(sampling, temperature=sampling.temperature or 1.0)
+        return Conditions(sampling=sampling, numbers=self.numbers)
+
+    def missing(self, row: SampledRow) -> list[int]:
+        """The versions of a row that there are no weights of."""
+        if not self._load:
+            return []
+        own = {row.versions[t] for t in row.targets}
+        return sorted(v for v in own if v is not None and v not in self._load)
+
+    @torch.no_grad()
+    def log_probs(
+        self, rows: Sequence[SampledRow], conditions: Conditions, *, alone: bool = False
+    ) -> list[Tensor]:
+        """Log-probs of the sampled tokens of each row.
+
+        Args:
+            rows: which; those of :meth:`missing` versions can only be computed with a version of
+                the conditions.
+            conditions: how.
+            alone: each row in a pass of its own, instead of as many as fit beside each other.
+
+        Returns:
+            Of each row float64 ``[K]`` in nats, on the host, in the order of its targets.
+        """
+        found = [torch.full((len(row.targets),), torch.nan, dtype=torch.float64) for row in rows]
+        own = [self._versions_of(row, conditions) for row in rows]
+        for version in sorted({v for each in own for v in each}, key=lambda v: (v is None, v or 0)):
+            here = [i for i, each in enumerate(own) if version in each]
+            groups = [[i] for i in here] if alone or conditions.cached_tokens else [here]
+            for group in groups:
+                scores = self._scores([rows[i] for i in group], conditions, version)
+                for i, values in zip(group, scores, strict=True):
+                    mine = torch.tensor([v == version for v in own[i]], dtype=torch.bool)
+                    found[i] = torch.where(mine, values, found[i])
+        return found
+
+    @torch.no_grad()
+    def logits(self, row: SampledRow, conditions: Conditions) -> Tensor:
+        """The model's logits for each sampled token of a row, float32 ``[K, V]``, on the host."""
+        own = self._versions_of(row, conditions)
+        parts: dict[int | None, Tensor] = {}
+        for version in set(own):
+            with self._ready(conditions, version) as scorer:
+                parts[version] = scorer.logits(*_packed([row], conditions, 0)).cpu()
+        return torch.stack([parts[version][k] for k, version in enumerate(own)])
+
+    # How it is done -----------------------------------------------------------------------------
+
+    def _versions_of(self, row: SampledRow, conditions: Conditions) -> list[int | None]:
+        """Whose weights compute each sampled token."""
+        if not self._load:
+            return [None] * len(row.targets)
+        if conditions.version is not None:
+            return [conditions.version] * len(row.targets)
+        newest = self.versions[-1]
+        return [newest if (v := row.versions[t]) is None else v for t in row.targets]
+
+    def _scores(
+        self, rows: Sequence[SampledRow], conditions: Conditions, version: int | None
+    ) -> list[Tensor]:
+        counts = [len(row.targets) for row in rows]
+        if not sum(counts):
+            return [torch.zeros(0, dtype=torch.float64) for _ in rows]
+        if conditions.cached_tokens:
+            [row] = rows
+            return [self._with_cache(row, conditions, version)]
+        pad: Any = self.policy.tokenizer.pad_token_id or 0
+        with self._ready(conditions, version) as scorer:
+            ids, lengths, mask = _packed(rows, conditions, pad)
+            sampling = conditions.sampling
+            scores = scorer.score_packed(
+                ids, lengths, mask, temperature=sampling.temperature, truncation=sampling
+            )
+        return list(scores.log_prob.double().cpu().split(counts))
+
+    def _with_cache(self, row: SampledRow, conditions: Conditions, version: int | None) -> Tensor:
+        """As an engine computes which goes on with what other weights have read."""
+        first = conditions.cached_tokens
+        ids = torch.tensor([row.ids], device=self.policy.scorer.model.device)
+        with self._ready(conditions, conditions.cache_version) as scorer:
+            model: Any = scorer.model
+            with precision(model, conditions.numbers.autocast):
+                before = model(input_ids=ids[:, :first], use_cache=True)
+            cache = getattr(before, cache_name(model))
+            with self._ready(conditions, version), precision(model, conditions.numbers.autocast):
+                after = model(input_ids=ids[:, first:], **with_cache(model, cache)).logits[0]
+        places = torch.tensor(row.targets)
+        chosen = places > first
+        values = torch.full((len(places),), torch.nan, dtype=torch.float64)
+        if bool(chosen.any()):
+            logits = after[places[chosen] - 1 - first].float()
+            targets = ids[0][places[chosen]]
+            history = None
+            if conditions.sampling.changes_logits:
+                every = TargetHistory.of(*_packed([row], conditions, 0))
+                own = every.part(slice(int((~chosen).sum()), len(places)))
+                history = own.read(logits.shape[1], conditions.sampling, logits.device)
+            scores, _ = warped_log_prob(logits, targets, conditions.sampling, history)
+            values[chosen] = scores.double().cpu()
+        return values
+
+    def _ready(self, conditions: Conditions, version: int | None) -> "_Ready":
+        return _Ready(self, conditions, version)
+
+    def prepare(self, numbers: Numbers, version: int | None) -> PackedScorer:
+        """The scorer that computes in such numbers, its model with the weights of a version.
+
+        Args:
+            numbers: of the model.
+            version: one of :attr:`versions`; ``None`` leaves the weights as they are.
+        """
+        master = self.policy.model
+        if version is not None and version != self._loaded:
+            self._load[version](master)
+            self._loaded = self._holds[self._own] = version
+        if numbers.weights not in self._models:
+            self._models[numbers.weights] = copy.deepcopy(master).to(numbers.weights)
+            self._holds[numbers.weights] = self._loaded
+        model = self._models[numbers.weights]
+        if self._holds[numbers.weights] != self._loaded:
+            model.load_state_dict(master.state_dict())
+            self._holds[numbers.weights] = self._loaded
+        if numbers not in self._scorers:
+            self._scorers[numbers] = PackedScorer(
+                model,
+                micro_batch_tokens=self.policy.scorer.micro_batch_tokens or _MICRO_BATCH_TOKENS,
+                autocast_dtype=numbers.autocast,
+            )
+        return self._scorers[numbers]
+
+
+class _Ready:
+    """A scorer with the weights, adapters and mode of some conditions, while it is entered."""
+
+    def __init__(self, owner: Recomputation, conditions: Conditions, version: int | None) -> None:
+        self._owner, self._conditions, self._version = owner, conditions, version
+        self._opened = ExitStack()
+
+    def __enter__(self) -> PackedScorer:
+        scorer = self._owner.prepare(self._conditions.numbers, self._version)
+        self._opened.enter_context(evaluation_mode(scorer.model))
+        model: Any = self._owner._models[self._conditions.numbers.weights]
+        if not self._conditions.adapter:
+            self._opened.enter_context(model.disable_adapter())
+        return scorer
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+
+def _packed(
+    rows: Sequence[SampledRow], conditions: Conditions, pad: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, lengths and targets of rows one after the other, with their padding."""
+    before = [pad] * conditions.padding
+    ids = torch.tensor([i for row in rows for i in (*before, *row.ids)])
+    lengths = torch.tensor([len(row.ids) + len(before) for row in rows])
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    start = 0
+    for row, length in zip(rows, lengths.tolist(), strict=True):
+        mask[[start + len(before) + t for t in row.targets]] = True
+        start += length
+    return ids, lengths, mask
