@@ -4,7 +4,7 @@ Nothing here needs torch.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -139,7 +139,7 @@ class Certificate:
         """As text, for people.
 
         Args:
-            most: rows with a finding that are listed.
+            most: findings that are listed.
         """
         text = [self.verdict + "."]
         if self.conditions:
@@ -154,20 +154,27 @@ class Certificate:
         left_out = Counter(row.not_checked for row in self.rows if row.not_checked)
         for why, number in left_out.items():
             text.append(f"not checked, {number} rows: {why}")
-        found = [row for row in self.checked if any(row.causes) or row.beside]
-        if found:
-            text += ["", f"{'tokens':>7}  {'largest gap':>11}  cause and row"]
-        for row in found[:most]:
+        text += self._table(most)
+        return text
+
+    def _table(self, most: int) -> list[str]:
+        """Rows with a finding, those with the same one together."""
+        found: dict[tuple[str, str], list[RowVerdict]] = defaultdict(list)
+        for row in self.checked:
             for cause in dict.fromkeys([*filter(None, row.causes), *row.beside]):
-                pairs = zip(row.gaps, row.causes, strict=True)
-                own = [gap for gap, its in pairs if its == cause]
-                known = [abs(gap) for gap in own if math.isfinite(gap)]
-                size = f"{max(known):11.4f}" if known else f"{'-':>11}"
-                number = len(own) + row.beside.get(cause, 0)
-                text.append(f"{number:7}  {size}  {cause}: {row.name}")
-                text.append(f"{'':20}  {row.words.get(cause, 'no cause that was tried closes it')}")
+                found[cause, row.words.get(cause, "")].append(row)
+        text = ["", f"{'rows':>6} {'tokens':>7} {'largest gap':>11}  cause"] if found else []
+        for (cause, words), rows in list(found.items())[:most]:
+            pairs = [pair for row in rows for pair in zip(row.gaps, row.causes, strict=True)]
+            known = [abs(gap) for gap, its in pairs if its == cause and math.isfinite(gap)]
+            number = sum(its == cause for _, its in pairs)
+            number += sum(row.beside.get(cause, 0) for row in rows)
+            size = f"{max(known):.4f}" if known else "-"
+            text.append(f"{len(rows):6} {number:7} {size:>11}  {cause}: {words}")
+            more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+            text.append(f"{'':26}  in {rows[0].name}{more}")
         if len(found) > most:
-            text.append(f"... and {len(found) - most} more rows, all of them in the JSON")
+            text.append(f"... and {len(found) - most} more findings, all of them in the JSON")
         return text
 
 

@@ -8,7 +8,7 @@ Shape legend: T tokens of a row, K of them sampled.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -26,8 +26,6 @@ from .template_check import TemplateCheck, check_template
 
 TOLERANCE: Final = 1e-4
 """Of a log-prob that was computed in float32 and recorded with five digits, in nats."""
-_ROUNDING_FACTOR: Final = 3.0
-"""A gap may be so many times the largest difference between ways to compute the same tokens."""
 _PROBED: Final = 8
 """Rows that are computed in several ways, to see how far these differ."""
 _LEAST_SHARE: Final = 0.5
@@ -40,6 +38,53 @@ _CACHE_BLOCK: Final = 16
 """Tokens of a block of vLLM's cache."""
 
 
+class Rounding(NamedTuple):
+    """How far ways to compute the same tokens in the same numbers are from each other, in nats."""
+
+    rms: float
+    """Root of the mean square."""
+    largest: float
+
+    @classmethod
+    def of(cls, differences: Tensor, tolerance: float | None = None) -> "Rounding":
+        """Of what was measured, and at least of what a record rounds.
+
+        Args:
+            differences: in nats, of any number of tokens.
+            tolerance: taken in place of what was measured.
+        """
+        size = differences.abs()
+        if tolerance is not None:
+            return cls(tolerance / 4, tolerance / 2)
+        rms = float(size.square().mean().sqrt()) if len(size) else 0.0
+        largest = float(size.max()) if len(size) else 0.0
+        return cls(max(rms, TOLERANCE / 4), max(largest, TOLERANCE / 2))
+
+    @property
+    def limit(self) -> float:
+        """What no token may exceed."""
+        return 2 * self.largest
+
+    def fits(self, gaps: Tensor, which: Tensor) -> Tensor:
+        """Which gaps of a row are no more than rounding, bool ``[K]``.
+
+        None is larger than twice the largest that was measured. And rounding has a mean of zero and
+        a spread that was measured: a row that has not is judged more strictly, as each of its gaps
+        may be small, and all of them lean to one side.
+
+        Args:
+            gaps: of the tokens of a row, ``[K]``.
+            which: those that are judged, bool ``[K]``.
+        """
+        within = gaps.abs() <= self.limit  # of NaN: not
+        own = gaps[which & within]
+        if len(own):
+            mean, rms = float(own.mean()), float(own.square().mean().sqrt())
+            if rms > 1.5 * self.rms or abs(mean) > 4 * self.rms / math.sqrt(len(own)):
+                within = gaps.abs() <= 2 * self.rms
+        return within & which
+
+
 class _Candidate(NamedTuple):
     """A way in which a row may have been drawn."""
 
@@ -48,8 +93,10 @@ class _Candidate(NamedTuple):
     words: str
     row: SampledRow | None = None
     """In place of the row itself, with as many targets."""
-    tolerance: float | None = None
+    rounding: Rounding | None = None
     """Of this way of computing; that of all when not given."""
+    is_of_all: bool = False
+    """Whether it may be at work in any row as it is in this one."""
 
 
 @dataclass(kw_only=True)
@@ -88,12 +135,13 @@ def verify_rows(
         rows: of one policy.
         recomputation: has the model, the weights and the sampling parameters that should have drawn
             them.
-        tolerance: of a log-prob, in nats; 1e-4, or three times the largest difference between ways
-            to compute the same tokens here, when not given.
+        tolerance: of a log-prob, in nats; 1e-4, or twice the largest difference between ways to
+            compute the same tokens here, when not given.
         check_trained: whether a token that the loss scored has to be a sampled one; not so where
             what an environment answers is trained, too.
-        most_searched: of so many rows with a gap the causes are looked for; in the others the
-            gaps stay unexplained, which their words say.
+        most_searched: of so many rows all causes are looked for; of further ones with a gap those
+            alone that were found before, and what these leave stays unexplained, which the words
+            of the row say.
 
     Returns:
         What was found, row by row in the order of ``rows``.
@@ -107,22 +155,15 @@ def verify_rows(
             skipped[i] = f"there are no weights of version {versions} (there are {have})"
     here = [row for i, row in enumerate(rows) if i not in skipped]
     computed = recomputation.log_probs(here, conditions)
-    rounding = _rounding(here, recomputation, conditions, computed)
-    allowed = max(TOLERANCE, _ROUNDING_FACTOR * rounding) if tolerance is None else tolerance
+    measured = _differences(here, recomputation, conditions, computed)
+    rounding = Rounding.of(measured, tolerance)
     found = [
-        _begin(row, values, encoder, allowed, check_trained)
+        _begin(row, values, encoder, rounding, check_trained)
         for row, values in zip(here, computed, strict=True)
     ]
     differing = [each for each in found if bool(each.open.any())]
-    _Search(recomputation, allowed, here).explain(differing[:most_searched])
+    _Search(recomputation, rounding, here, most_searched).explain(differing)
     for each in differing:
-        if bool(each.open.any()):
-            searched = any(each is one for one in differing[:most_searched])
-            each.words[UNEXPLAINED] = (
-                "no cause that was tried closes the gap"
-                if searched
-                else f"its causes were not looked for: {most_searched} rows were before it"
-            )
         for k in each.open.nonzero().squeeze(1).tolist():
             each.causes[k] = UNEXPLAINED
     verdicts = iter(map(_verdict, found))
@@ -131,8 +172,8 @@ def verify_rows(
             _left_out(row, skipped[i]) if i in skipped else next(verdicts)
             for i, row in enumerate(rows)
         ],
-        tolerance=allowed,
-        rounding=rounding,
+        tolerance=rounding.limit,
+        rounding=float(measured.max()) if len(measured) else 0.0,
     )
 
 
@@ -140,13 +181,18 @@ def _begin(
     row: SampledRow,
     computed: Tensor,
     encoder: ConversationEncoder,
-    allowed: float,
+    rounding: Rounding,
     check_trained: bool,
 ) -> _Row:
     """A row with what can be said of it before any cause is tried: its gaps, and its mask."""
     check = check_template(row, encoder)
     recorded = torch.tensor([row.log_probs[t] for t in row.targets], dtype=torch.float64)
-    is_open = ~((recorded - computed).abs() <= allowed)  # of NaN: open
+    wrong = torch.tensor([t in check.not_sampled for t in row.targets], dtype=torch.bool)
+    is_open = ~rounding.fits(recorded - computed, ~wrong)
+    # The token that ends a turn is the template's where what follows it is no sampled token either.
+    ends = set(encoder.stop_token_ids)
+    after = [t + 1 in check.not_sampled and row.ids[t] in ends for t in row.targets]
+    wrong |= torch.tensor(after, dtype=torch.bool) & is_open
     begun = _Row(
         row=row,
         check=check,
@@ -155,7 +201,6 @@ def _begin(
         open=is_open,
         causes=[None] * len(row.targets),
     )
-    wrong = torch.tensor([t in check.not_sampled for t in row.targets], dtype=torch.bool)
     if bool(wrong.any()):
         words = f"{int(wrong.sum())} tokens count as sampled that the template says others wrote"
         begun.give(Cause.MASK, words, wrong)
@@ -181,28 +226,26 @@ def _left_out(row: SampledRow, why: str) -> RowVerdict:
     return RowVerdict(name=row.name, places=[], gaps=[], causes=[], not_checked=why)
 
 
-def _rounding(
+def _differences(
     rows: Sequence[SampledRow],
     recomputation: Recomputation,
     conditions: Conditions,
     computed: Sequence[Tensor],
-) -> float:
-    """How far ways to compute the same tokens in the same numbers are from each other, in nats.
+) -> Tensor:
+    """What ways to compute the same tokens in the same numbers differ by, in nats.
 
-    In other numbers than float32, how far they are from float32 counts, too: an engine and this
+    In other numbers than float32, what they differ from float32 by counts, too: an engine and this
     library round in other places.
     """
     some = list(zip(rows, computed, strict=True))[:: max(1, len(rows) // _PROBED)][:_PROBED]
-    probed = [row for row, _ in some]
     ways = [(conditions, True)]
     if conditions.numbers != Numbers(torch.float32):
         ways.append((replace(conditions, numbers=Numbers(torch.float32)), False))
-    largest = 0.0
+    parts = [torch.zeros(0, dtype=torch.float64)]
     for way, alone in ways:
-        again = recomputation.log_probs(probed, way, alone=alone)
-        pairs = [(own - other).abs() for (_, own), other in zip(some, again, strict=True)]
-        largest = max([largest, *(float(each.max()) for each in pairs if len(each))])
-    return largest
+        again = recomputation.log_probs([row for row, _ in some], way, alone=alone)
+        parts += [(own - other).abs() for (_, own), other in zip(some, again, strict=True)]
+    return torch.cat(parts)
 
 
 class _Search:
@@ -210,45 +253,95 @@ class _Search:
 
     Args:
         recomputation: computes.
-        allowed: the tolerance, in nats.
+        rounding: up to which a gap is none.
         rows: all rows, those without gaps, too.
+        most_searched: rows of which all causes are looked for.
     """
 
     def __init__(
-        self, recomputation: Recomputation, allowed: float, rows: Sequence[SampledRow]
+        self,
+        recomputation: Recomputation,
+        rounding: Rounding,
+        rows: Sequence[SampledRow],
+        most_searched: int,
     ) -> None:
         self._computes = recomputation
-        self._allowed = allowed
+        self._rounding = rounding
         self._rows = rows
+        self._most_searched = most_searched
+        # What explained rows before: it comes first, as it may explain others, too.
+        self._known: list[_Candidate] = []
 
     def explain(self, rows: Sequence[_Row]) -> None:
         """Name the causes of what can be explained, row by row."""
-        ways: list[Callable[[_Row], Iterator[_Candidate]]] = [
+        num_searched = 0
+        for one in rows:
+            if self._is_known(one):
+                continue
+            if num_searched == self._most_searched:
+                one.words[UNEXPLAINED] = f"looked for in {num_searched} rows before it, not in it"
+                continue
+            num_searched += 1
+            self._search(one, self._computes.recorded)
+        # Two causes at once: one that is at work in other rows, and one more.
+        for one in rows:
+            if bool(one.open.any()) and UNEXPLAINED not in one.words:
+                for known in list(self._known):
+                    self._search(one, known.conditions, after=known)
+            if bool(one.open.any()):
+                one.words.setdefault(UNEXPLAINED, _why_unexplained(one))
+
+    def _is_known(self, one: _Row) -> bool:
+        """Whether what explained other rows explains all of this one, too."""
+        for place, candidate in enumerate(self._known):
+            closed = self._closed(one, candidate)
+            if bool(closed[one.open].all()):
+                one.give(candidate.cause, candidate.words, closed)
+                self._known.insert(0, self._known.pop(place))
+                return True
+        return not bool(one.open.any())
+
+    def _search(self, one: _Row, base: Conditions, *, after: _Candidate | None = None) -> None:
+        """Try each cause on a row that is otherwise computed under some conditions.
+
+        Args:
+            one: the row.
+            base: the conditions.
+            after: the cause that these come from. With it all gaps have to be closed.
+        """
+        least = _LEAST_SHARE if after is None else 1.0
+        for way in (
             *(self._tokens, self._adapter, self._version, self._temperature, self._truncation),
             *(self._cache, self._batch, self._numbers),
-        ]
-        for one in rows:
-            for way in ways:
-                best: tuple[int, _Candidate, Tensor] | None = None
-                for candidate in way(one) if bool(one.open.any()) else ():
-                    closed = self._closed(one, candidate)
-                    count = int(closed.sum())
-                    if best is None or count > best[0]:
-                        best = count, candidate, closed
-                    if bool(closed[one.open].all()):
-                        break
-                if best is not None and best[0] >= max(1, _LEAST_SHARE * int(one.open.sum())):
-                    one.give(best[1].cause, best[1].words, best[2])
+        ):
+            best: tuple[int, _Candidate, Tensor] | None = None
+            for candidate in way(one, base) if bool(one.open.any()) else ():
+                closed = self._closed(one, candidate)
+                count = int(closed.sum())
+                if best is None or count > best[0]:
+                    best = count, candidate, closed
+                if bool(closed[one.open].all()):
+                    break
+            if best is None or best[0] < max(1, least * int(one.open.sum())):
+                continue
+            _, candidate, closed = best
+            is_whole = bool(closed[one.open].all())
+            words = candidate.words if after is None else f"{after.words}; and {candidate.words}"
+            one.give(candidate.cause, words, closed)
+            if is_whole and candidate.is_of_all and after is None:
+                self._known.insert(0, candidate)
 
     def _closed(self, one: _Row, candidate: _Candidate) -> Tensor:
         """Which open gaps a cause closes, bool ``[K]``."""
         [values] = self._computes.log_probs([candidate.row or one.row], candidate.conditions)
-        allowed = self._allowed if candidate.tolerance is None else candidate.tolerance
-        return one.open & ((one.recorded - values).abs() <= allowed)
+        # What a cause does not reach is as it is recorded.
+        gaps = one.recorded - torch.where(values.isnan(), one.computed, values)
+        which = one.open | torch.tensor([cause is None for cause in one.causes], dtype=torch.bool)
+        return one.open & (candidate.rounding or self._rounding).fits(gaps, which)
 
     # The causes, and how a row is drawn where they are at work ----------------------------------
 
-    def _tokens(self, one: _Row) -> Iterator[_Candidate]:
+    def _tokens(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
         check = one.check
         if check.rendered is not None and check.differs:
             if len(check.rendered.targets) != len(one.row.targets):
@@ -260,15 +353,17 @@ class _Search:
                 f"the policy read the messages as the template writes them; from token {place} on "
                 "the row has others"
             )
-            yield _Candidate(Cause.TOKENS, self._computes.recorded, words, check.rendered)
+            yield _Candidate(Cause.TOKENS, base, words, check.rendered)
 
-    def _adapter(self, one: _Row) -> Iterator[_Candidate]:
+    def _adapter(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
         del one
         if self._computes.has_adapters:
-            without = replace(self._computes.recorded, adapter=False)
-            yield _Candidate(Cause.ADAPTER, without, "drawn by the model without its adapters")
+            without = replace(base, adapter=False)
+            yield _Candidate(
+                Cause.ADAPTER, without, "drawn by the model without its adapters", is_of_all=True
+            )
 
-    def _version(self, one: _Row) -> Iterator[_Candidate]:
+    def _version(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
         own = {one.row.versions[t] for t in one.row.targets}
         said = ", ".join(sorted(str(v) for v in own))
         # The nearest first.
@@ -276,54 +371,59 @@ class _Search:
         for version in sorted(self._computes.versions, key=lambda v: abs(v - middle)):
             if own != {version}:
                 words = f"drawn by version {version}; the row says {said}"
-                of_it = replace(self._computes.recorded, version=version)
+                of_it = replace(base, version=version)
                 yield _Candidate(Cause.VERSION, of_it, words)
 
-    def _temperature(self, one: _Row) -> Iterator[_Candidate]:
+    def _temperature(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
         some = one.open & one.recorded.isfinite()
         if int(some.sum()) < _FITTED:
             return
-        conditions, targets = self._computes.recorded, self._targets(one)
-        logits = self._computes.logits(one.row, conditions)[some]
+        targets = self._targets(one)
+        logits = self._computes.logits(one.row, base)[some]
         found = fitted_temperature(logits, targets[some], one.recorded[some])
+        if math.isclose(found, base.sampling.temperature, rel_tol=1e-3):
+            return
         for temperature in dict.fromkeys([round(found, 2), round(found, 3), found]):
-            if temperature <= 0 or math.isclose(temperature, conditions.sampling.temperature):
+            if temperature <= 0:
                 continue
-            said = f"{conditions.sampling.temperature:g}"
-            words = f"drawn at the temperature {temperature:.4g}; the settings say {said}"
-            for truncated in (conditions.sampling, _untruncated(conditions)):
+            said = f"{base.sampling.temperature:g}"
+            words = (
+                f"the log-probs are those of temperature {temperature:.4g}; the settings say {said}"
+            )
+            for truncated in (base.sampling, _untruncated(base)):
                 sampling = replace(truncated, temperature=temperature)
-                way = replace(conditions, sampling=sampling)
-                yield _Candidate(Cause.TEMPERATURE, way, words)
+                way = replace(base, sampling=sampling)
+                yield _Candidate(Cause.TEMPERATURE, way, words, is_of_all=True)
 
-    def _truncation(self, one: _Row) -> Iterator[_Candidate]:
-        conditions, targets = self._computes.recorded, self._targets(one)
-        said = truncation_words(conditions.sampling)
-        if conditions.sampling.truncates:
-            whole = replace(conditions, sampling=_untruncated(conditions))
+    def _truncation(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
+        targets = self._targets(one)
+        said = truncation_words(base.sampling)
+        if base.sampling.truncates:
+            whole = replace(base, sampling=_untruncated(base))
             words = f"the log-probs are those without truncation; the settings say {said}"
-            yield _Candidate(Cause.TRUNCATION, whole, words)
+            yield _Candidate(Cause.TRUNCATION, whole, words, is_of_all=True)
         # Every token tells where its distribution was cut, also one whose gap is small.
         some = one.recorded.isfinite()
-        if conditions.sampling.changes_logits or int(some.sum()) < _FITTED:
+        if int(some.sum()) < _FITTED:
             return
-        logits = self._computes.logits(one.row, conditions)[some]
+        logits = self._computes.logits(one.row, base)[some]
         for sampling in fitted_truncations(
-            logits, targets[some], one.recorded[some], conditions.sampling, self._allowed
+            logits, targets[some], one.recorded[some], base.sampling, self._rounding.limit
         ):
             words = f"drawn with {truncation_words(sampling)}; the settings say {said}"
-            way = replace(conditions, sampling=sampling)
-            yield _Candidate(Cause.TRUNCATION, way, words)
+            way = replace(base, sampling=sampling)
+            yield _Candidate(Cause.TRUNCATION, way, words, is_of_all=True)
 
-    def _cache(self, one: _Row) -> Iterator[_Candidate]:
-        starts = [turn.start for turn in one.row.turns]
-        versions = one.row.versions
-        starts += [
-            t for t in one.row.targets if versions[t] != versions[t - 1] and one.row.sampled[t - 1]
-        ]
-        for start in sorted(set(starts))[:_MOST_SPLITS]:
-            # The last token before it is read to draw it; an engine keeps all others, or blocks.
+    def _cache(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
+        turns, versions = one.row.turns, one.row.versions
+        starts = {turn.start for turn in turns}
+        starts |= {t for turn in turns for t in turn[1:] if versions[t] != versions[t - 1]}
+        ends = [turn.stop for turn in turns]
+        for start in sorted(starts)[:_MOST_SPLITS]:
+            # The last token before it is read to draw it. An engine keeps all others, or blocks of
+            # them, or what it had read when the turn before was over.
             kept = [start - 1, (start - 1) // _CACHE_BLOCK * _CACHE_BLOCK]
+            kept += [end - behind for end in ends if end < start for behind in (1, 0)]
             for tokens in dict.fromkeys(each for each in kept if each > 0):
                 for version in reversed(self._computes.versions):
                     if version != versions[start]:
@@ -331,49 +431,53 @@ class _Search:
                             f"the keys and values of the first {tokens} tokens were those of "
                             f"version {version}"
                         )
-                        way = replace(
-                            self._computes.recorded, cached_tokens=tokens, cache_version=version
-                        )
+                        way = replace(base, cached_tokens=tokens, cache_version=version)
                         yield _Candidate(Cause.CACHE, way, words)
 
-    def _batch(self, one: _Row) -> Iterator[_Candidate]:
+    def _batch(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
         own, prompt = len(one.row.ids), one.row.num_prompt_tokens
         beside = [row for row in self._rows if row.batch == one.row.batch]
         longer = {row.num_prompt_tokens - prompt for row in beside}
         longer |= {len(row.ids) - own for row in beside}
         for padding in sorted(each for each in longer if each > 0)[:_MOST_PADDINGS]:
             words = f"{padding} tokens of padding before the row were read as if they were its own"
-            way = replace(self._computes.recorded, padding=padding)
+            way = replace(base, padding=padding)
             yield _Candidate(Cause.BATCH, way, words)
 
-    def _numbers(self, one: _Row) -> Iterator[_Candidate]:
-        conditions = self._computes.recorded
-        float32, own = Numbers(torch.float32), conditions.numbers
+    def _numbers(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
+        float32, own = Numbers(torch.float32), base.numbers
         others = [Numbers(t) for t in (torch.float32, torch.bfloat16, torch.float16)]
         others.append(Numbers(torch.float32, torch.bfloat16))
-        [exact] = self._computes.log_probs([one.row], replace(conditions, numbers=float32))
+        [exact] = self._computes.log_probs([one.row], replace(base, numbers=float32))
         finite = one.recorded.isfinite()
+        found: list[tuple[float, _Candidate]] = []
         for numbers in others:
-            way = replace(conditions, numbers=numbers)
-            words = f"drawn in {numbers}; the settings say {own}"
-            if numbers == own:
-                continue
-            if numbers == float32:
-                yield _Candidate(Cause.NUMBERS, way, words)
-                continue
-            # Two computations in such numbers differ by about what each differs from float32.
+            way = replace(base, numbers=numbers)
             [rounded] = self._computes.log_probs([one.row], way)
-            size = (rounded - exact).abs()
             gap, rest = (one.recorded - exact)[finite], (one.recorded - rounded)[finite]
+            size, far = (rounded - exact).abs(), float(rest.square().mean())
+            # Two computations in such numbers differ by about what each differs from float32.
             alike = float(gap.square().mean()) <= 4 * float(size.square().mean())
-            nearer = float(rest.square().mean()) < float(gap.square().mean())
-            if alike and nearer:
-                most = _ROUNDING_FACTOR * float(size.max())
-                yield _Candidate(Cause.NUMBERS, way, words, tolerance=most)
+            nearer = far < float(gap.square().mean())
+            if numbers != own and (numbers == float32 or (alike and nearer)):
+                measured = Rounding.of(size)
+                words = f"drawn in {numbers}; the settings say {own}"
+                candidate = _Candidate(
+                    Cause.NUMBERS, way, words, rounding=measured, is_of_all=numbers != float32
+                )
+                found.append((far, candidate))
+        yield from (candidate for _, candidate in sorted(found, key=lambda pair: pair[0]))
 
     @staticmethod
     def _targets(one: _Row) -> Tensor:
         return torch.tensor([one.row.ids[t] for t in one.row.targets])
+
+
+def _why_unexplained(one: _Row) -> str:
+    lost = int((one.open & ~one.recorded.isfinite()).sum())
+    if lost == int(one.open.sum()):
+        return f"{lost} tokens have no log-prob on record"
+    return "no cause that was tried closes the gap"
 
 
 def _untruncated(conditions: Conditions) -> SamplingParameters:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchrl_modules import SamplingParameters, TransformersWrapper
 from torchrl_modules.sampling.distribution import warped_log_prob
-from torchrl_modules.sampling.token_history import TargetHistory
+from torchrl_modules.sampling.token_history import TargetHistory, changed_logits, too_early
 from torchrl_modules.scoring.models import evaluation_mode, precision, unwrapped
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.transformers_releases import cache_name, with_cache
@@ -145,13 +145,24 @@ class Recomputation:
 
     @torch.no_grad()
     def logits(self, row: SampledRow, conditions: Conditions) -> Tensor:
-        """The model's logits for each sampled token of a row, float32 ``[K, V]``, on the host."""
+        """Logits for each sampled token of a row, float32 ``[K, V]``, on the host.
+
+        Penalties, biases and tokens that may not come yet are in them; temperature and truncation
+        are not.
+        """
         own = self._versions_of(row, conditions)
         parts: dict[int | None, Tensor] = {}
         for version in set(own):
             with self._ready(conditions, version) as scorer:
                 parts[version] = scorer.logits(*_packed([row], conditions, 0)).cpu()
-        return torch.stack([parts[version][k] for k, version in enumerate(own)])
+        logits = torch.stack([parts[version][k] for k, version in enumerate(own)])
+        if not conditions.sampling.changes_logits:
+            return logits
+        history = TargetHistory.of(*_packed([row], conditions, 0))
+        tokens = history.read(logits.shape[1], conditions.sampling, logits.device)
+        logits = changed_logits(logits, conditions.sampling, tokens)
+        banned = too_early(logits, conditions.sampling, tokens)
+        return logits if banned is None else logits.masked_fill(banned, -torch.inf)
 
     # How it is done -----------------------------------------------------------------------------
 
