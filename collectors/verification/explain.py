@@ -14,9 +14,11 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_modules import SamplingParameters
+from torchrl_modules.scoring.expert_routes import ExpertRoutes
 
 from .certificate import UNEXPLAINED, Cause, Certificate, RowVerdict
 from .recomputation import Conditions, Numbers, Recomputation
@@ -34,6 +36,12 @@ _FITTED: Final = 3
 """A number is fitted to at least so many tokens."""
 _MOST_PADDINGS: Final = 12
 _MOST_SPLITS: Final = 4
+_MOST_FLIPS: Final = 4
+"""Choices of experts in a row that may have fallen the other way."""
+_MOST_TIES: Final = 16
+"""Choices that are tried, the closest ones."""
+_TIE: Final = 0.1
+"""A choice is one of these if the next expert's score is within this share of the last one's."""
 _CACHE_BLOCK: Final = 16
 """Tokens of a block of vLLM's cache."""
 
@@ -312,7 +320,7 @@ class _Search:
         least = _LEAST_SHARE if after is None else 1.0
         for way in (
             *(self._tokens, self._adapter, self._version, self._temperature, self._truncation),
-            *(self._cache, self._batch, self._numbers),
+            *(self._cache, self._batch, self._routing, self._numbers),
         ):
             best: tuple[int, _Candidate, Tensor] | None = None
             for candidate in way(one, base) if bool(one.open.any()) else ():
@@ -444,6 +452,47 @@ class _Search:
             way = replace(base, padding=padding)
             yield _Candidate(Cause.BATCH, way, words)
 
+    def _routing(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
+        if not self._computes.has_experts:
+            return
+        way = replace(base, experts=True)
+        if one.row.experts is not None:
+            words = "the tokens went to the experts that were recorded, not to those of the routers"
+            yield _Candidate(Cause.ROUTING, way, words, one.row)
+            return
+        if len({one.row.versions[t] for t in one.row.targets}) > 1:
+            return
+        # Without a record: choices that were almost ties, each with the next expert in its place.
+        routes = self._computes.routes(one.row, base)
+        experts = [torch.full_like(layer, -1) for layer in routes.layers]
+        experts = [F.pad(x, (0, 0, 0, len(one.row.ids) - len(x)), value=-1) for x in experts]
+        which = one.open | torch.tensor([cause is None for cause in one.causes], dtype=torch.bool)
+        left, margin = one.open.clone(), 0.0
+        for number in range(1, _MOST_FLIPS + 1):
+            place = one.row.targets[int(left.nonzero()[0])]
+            best: tuple[int, list[Tensor], float, Tensor] | None = None
+            for layer, token in _near_ties(routes, place):
+                flipped = [x.clone() for x in experts]
+                flipped[layer][token] = routes.layers[layer][token]
+                flipped[layer][token, -1] = routes.runners_up[layer][token]
+                changed = replace(one.row, experts=flipped)
+                [values] = self._computes.log_probs([changed], way)
+                rest = left & ~self._rounding.fits(one.recorded - values, which)
+                reached = int(rest.nonzero()[0]) if bool(rest.any()) else len(rest)
+                if one.row.targets.index(place) < reached and (best is None or reached > best[0]):
+                    best = reached, flipped, float(routes.margins[layer][token]), rest
+            if best is None:
+                return
+            _, experts, last, left = best
+            margin = max(margin, last)
+            words = (
+                f"{number} choices of experts fell the other way, in which the router's scores "
+                f"differ by at most {margin:.1%}"
+            )
+            yield _Candidate(Cause.ROUTING, way, words, replace(one.row, experts=experts))
+            if not bool(left.any()):
+                return
+
     def _numbers(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
         float32, own = Numbers(torch.float32), base.numbers
         others = [Numbers(t) for t in (torch.float32, torch.bfloat16, torch.float16)]
@@ -471,6 +520,17 @@ class _Search:
     @staticmethod
     def _targets(one: _Row) -> Tensor:
         return torch.tensor([one.row.ids[t] for t in one.row.targets])
+
+
+def _near_ties(routes: ExpertRoutes, place: int) -> list[tuple[int, int]]:
+    """Layers and tokens before a place with the closest choices of experts, the closest first."""
+    found = [
+        (float(margin), layer, token)
+        for layer, margins in enumerate(routes.margins)
+        for token, margin in enumerate(margins[:place].tolist())
+        if margin <= _TIE
+    ]
+    return [(layer, token) for _, layer, token in sorted(found)[:_MOST_TIES]]
 
 
 def _why_unexplained(one: _Row) -> str:

@@ -5,16 +5,18 @@ Shape legend: T tokens of a row, K of them sampled, V vocabulary.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from torchrl_modules import SamplingParameters, TransformersWrapper
 from torchrl_modules.sampling.distribution import warped_log_prob
 from torchrl_modules.sampling.token_history import TargetHistory, changed_logits, too_early
+from torchrl_modules.scoring.expert_routes import ExpertRoutes, expert_counts
 from torchrl_modules.scoring.models import evaluation_mode, precision, unwrapped
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.transformers_releases import cache_name, with_cache
@@ -55,6 +57,8 @@ class Conditions:
     cached_tokens: int = 0
     """So many tokens at the start of the row were read by the weights of ``cache_version``."""
     cache_version: int | None = None
+    experts: bool = False
+    """Whether each token goes to the experts that the row says."""
 
 
 class Recomputation:
@@ -103,6 +107,11 @@ class Recomputation:
         return hasattr(self.policy.model, "disable_adapter")
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return expert_counts(self.policy.scorer.model) is not None
+
+    @property
     def recorded(self) -> Conditions:
         """As the rows are recorded and the settings say."""
         sampling = self.policy.sampling
@@ -135,7 +144,8 @@ class Recomputation:
         own = [self._versions_of(row, conditions) for row in rows]
         for version in sorted({v for each in own for v in each}, key=lambda v: (v is None, v or 0)):
             here = [i for i, each in enumerate(own) if version in each]
-            groups = [[i] for i in here] if alone or conditions.cached_tokens else [here]
+            alone = alone or conditions.experts or conditions.cached_tokens > 0
+            groups = [[i] for i in here] if alone else [here]
             for group in groups:
                 scores = self._scores([rows[i] for i in group], conditions, version)
                 for i, values in zip(group, scores, strict=True):
@@ -164,6 +174,19 @@ class Recomputation:
         banned = too_early(logits, conditions.sampling, tokens)
         return logits if banned is None else logits.masked_fill(banned, -torch.inf)
 
+    @torch.no_grad()
+    def routes(self, row: SampledRow, conditions: Conditions) -> ExpertRoutes:
+        """The experts that the model sends the tokens of a row to, of which all have one version.
+
+        Args:
+            row: which.
+            conditions: how.
+        """
+        [version] = set(self._versions_of(row, conditions))
+        with self._ready(conditions, version) as scorer, ExpertRoutes(scorer.model) as routes:
+            scorer.score_packed(*_packed([row], conditions, 0))
+        return routes
+
     # How it is done -----------------------------------------------------------------------------
 
     def _versions_of(self, row: SampledRow, conditions: Conditions) -> list[int | None]:
@@ -188,10 +211,21 @@ class Recomputation:
         with self._ready(conditions, version) as scorer:
             ids, lengths, mask = _packed(rows, conditions, pad)
             sampling = conditions.sampling
-            scores = scorer.score_packed(
-                ids, lengths, mask, temperature=sampling.temperature, truncation=sampling
-            )
+            with self._routes(rows, conditions, scorer):
+                scores = scorer.score_packed(
+                    ids, lengths, mask, temperature=sampling.temperature, truncation=sampling
+                )
         return list(scores.log_prob.double().cpu().split(counts))
+
+    def _routes(
+        self, rows: Sequence[SampledRow], conditions: Conditions, scorer: PackedScorer
+    ) -> AbstractContextManager[Any]:
+        """Where the experts are those of a row, what sees to it."""
+        if not conditions.experts or rows[0].experts is None:
+            return nullcontext()
+        [row] = rows
+        own = [F.pad(layer, (0, 0, conditions.padding, 0), value=-1) for layer in row.experts or ()]
+        return ExpertRoutes(scorer.model, own)
 
     def _with_cache(self, row: SampledRow, conditions: Conditions, version: int | None) -> Tensor:
         """As an engine computes which goes on with what other weights have read."""

@@ -1,6 +1,6 @@
 """Rows whose sampled tokens can be computed again: of a record, or of other libraries' files.
 
-Shape legend: T tokens of a row.
+Shape legend: T tokens of a row, S experts of a token.
 """
 
 import math
@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Self
+
+from torch import Tensor
 
 from collectors.record.samples import RolloutSample
 
@@ -37,6 +39,9 @@ class SampledRow:
     """Schemas that the template showed."""
     trained: Sequence[bool] | None = None
     """Which tokens the loss scored, T; ``None`` where that was not recorded."""
+    experts: Sequence[Tensor] | None = None
+    """Those that each token went to, of each layer with experts int64 ``[T, S]``, negative where it
+    is not known; ``None`` where it was not recorded, or the model has none."""
     batch: str = ""
     """Rows of one batch, which may have been drawn together, have the same."""
     targets: list[int] = field(init=False)

@@ -19,6 +19,7 @@ from collectors.verification.certificate import UNEXPLAINED
 from collectors.verification.recomputation import Numbers
 from torchrl_data.conversation import Conversations
 from torchrl_modules import TransformersWrapper
+from torchrl_modules.scoring.expert_routes import ExpertRoutes
 
 MODELS = ("dense", "window", "experts")
 QUESTIONS = ["What is 2 + 2?", "hello world", "say it again please, What is 2 + 2? hello"]
@@ -53,7 +54,7 @@ def model_of(make_tiny_model, chatml_tokenizer):
             model = kinds[kind]().eval()
             for name, parameter in model.named_parameters():
                 if name.endswith("gate.weight"):  # the router, which begins at zero
-                    torch.nn.init.normal_(parameter)
+                    torch.nn.init.normal_(parameter, std=0.1)
             return model
 
     return build
@@ -249,6 +250,43 @@ def test_padding_that_was_read_is_named(kind, policy_of, verified):
     certificate = verified(kind, leaked)
     assert causes_of(certificate) == {Cause.BATCH}
     assert not any(certificate.rows[2].causes)  # the longest one has no padding
+
+
+class OtherExperts(ExpertRoutes):
+    """Lets the closest choice among the first tokens fall the other way, and keeps all choices."""
+
+    def __init__(self, model, among):
+        super().__init__(model)
+        self.among = among
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        before = len(self.layers)
+        result = super().__torch_function__(func, types, args, kwargs)
+        if len(self.layers) > before == 0:
+            chosen = result.indices.clone()
+            token = int(self.margins[0][: self.among].argmin())
+            chosen[token, -1] = self.runners_up[0][token]
+            self.layers[0] = chosen
+            return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+        return result
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_experts_that_another_router_chose_are_named(is_recorded, policy_of, verified):
+    policy = policy_of("experts")
+    rows, found = drawn(policy, answers=()), []
+    for row in rows:
+        with torch.no_grad(), OtherExperts(policy.model, row.num_prompt_tokens) as routes:
+            log_p = policy.model(torch.tensor([row.ids])).logits[0].log_softmax(-1)
+        log_probs = [
+            float(log_p[t - 1, i]) if row.sampled[t] else math.nan for t, i in enumerate(row.ids)
+        ]
+        experts = routes.layers if is_recorded else None
+        found.append(replace(row, log_probs=log_probs, experts=experts))
+    certificate = verified("experts", found)
+    assert causes_of(certificate) == {Cause.ROUTING}
+    said = "that were recorded" if is_recorded else "1 choices of experts fell the other way"
+    assert said in certificate.rows[0].words[Cause.ROUTING]
 
 
 @pytest.mark.parametrize("kind", MODELS)
