@@ -32,7 +32,7 @@ from collectors.verification.rows import SampledRow
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.policies.loading import load_causal_lm
 
-from .models import is_adapted, load_model, model_folder, sampling_of
+from .models import frozen_weights, is_adapted, load_model, model_folder, sampling_of
 from .run import CHECKPOINTS
 from .settings.schema import PolicyConfig, SettingsError
 
@@ -185,8 +185,9 @@ def weights_of(
     load: dict[int, Callable[[nn.Module], None]] = {}
     where: dict[int, str] = {}
     warmed = (settings.get("warm_start") or {}).get("num_steps") or 0
-    if of_adapters and not warmed:
-        load[1], where[1] = _no_adapters, "the model that the run began with"
+    # Adapters are put on after the demonstrations, so without them the first step's model is there.
+    if of_adapters and (cfg.model is None or not warmed):
+        load[1], where[1] = _no_adapters, "the model before its adapters were trained"
     elif cfg.model is not None and not warmed and not of_adapters:
         load[1] = partial(_load_first, cfg)
         where[1] = f"{cfg.model}, with which the run began"
@@ -198,6 +199,13 @@ def weights_of(
         version = int(checkpoint.state["parts"]["collector"]["policy_version"])
         if pending is not None and pending["num_epochs"]:
             continue  # stopped amid its passes: these weights drew nothing
+        if is_partial:
+            saved = checkpoint.state["identity"].get("weights of policy.model")
+            if saved != frozen_weights(model):
+                raise SettingsError(
+                    f"{folder}: its adapters were trained over other weights than {cfg.model} has "
+                    "now, and these are nowhere: a warm start changed them, say."
+                )
         if version not in load:
             fill = partial(checkpoint.load_sharded, "model")
             load[version] = partial(_load_checkpoint, fill, is_partial)

@@ -1,0 +1,100 @@
+"""The command ``torchrl-agents verify`` on the record of a run, as it was left and spoilt."""
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from torchrl_agents.verify import main
+
+RECIPE = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "grpo.py"
+
+
+@pytest.fixture(scope="module")
+def left(forks, tmp_path_factory):
+    """The folder of a run of three steps; there are checkpoints of the last two."""
+    cwd = tmp_path_factory.mktemp("run")
+    arguments = ["debug=tiny", "train.num_steps=3", "checkpoint.every=1"]
+    done = forks([RECIPE, *arguments], cwd, {**os.environ})
+    assert done.returncode == 0, done.stderr
+    [folder] = cwd.glob("outputs/grpo/calculator/tiny-*")
+    return folder
+
+
+@pytest.fixture
+def folder(left, tmp_path):
+    return Path(shutil.copytree(left, tmp_path / "run"))
+
+
+def record_of(folder, step):
+    path = folder / "rollouts" / f"step-{step:06}.jsonl.gz"
+    with gzip.open(path, "rt") as file:
+        return path, [json.loads(line) for line in file]
+
+
+def rewrite(folder, step, change):
+    """Change the samples of a step."""
+    path, (header, *samples) = record_of(folder, step)
+    for sample in samples:
+        change(sample["tokens"])
+    with gzip.open(path, "wt") as file:
+        file.write("".join(f"{json.dumps(line)}\n" for line in (header, *samples)))
+
+
+def test_what_a_run_left_is_verified_where_its_weights_are(folder, tmp_path, capsys):
+    told = tmp_path / "told.json"
+    assert main([str(folder), "--json", str(told)]) == 0
+    certificate = json.loads(told.read_text())
+    # Of three steps the last began with the weights of a checkpoint.
+    samples = record_of(folder, 3)[1][1:]
+    tokens = sum(sample["sampled_tokens"] for sample in samples)
+    assert certificate["num_tokens"] == tokens
+    assert [bool(row["not_checked"]) for row in certificate["rows"]] == [True] * 8 + [False] * 4
+    text = capsys.readouterr().out
+    assert f"all {tokens} tokens explained" in text
+    assert "there are no weights of version 1 (there are 3, 4)" in text
+    assert "version 3: the checkpoint of step 2" in text
+
+
+def test_settings_that_are_not_those_of_the_sampler_are_named(folder, capsys):
+    settings = folder / "config.yaml"
+    settings.write_text(settings.read_text().replace("temperature: 1.0", "temperature: 0.8"))
+    assert main([str(folder), "--step", "3"]) == 1
+    assert "the log-probs are those of temperature 1; the settings say 0.8" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_log_prob_that_was_changed_is_found_where_it_is(folder, tmp_path):
+    def change(tokens):
+        place = max(t for t, value in enumerate(tokens["log_probs"]) if value is not None)
+        tokens["log_probs"][place] -= 0.01
+
+    rewrite(folder, 3, change)
+    assert main([str(folder), "--step", "3", "--json", str(tmp_path / "told.json")]) == 1
+    rows = json.loads((tmp_path / "told.json").read_text())["rows"]
+    for row in rows:
+        *before, last = row["causes"]
+        assert last == "unexplained"
+        assert not any(before)
+        assert row["gaps"][-1] == pytest.approx(-0.01, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "arguments", "words"),
+    [
+        (lambda f: shutil.rmtree(f / "checkpoints"), [], "checkpoint.every=N"),
+        (lambda f: shutil.rmtree(f / "rollouts"), [], "holds no record of a run"),
+        (lambda f: (f / "config.yaml").unlink(), [], "has no config.yaml"),
+        (lambda f: shutil.rmtree(f / "model"), [], "has no model/ yet"),
+        (Path.exists, ["--step", "9"], "there is no step 9"),
+        (Path.exists, ["--rows", "0"], "--rows must be positive"),
+    ],
+)
+def test_what_can_not_be_verified_is_said(spoil, arguments, words, folder, capsys):
+    spoil(folder)
+    assert main([str(folder), *arguments]) == 2
+    assert words in capsys.readouterr().err
