@@ -136,7 +136,12 @@ def verify_run(
     coeff = (settings.get("loss") or {}).get("observation_coeff") or 0.0
     certificate = verify_rows(
         rows,
-        Recomputation(weights.policy, weights.load, numbers=weights.numbers),
+        Recomputation(
+            weights.policy,
+            weights.load,
+            numbers=weights.numbers,
+            keeps_cache=not (settings.get("collector") or {}).get("recompute", True),
+        ),
         tolerance=tolerance,
         check_trained=not coeff,
     )

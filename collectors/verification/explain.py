@@ -424,6 +424,11 @@ class _Search:
 
     def _cache(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
         turns, versions = one.row.turns, one.row.versions
+        if len({versions[t] for t in one.row.targets}) > 1:
+            kept = replace(base, keeps_cache=not base.keeps_cache)
+            did = "read again what was in flight" if base.keeps_cache else "went on with what"
+            did += "" if base.keeps_cache else " the weights before it had read"
+            yield _Candidate(Cause.CACHE, kept, f"after an update the engine {did}", is_of_all=True)
         starts = {turn.start for turn in turns}
         starts |= {t for turn in turns for t in turn[1:] if versions[t] != versions[t - 1]}
         ends = [turn.stop for turn in turns]

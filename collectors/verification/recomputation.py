@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -54,8 +55,12 @@ class Conditions:
     """Whether the adapters act, of a model that has them."""
     padding: int = 0
     """Tokens of padding before the row, which are read like others."""
+    keeps_cache: bool = False
+    """Whether keys and values are those of the weights that first read a token; otherwise, and in
+    an engine that reads a row again after an update, they are those of the newest weights."""
     cached_tokens: int = 0
-    """So many tokens at the start of the row were read by the weights of ``cache_version``."""
+    """So many tokens at the start of the row were read by the weights of ``cache_version``, and
+    what they read was kept."""
     cache_version: int | None = None
     experts: bool = False
     """Whether each token goes to the experts that the row says."""
@@ -69,6 +74,8 @@ class Recomputation:
         load_weights: puts the weights of a version into the model, for each version that there is.
             None at all: every row is computed with the weights that the model has.
         numbers: what the settings say that the model computes in.
+        keeps_cache: whether the settings let a row go on after an update with what the weights
+            before it have read.
 
     Raises:
         TypeError: the policy is none over Transformers.
@@ -80,6 +87,7 @@ class Recomputation:
         load_weights: Mapping[int, Callable[[nn.Module], None]] | None = None,
         *,
         numbers: Numbers | None = None,
+        keeps_cache: bool = False,
     ) -> None:
         if not isinstance(policy, TransformersWrapper):
             raise TypeError(
@@ -89,6 +97,7 @@ class Recomputation:
         own = unwrapped(policy.model, who="Recomputation").dtype
         self.numbers = numbers or Numbers(own)
         """What the settings say that the model computes in."""
+        self._keeps_cache = keeps_cache
         self._load = dict(load_weights or {})
         self._own = own
         self._loaded: int | None = None
@@ -116,7 +125,7 @@ class Recomputation:
         """As the rows are recorded and the settings say."""
         sampling = self.policy.sampling
         sampling = replace(sampling, temperature=sampling.temperature or 1.0)
-        return Conditions(sampling=sampling, numbers=self.numbers)
+        return Conditions(sampling=sampling, numbers=self.numbers, keeps_cache=self._keeps_cache)
 
     def missing(self, row: SampledRow) -> list[int]:
         """The versions of a row that there are no weights of."""
@@ -142,9 +151,12 @@ class Recomputation:
         """
         found = [torch.full((len(row.targets),), torch.nan, dtype=torch.float64) for row in rows]
         own = [self._versions_of(row, conditions) for row in rows]
+        kept = [i for i, each in enumerate(own) if _goes_on(conditions, each)]
+        for i in kept:
+            found[i] = self._with_cache(rows[i], conditions, own[i])
         for version in sorted({v for each in own for v in each}, key=lambda v: (v is None, v or 0)):
-            here = [i for i, each in enumerate(own) if version in each]
-            alone = alone or conditions.experts or conditions.cached_tokens > 0
+            here = [i for i, each in enumerate(own) if version in each and i not in kept]
+            alone = alone or conditions.experts
             groups = [[i] for i in here] if alone else [here]
             for group in groups:
                 scores = self._scores([rows[i] for i in group], conditions, version)
@@ -204,9 +216,6 @@ class Recomputation:
         counts = [len(row.targets) for row in rows]
         if not sum(counts):
             return [torch.zeros(0, dtype=torch.float64) for _ in rows]
-        if conditions.cached_tokens:
-            [row] = rows
-            return [self._with_cache(row, conditions, version)]
         pad: Any = self.policy.tokenizer.pad_token_id or 0
         with self._ready(conditions, version) as scorer:
             ids, lengths, mask = _packed(rows, conditions, pad)
@@ -227,31 +236,42 @@ class Recomputation:
         own = [F.pad(layer, (0, 0, conditions.padding, 0), value=-1) for layer in row.experts or ()]
         return ExpertRoutes(scorer.model, own)
 
-    def _with_cache(self, row: SampledRow, conditions: Conditions, version: int | None) -> Tensor:
-        """As an engine computes which goes on with what other weights have read."""
-        first = conditions.cached_tokens
-        ids = torch.tensor([row.ids], device=self.policy.scorer.model.device)
-        with self._ready(conditions, conditions.cache_version) as scorer:
-            model: Any = scorer.model
-            with precision(model, conditions.numbers.autocast):
-                before = model(input_ids=ids[:, :first], use_cache=True)
-            cache = getattr(before, cache_name(model))
-            with self._ready(conditions, version), precision(model, conditions.numbers.autocast):
-                after = model(input_ids=ids[:, first:], **with_cache(model, cache)).logits[0]
-        places = torch.tensor(row.targets)
-        chosen = places > first
-        values = torch.full((len(places),), torch.nan, dtype=torch.float64)
-        if bool(chosen.any()):
-            logits = after[places[chosen] - 1 - first].float()
-            targets = ids[0][places[chosen]]
-            history = None
-            if conditions.sampling.changes_logits:
-                every = TargetHistory.of(*_packed([row], conditions, 0))
-                own = every.part(slice(int((~chosen).sum()), len(places)))
-                history = own.read(logits.shape[1], conditions.sampling, logits.device)
-            scores, _ = warped_log_prob(logits, targets, conditions.sampling, history)
-            values[chosen] = scores.double().cpu()
-        return values
+    def _with_cache(
+        self, row: SampledRow, conditions: Conditions, own: Sequence[int | None]
+    ) -> Tensor:
+        """As an engine computes that goes on with what other weights have read.
+
+        A token is read for the sampled one that comes next, by the weights that draw that one.
+        """
+        cached, last = conditions.cached_tokens, row.targets[-1]
+        readers: list[int | None] = [None] * last
+        for version, before, place in zip(own, [0, *row.targets], row.targets, strict=False):
+            readers[before:place] = [version] * (place - before)
+        readers[:cached] = [conditions.cache_version] * min(cached, last)
+        ids = torch.tensor([row.ids[:last]], device=self.policy.scorer.model.device)
+        parts, start, cache = [], 0, None
+        for version, run in groupby(readers):
+            end = start + sum(1 for _ in run)
+            with (
+                self._ready(conditions, version) as scorer,
+                precision(scorer.model, conditions.numbers.autocast),
+            ):
+                model: Any = scorer.model
+                goes_on = {"use_cache": True} if cache is None else with_cache(model, cache)
+                outputs = model(input_ids=ids[:, start:end], **goes_on)
+            cache = getattr(outputs, cache_name(model))
+            parts.append(outputs.logits[0].float())
+            start = end
+        targets = torch.tensor([row.ids[t] for t in row.targets], device=ids.device)
+        logits = torch.cat(parts)[[t - 1 for t in row.targets]]
+        history = None
+        if conditions.sampling.changes_logits:
+            every = TargetHistory.of(*_packed([row], conditions, 0))
+            history = every.read(logits.shape[1], conditions.sampling, logits.device)
+        scores, _ = warped_log_prob(logits, targets, conditions.sampling, history)
+        # What the kept tokens themselves were drawn from is no matter of a cache.
+        reached = torch.tensor([t > cached for t in row.targets], dtype=torch.bool)
+        return torch.where(reached, scores.double().cpu(), torch.nan)
 
     def _ready(self, conditions: Conditions, version: int | None) -> "_Ready":
         return _Ready(self, conditions, version)
@@ -300,6 +320,11 @@ class _Ready:
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
+
+
+def _goes_on(conditions: Conditions, versions: Sequence[int | None]) -> bool:
+    """Whether a row of such versions is computed with what other weights have read."""
+    return conditions.cached_tokens > 0 or (conditions.keeps_cache and len(set(versions)) > 1)
 
 
 def _packed(
