@@ -9,23 +9,32 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from collectors import LLMCollector, PhaseTimer, RunState, StepMetrics, identity_of, rollout_metrics
 from collectors.resume.run_state import Stateful
 from collectors.streaming.background_collector import BackgroundCollector
+from collectors.verification.recomputation import Numbers
 from collectors.weight_update.merged_adapters import merged_weights
 from torchrl_envs import DataLoadingPrimer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 
 from . import results
+from .live_verification import LiveVerification
 from .models import is_adapted, model_folder, set_generation
 from .parallel import Checkpoints, Updates, whole_model
 from .results import Recorder, push_to_hub
 from .run import LastTestError, RankJob, Run, StopRequested, has_signal, remove, tell_of_no_signal
-from .settings.schema import EpochsTrainConfig, PolicyConfig, SettingsError, TrainingConfig
+from .settings.schema import (
+    EpochsTrainConfig,
+    PolicyConfig,
+    RolloutsConfig,
+    SettingsError,
+    TrainingConfig,
+)
 from .tasks import AnyCollector, HeldOut, Setup, end_collection
 
 # What a recipe trains, and how one of its steps is made: in parts, so that it can be stopped.
@@ -51,6 +60,8 @@ class Step:
     """Passes over what is trained that were made."""
     is_drawn: bool = False
     learning_rate: float = math.nan
+    verified: Mapping[str, float] = field(default_factory=dict)
+    """What came of computing its rows again, where some were."""
 
     def state(self) -> dict[str, Any] | None:
         """What a resumed run needs to go on inside of it; ``None`` before it is drawn."""
@@ -80,6 +91,10 @@ class Step:
         trainer.checkpoints.unmark()
         self.trajectories, self.trained = drawn
         self.is_drawn = True
+        if trainer.verification is not None and self.trajectories is not None:
+            with trainer.timer("verify"):
+                version = trainer.data.collector.policy_version
+                self.verified = trainer.verification(self.number, self.trajectories, version)
         if trainer.cfg.engine.colocate:
             cast("Any", trainer.policy.engine).sleep()
 
@@ -108,7 +123,7 @@ class Step:
         trainer, collector = self.trainer, self.trainer.data.collector
         # What collection was like, where it goes on beside training.
         beside = {} if isinstance(collector, LLMCollector) else collector.metrics()
-        more = {**trainer.measure(self), **beside}
+        more = {**trainer.measure(self), **self.verified, **beside}
         return self.metrics.reduce(learning_rate=self.learning_rate, **more)
 
 
@@ -172,6 +187,8 @@ class Trainer:
         self.timer.watch(self.policy, "generate")
         self.updates = Updates(run.recipe, cfg, self.actor, run.folder, run.jobs)
         """Make the passes."""
+        self.verification = _verification_of(cfg, self.actor)
+        """Computes rows again before they are trained; ``None`` where nobody asked for it."""
         inside = cast("TransformersEngine", self.actor.engine).inside
         held_out = self.setup.held_out_env.transforms_of(DataLoadingPrimer)
         tested = {"held_out_rows": [data.content for data in held_out]}
@@ -194,6 +211,15 @@ class Trainer:
         """Hand the weights to the policy."""
         self.run.jobs.tell(RankJob.GIVE_WEIGHTS)
         self.data.collector.update_policy_weights_(self.actor.model)
+
+
+def _verification_of(cfg: TrainingConfig, actor: TransformersWrapper) -> LiveVerification | None:
+    every = cfg.collector.verify_every if isinstance(cfg, RolloutsConfig) else None
+    if every is None:
+        return None
+    engine = cast("TransformersEngine", actor.engine)
+    numbers = Numbers(engine.inside.dtype, torch.bfloat16 if cfg.train.autocast else None)
+    return LiveVerification(actor, every=every, numbers=numbers)
 
 
 # The trained model of a run, on the disk.

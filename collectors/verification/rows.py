@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Self
 
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from collectors.record.samples import RolloutSample
+from torchrl_data.conversation_io import read_conversations
+from torchrl_data.keys import FULL
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +76,30 @@ class SampledRow:
     def num_prompt_tokens(self) -> int:
         """Tokens before the first that was sampled."""
         return next(t for t, here in enumerate(self.sampled) if here)
+
+    @classmethod
+    def of_collected(cls, row: TensorDictBase, *, name: str = "") -> Self:
+        """A row as a collector gives it.
+
+        Args:
+            row: with its conversation.
+            name: where it is, for people.
+
+        Raises:
+            ValueError: nothing of it was sampled.
+        """
+        conversation = read_conversations(row, FULL, who="SampledRow")
+        sampled = conversation.assistant_mask(0).tolist()
+        pairs = zip(conversation.policy_versions(0).tolist(), sampled, strict=True)
+        return cls(
+            name=name,
+            ids=conversation.ids(0),
+            sampled=sampled,
+            log_probs=conversation.log_probs(0).tolist(),
+            versions=[version if here else None for version, here in pairs],
+            messages=conversation.messages(0),
+            tools=conversation.tools(0),
+        )
 
     @classmethod
     def of_sample(cls, sample: RolloutSample) -> Self:

@@ -7,8 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from tensordict import TensorDict
 
+from collectors.verification.recomputation import Numbers
+from torchrl_agents.live_verification import LiveVerification
 from torchrl_agents.verify import main
+from torchrl_envs import ChatEnv
+from torchrl_modules import TransformersWrapper
+from torchrl_modules.tiny_model import tiny_qwen3
 
 RECIPE = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "grpo.py"
 
@@ -18,6 +25,7 @@ def left(forks, tmp_path_factory):
     """The folder of a run of three steps; there are checkpoints of the last two."""
     cwd = tmp_path_factory.mktemp("run")
     arguments = ["debug=tiny", "train.num_steps=3", "checkpoint.every=1"]
+    arguments += ["collector.verify_every=2"]
     done = forks([RECIPE, *arguments], cwd, {**os.environ})
     assert done.returncode == 0, done.stderr
     [folder] = cwd.glob("outputs/grpo/calculator/tiny-*")
@@ -57,6 +65,32 @@ def test_what_a_run_left_is_verified_where_its_weights_are(folder, tmp_path, cap
     assert f"all {tokens} tokens explained" in text
     assert "there are no weights of version 1 (there are 3, 4)" in text
     assert "version 3: the checkpoint of step 2" in text
+
+
+def test_some_rows_are_verified_beside_training(left):
+    lines = (left / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert ["verify/tokens" in step for step in steps] == [True, False, True]
+    for step in steps[::2]:
+        assert step["verify/tokens"] > 0
+        assert step["verify/at_fault"] == 0
+        assert step["verify/largest_gap"] < 2e-5
+
+
+def test_a_fault_beside_training_is_warned_of_with_its_cause(chatml_tokenizer, caplog):
+    model = tiny_qwen3(len(chatml_tokenizer))
+    hot, actor = (
+        TransformersWrapper(model, tokenizer=chatml_tokenizer, generate_kwargs=sampling)
+        for sampling in ({"temperature": 0.6, "max_new_tokens": 16}, {"max_new_tokens": 16})
+    )
+    queries = TensorDict({"query": ["hello", "What is 2 + 2?"]}, batch_size=[2])
+    rows = hot(ChatEnv(batch_size=(2,)).reset(queries))
+    check = LiveVerification(actor, every=1, numbers=Numbers(torch.float32))
+    found = check(1, rows, 0)
+    assert found["verify/at_fault"] > 0
+    assert "the log-probs are those of temperature 0.6; the settings say 1" in caplog.text
+    # What other weights have sampled can't be computed by these.
+    assert check(2, rows, 1) == {"verify/tokens": 0.0}
 
 
 def test_settings_that_are_not_those_of_the_sampler_are_named(folder, capsys):

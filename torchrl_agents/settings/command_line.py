@@ -415,7 +415,8 @@ _RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
         lambda x: x >= 1,
         "policy.max_model_len policy.max_new_tokens policy.lora_rank engine.num_engines "
         "collector.num_prompts collector.group_size collector.max_turns collector.num_collectors "
-        "collector.max_episode_tokens collector.min_turn_tokens warm_start.batch_size "
+        "collector.max_episode_tokens collector.min_turn_tokens collector.verify_every "
+        "warm_start.batch_size "
         "train.num_steps train.num_epochs train.micro_batch_tokens checkpoint.every "
         "evaluate.num_prompts evaluate.every evaluate.num_samples evaluate.max_rollouts",
     ),
@@ -464,6 +465,8 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
         faults.append(_training_faults(recipe, cfg))
     if isinstance(cfg, RolloutsConfig):
         faults.append(_rollout_faults(recipe, cfg))
+        if cfg.collector.verify_every is not None and num_ranks() > 1:
+            faults.append(iter(["collector.verify_every is for one rank: leave it out."]))
     # One after the other: what is looked at later may need that the rest is right.
     if (words := next(chain.from_iterable(faults), None)) is not None:
         raise SettingsError(words)
