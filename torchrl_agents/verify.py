@@ -2,6 +2,7 @@
 
     torchrl-agents verify RUN
     torchrl-agents verify RUN --step 11 --device cuda --json certificate.json
+    torchrl-agents verify BATCH.pt --model MODEL     # rollouts of TRL or verl
 
 Each recorded token is computed again with the weights of its version: those of a checkpoint, or of
 the model that the run began with. Where a log-prob is another one than was recorded, the cause is
@@ -27,6 +28,7 @@ from collectors.checkpoint.retention import stored
 from collectors.record.run_record import RunRecord
 from collectors.verification.certificate import Certificate
 from collectors.verification.explain import verify_rows
+from collectors.verification.foreign_rows import read_foreign_rows
 from collectors.verification.recomputation import Numbers, Recomputation
 from collectors.verification.rows import SampledRow
 from torchrl_modules import TransformersWrapper
@@ -54,7 +56,12 @@ def main(arguments: Sequence[str]) -> int:
     """The command; gives 0 where all is explained, 1 where it is not, 2 where nothing can be."""
     description, _, _ = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(prog="torchrl-agents verify", description=description)
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        type=Path,
+        help="folder of a run, or a file of TRL's or verl's rollouts",
+    )
     parser.add_argument("--step", type=int, action="append", help="only this one; may be repeated")
     parser.add_argument(
         "--rows", type=int, default=_MOST_ROWS, help=f"most rows of a step ({_MOST_ROWS})"
@@ -67,17 +74,21 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--tolerance", type=float, help="of a log-prob, in nats")
     parser.add_argument("--json", type=Path, help="write all that was found into this file")
+    foreign = parser.add_argument_group("of rollouts of TRL or verl, which are files")
+    foreign.add_argument("--model", help="that drew them: a folder, or a hub id")
+    for name, kind in {"temperature": float, "top-p": float, "top-k": int, "min-p": float}.items():
+        foreign.add_argument(f"--{name}", type=kind, help="that they were drawn with")
     given = parser.parse_args(list(arguments))
     disable_progress_bar()
+    names = ("temperature", "top_p", "top_k", "min_p")
+    sampling = {n: getattr(given, n) for n in names if getattr(given, n) is not None}
+    options = {n: getattr(given, n) for n in ("device", "dtype", "tolerance")}
     try:
-        certificate = verify_run(
-            given.run,
-            steps=given.step,
-            most_rows=given.rows,
-            device=given.device,
-            dtype=given.dtype,
-            tolerance=given.tolerance,
-        )
+        if given.run.is_file():
+            certificate = verify_file(given.run, given.model, sampling=sampling, **options)
+        else:
+            _refuse_foreign(given.model, sampling)
+            certificate = verify_run(given.run, steps=given.step, most_rows=given.rows, **options)
         if given.json is not None:
             given.json.write_text(json.dumps(certificate.to_json()), encoding="utf-8")
     except (SettingsError, CheckpointError, LookupError, ValueError, OSError) as error:
@@ -88,6 +99,55 @@ def main(arguments: Sequence[str]) -> int:
     if not certificate.num_tokens:
         return 2
     return 0 if certificate.is_clean else 1
+
+
+def _refuse_foreign(model: str | None, sampling: Mapping[str, Any]) -> None:
+    """Refuse what the settings of a run say already."""
+    given = [*(["model"] if model else []), *sampling]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise SettingsError(f"{names}: of a run its own settings say that. Leave it out.")
+
+
+def verify_file(
+    path: Path,
+    model: str | None,
+    *,
+    sampling: Mapping[str, Any],
+    device: str = "cpu",
+    dtype: str | None = None,
+    tolerance: float | None = None,
+) -> Certificate:
+    """Verify rollouts of TRL or verl with one model.
+
+    Args:
+        path: see :func:`~collectors.verification.read_foreign_rows`.
+        model: folder or hub id.
+        sampling: temperature, top_p, top_k and min_p that they were drawn with.
+        device: to compute on.
+        dtype: to compute in; float32 when not given.
+        tolerance: see :func:`~collectors.verification.verify_rows`.
+
+    Raises:
+        SettingsError: no model was given, or it can't be loaded.
+        ValueError: the file holds no rows, or a number is out of range.
+    """
+    if model is None:
+        raise SettingsError(f"{path} is a file of rollouts: say which model drew them, --model=.")
+    rows = read_foreign_rows(path)
+    cfg = PolicyConfig(model=model, device=device, max_new_tokens=1, **sampling)
+    numbers = _numbers({}, cfg, dtype)
+    loaded, tokenizer = load_model(cfg, model_folder(model), who="--model")
+    policy = TransformersWrapper(
+        loaded,
+        tokenizer=tokenizer,
+        generate=False,
+        generate_kwargs=sampling_of(cfg),
+        autocast_dtype=numbers.autocast,
+    )
+    found = verify_rows(rows, Recomputation(policy, numbers=numbers), tolerance=tolerance)
+    found.conditions = f"in {numbers} on {device}, with {model}"
+    return found
 
 
 def verify_run(

@@ -9,7 +9,10 @@ if TYPE_CHECKING:
     from .certificate import Certificate as Certificate
     from .certificate import RowVerdict as RowVerdict
     from .explain import verify_rows as verify_rows
+    from .foreign_rows import read_foreign_rows as read_foreign_rows
+    from .foreign_rows import rows_of_batch as rows_of_batch
     from .recomputation import Conditions as Conditions
+    from .recomputation import Numbers as Numbers
     from .recomputation import Recomputation as Recomputation
     from .rows import SampledRow as SampledRow
 
