@@ -7,9 +7,10 @@ from typing import Final
 
 from tensordict import TensorDictBase
 
+from collectors.verification.conditions import Numbers
 from collectors.verification.explain import verify_rows
-from collectors.verification.recomputation import Numbers, Recomputation
-from collectors.verification.rows import SampledRow
+from collectors.verification.recomputation import Recomputation
+from collectors.verification.sampled_row import SampledRow
 from torchrl_modules import TransformersWrapper
 
 _LOG = logging.getLogger("torchrl_agents")

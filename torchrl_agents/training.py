@@ -16,7 +16,7 @@ from torch import Tensor
 from collectors import LLMCollector, PhaseTimer, RunState, StepMetrics, identity_of, rollout_metrics
 from collectors.resume.run_state import Stateful
 from collectors.streaming.background_collector import BackgroundCollector
-from collectors.verification.recomputation import Numbers
+from collectors.verification.conditions import Numbers
 from collectors.weight_update.merged_adapters import merged_weights
 from torchrl_envs import DataLoadingPrimer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper

@@ -27,10 +27,11 @@ from collectors import CheckpointError, CheckpointStore, ShardedModel
 from collectors.checkpoint.retention import stored
 from collectors.record.run_record import RunRecord
 from collectors.verification.certificate import Certificate
+from collectors.verification.conditions import Numbers
 from collectors.verification.explain import verify_rows
 from collectors.verification.foreign_rows import read_foreign_rows
-from collectors.verification.recomputation import Numbers, Recomputation
-from collectors.verification.rows import SampledRow
+from collectors.verification.recomputation import Recomputation
+from collectors.verification.sampled_row import SampledRow
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.policies.loading import load_causal_lm
 

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
-    from .certificate import Cause as Cause
+    from .cause import Cause as Cause
     from .certificate import Certificate as Certificate
-    from .certificate import RowVerdict as RowVerdict
+    from .conditions import Conditions as Conditions
+    from .conditions import Numbers as Numbers
     from .explain import verify_rows as verify_rows
     from .foreign_rows import read_foreign_rows as read_foreign_rows
     from .foreign_rows import rows_of_batch as rows_of_batch
-    from .recomputation import Conditions as Conditions
-    from .recomputation import Numbers as Numbers
     from .recomputation import Recomputation as Recomputation
-    from .rows import SampledRow as SampledRow
+    from .row_verdict import RowVerdict as RowVerdict
+    from .sampled_row import SampledRow as SampledRow
 
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -6,65 +6,10 @@ Nothing here needs torch.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
-
-class Cause(StrEnum):
-    """Why the log-prob of a token is not the one that is computed again."""
-
-    TOKENS = "tokens"
-    """The policy read other tokens than the row has: another template, or another tokenizer."""
-    MASK = "mask"
-    """The token counts as sampled, or was trained, and the policy did not sample it."""
-    TRUNCATION = "truncation"
-    """Top-k, top-p or min-p left out others than the settings say, or none."""
-    ROUTING = "routing"
-    """A mixture of experts sent the token to other experts."""
-    NUMBERS = "type of numbers"
-    """It was computed in other numbers, such as bfloat16."""
-    BATCH = "batch shape"
-    """It depends on the rows that were computed beside it."""
-    CACHE = "stale cache"
-    """Keys and values of what comes before it were those of other weights."""
-    VERSION = "weight version"
-    """Other weights drew it than those of its version."""
-    TEMPERATURE = "temperature"
-    """The logits were divided by another temperature."""
-    ADAPTER = "adapter"
-    """The adapters did not act."""
-
-
-UNEXPLAINED: Final = "unexplained"
-"""Stands for the cause of a gap that none of the causes explains."""
-
-
-@dataclass(kw_only=True)
-class RowVerdict:
-    """What was found of one row; columns are of its tokens that were computed, K."""
-
-    name: str
-    places: list[int]
-    """Of the tokens in the row, K."""
-    gaps: list[float]
-    """How far each recorded log-prob is above the one that was computed, in nats, K; NaN where none
-    was recorded."""
-    causes: list[str | None]
-    """Of each token a :class:`Cause` or :data:`UNEXPLAINED`, K; ``None`` where the gap is within
-    the tolerance."""
-    words: dict[str, str] = field(default_factory=dict)
-    """What was found of each cause."""
-    beside: dict[str, int] = field(default_factory=dict)
-    """Tokens at fault that are none of these K, by cause: trained, say, and not sampled."""
-    not_checked: str = ""
-    """Why the row could not be computed; then its columns are empty."""
-
-    @property
-    def largest(self) -> float:
-        """The largest gap of the tokens without a cause, in nats; 0 where there are none."""
-        pairs = zip(self.gaps, self.causes, strict=True)
-        return max((abs(gap) for gap, cause in pairs if cause is None), default=0.0)
+from .row_verdict import RowVerdict
 
 
 @dataclass(kw_only=True)

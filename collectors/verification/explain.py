@@ -20,9 +20,12 @@ from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_modules import SamplingParameters
 from torchrl_modules.scoring.expert_routes import ExpertRoutes
 
-from .certificate import UNEXPLAINED, Cause, Certificate, RowVerdict
-from .recomputation import Conditions, Numbers, Recomputation
-from .rows import SampledRow
+from .cause import UNEXPLAINED, Cause
+from .certificate import Certificate
+from .conditions import Conditions, Numbers
+from .recomputation import Recomputation
+from .row_verdict import RowVerdict
+from .sampled_row import SampledRow
 from .sampling_fit import fitted_temperature, fitted_truncations, truncation_words
 from .template_check import TemplateCheck, check_template
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .rows import SampledRow
+from .sampled_row import SampledRow
 
 _TRL: Final = ("prompt_ids", "completion_ids")
 _VERL: Final = ("prompts", "responses", "attention_mask")

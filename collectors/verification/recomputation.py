@@ -6,15 +6,15 @@ Shape legend: T tokens of a row, K of them sampled, V vocabulary.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchrl_modules import SamplingParameters, TransformersWrapper
+from torchrl_modules import TransformersWrapper
 from torchrl_modules.sampling.distribution import warped_log_prob
 from torchrl_modules.sampling.token_history import TargetHistory, changed_logits, too_early
 from torchrl_modules.scoring.expert_routes import ExpertRoutes, expert_counts
@@ -22,48 +22,11 @@ from torchrl_modules.scoring.models import evaluation_mode, precision, unwrapped
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.transformers_releases import cache_name, with_cache
 
-from .rows import SampledRow
+from .conditions import Conditions, Numbers
+from .sampled_row import SampledRow
 
 _MICRO_BATCH_TOKENS: Final = 8192
 """Most tokens of a pass, unless the policy has a number of its own."""
-
-
-class Numbers(NamedTuple):
-    """What a model computes in."""
-
-    weights: torch.dtype
-    autocast: torch.dtype | None = None
-    """Of ``torch.autocast``, over these weights; ``None`` without it."""
-
-    def __str__(self) -> str:
-        weights = str(self.weights).removeprefix("torch.")
-        if self.autocast is None:
-            return weights
-        return f"{str(self.autocast).removeprefix('torch.')} by autocast over {weights}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conditions:
-    """How a row is computed."""
-
-    sampling: SamplingParameters
-    """The distribution: temperature, truncation and penalties."""
-    numbers: Numbers
-    version: int | None = None
-    """Of the weights, for all tokens; ``None``: those of each token's own version."""
-    adapter: bool = True
-    """Whether the adapters act, of a model that has them."""
-    padding: int = 0
-    """Tokens of padding before the row, which are read like others."""
-    keeps_cache: bool = False
-    """Whether keys and values are those of the weights that first read a token; otherwise, and in
-    an engine that reads a row again after an update, they are those of the newest weights."""
-    cached_tokens: int = 0
-    """So many tokens at the start of the row were read by the weights of ``cache_version``, and
-    what they read was kept."""
-    cache_version: int | None = None
-    experts: bool = False
-    """Whether each token goes to the experts that the row says."""
 
 
 class Recomputation:

@@ -11,7 +11,7 @@ from typing import Any
 from torchrl_data.conversation import Conversations, Source, Turn
 from torchrl_data.templates.encoder import ConversationEncoder
 
-from .rows import SampledRow
+from .sampled_row import SampledRow
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from collectors.verification.recomputation import Numbers
+from collectors.verification.conditions import Numbers
 from torchrl_agents.live_verification import LiveVerification
 from torchrl_agents.verify import main
 from torchrl_envs import ChatEnv

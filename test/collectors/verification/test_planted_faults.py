@@ -15,8 +15,8 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from collectors.verification import Cause, Recomputation, SampledRow, verify_rows
-from collectors.verification.certificate import UNEXPLAINED
-from collectors.verification.recomputation import Numbers
+from collectors.verification.cause import UNEXPLAINED
+from collectors.verification.conditions import Numbers
 from torchrl_data.conversation import Conversations
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.scoring.expert_routes import ExpertRoutes
