@@ -130,7 +130,7 @@ def causes_of(certificate):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 20}, {"min_p": 0.05}])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 20, "min_p": 0.02}])
 def test_a_healthy_run_is_verified_whole(kind, sampling, policy_of, verified):
     rows = drawn(policy_of(kind, 2, sampling=sampling), version=2)
     certificate = verified(kind, rows, sampling=sampling)
@@ -148,15 +148,14 @@ def test_another_temperature_is_named_with_its_value(kind, policy_of, verified):
     assert words == "the log-probs are those of temperature 0.7; the settings say 1"
 
 
-@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(
-    ("drawn_with", "settings", "said"),
+    ("kind", "drawn_with", "settings", "said"),
     [
-        ({"top_k": 20}, {}, "drawn with top_k=20; the settings say no truncation"),
-        ({"top_p": 0.8}, {}, "drawn with top_p=0.8; the settings say no truncation"),
-        ({"min_p": 0.1}, {}, "drawn with min_p=0.1; the settings say no truncation"),
-        ({}, {"top_k": 20}, "the log-probs are those without truncation"),
-        ({"top_k": 5}, {"top_p": 0.9}, "drawn with top_k=5; the settings say top_p=0.9"),
+        ("dense", {"top_k": 20}, {}, "drawn with top_k=20; the settings say no truncation"),
+        ("dense", {"min_p": 0.1}, {}, "drawn with min_p=0.1; the settings say no truncation"),
+        ("dense", {}, {"top_k": 20}, "the log-probs are those without truncation"),
+        ("window", {"top_p": 0.8}, {}, "drawn with top_p=0.8; the settings say no truncation"),
+        ("experts", {"top_k": 5}, {"top_p": 0.9}, "drawn with top_k=5; the settings say top_p=0.9"),
     ],
 )
 def test_another_truncation_is_named(kind, drawn_with, settings, said, policy_of, verified):
