@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from collectors import CheckpointError, CheckpointStore, ShardedModel
 from collectors.checkpoint.retention import stored
+from collectors.record.html import write_html
 from collectors.record.run_record import RunRecord
 from collectors.verification.certificate import Certificate
 from collectors.verification.conditions import Numbers
@@ -32,6 +33,7 @@ from collectors.verification.explain import verify_rows
 from collectors.verification.foreign_rows import read_foreign_rows
 from collectors.verification.recomputation import Recomputation
 from collectors.verification.sampled_row import SampledRow
+from collectors.verification.verified_record import VerifiedRecord
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.policies.loading import load_causal_lm
 
@@ -75,6 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--tolerance", type=float, help="of a log-prob, in nats")
     parser.add_argument("--json", type=Path, help="write all that was found into this file")
+    parser.add_argument("--html", type=Path, help="write a page with the gaps into this folder")
     foreign = parser.add_argument_group("of rollouts of TRL or verl, which are files")
     foreign.add_argument("--model", help="that drew them: a folder, or a hub id")
     for name, kind in {"temperature": float, "top-p": float, "top-k": int, "min-p": float}.items():
@@ -86,13 +89,17 @@ def main(arguments: Sequence[str]) -> int:
     options = {n: getattr(given, n) for n in ("device", "dtype", "tolerance")}
     try:
         if given.run.is_file():
+            if given.html is not None:
+                raise SettingsError("--html shows the record of a run, not a file of rollouts.")
             certificate = verify_file(given.run, given.model, sampling=sampling, **options)
         else:
             _refuse_foreign(given.model, sampling)
             certificate = verify_run(given.run, steps=given.step, most_rows=given.rows, **options)
+        if given.html is not None:
+            write_html([VerifiedRecord(given.run, certificate)], given.html)
         if given.json is not None:
             given.json.write_text(json.dumps(certificate.to_json()), encoding="utf-8")
-    except (SettingsError, CheckpointError, LookupError, ValueError, OSError) as error:
+    except (CheckpointError, LookupError, ValueError, OSError) as error:
         told = error.args[0] if isinstance(error, LookupError) and error.args else error
         print(f"torchrl-agents verify: {told}", file=sys.stderr)
         return 2

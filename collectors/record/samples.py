@@ -76,6 +76,11 @@ class SampleTokens(_Recorded):
     """In nats; of the engine if it wrote it, else of the trainer if it was asked for it."""
     advantages: list[float | None] | None = None
     """Where they differ from token to token."""
+    gaps: list[float | None] | None = None
+    """How far each log-prob is above the one that was computed again, in nats; ``None`` where
+    nobody has verified the sample. Not part of a record as it is written."""
+    causes: list[str | None] | None = None
+    """Of each gap, where it has one."""
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .recomputation import Recomputation as Recomputation
     from .row_verdict import RowVerdict as RowVerdict
     from .sampled_row import SampledRow as SampledRow
+    from .verified_record import VerifiedRecord as VerifiedRecord
 
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -113,9 +113,8 @@ class SampledRow:
         """
         tokens = sample.tokens
         scored = tokens.trainer_log_probs
-        segment = f", segment {sample.segment}" if sample.num_segments > 1 else ""
         return cls(
-            name=f"step {sample.step}, group {sample.group_id}, sample {sample.index}{segment}",
+            name=name_of(sample),
             ids=tokens.ids,
             sampled=[version is not None for version in tokens.versions],
             log_probs=[math.nan if each is None else each for each in tokens.log_probs],
@@ -125,3 +124,13 @@ class SampledRow:
             trained=None if scored is None else [each is not None for each in scored],
             batch=f"step {sample.step}",
         )
+
+
+def name_of(sample: RolloutSample) -> str:
+    """Where a sample is in its run, for people.
+
+    Args:
+        sample: of a record.
+    """
+    segment = f", segment {sample.segment}" if sample.num_segments > 1 else ""
+    return f"step {sample.step}, group {sample.group_id}, sample {sample.index}{segment}"

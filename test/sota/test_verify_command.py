@@ -108,13 +108,22 @@ def test_a_log_prob_that_was_changed_is_found_where_it_is(folder, tmp_path):
         tokens["log_probs"][place] -= 0.01
 
     rewrite(folder, 3, change)
-    assert main([str(folder), "--step", "3", "--json", str(tmp_path / "told.json")]) == 1
+    out = ["--json", str(tmp_path / "told.json"), "--html", str(tmp_path / "page")]
+    assert main([str(folder), "--step", "3", *out]) == 1
     rows = json.loads((tmp_path / "told.json").read_text())["rows"]
     for row in rows:
         *before, last = row["causes"]
         assert last == "unexplained"
         assert not any(before)
         assert row["gaps"][-1] == pytest.approx(-0.01, abs=1e-4)
+    # The page has them beside the tokens.
+    [part] = (tmp_path / "page" / "data" / "0").glob("step-000003-*.js")
+    text = part.read_text()
+    shown = [sample for _, sample in json.loads(text[text.index(",") + 1 : text.rindex(")")])]
+    for row, sample in zip(rows, shown, strict=True):
+        gaps = [gap for gap in sample["tokens"]["gaps"] if gap is not None]
+        assert gaps == row["gaps"]
+        assert [cause for cause in sample["tokens"]["causes"] if cause] == ["unexplained"]
 
 
 @pytest.mark.parametrize(
