@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -590,12 +591,15 @@ def transformers_policy(
         ValueError: the model can't be used so.
     """
     autocast = isinstance(cfg, TrainingConfig) and cfg.train.autocast
+    arguments = wrapper_arguments(cfg.policy, tokenizer)
+    if isinstance(cfg, RolloutsConfig) and cfg.record.kept_counts:
+        arguments["generate_kwargs"] = replace(arguments["generate_kwargs"], kept_counts=True)
     return TransformersWrapper(
         model,
         generate=generate,
         max_model_len=cfg.policy.max_model_len,
         autocast_dtype=torch.bfloat16 if autocast else None,
-        **wrapper_arguments(cfg.policy, tokenizer),
+        **arguments,
     )
 
 

@@ -74,6 +74,9 @@ class SampleTokens(_Recorded):
     sample was not trained, or the loss was not watched."""
     entropy: list[float | None] | None = None
     """In nats; of the engine if it wrote it, else of the trainer if it was asked for it."""
+    kept_counts: list[int | None] | None = None
+    """How many tokens top-k, top-p and min-p left, of which each was drawn; ``None`` where the
+    engine did not write it."""
     advantages: list[float | None] | None = None
     """Where they differ from token to token."""
     gaps: list[float | None] | None = None

@@ -29,6 +29,9 @@ class Conditions:
     sampling: SamplingParameters
     """The distribution: temperature, truncation and penalties."""
     numbers: Numbers
+    kept: bool = False
+    """Whether the distribution of each token has as many tokens as were recorded, whatever the
+    truncation of the settings."""
     version: int | None = None
     """Of the weights, for all tokens; ``None``: those of each token's own version."""
     adapter: bool = True

@@ -409,6 +409,13 @@ class _Search:
     def _truncation(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
         targets = self._targets(one)
         said = truncation_words(base.sampling)
+        if one.row.kept_counts is not None:
+            counts = [one.row.kept_counts[t] or 0 for t in one.row.targets]
+            words = (
+                f"each was drawn of as many tokens as are recorded, {min(counts)} to "
+                f"{max(counts)}; the settings say {said}"
+            )
+            yield _Candidate(Cause.TRUNCATION, replace(base, kept=True), words)
         if base.sampling.truncates:
             whole = replace(base, sampling=_untruncated(base))
             words = f"the log-probs are those without truncation; the settings say {said}"

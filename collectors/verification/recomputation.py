@@ -117,6 +117,8 @@ class Recomputation:
         kept = [i for i, each in enumerate(own) if _goes_on(conditions, each)]
         for i in kept:
             found[i] = self._with_cache(rows[i], conditions, own[i])
+        if conditions.kept:
+            return [self._of_kept(row, conditions) for row in rows]
         for version in sorted({v for each in own for v in each}, key=lambda v: (v is None, v or 0)):
             here = [i for i, each in enumerate(own) if version in each and i not in kept]
             alone = alone or conditions.experts
@@ -188,6 +190,18 @@ class Recomputation:
                     ids, lengths, mask, temperature=sampling.temperature, truncation=sampling
                 )
         return list(scores.log_prob.double().cpu().split(counts))
+
+    def _of_kept(self, row: SampledRow, conditions: Conditions) -> Tensor:
+        """Log-probs among as many of the most likely tokens as the sampler had left."""
+        counts = torch.tensor(
+            [(row.kept_counts[t] or 0) if row.kept_counts else 0 for t in row.targets]
+        )
+        targets = torch.tensor([row.ids[t] for t in row.targets])[:, None]
+        logits = self.logits(row, conditions).double() / conditions.sampling.temperature
+        ordered = logits.sort(-1, descending=True).values
+        left_out = torch.arange(ordered.shape[1]) >= counts[:, None]
+        mass = ordered.masked_fill(left_out, -torch.inf).logsumexp(-1)
+        return (logits.gather(1, targets).squeeze(1) - mass).where(counts > 0, torch.nan)
 
     def _routes(
         self, rows: Sequence[SampledRow], conditions: Conditions, scorer: PackedScorer

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from collectors.record.samples import RolloutSample
 from torchrl_data.conversation_io import read_conversations
-from torchrl_data.keys import FULL
+from torchrl_data.keys import FULL, KEPT_COUNTS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +42,9 @@ class SampledRow:
     """Schemas that the template showed."""
     trained: Sequence[bool] | None = None
     """Which tokens the loss scored, T; ``None`` where that was not recorded."""
+    kept_counts: Sequence[int | None] | None = None
+    """How many tokens top-k, top-p and min-p left, of which each was drawn, T; ``None`` where that
+    was not recorded."""
     experts: Sequence[Tensor] | None = None
     """Those that each token went to, of each layer with experts int64 ``[T, S]``, negative where it
     is not known; ``None`` where it was not recorded, or the model has none."""
@@ -52,7 +55,8 @@ class SampledRow:
     which has nothing before it."""
 
     def __post_init__(self) -> None:
-        columns = {n: getattr(self, n) for n in ("sampled", "log_probs", "versions", "trained")}
+        names = ("sampled", "log_probs", "versions", "trained", "kept_counts")
+        columns = {n: getattr(self, n) for n in names}
         for name, column in columns.items():
             if column is not None and len(column) != len(self.ids):
                 raise ValueError(f"{self.name}: {len(self.ids)} tokens, but {len(column)} {name}.")
@@ -90,6 +94,7 @@ class SampledRow:
         """
         conversation = read_conversations(row, FULL, who="SampledRow")
         sampled = conversation.assistant_mask(0).tolist()
+        kept = conversation.extra(0).get(KEPT_COUNTS)
         pairs = zip(conversation.policy_versions(0).tolist(), sampled, strict=True)
         return cls(
             name=name,
@@ -99,6 +104,7 @@ class SampledRow:
             versions=[version if here else None for version, here in pairs],
             messages=conversation.messages(0),
             tools=conversation.tools(0),
+            kept_counts=None if kept is None else [int(count) for count in kept],
         )
 
     @classmethod
@@ -121,6 +127,7 @@ class SampledRow:
             versions=tokens.versions,
             messages=sample.messages,
             tools=sample.tools,
+            kept_counts=tokens.kept_counts,
             trained=None if scored is None else [each is not None for each in scored],
             batch=f"step {sample.step}",
         )

@@ -236,6 +236,9 @@ class RecordConfig:
     """Rollouts are recorded in every so many steps."""
     max_groups_per_step: int | None = None
     """Of so many prompts; none: of all."""
+    kept_counts: bool = False
+    """Also how many tokens top-k, top-p and min-p left, of which each was drawn; of
+    engine=transformers."""
 
 
 @dataclass

@@ -18,6 +18,7 @@ from collectors.verification import Cause, Recomputation, SampledRow, verify_row
 from collectors.verification.cause import UNEXPLAINED
 from collectors.verification.conditions import Numbers
 from torchrl_data.conversation import Conversations
+from torchrl_data.keys import KEPT_COUNTS
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.scoring.expert_routes import ExpertRoutes
 
@@ -163,6 +164,32 @@ def test_another_truncation_is_named(kind, drawn_with, settings, said, policy_of
     certificate = verified(kind, rows, sampling=settings)
     assert causes_of(certificate) == {Cause.TRUNCATION}
     assert said in certificate.rows[0].words[Cause.TRUNCATION]
+
+
+def test_a_cut_that_no_one_setting_explains_is_told_by_the_recorded_counts(
+    policy_of, verified, reference_log_probs
+):
+    # Top-p and top-k act together, so no one of them gives these log-probs.
+    policy = policy_of("dense", sampling={"top_p": 0.9, "top_k": 12, "kept_counts": True})
+    conversations = Conversations.from_messages([[{"role": "user", "content": QUESTIONS[0]}]])
+    _, conversations, _ = policy.respond(conversations)
+    row = row_of(conversations, 0, 1)
+    counts = conversations.extra(0)[KEPT_COUNTS].int().tolist()
+    row = replace(row, kept_counts=counts)
+    own = reference_log_probs(policy.model, row.ids)
+    with torch.no_grad():
+        p = policy.model(torch.tensor([row.ids])).logits[0].softmax(-1)
+    for t in row.targets:  # what is drawn among so many has this probability
+        mass = float(p[t - 1].sort(descending=True).values[: counts[t]].sum())
+        assert row.log_probs[t] == pytest.approx(float(own[t]) - math.log(mass), abs=1e-5)
+    certificate = verified("dense", [row])
+    assert causes_of(certificate) == {Cause.TRUNCATION}
+    kept = [counts[t] for t in row.targets]
+    said = f"of as many tokens as are recorded, {min(kept)} to {max(kept)}; the settings say no"
+    assert said in certificate.rows[0].words[Cause.TRUNCATION]
+    assert min(kept) < max(kept) <= 12
+    without = verified("dense", [replace(row, kept_counts=None)])
+    assert Cause.TRUNCATION not in without.counts
 
 
 @pytest.mark.parametrize("kind", MODELS)
