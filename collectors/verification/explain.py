@@ -409,6 +409,21 @@ class _Search:
     def _truncation(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
         targets = self._targets(one)
         said = truncation_words(base.sampling)
+        if base.sampling.truncates:
+            whole = replace(base, sampling=_untruncated(base))
+            words = f"the log-probs are those without truncation; the settings say {said}"
+            yield _Candidate(Cause.TRUNCATION, whole, words, is_of_all=True)
+        # Every token tells where its distribution was cut, also one whose gap is small.
+        some, found = one.recorded.isfinite(), list[SamplingParameters]()
+        if int(some.sum()) >= _FITTED:
+            logits, told = self._computes.logits(one.row, base)[some], one.recorded[some]
+            limit = self._rounding.limit
+            found = fitted_truncations(logits, targets[some], told, base.sampling, limit)
+        for sampling in found:
+            words = f"drawn with {truncation_words(sampling)}; the settings say {said}"
+            way = replace(base, sampling=sampling)
+            yield _Candidate(Cause.TRUNCATION, way, words, is_of_all=True)
+        # Several truncations at once have no one number.
         if one.row.kept_counts is not None:
             counts = [one.row.kept_counts[t] or 0 for t in one.row.targets]
             words = (
@@ -416,21 +431,6 @@ class _Search:
                 f"{max(counts)}; the settings say {said}"
             )
             yield _Candidate(Cause.TRUNCATION, replace(base, kept=True), words)
-        if base.sampling.truncates:
-            whole = replace(base, sampling=_untruncated(base))
-            words = f"the log-probs are those without truncation; the settings say {said}"
-            yield _Candidate(Cause.TRUNCATION, whole, words, is_of_all=True)
-        # Every token tells where its distribution was cut, also one whose gap is small.
-        some = one.recorded.isfinite()
-        if int(some.sum()) < _FITTED:
-            return
-        logits = self._computes.logits(one.row, base)[some]
-        for sampling in fitted_truncations(
-            logits, targets[some], one.recorded[some], base.sampling, self._rounding.limit
-        ):
-            words = f"drawn with {truncation_words(sampling)}; the settings say {said}"
-            way = replace(base, sampling=sampling)
-            yield _Candidate(Cause.TRUNCATION, way, words, is_of_all=True)
 
     def _cache(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
         turns, versions = one.row.turns, one.row.versions

@@ -120,7 +120,7 @@ class SampledRow:
         tokens = sample.tokens
         scored = tokens.trainer_log_probs
         return cls(
-            name=name_of(sample),
+            name=place_of_sample(sample),
             ids=tokens.ids,
             sampled=[version is not None for version in tokens.versions],
             log_probs=[math.nan if each is None else each for each in tokens.log_probs],
@@ -133,7 +133,7 @@ class SampledRow:
         )
 
 
-def name_of(sample: RolloutSample) -> str:
+def place_of_sample(sample: RolloutSample) -> str:
     """Where a sample is in its run, for people.
 
     Args:

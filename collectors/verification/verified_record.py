@@ -9,7 +9,7 @@ from collectors.record.run_record import RunRecord
 from collectors.record.samples import RolloutSample
 
 from .certificate import Certificate
-from .sampled_row import name_of
+from .sampled_row import place_of_sample
 
 
 class VerifiedRecord(RunRecord):
@@ -34,7 +34,7 @@ class VerifiedRecord(RunRecord):
     def samples(self, step: int) -> Iterator[RolloutSample]:
         """The samples of a step, see :meth:`RunRecord.samples`."""
         for sample in super().samples(step):
-            verdict = self._verdicts.get(name_of(sample))
+            verdict = self._verdicts.get(place_of_sample(sample))
             if verdict is not None:
                 gaps: list[Any] = [None] * len(sample.tokens.ids)
                 causes: list[Any] = [None] * len(sample.tokens.ids)
