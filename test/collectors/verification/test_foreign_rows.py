@@ -78,7 +78,10 @@ def test_a_batch_is_read_without_its_padding_and_verified(
 ):
     policy = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer, generate=False)
     rows = read_foreign_rows(written(batch_of(drawn()), tmp_path / f"batch{suffix}"))
-    assert [list(row.ids)[: len(p)] for row, p in zip(rows, PROMPTS, strict=True)] == PROMPTS
+    responses = [generation.ids for generation in drawn()]
+    assert [list(row.ids) for row in rows] == [
+        [*prompt, *response] for prompt, response in zip(PROMPTS, responses, strict=True)
+    ]
     assert [len(row.targets) for row in rows] == [9, 6]
     assert verify_rows(rows, Recomputation(policy)).is_clean
     hot = read_foreign_rows(written(batch_of(drawn(0.7)), tmp_path / f"hot{suffix}"))

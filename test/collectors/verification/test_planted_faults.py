@@ -9,6 +9,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -236,7 +237,16 @@ def _batches_without_looking(engine, prompts, good, images):
 @torch.no_grad()
 def continued(row, before, model, count):
     """A row drawn on by other weights, which go on with what those before them have read."""
-    ids, log_probs, versions = list(row.ids), list(row.log_probs), list(row.versions)
+    ids, log_probs = drawn_on(row.ids, before, model, count)
+    columns = {"ids": ids, "log_probs": [*row.log_probs, *log_probs]}
+    columns |= {"versions": [*row.versions, *[2] * count]}
+    return replace(row, sampled=[*row.sampled, *[True] * count], **columns)
+
+
+@torch.no_grad()
+def drawn_on(ids, before, model, count):
+    """Tokens with more behind them, and the log-probs of these, token by token."""
+    ids, log_probs = list(ids), []
     cache = before(torch.tensor([ids[:-1]]), use_cache=True).past_key_values
     torch.manual_seed(0)
     for _ in range(count):
@@ -244,9 +254,7 @@ def continued(row, before, model, count):
         log_p = logits[0, -1].log_softmax(-1)
         ids.append(int(torch.multinomial(log_p.exp(), 1)))
         log_probs.append(float(log_p[ids[-1]]))
-        versions.append(2)
-    columns = {"ids": ids, "log_probs": log_probs, "versions": versions}
-    return replace(row, sampled=[*row.sampled, *[True] * count], **columns)
+    return ids, log_probs
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -260,6 +268,27 @@ def test_keys_and_values_of_old_weights_are_named(kind, policy_of, verified, mod
     assert all(not any(verdict.causes[:8]) for verdict in certificate.rows)
     # Where the settings let rows go on so, nothing is at fault.
     assert verified(kind, rows, keeps_cache=True).is_clean
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_prompt_that_old_weights_have_read_is_named(kind, policy_of, verified, model_of):
+    # A cache of prompts that outlived an update: every token is of version 2.
+    old, new = (moved(model_of(kind), version) for version in (1, 2))
+    found = []
+    for row in drawn(policy_of(kind, 1, sampling={"max_new_tokens": 1}), answers=()):
+        size = row.num_prompt_tokens
+        names = ("ids", "sampled", "log_probs", "versions")
+        prompt = SimpleNamespace(**{name: getattr(row, name)[:size] for name in names})
+        ids, log_probs = drawn_on(prompt.ids, old, new, 16)
+        columns = {"sampled": [*prompt.sampled, *[True] * 16], "ids": ids}
+        columns |= {"log_probs": [*prompt.log_probs, *log_probs]}
+        found.append(replace(row, versions=[*prompt.versions, *[2] * 16], **columns))
+    certificate = verified(kind, found)
+    assert causes_of(certificate) == {Cause.CACHE}
+    size = found[0].num_prompt_tokens
+    assert certificate.rows[0].words[Cause.CACHE] == (
+        f"the keys and values of the first {size - 1} tokens were those of version 1"
+    )
 
 
 @pytest.mark.parametrize("kind", MODELS)
