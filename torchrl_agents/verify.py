@@ -32,6 +32,7 @@ from collectors.verification.conditions import Numbers
 from collectors.verification.explain import verify_rows
 from collectors.verification.foreign_rows import read_foreign_rows
 from collectors.verification.recomputation import Recomputation
+from collectors.verification.row_verdict import RowVerdict
 from collectors.verification.sampled_row import SampledRow
 from collectors.verification.verified_record import VerifiedRecord
 from torchrl_modules import TransformersWrapper
@@ -192,7 +193,7 @@ def verify_run(
     for step in steps or ():
         if step not in known:
             raise KeyError(
-                f"there is no step {step} in {folder}; it has {known[:1]} to {known[-1:]}"
+                f"there is no step {step} in {folder}; it has {min(known)} to {max(known)}"
             )
     rows: list[SampledRow] = []
     for step in steps or known:
@@ -213,6 +214,11 @@ def verify_run(
         tolerance=tolerance,
         check_trained=not coeff,
     )
+    for damage in dict.fromkeys(record.damage):
+        why = "of the record this can't be read"
+        certificate.rows.append(
+            RowVerdict(name=damage, places=[], gaps=[], causes=[], not_checked=f"{why}: {damage}")
+        )
     used = sorted({v for row in rows for v in row.versions if v in weights.where})
     have = "; ".join(f"version {v}: {weights.where[v]}" for v in used)
     certificate.conditions = f"in {weights.numbers} on {device}; {have or 'no weights of any row'}"

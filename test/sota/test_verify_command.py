@@ -126,6 +126,15 @@ def test_a_log_prob_that_was_changed_is_found_where_it_is(folder, tmp_path):
         assert [cause for cause in sample["tokens"]["causes"] if cause] == ["unexplained"]
 
 
+def test_what_is_torn_of_a_record_is_said_and_the_rest_verified(folder, capsys):
+    path = folder / "rollouts" / "step-000002.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-40])
+    assert main([str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "tokens explained" in text
+    assert "of the record this can't be read: step-000002.jsonl.gz" in text
+
+
 @pytest.mark.parametrize(
     ("spoil", "arguments", "words"),
     [
