@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -591,13 +592,16 @@ def transformers_policy(
     """
     train = cfg.train if isinstance(cfg, TrainingConfig) else None
     autocast = train is not None and train.autocast
+    arguments = wrapper_arguments(cfg.policy, tokenizer)
+    if isinstance(cfg, RolloutsConfig) and cfg.record.kept_counts:
+        arguments["generate_kwargs"] = replace(arguments["generate_kwargs"], kept_counts=True)
     return TransformersWrapper(
         model,
         generate=generate,
         max_model_len=cfg.policy.max_model_len,
         autocast_dtype=torch.bfloat16 if autocast else None,
         compile_layers=None if train is None else train.compile_layers,
-        **wrapper_arguments(cfg.policy, tokenizer),
+        **arguments,
     )
 
 

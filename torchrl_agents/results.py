@@ -81,8 +81,13 @@ class Recorder:
         self._num_shown = cfg.evaluate.num_shown
         self._rollouts: RolloutRecorder | None = None
         if isinstance(cfg, RolloutsConfig):
-            own = vars(cfg.record) | {"after": max(after, 0)}
-            self._rollouts = RolloutRecorder(folder, collector.policy.tokenizer, **own)
+            self._rollouts = RolloutRecorder(
+                folder,
+                collector.policy.tokenizer,
+                every=cfg.record.every,
+                max_groups_per_step=cfg.record.max_groups_per_step,
+                after=max(after, 0),
+            )
             self._rollouts.watch(loss)
             if isinstance(collector, collectors.StreamingCollector):
                 self._rollouts.follow(collector.ledger)

@@ -54,7 +54,7 @@ from .settings.schema import Recipe, SettingsError, check_path_parts
 CHECKPOINTS: Final = "checkpoints"
 _MAY_DIFFER: Final = (
     *("checkpoint", "dry_run", "evaluate.num_shown", "hydra", "logger", "overwrite", "resume"),
-    "push_to_hub",
+    *("collector.verify_every", "push_to_hub"),
     *("train.num_steps", "train.timeout_s", "train.wait_s"),
     *(f"train.{name}" for name in OF_RANKS),
 )

@@ -27,6 +27,7 @@ from torchrl_modules.engines.transformers import TransformersEngine
 
 from . import results
 from .checkpoints import Checkpoints
+from .live_verification import live_verification
 from .models import build_optimizer, set_generation, set_learning_rate
 from .parallel import Follower, RankShare, combined, saved_parts, take_share, whole_model
 from .rank_jobs import RankJob, tell
@@ -59,6 +60,8 @@ class Step:
     """Passes over the trained rows that were made."""
     is_drawn: bool = False
     learning_rate: float = math.nan
+    verified: Mapping[str, float] = field(default_factory=dict)
+    """What came of computing its rows again, where some were."""
 
     def state(self) -> dict[str, Any] | None:
         """Give what a resumed run needs to go on inside of it; ``None`` before it is drawn."""
@@ -88,6 +91,10 @@ class Step:
         training.checkpoints.unmark()
         self.trajectories, self.trained = drawn
         self.is_drawn = True
+        if training.verification is not None and self.trajectories is not None:
+            with training.timer("verify"):
+                version = training.data.collector.policy_version
+                self.verified = training.verification(self.number, self.trajectories, version)
         if training.cfg.engine.colocate:
             cast("Any", training.policy.engine).sleep()
 
@@ -134,7 +141,7 @@ class Step:
         training, collector = self.training, self.training.data.collector
         # Metrics of collection, where it goes on while the model trains.
         further = {} if isinstance(collector, LLMCollector) else collector.metrics()
-        further = {**training.measure(self), **further}
+        further = {**training.measure(self), **self.verified, **further}
         return self.metrics.reduce(learning_rate=self.learning_rate, **further)
 
 
@@ -200,6 +207,8 @@ class Training:
         """Passes over the rows of a step."""
         self.timer = PhaseTimer()
         self.timer.watch(self.policy, "generate")
+        self.verification = live_verification(self.cfg, self.actor)
+        """Computes rows again before they are trained; ``None`` where the settings ask for none."""
         self.recipe: Recipe = self.run.recipe
         self.ranks: Ranks = self.run.ranks
         self.folder = self.run.folder

@@ -21,6 +21,9 @@ without top-k, top-p or min-p. Written by the policy on request."""
 ENTROPY: Final = "entropy"
 """Group aligned with the tokens, float32, in nats, of the distribution that each token was drawn
 from. Written by the policy on request."""
+KEPT_COUNTS: Final = "kept_counts"
+"""Group aligned with the tokens, float32: how many tokens top-k, top-p and min-p left, of which
+each was drawn. Written by the policy on request."""
 MASKS: Final = "masks"
 """Group of the masks over ``("tokens", "full")``, bool, ragged ``[B, T]``."""
 

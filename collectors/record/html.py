@@ -190,6 +190,8 @@ def _sample(sample: RolloutSample) -> dict[str, Any]:
             "entropy": tokens.entropy,
             "advantages": tokens.advantages,
             "versions": tokens.versions,
+            "gaps": tokens.gaps,
+            "causes": tokens.causes,
         },
     }
 

@@ -30,6 +30,7 @@ from torchrl_data.keys import (
     EPISODE_ID,
     FINISH_REASON,
     FULL,
+    KEPT_COUNTS,
     NUM_SEGMENTS,
     NUM_TOOL_ERRORS,
     POLICY_VERSION,
@@ -311,6 +312,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
             tool_calls=[RecordedToolCall(**call) for call in calls],
             num_tool_errors=0 if errors is None else int(errors),
             messages=described(conversation.messages(0)),
+            tools=None if conversation.tools(0) is None else list(conversation.tools(0) or ()),
             row=described(read_objects(row, ROW)[0]),
             logged={
                 str(name): value
@@ -332,7 +334,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
             else column_values(torch.zeros(len(ids)).masked_scatter(trained, one), trained)
             for one in scored
         ]
-        entropy = conversation.extra(0).get(ENTROPY)
+        entropy, kept = (conversation.extra(0).get(name) for name in (ENTROPY, KEPT_COUNTS))
         return SampleTokens(
             ids=ids.tolist(),
             texts=texts,
@@ -341,6 +343,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
             versions=column_values(conversation.policy_versions(0), mask),
             trainer_log_probs=columns[0],
             entropy=columns[1] if entropy is None else column_values(entropy, mask),
+            kept_counts=None if kept is None else column_values(kept.long(), mask),
             advantages=column_values(advantages, mask) if len(advantages) > 1 else None,
         )
 

@@ -74,8 +74,16 @@ class SampleTokens(_Recorded):
     sample was not trained, or the loss was not watched."""
     entropy: list[float | None] | None = None
     """In nats; of the engine if it wrote it, else of the trainer if it was asked for it."""
+    kept_counts: list[int | None] | None = None
+    """How many tokens top-k, top-p and min-p left, of which each was drawn; ``None`` where the
+    engine did not write it."""
     advantages: list[float | None] | None = None
     """Where they differ from token to token."""
+    gaps: list[float | None] | None = None
+    """How far each log-prob is above the one that was computed again, in nats; ``None`` where
+    nobody has verified the sample. Not part of a record as it is written."""
+    causes: list[str | None] | None = None
+    """Of each gap, where it has one."""
 
 
 @dataclass(kw_only=True)
@@ -113,6 +121,8 @@ class RolloutSample(_Recorded):
     tool_calls: list[RecordedToolCall] = field(default_factory=list)
     num_tool_errors: int = 0
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    """Schemas that the prompt shows; ``None`` where it shows none."""
     row: dict[str, Any] | None
     """Of the data set."""
     logged: dict[str, Any] = field(default_factory=dict)

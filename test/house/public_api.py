@@ -30,6 +30,7 @@ PUBLIC = (
     "collectors",
     "collectors.ledger",
     "collectors.record",
+    "collectors.verification",
     "collectors.weight_update",
     "torchrl_agents",
 )

@@ -263,6 +263,9 @@ def test_the_same_model_has_the_same_defaults_whatever_it_is_called(compose, tmp
             "collector: Wait: with max_staleness=0 nothing is in flight",
         ),
         (["collector.follow_load=true"], "collector.follow_load is for collector=streaming"),
+        (["collector.verify_every=0"], "collector.verify_every must be at least 1"),
+        (["record.kept_counts=true"], "record.kept_counts is for policy.top_k, top_p or min_p"),
+        (["record.kept_counts=true", "engine=vllm"], "kept_counts needs engine=transformers"),
         (["collector=ray", "collector.follow_load=true"], "follow_load needs engine=vllm"),
         (["loss.clip_low=-1"], "loss: .*clip_low"),
         (

@@ -415,7 +415,8 @@ _RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
         lambda x: x >= 1,
         "policy.max_model_len policy.max_new_tokens policy.lora_rank engine.num_engines "
         "collector.num_prompts collector.group_size collector.max_turns collector.num_collectors "
-        "collector.max_episode_tokens collector.min_turn_tokens warm_start.batch_size "
+        "collector.max_episode_tokens collector.min_turn_tokens collector.verify_every "
+        "warm_start.batch_size "
         "train.num_steps train.num_epochs train.micro_batch_tokens checkpoint.every "
         "evaluate.num_prompts evaluate.every evaluate.num_samples evaluate.max_rollouts",
     ),
@@ -464,6 +465,7 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
         faults.append(_training_faults(recipe, cfg))
     if isinstance(cfg, RolloutsConfig):
         faults.append(_rollout_faults(recipe, cfg))
+        faults.append(_record_faults(cfg))
     # One after the other: what is looked at later may need that the rest is right.
     if (words := next(chain.from_iterable(faults), None)) is not None:
         raise SettingsError(words)
@@ -586,6 +588,16 @@ def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
             yield f"{key}={bound} leaves no room for a turn of collector.min_turn_tokens={least}."
     if cfg.policy.temperature <= 0:
         yield f"policy.temperature must be positive for a signal, got {cfg.policy.temperature}."
+
+
+def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:
+    if cfg.collector.verify_every is not None and num_ranks() > 1:
+        yield "collector.verify_every is for one rank: leave it out."
+    if cfg.record.kept_counts and cfg.engine.name != "transformers":
+        yield "record.kept_counts needs engine=transformers: other engines don't tell them."
+    truncates = cfg.policy.top_k > 0 or cfg.policy.top_p < 1 or cfg.policy.min_p > 0
+    if cfg.record.kept_counts and not truncates:
+        yield "record.kept_counts is for policy.top_k, top_p or min_p: nothing is left out."
 
 
 def _ray_faults(cfg: RolloutsConfig) -> Iterator[str]:

@@ -165,6 +165,9 @@ class CollectorConfig(EpisodeConfig):
     recompute: bool = True
     """Of streaming: new weights read again what is in flight, so that log-probs are exactly those
     of a version; false: it goes on with what the old ones have read, which is faster."""
+    verify_every: int | None = None
+    """Every so many steps some rows are computed again before they are trained, within 5 % of the
+    time, and what differs is warned of with its cause; none: never (docs/verify.md)."""
 
 
 @dataclass
@@ -233,6 +236,9 @@ class RecordConfig:
     """Rollouts are recorded in every so many steps."""
     max_groups_per_step: int | None = None
     """Of so many prompts; none: of all."""
+    kept_counts: bool = False
+    """Also how many tokens top-k, top-p and min-p left, of which each was drawn; of
+    engine=transformers."""
 
 
 @dataclass

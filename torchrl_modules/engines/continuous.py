@@ -107,6 +107,7 @@ def alike_rows(rows: Sequence[Request], logits: Tensor, at: Tensor | None) -> Al
 
 _alike = attrgetter(
     *("temperature", "top_p", "top_k", "min_p", "min_tokens", "untempered_log_probs", "entropy"),
+    "kept_counts",
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 

@@ -68,6 +68,8 @@ class DrawnTokens(NamedTuple):
     """float32 ``[A]``, of the model's own softmax; only when asked for."""
     entropies: Tensor | None
     """float32 ``[A]``, in nats; only when asked for."""
+    kept_counts: Tensor | None = None
+    """int64 ``[A]``: the tokens of which each was drawn; only when asked for."""
 
 
 class TokenDraw:
@@ -123,7 +125,8 @@ class TokenDraw:
         if params.entropy:
             entropies = torch.special.entr(p).sum(-1)
         log_probs = log_p.gather(1, tokens).squeeze(1)
-        return DrawnTokens(tokens.squeeze(1), log_probs, untempered, entropies)
+        kept = (scores > -torch.inf).sum(-1) if params.kept_counts else None
+        return DrawnTokens(tokens.squeeze(1), log_probs, untempered, entropies, kept)
 
 
 def drawn_at(p: Tensor, uniform: Tensor) -> Tensor:
@@ -230,6 +233,7 @@ class SeenTokens(NamedTuple):
     log_probs: list[float]
     untempered_log_probs: list[float] | None
     entropies: list[float] | None
+    kept_counts: list[float] | None
 
 
 def look(drawn: Sequence[Sequence[DrawnTokens]]) -> list[list[SeenTokens]]:
@@ -270,6 +274,7 @@ class DrawnRow:
     log_probs: list[float] = field(default_factory=list)
     untempered_log_probs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
+    kept_counts: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     """Once it has ended: ``"stop"``, ``"length"``, or ``"error"``: a log-prob is not finite."""
 
@@ -303,6 +308,8 @@ class DrawnRow:
                 self.untempered_log_probs.append(step.untempered_log_probs[at])
             if step.entropies is not None:
                 self.entropies.append(step.entropies[at])
+            if step.kept_counts is not None:
+                self.kept_counts.append(step.kept_counts[at])
             self.finish_reason = "error" if not isfinite(log_prob) else self._reason(token)
 
     def generation(self) -> Generation:
@@ -314,6 +321,7 @@ class DrawnRow:
             finish_reason=self.finish_reason,
             untempered_log_probs=self.untempered_log_probs or (),
             entropies=self.entropies or (),
+            kept_counts=self.kept_counts or (),
         )
 
     def _reason(self, token: int) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol, Self, runtime_checkable
 from torch import Tensor
 
 from torchrl_data.conversation import stream_number
-from torchrl_data.keys import ENTROPY, UNTEMPERED_LOG_PROBS
+from torchrl_data.keys import ENTROPY, KEPT_COUNTS, UNTEMPERED_LOG_PROBS
 from torchrl_modules.sampling.parameters import SamplingParameters
 
 # What an inference engine does for a policy: token ids in, token ids out, weights replaced.
@@ -56,6 +56,8 @@ class Generation(NamedTuple):
     """One per token, of the model's own softmax; only when asked for."""
     entropies: Sequence[float] = ()
     """One per token, in nats, of the distribution that it was drawn from; only when asked for."""
+    kept_counts: Sequence[float] = ()
+    """One per token: how many tokens top-k, top-p and min-p left; only when asked for."""
     versions: Sequence[VersionSpan] = ()
     """Which weights drew which tokens, in order and without gaps, when the engine knows."""
 
@@ -86,6 +88,8 @@ class Generation(NamedTuple):
             columns[UNTEMPERED_LOG_PROBS] = self.log_probs if own else self.untempered_log_probs
         if params.entropy:
             columns[ENTROPY] = self.entropies
+        if params.kept_counts:
+            columns[KEPT_COUNTS] = self.kept_counts
         return columns
 
 

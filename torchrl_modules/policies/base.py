@@ -521,7 +521,7 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         texts = self.encoder.decode_responses([g.ids for g in generations])
         turns: list[Turn | None] = []
         for generation, text in zip(generations, texts, strict=True):
-            is_more = params.untempered_log_probs or params.entropy
+            is_more = params.untempered_log_probs or params.entropy or params.kept_counts
             extra = generation.reported(params) if is_more else {}
             message = {"role": "assistant", "content": text}
             versions = generation.token_versions(version) if generation.versions else version

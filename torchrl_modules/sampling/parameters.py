@@ -52,6 +52,8 @@ class SamplingParameters:
         untempered_log_probs: report also the log-prob of each token under the model's own softmax,
             at temperature 1, untruncated and without penalties.
         entropy: report also the entropy of the distribution that each token is drawn from.
+        kept_counts: report also how many tokens top-k, top-p and min-p leave, of which each token
+            is drawn: with them its distribution can be told from one that was cut elsewhere.
 
     Raises:
         ValueError: a value is of another kind or outside its range; the message names it.
@@ -80,6 +82,7 @@ class SamplingParameters:
     seed: int | None = None
     untempered_log_probs: bool = False
     entropy: bool = False
+    kept_counts: bool = False
     stop_matcher: StopStrings | None = field(default=None, repr=False, compare=False)
     """Finds ``stop`` in tokens; a policy, which has the tokenizer, sets it."""
 

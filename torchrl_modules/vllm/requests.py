@@ -48,7 +48,7 @@ def own_ends(model_config: Any) -> list[int]:
 def check_reported(params: SamplingParameters) -> None:
     """Check that vLLM can report what is asked for."""
     # It gives one log-prob a token: that of the distribution that it drew from.
-    missing = ["entropy"] if params.entropy else []
+    missing = [name for name in ("entropy", "kept_counts") if getattr(params, name)]
     if params.untempered_log_probs and not params.is_own_softmax:
         missing.append("untempered_log_probs")
     if missing:

@@ -14,6 +14,10 @@ const COLOURS = {
   },
   entropy: { label: "entropy", title: "entropy of the distribution it was drawn from, nats", of: (t, i) => (t.entropy ? t.entropy[i] : null) },
   surprise: { label: "surprise", title: "−log π of the engine, nats", of: (t, i) => (t.log_probs[i] === null ? null : -t.log_probs[i]) },
+  gap: {
+    label: "gap", title: "recorded log π − log π that was computed again (torchrl-agents verify), nats",
+    of: (t, i) => (t.gaps ? t.gaps[i] : null), signed: true,
+  },
   version: { label: "version", title: "policy version that sampled the token", of: (t, i) => t.versions[i], named: true },
 };
 
@@ -93,6 +97,7 @@ function factsOfToken([sample, i]) {
     facts.push(["log π engine", text(t.log_probs[i], 4)]);
     if (ratio !== null) facts.push(["log π trainer", text(t.trainer[i], 4)], ["ratio", text(Math.exp(ratio), 4)]);
     if (t.entropy && t.entropy[i] !== null) facts.push(["entropy", text(t.entropy[i], 4)]);
+    if (t.gaps && t.gaps[i] !== null) facts.push(["gap", text(t.gaps[i], 6)], ["cause", t.causes[i] || "none"]);
     const advantage = COLOURS.advantage.of(t, i, sample);
     if (advantage !== null) facts.push(["advantage", text(advantage, 3)]);
     facts.push(["version", text(t.versions[i])]);

@@ -1,0 +1,109 @@
+"""Verification beside training: some rows of a step are computed again before it trains on them."""
+
+import logging
+import random
+import time
+from typing import Final, cast
+
+import torch
+from tensordict import TensorDictBase
+
+from collectors.verification.conditions import Numbers
+from collectors.verification.explain import verify_rows
+from collectors.verification.recomputation import Recomputation
+from collectors.verification.sampled_row import SampledRow
+from torchrl_modules import TransformersWrapper
+from torchrl_modules.engines.transformers import TransformersEngine
+
+from .settings.schema import RolloutsConfig, TrainingConfig
+
+_LOG = logging.getLogger("torchrl_agents")
+_SHARE: Final = 0.03
+"""Of the time of the steps between two checks, what one is meant to take: rows differ in length."""
+_MOST_ROWS: Final = 64
+
+
+def live_verification(cfg: TrainingConfig, actor: TransformersWrapper) -> "LiveVerification | None":
+    """Verification as the settings of a run have it; ``None`` where they ask for none.
+
+    Args:
+        cfg: the settings.
+        actor: has the weights that sample.
+    """
+    every = cfg.collector.verify_every if isinstance(cfg, RolloutsConfig) else None
+    if every is None:
+        return None
+    engine = cast("TransformersEngine", actor.engine)
+    numbers = Numbers(engine.inside.dtype, torch.bfloat16 if cfg.train.autocast else None)
+    return LiveVerification(actor, every=every, numbers=numbers)
+
+
+class LiveVerification:
+    """Verifies rows that were sampled by the weights that are about to be trained.
+
+    It takes so many rows that a check stays within 5 % of the time of the steps between two of
+    them, as far as the checks before tell, and at least one. What does not agree is warned of, with
+    its cause.
+
+    Args:
+        actor: has the weights that sampled; they are not changed.
+        every: steps.
+        numbers: what the settings say that it computes in.
+    """
+
+    def __init__(self, actor: TransformersWrapper, *, every: int, numbers: Numbers) -> None:
+        self._every = every
+        self._recomputation = Recomputation(actor, numbers=numbers)
+        self._seconds_a_row = 0.0
+        self._since = time.perf_counter()
+
+    def __call__(self, step: int, rows: TensorDictBase, version: int) -> dict[str, float]:
+        """Check a step, if it is its turn.
+
+        Args:
+            step: its number, from 1.
+            rows: as collected, ``[B]``.
+            version: of the actor's weights. Rows that others sampled, too, are left out.
+
+        Returns:
+            Its metrics; none where it is not its turn.
+        """
+        if (step - 1) % self._every:
+            return {}
+        began = time.perf_counter()
+        chosen = self._chosen(step, rows, version, began - self._since)
+        if not chosen:
+            return {"verify/tokens": 0.0}
+        found = verify_rows(chosen, self._recomputation, most_searched=1)
+        if not found.is_clean:
+            _LOG.warning("step %d: %s", step, "\n".join(found.lines()))
+        seconds = time.perf_counter() - began
+        self._seconds_a_row, self._since = seconds / len(chosen), time.perf_counter()
+        return {
+            "verify/tokens": float(found.num_tokens),
+            "verify/at_fault": float(sum(found.counts.values())),
+            "verify/largest_gap": max(
+                (abs(g) for row in found.checked for g in row.gaps), default=0.0
+            ),
+            "verify/s": seconds,
+        }
+
+    def _chosen(
+        self, step: int, rows: TensorDictBase, version: int, seconds: float
+    ) -> list[SampledRow]:
+        """Rows at random, as many as there is time for, that these weights alone have sampled."""
+        most = 1
+        if self._seconds_a_row:
+            most = max(1, min(_MOST_ROWS, int(_SHARE * seconds / self._seconds_a_row)))
+        collected = list(rows.reshape(-1).unbind(0))
+        chosen: list[SampledRow] = []
+        for place in random.Random(step).sample(range(len(collected)), len(collected)):
+            if len(chosen) == most:
+                break
+            try:
+                row = SampledRow.of_collected(collected[place], name=f"row {place} of step {step}")
+            except ValueError:  # nothing of it was sampled
+                continue
+            if {row.versions[t] for t in row.targets} == {version}:
+                chosen.append(row)
+        return chosen

@@ -1,0 +1,366 @@
+"""The command ``torchrl-agents verify``: whether a run trained on what was sampled.
+
+    torchrl-agents verify RUN
+    torchrl-agents verify RUN --step 11 --device cuda --json certificate.json
+    torchrl-agents verify BATCH.pt --model MODEL     # rollouts of TRL or verl
+
+Each recorded token is computed again with the weights of its version: those of a checkpoint, or of
+the model that the run began with. Where a log-prob is another one than was recorded, the cause is
+looked for and named.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import yaml
+from torch import nn
+from transformers.utils.logging import disable_progress_bar
+
+from collectors import CheckpointError, CheckpointStore, ShardedModel
+from collectors.checkpoint.retention import stored
+from collectors.record.html import write_html
+from collectors.record.run_record import RunRecord
+from collectors.verification.certificate import Certificate
+from collectors.verification.conditions import Numbers
+from collectors.verification.explain import verify_rows
+from collectors.verification.foreign_rows import read_foreign_rows
+from collectors.verification.recomputation import Recomputation
+from collectors.verification.row_verdict import RowVerdict
+from collectors.verification.sampled_row import SampledRow
+from collectors.verification.verified_record import VerifiedRecord
+from torchrl_modules import TransformersWrapper
+from torchrl_modules.policies.loading import load_causal_lm
+
+from .models import frozen_weights, is_adapted, load_model, model_folder, sampling_of
+from .run import CHECKPOINTS
+from .settings.schema import PolicyConfig, SettingsError
+
+_MOST_ROWS = 64
+
+
+class _Weights(NamedTuple):
+    """What there is to compute a run with."""
+
+    policy: TransformersWrapper
+    load: dict[int, Callable[[nn.Module], None]]
+    """By version."""
+    where: dict[int, str]
+    """What each version is, in words."""
+    numbers: Numbers
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; gives 0 where all is explained, 1 where it is not, 2 where nothing can be."""
+    description, _, _ = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(prog="torchrl-agents verify", description=description)
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        type=Path,
+        help="folder of a run, or a file of TRL's or verl's rollouts",
+    )
+    parser.add_argument("--step", type=int, action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--rows", type=int, default=_MOST_ROWS, help=f"most rows of a step ({_MOST_ROWS})"
+    )
+    parser.add_argument("--device", default="cpu", help="to compute on: cpu, cuda, ... (cpu)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "autocast"),
+        help="to compute in; autocast is bfloat16 over float32 (as the run's settings say)",
+    )
+    parser.add_argument("--tolerance", type=float, help="of a log-prob, in nats")
+    parser.add_argument("--json", type=Path, help="write all that was found into this file")
+    parser.add_argument("--html", type=Path, help="write a page with the gaps into this folder")
+    foreign = parser.add_argument_group("of rollouts of TRL or verl, which are files")
+    foreign.add_argument("--model", help="that drew them: a folder, or a hub id")
+    for name, kind in {"temperature": float, "top-p": float, "top-k": int, "min-p": float}.items():
+        foreign.add_argument(f"--{name}", type=kind, help="that they were drawn with")
+    given = parser.parse_args(list(arguments))
+    disable_progress_bar()
+    names = ("temperature", "top_p", "top_k", "min_p")
+    sampling = {n: getattr(given, n) for n in names if getattr(given, n) is not None}
+    options = {n: getattr(given, n) for n in ("device", "dtype", "tolerance")}
+    try:
+        if given.run.is_file():
+            if given.html is not None:
+                raise SettingsError("--html shows the record of a run, not a file of rollouts.")
+            certificate = verify_file(given.run, given.model, sampling=sampling, **options)
+        else:
+            _refuse_foreign(given.model, sampling)
+            certificate = verify_run(given.run, steps=given.step, most_rows=given.rows, **options)
+        if given.html is not None:
+            write_html([VerifiedRecord(given.run, certificate)], given.html)
+        if given.json is not None:
+            given.json.write_text(json.dumps(certificate.to_json()), encoding="utf-8")
+    except (CheckpointError, LookupError, ValueError, OSError) as error:
+        told = error.args[0] if isinstance(error, LookupError) and error.args else error
+        print(f"torchrl-agents verify: {told}", file=sys.stderr)
+        return 2
+    print("\n".join(certificate.lines()))
+    if not certificate.num_tokens:
+        return 2
+    return 0 if certificate.is_clean else 1
+
+
+def _refuse_foreign(model: str | None, sampling: Mapping[str, Any]) -> None:
+    """Refuse what the settings of a run say already."""
+    given = [*(["model"] if model else []), *sampling]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise SettingsError(f"{names}: of a run its own settings say that. Leave it out.")
+
+
+def verify_file(
+    path: Path,
+    model: str | None,
+    *,
+    sampling: Mapping[str, Any],
+    device: str = "cpu",
+    dtype: str | None = None,
+    tolerance: float | None = None,
+) -> Certificate:
+    """Verify rollouts of TRL or verl with one model.
+
+    Args:
+        path: see :func:`~collectors.verification.read_foreign_rows`.
+        model: folder or hub id.
+        sampling: temperature, top_p, top_k and min_p that they were drawn with.
+        device: to compute on.
+        dtype: to compute in; float32 when not given.
+        tolerance: see :func:`~collectors.verification.verify_rows`.
+
+    Raises:
+        SettingsError: no model was given, or it can't be loaded.
+        ValueError: the file holds no rows, or a number is out of range.
+    """
+    if model is None:
+        raise SettingsError(f"{path} is a file of rollouts: say which model drew them, --model=.")
+    rows = read_foreign_rows(path)
+    cfg = PolicyConfig(model=model, device=device, max_new_tokens=1, **sampling)
+    numbers = _numbers({}, cfg, dtype)
+    loaded, tokenizer = load_model(cfg, model_folder(model), who="--model")
+    policy = TransformersWrapper(
+        loaded,
+        tokenizer=tokenizer,
+        generate=False,
+        generate_kwargs=sampling_of(cfg),
+        autocast_dtype=numbers.autocast,
+    )
+    found = verify_rows(rows, Recomputation(policy, numbers=numbers), tolerance=tolerance)
+    found.conditions = f"in {numbers} on {device}, with {model}"
+    return found
+
+
+def verify_run(
+    folder: Path,
+    *,
+    steps: Sequence[int] | None = None,
+    most_rows: int = _MOST_ROWS,
+    device: str = "cpu",
+    dtype: str | None = None,
+    tolerance: float | None = None,
+) -> Certificate:
+    """Verify the recorded rollouts of a run.
+
+    Args:
+        folder: of the run, with its record, ``config.yaml`` and ``model/``.
+        steps: which are verified; all when not given.
+        most_rows: of a step, the first ones.
+        device: to compute on.
+        dtype: to compute in: a type of torch, or ``"autocast"``; that of the settings when not
+            given.
+        tolerance: see :func:`~collectors.verification.verify_rows`.
+
+    Raises:
+        FileNotFoundError: the folder holds no record.
+        SettingsError: the settings or the model of the run can't be had.
+        KeyError: there is no such step.
+        ValueError: a number is out of range.
+    """
+    if most_rows < 1:
+        raise ValueError(f"--rows must be positive, got {most_rows}.")
+    record = RunRecord(folder)
+    settings = read_settings(record.run_folder)
+    known = [summary.step for summary in record.steps]
+    for step in steps or ():
+        if step not in known:
+            raise KeyError(
+                f"there is no step {step} in {folder}; it has {min(known)} to {max(known)}"
+            )
+    rows: list[SampledRow] = []
+    for step in steps or known:
+        samples = [each for _, each in zip(range(most_rows), record.samples(step), strict=False)]
+        rows += [SampledRow.of_sample(each) for each in samples if each.sampled_tokens]
+    if not rows:
+        raise ValueError(f"{folder}: no sampled token is recorded in the steps {steps or known}.")
+    weights = weights_of(record.run_folder, settings, device=device, dtype=dtype)
+    coeff = (settings.get("loss") or {}).get("observation_coeff") or 0.0
+    certificate = verify_rows(
+        rows,
+        Recomputation(
+            weights.policy,
+            weights.load,
+            numbers=weights.numbers,
+            keeps_cache=not (settings.get("collector") or {}).get("recompute", True),
+        ),
+        tolerance=tolerance,
+        check_trained=not coeff,
+    )
+    for damage in dict.fromkeys(record.damage):
+        why = "of the record this can't be read"
+        certificate.rows.append(
+            RowVerdict(name=damage, places=[], gaps=[], causes=[], not_checked=f"{why}: {damage}")
+        )
+    used = sorted({v for row in rows for v in row.versions if v in weights.where})
+    have = "; ".join(f"version {v}: {weights.where[v]}" for v in used)
+    certificate.conditions = f"in {weights.numbers} on {device}; {have or 'no weights of any row'}"
+    return certificate
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of a run.
+
+    Raises:
+        SettingsError: it left none.
+    """
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise SettingsError(f"{folder} has no config.yaml, which a recipe leaves in its folder.")
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def weights_of(
+    folder: Path, settings: Mapping[str, Any], *, device: str, dtype: str | None
+) -> _Weights:
+    """The model of a run, and how it gets the weights of each version that there still are.
+
+    Raises:
+        SettingsError: there is no model.
+    """
+    known = {each.name for each in fields(PolicyConfig)}
+    cfg = PolicyConfig(**{n: v for n, v in settings["policy"].items() if n in known})
+    numbers = _numbers(settings, cfg, dtype)
+    torch_device = torch.device(device)
+    if torch_device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingsError(f"--device {device}: torch finds no GPU here.")
+    model, tokenizer, of_adapters = _model_of(folder, cfg, device)
+    policy = TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        generate=False,
+        generate_kwargs=sampling_of(cfg),
+        chat_template_name=cfg.chat_template_name,
+        max_model_len=cfg.max_model_len,
+        autocast_dtype=numbers.autocast,
+    )
+    load: dict[int, Callable[[nn.Module], None]] = {}
+    where: dict[int, str] = {}
+    warmed = (settings.get("warm_start") or {}).get("num_steps") or 0
+    # Adapters are put on after the demonstrations, so without them the first step's model is there.
+    if of_adapters and (cfg.model is None or not warmed):
+        load[1], where[1] = _no_adapters, "the model before its adapters were trained"
+    elif cfg.model is not None and not warmed and not of_adapters:
+        load[1] = partial(_load_first, cfg)
+        where[1] = f"{cfg.model}, with which the run began"
+    is_partial = of_adapters and cfg.model is not None
+    store = CheckpointStore(folder / CHECKPOINTS)
+    for one in stored(folder / CHECKPOINTS):  # the newest first
+        checkpoint = store.load(one.path)
+        pending = checkpoint.state.get("further", {}).get("pending")
+        version = int(checkpoint.state["parts"]["collector"]["policy_version"])
+        if pending is not None and pending["num_epochs"]:
+            continue  # stopped amid its passes: these weights drew nothing
+        if is_partial:
+            saved = checkpoint.state["identity"].get("weights of policy.model")
+            if saved != frozen_weights(model):
+                raise SettingsError(
+                    f"{folder}: its adapters were trained over other weights than {cfg.model} has "
+                    "now, and these are nowhere: a warm start changed them, say."
+                )
+        if version not in load:
+            fill = partial(checkpoint.load_sharded, "model")
+            load[version] = partial(_load_checkpoint, fill, is_partial)
+            where[version] = f"the checkpoint of step {one.step}"
+    if not load:
+        raise SettingsError(
+            f"{folder} has no weights that drew recorded rollouts: no whole checkpoint, and the "
+            "model that it began with was trained on demonstrations before step 1. Run with "
+            "checkpoint.every=N checkpoint.keep_last=M, and verify the steps after a checkpoint."
+        )
+    return _Weights(policy, load, where, numbers)
+
+
+def _numbers(settings: Mapping[str, Any], cfg: PolicyConfig, dtype: str | None) -> Numbers:
+    """What the policy computed in, by the settings, or what is asked for."""
+    own = getattr(torch, cfg.dtype)
+    if dtype == "autocast":
+        return Numbers(torch.float32, torch.bfloat16)
+    if dtype is not None:
+        return Numbers(getattr(torch, dtype))
+    engine = settings.get("engine") or {}
+    if engine.get("name") == "vllm":
+        said = (engine.get("engine_kwargs") or {}).get("dtype", "auto")
+        return Numbers(own if said == "auto" else getattr(torch, str(said)))
+    autocast = (settings.get("train") or {}).get("autocast")
+    return Numbers(own, torch.bfloat16 if autocast else None)
+
+
+def _model_of(folder: Path, cfg: PolicyConfig, device: str) -> tuple[Any, Any, bool]:
+    """The model of a run with its tokenizer, and whether it has adapters."""
+    own = folder / "model"
+    is_left = (own / "config.json").is_file()
+    if not is_left and cfg.model is None:
+        raise SettingsError(
+            f"{folder} has no model/ yet, which a run leaves at its end, and the embedded model "
+            "is nowhere else."
+        )
+    adapter = folder / "adapter"
+    is_adapter = cfg.lora_rank is not None
+    if is_adapter and not (adapter / "adapter_config.json").is_file():
+        raise SettingsError(f"{folder} has no adapter/ yet, which a run with adapters leaves.")
+    base = folder / "base"
+    if is_adapter:
+        source = str(base) if (base / "config.json").is_file() else model_folder(str(cfg.model))
+    else:
+        source = str(own) if is_left else model_folder(str(cfg.model))
+    # A folder that a run left needs no template, tokens and revisions of the settings.
+    plain = replace(cfg, device=device, gradient_checkpointing=False)
+    if Path(source) in (own, base):
+        plain = replace(plain, model_kwargs={}, add_control_tokens=False, chat_template=None)
+    model, tokenizer = load_model(plain, source, who="the model of the run")
+    if not is_adapter:
+        return model, tokenizer, False
+    from peft import PeftModel
+
+    adapted = PeftModel.from_pretrained(cast("Any", model), str(adapter), is_trainable=True)
+    return adapted, tokenizer, True
+
+
+def _load_checkpoint(
+    fill: Callable[[dict[str, Any]], None], is_partial: bool, model: nn.Module
+) -> None:
+    with torch.no_grad():
+        ShardedModel(model, trained_only=is_partial).load_sharded(fill)
+
+
+def _load_first(cfg: PolicyConfig, model: nn.Module) -> None:
+    source = model_folder(str(cfg.model))
+    first = load_causal_lm(source, dtype=getattr(torch, cfg.dtype), **dict(cfg.model_kwargs))
+    model.load_state_dict(first.state_dict())
+
+
+@torch.no_grad()
+def _no_adapters(model: nn.Module) -> None:
+    """As adapters are before the first step: what they add is zero."""
+    assert is_adapted(model)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.zero_()
