@@ -32,6 +32,7 @@ PUBLIC = (
     "collectors.record",
     "collectors.weight_update",
     "torchrl_agents",
+    "torchrl_agents.explain",
 )
 UMBRELLA = "torchrl_agents"
 """Has all names of the packages that it star-imports, and no ``__all__``."""
