@@ -241,8 +241,10 @@ def _clip_epsilon(cfg: LossConfig, preset: Any, surrogate: Any) -> tuple[float, 
     return low, high
 
 
-def build_advantage(cfg: LossConfig, group_size: int) -> objectives.MCAdvantage:
-    """Advantages within groups; groups without a signal are dropped.
+def build_advantage(
+    cfg: LossConfig, group_size: int, refill: objectives.Refill | None = None
+) -> objectives.MCAdvantage:
+    """Advantages within groups; groups without a signal are dropped, or replaced by others.
 
     Raises:
         ValueError: an option is unknown, or a group is too small to have a signal.
@@ -251,11 +253,12 @@ def build_advantage(cfg: LossConfig, group_size: int) -> objectives.MCAdvantage:
         group_size,
         estimator=cfg.advantage,
         scale=cfg.advantage_scale or "group",
-        zero_variance="drop",
+        zero_variance=refill or "drop",
     )
     if cfg.length_penalty:
         priced = objectives.LengthPenalty(coeff=cfg.length_penalty, estimator=advantages.estimator)
-        return objectives.MCAdvantage(group_size, estimator=priced, zero_variance="drop")
+        flat = refill or "drop"
+        return objectives.MCAdvantage(group_size, estimator=priced, zero_variance=flat)
     return advantages
 
 

@@ -266,7 +266,8 @@ def no_signal(run: RunEvidence) -> RunFinding | None:
         return None
     groups = run.groups(run.last_rollouts)
     flat = [g for g in groups if _is_flat(g) and not run.is_solved(g)]
-    if not groups or len(flat) / len(groups) < 0.6:
+    is_refilled = run.setting("collector.refill") and any(run.values("optimizer_steps", run.last))
+    if not groups or is_refilled or len(flat) / len(groups) < 0.6:
         return None
     share = len(flat) / len(groups)
     values = Counter(group[0].sample.reward for group in flat)
@@ -277,8 +278,8 @@ def no_signal(run: RunEvidence) -> RunFinding | None:
         explains=share,
         what=f"No signal in {share:.0%} of the groups: all rollouts of a prompt have the same "
         f"reward (in {count} of {len(flat)} it is {value:.3g}), and nothing is learnt from them.",
-        change=f"Larger groups (collector.group_size, which is {size}), easier prompts, or a "
-        "reward that gives partial credit.",
+        change=f"Larger groups (collector.group_size, which is {size}), easier prompts, a reward "
+        "that gives partial credit, or other groups in their place (collector.refill=true).",
         numbers={"no_signal_fraction": share, "group_size": size},
         rows=[group[0].id for group in flat[:NUM_ROWS]],
     )

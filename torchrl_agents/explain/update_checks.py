@@ -180,7 +180,8 @@ def nothing_trained(run: RunEvidence) -> RunFinding | None:
     trained = [s.get("optimizer_steps", 0.0) for s in with_signal]
     if with_signal and not any(trained) and not kept > 0:
         kept = 0.0
-    if not kept <= 0.5:
+    # Expert iteration keeps the best alone: there, a part is what is meant.
+    if not kept <= 0.5 or (run.recipe == "expert_iteration" and kept > 0):
         return None
     filters = {
         name: value

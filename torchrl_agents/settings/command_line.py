@@ -565,6 +565,7 @@ def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
     collector, default = cfg.collector, CollectorConfig()
     if recipe.needs_groups and collector.group_size < 2:
         yield "collector.group_size must be at least 2: a group of one never has a signal."
+    yield from _refill_faults(recipe, cfg)
     for name in (
         *("max_staleness", "staleness_policy", "pipeline_depth", "recompute", "follow_load"),
         "max_inflight_tasks",
@@ -586,6 +587,16 @@ def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
             yield f"{key}={bound} leaves no room for a turn of collector.min_turn_tokens={least}."
     if cfg.policy.temperature <= 0:
         yield f"policy.temperature must be positive for a signal, got {cfg.policy.temperature}."
+
+
+def _refill_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
+    collector = cfg.collector
+    if collector.refill and not recipe.needs_groups:
+        yield f"collector.refill: {recipe.name} has no groups without a signal. Leave it out."
+    if collector.max_draws != CollectorConfig().max_draws and not collector.refill:
+        yield "collector.max_draws is for collector.refill=true."
+    if collector.refill and getattr(cfg.train, "shuffle_rewards", False):
+        yield "collector.refill chooses groups before train.shuffle_rewards: take one of them."
 
 
 def _ray_faults(cfg: RolloutsConfig) -> Iterator[str]:

@@ -150,6 +150,11 @@ class CollectorConfig(EpisodeConfig):
     """Prompts of a step."""
     group_size: int = 16
     """Rollouts of a prompt."""
+    refill: bool = False
+    """Groups without a signal are replaced by others until the batch is full (docs/losses.md)."""
+    max_draws: int = 16
+    """Of refill: the most groups that are drawn for a batch, in batches; then sync trains what it
+    has, and streaming and ray, where so many were refused in a row, stop."""
     max_staleness: int = 4
     """Of streaming: the most steps by which any token may be older than the step that trains it; 0
     gives what sync gives."""
