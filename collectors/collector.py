@@ -130,7 +130,7 @@ class Collector(ChecksAttributes, ABC):
             turn, ``reward_errors`` and ``("history", "full")``, and what transforms of the user's
             declare in the specs of observations and rewards, as it was when the episode
             ended. The same rows are in the replay buffer, but for those of groups that were refused
-            and replaced by others, see :class:`~objectives.Refill`.
+            and replaced by others, see :class:`~objectives.GroupRefill`.
         """
         if self._restored_version is not None:
             raise RuntimeError(

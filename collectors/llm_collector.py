@@ -135,14 +135,15 @@ class LLMCollector(Collector):
         try:
             batch, ended = self._run_episodes(self.env.reset(), active)
             episodes = [*ended.values()]
-            num_rows, most = shape.numel(), max_draws_of(self._refusing) * shape.numel()
+            num_rows = shape.numel()
             while refused := self._refuse(ended):
+                most = max_draws_of(self._refusing) * shape.numel()
                 rows = sorted(refused)[: most - num_rows]
                 if not rows:
                     _log.warning(
                         "LLMCollector: %d rollouts of this batch are of groups that were refused "
                         "(their rewards are equal), and no others are drawn after %d draws "
-                        "(Refill.max_draws, collector.max_draws). It goes on without them.",
+                        "(GroupRefill.max_draws, collector.max_draws). It goes on without them.",
                         *(len(refused), max_draws_of(self._refusing)),
                     )
                     break

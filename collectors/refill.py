@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
+from objectives.advantages.group_refill import MAX_DRAWS
 from objectives.advantages.mc_advantage import ByGroups
-from objectives.advantages.refill import MAX_DRAWS
 from torchrl_data.keys import REWARD
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.episode.episode_step import flat_transforms
@@ -30,7 +30,7 @@ def is_wanted(rows: Sequence[TensorDictBase], parts: Sequence[ByGroups]) -> bool
 
 
 def max_draws_of(parts: Sequence[ByGroups]) -> int:
-    """The smallest of their bounds, see :class:`~objectives.Refill`."""
+    """The smallest of their bounds, see :class:`~objectives.GroupRefill`."""
     return min((part.max_draws for part in parts), default=MAX_DRAWS)
 
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from .advantages.estimators import MaxRL as MaxRL
     from .advantages.estimators import PassAtK as PassAtK
     from .advantages.group_queue import GroupQueue as GroupQueue
+    from .advantages.group_refill import GroupRefill as GroupRefill
     from .advantages.length_penalty import LengthPenalty as LengthPenalty
     from .advantages.mc_advantage import MCAdvantage as MCAdvantage
     from .advantages.ray_mc_advantage import RayMCAdvantage as RayMCAdvantage
-    from .advantages.refill import Refill as Refill
     from .advantages.role_baseline import RoleBaseline as RoleBaseline
     from .advantages.top_k_reward_selector import TopKRewardSelector as TopKRewardSelector
     from .batching.non_finite_gate import NonFiniteGate as NonFiniteGate

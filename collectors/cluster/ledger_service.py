@@ -10,7 +10,7 @@ from collectors.ledger import GroupLedger, StalenessPolicy, Ticket
 from collectors.ledger.reasons import STALE
 from collectors.streaming.group_runner import EpisodeEnd
 from collectors.streaming.group_scheduler import GroupScheduler
-from objectives.advantages.refill import MAX_DRAWS
+from objectives.advantages.group_refill import MAX_DRAWS
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt
 from torchrl_envs.episode.episode_env import EpisodeEnv
@@ -62,7 +62,7 @@ class LedgerService:
         env: whose data are drawn, or what makes it.
         groups_per_step: of a batch; as many as the environment's batch holds when ``None``.
         staleness: how old tokens may be.
-        max_draws: see :class:`~objectives.Refill`.
+        max_draws: see :class:`~objectives.GroupRefill`.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from collectors.ledger import GroupLedger, GroupState, Refill, Ticket
 from collectors.ledger.reasons import NO_SIGNAL
-from objectives.advantages.refill import MAX_DRAWS
+from objectives.advantages.group_refill import MAX_DRAWS
 from torchrl_data.conversation import stream_number
 from torchrl_data.stop_reason import StopReason
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
@@ -170,7 +170,7 @@ class GroupScheduler:
         if self._num_unwanted >= self._max_draws * self._ledger.groups_per_step:
             self.error = (
                 f"{self._who}: {self._num_unwanted} groups in a row were refused, because their "
-                "rewards are equal, and others were drawn (Refill.max_draws, "
+                "rewards are equal, and others were drawn (GroupRefill.max_draws, "
                 f"collector.max_draws={self._max_draws}). Make the task easier or harder, or leave "
                 "the refill out: MCAdvantage(zero_variance='drop'), collector.refill=false."
             )

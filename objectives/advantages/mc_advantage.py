@@ -35,7 +35,7 @@ from .estimators import (
     trajectory_return,
 )
 from .group_queue import GroupQueue, GroupStats, Waiting, member_of, num_rows, row_place, rows_of
-from .refill import MAX_DRAWS, Refill
+from .group_refill import MAX_DRAWS, GroupRefill
 
 Estimator = Literal["group", "rloo", "gdpo", "maxrl"]
 Credit = Literal["trajectory", "turn"]
@@ -98,7 +98,7 @@ class ByGroups(ChecksAttributes, Transform):
 
     @property
     def max_draws(self) -> int:
-        """See :class:`Refill`."""
+        """See :class:`GroupRefill`."""
         return MAX_DRAWS
 
     def asks_again(self, rows: Sequence[TensorDictBase]) -> bool:
@@ -210,7 +210,7 @@ class MCAdvantage(ByGroups):
             ``"max"``.
         zero_variance: what becomes of a group without a signal (all rewards equal, or fewer than
             two valid ones): ``"keep"``, with advantage 0; ``"drop"``; ``"refill"`` or
-            ``Refill(max_draws=4)``: drop, and ask for another (DAPO's dynamic sampling), which all
+            ``GroupRefill(max_draws=4)``: drop, and ask for another (DAPO's dynamic sampling), which all
             collectors answer; a loop without one see :meth:`take_refills`.
         unscorable: what becomes of a row without a finite reward: ``"keep"``, with advantage 0;
             ``"drop"``; both count as members; ``"refill"``: drop, and ask for another row. It is
@@ -256,7 +256,7 @@ class MCAdvantage(ByGroups):
         scale: F.Scale | str = "group",
         credit: Credit | str = "trajectory",
         trajectory_return: TrajectoryReturn | str = "sum",
-        zero_variance: NoSignal | Refill | str = "keep",
+        zero_variance: NoSignal | GroupRefill | str = "keep",
         unscorable: NoSignal | str = "keep",
         keep_return_bounds: tuple[float, float] | None = None,
         on_expiry: OnExpiry | str = "drop",
@@ -278,7 +278,9 @@ class MCAdvantage(ByGroups):
         self.credit = one_of("credit", credit, CREDITS)
         self._refills: Counter[Hashable] = Counter()
         self.estimator: AdvantageEstimator = self._build_estimator(estimator, scale)
-        self.zero_variance: NoSignal | Refill = self._checked_change("zero_variance", zero_variance)
+        self.zero_variance: NoSignal | GroupRefill = self._checked_change(
+            "zero_variance", zero_variance
+        )
         self.unscorable: NoSignal = self._checked_change("unscorable", unscorable)
         bounds = self._checked_change("keep_return_bounds", keep_return_bounds)
         self.keep_return_bounds: tuple[float, float] | None = bounds
@@ -303,7 +305,7 @@ class MCAdvantage(ByGroups):
                 f"A group of one never has a signal: zero_variance={value!r} would drop every "
                 "row. Use 'keep'."
             )
-        if name == "zero_variance" and isinstance(value, Refill):
+        if name == "zero_variance" and isinstance(value, GroupRefill):
             return value
         return one_of(name, value, NO_SIGNAL)
 
@@ -356,12 +358,16 @@ class MCAdvantage(ByGroups):
 
     @property
     def _refills_flat(self) -> bool:
-        return isinstance(self.zero_variance, Refill) or self.zero_variance == "refill"
+        return isinstance(self.zero_variance, GroupRefill) or self.zero_variance == "refill"
 
     @property
     def max_draws(self) -> int:
-        """See :class:`Refill`."""
-        return self.zero_variance.max_draws if isinstance(self.zero_variance, Refill) else MAX_DRAWS
+        """See :class:`GroupRefill`."""
+        return (
+            self.zero_variance.max_draws
+            if isinstance(self.zero_variance, GroupRefill)
+            else MAX_DRAWS
+        )
 
     def asks_again(self, rows: Sequence[TensorDictBase]) -> bool:
         """See the base class."""

@@ -17,8 +17,8 @@ from .estimators import (
     read_entry,
 )
 from .group_queue import num_rows, rows_of
+from .group_refill import MAX_DRAWS, GroupRefill
 from .mc_advantage import ByGroups
-from .refill import MAX_DRAWS, Refill
 
 Above = Literal["median", "mean", "any"]
 ABOVE: Final[tuple[Above, ...]] = ("median", "mean", "any")
@@ -77,7 +77,7 @@ class TopKRewardSelector(ByGroups):
         scorable_key: NestedKey = keys.SCORABLE,
         trajectory_return: TrajectoryReturn | str = "sum",
         above: Above | str | float = "median",
-        refill: Refill | None = None,
+        refill: GroupRefill | None = None,
         max_pending_groups: int = 1024,
         expire_after_rows: int | None = None,
     ) -> None:
@@ -93,7 +93,7 @@ class TopKRewardSelector(ByGroups):
         )
         self.topk_size: int = self._checked_change("topk_size", topk_size)
         self.above: Above | float = self._checked_change("above", above)
-        self.refill: Refill | None = self._checked_change("refill", refill)
+        self.refill: GroupRefill | None = self._checked_change("refill", refill)
 
     changeable = frozenset({"topk_size", "above", "refill"})
 
@@ -104,7 +104,7 @@ class TopKRewardSelector(ByGroups):
                 raise ValueError(f"topk_size must lie in [1, {self.group_size}], got {value}.")
         elif name == "refill":
             if value is not None:
-                check_type("refill", value, Refill, who="TopKRewardSelector")
+                check_type("refill", value, GroupRefill, who="TopKRewardSelector")
         elif isinstance(value, str):
             return one_of("above", value, ABOVE)
         else:
@@ -141,7 +141,7 @@ class TopKRewardSelector(ByGroups):
 
     @property
     def max_draws(self) -> int:
-        """See :class:`Refill`."""
+        """See :class:`GroupRefill`."""
         return MAX_DRAWS if self.refill is None else self.refill.max_draws
 
     def asks_again(self, rows: Sequence[TensorDictBase]) -> bool:

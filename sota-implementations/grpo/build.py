@@ -242,7 +242,7 @@ def _clip_epsilon(cfg: LossConfig, preset: Any, surrogate: Any) -> tuple[float, 
 
 
 def build_advantage(
-    cfg: LossConfig, group_size: int, refill: objectives.Refill | None = None
+    cfg: LossConfig, group_size: int, refill: objectives.GroupRefill | None = None
 ) -> objectives.MCAdvantage:
     """Advantages within groups; groups without a signal are dropped, or replaced by others.
 

@@ -8,7 +8,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector, StreamingCollector
 from collectors.resume.random_numbers import random_state, set_random_state
-from objectives import MCAdvantage, Refill, TopKRewardSelector
+from objectives import GroupRefill, MCAdvantage, TopKRewardSelector
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper
 
@@ -64,7 +64,7 @@ def prompts_of(batch):
 
 
 def refilled(max_draws=16):
-    return MCAdvantage(2, scale="none", zero_variance=Refill(max_draws=max_draws))
+    return MCAdvantage(2, scale="none", zero_variance=GroupRefill(max_draws=max_draws))
 
 
 def test_the_next_prompts_are_drawn_in_the_rows_of_refused_groups_until_the_batch_is_full(make):
@@ -104,7 +104,7 @@ def test_at_the_bound_the_batch_goes_on_with_what_it_has(make, caplog, max_draws
         collector.collect()
     assert reward.drawn == drawn
     assert prompts_of(collector.replay_buffer[:]) == trained
-    assert f"no others are drawn after {max_draws} draws (Refill.max_draws" in caplog.text
+    assert f"no others are drawn after {max_draws} draws (GroupRefill.max_draws" in caplog.text
     collector.shutdown()
 
 
@@ -145,7 +145,7 @@ def test_a_resumed_collector_draws_what_it_would_have_drawn(make):
 
 def test_the_best_of_other_groups_are_selected_where_a_group_gives_nothing(make):
     collector, reward = make(
-        TopKRewardSelector(group_size=2, topk_size=1, above="mean", refill=Refill())
+        TopKRewardSelector(group_size=2, topk_size=1, above="mean", refill=GroupRefill())
     )
     collector.collect()
     assert reward.drawn == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4], [5, 5], [6, 6], [7, 7]]
@@ -172,6 +172,6 @@ def test_rewards_that_come_after_the_choice_are_refused(make, chatml_tokenizer, 
     with pytest.raises(ValueError, match="the environment gives no reward"):
         LLMCollector(env, policy, replay_buffer=buffer, postproc=lambda rows: rows)
     with pytest.raises(ValueError, match="max_draws"):
-        Refill(max_draws=0)
+        GroupRefill(max_draws=0)
     with pytest.raises(ValueError, match="A group of one never has a signal"):
-        MCAdvantage(1, zero_variance=Refill())
+        MCAdvantage(1, zero_variance=GroupRefill())

@@ -10,10 +10,10 @@ MAX_DRAWS: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refill:
+class GroupRefill:
     """Another group in the place of one without a signal: DAPO's dynamic sampling.
 
-    ``MCAdvantage(8, zero_variance=Refill(max_draws=4))`` asks for it, and a collector answers.
+    ``MCAdvantage(8, zero_variance=GroupRefill(max_draws=4))`` asks for it, and a collector answers.
     ``LLMCollector`` samples the next prompts of the data in the rows of the refused groups until
     the batch is full; at the bound it goes on with what it has, and says so in the log.
     ``StreamingCollector`` and ``RayLLMCollector`` sample the same prompt again with another seed,
@@ -33,4 +33,4 @@ class Refill:
     max_draws: int = MAX_DRAWS
 
     def __post_init__(self) -> None:
-        check_counts("Refill", max_draws=self.max_draws)
+        check_counts("GroupRefill", max_draws=self.max_draws)
