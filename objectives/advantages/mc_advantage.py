@@ -210,8 +210,8 @@ class MCAdvantage(ByGroups):
             ``"max"``.
         zero_variance: what becomes of a group without a signal (all rewards equal, or fewer than
             two valid ones): ``"keep"``, with advantage 0; ``"drop"``; ``"refill"`` or
-            ``GroupRefill(max_draws=4)``: drop, and ask for another (DAPO's dynamic sampling), which all
-            collectors answer; a loop without one see :meth:`take_refills`.
+            ``GroupRefill(max_draws=4)``: drop, and ask for another (DAPO's dynamic sampling),
+            which all collectors answer; for a loop without one, see :meth:`take_refills`.
         unscorable: what becomes of a row without a finite reward: ``"keep"``, with advantage 0;
             ``"drop"``; both count as members; ``"refill"``: drop, and ask for another row. It is
             never part of the statistics.
