@@ -121,7 +121,7 @@ class Updates:
         self._cfg = cfg
         self._jobs = jobs
         trained = [parameter for parameter in actor.parameters() if parameter.requires_grad]
-        self._optimizer = models.build_optimizer(cfg.optim, trained)
+        self._optimizer = models.build_optimizer(cfg.optim, trained, actor.model)
         self.gate = NonFiniteGate(
             self._optimizer,
             max_grad_norm=cfg.optim.max_grad_norm,

@@ -35,6 +35,7 @@ from .schema import (
     FILES,
     PRETRAINED,
     CollectorConfig,
+    OptimConfig,
     Recipe,
     RecipeConfig,
     RolloutsConfig,
@@ -431,7 +432,7 @@ _RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
         "policy.lora_alpha optim.learning_rate optim.eps optim.max_grad_norm "
         "warm_start.learning_rate train.timeout_s train.wait_s",
     ),
-    ("in [0, 1)", lambda x: 0 <= x < 1, "optim.beta1 optim.beta2"),
+    ("in [0, 1)", lambda x: 0 <= x < 1, "optim.beta1 optim.beta2 optim.momentum"),
     ("in [0, 1]", lambda x: 0 <= x <= 1, "collector.max_error_fraction"),
     ("from 0 to 2**63 - 1", lambda x: 0 <= x < 1 << 63, ".seed"),
     ("-1 or at least 1", lambda x: x == -1 or x >= 1, "collector.max_inflight_tasks"),
@@ -503,7 +504,19 @@ def num_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _optimizer_faults(cfg: TrainingConfig) -> Iterator[str]:
+    name = cfg.optim.name
+    if name == "adamw8bit" and find_spec("bitsandbytes") is None:
+        install = "pip install 'torchrl-agents[adamw8bit]'"
+        yield f"optim.name=adamw8bit needs the package bitsandbytes, which is not here: {install}."
+    if name in ("adamw8bit", "muon") and num_ranks() > 1 and cfg.train.parallel != "ddp":
+        yield f"optim.name={name} needs whole parameters on each rank: train.parallel=ddp."
+    if name != "muon" and cfg.optim.momentum != OptimConfig().momentum:
+        yield f"optim.momentum is for optim.name=muon, not {name}."
+
+
 def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:
+    yield from _optimizer_faults(cfg)
     if find_spec("matplotlib") is None:
         what = f"{recipe.name} draws its learning curve with matplotlib"
         yield f"{what}: pip install 'torchrl-agents[train]'."

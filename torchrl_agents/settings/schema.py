@@ -177,7 +177,8 @@ class OptimConfig:
     """The optimizer and its schedule."""
 
     name: str = "adamw"
-    """adamw or sgd."""
+    """adamw, adamw8bit (its moments take a byte each), muon (of the matrices; AdamW of the rest),
+    or sgd."""
     learning_rate: float | None = None
     schedule: str = "trapezoid"
     """After the warm-up: trapezoid (falls over the second half), constant, linear or cosine."""
@@ -186,6 +187,8 @@ class OptimConfig:
     weight_decay: float = 0.0
     beta1: float = 0.9
     """Of adamw; the momentum of sgd."""
+    momentum: float = 0.95
+    """Of muon's matrices."""
     beta2: float = 0.95
     eps: float = 1e-8
     max_grad_norm: float | None = None
@@ -438,7 +441,10 @@ GROUPS: Final[dict[str, dict[str, Any]]] = {
         "streaming": CollectorConfig(mode="streaming"),
         "ray": CollectorConfig(mode="ray"),
     },
-    "optim": {"adamw": OptimConfig(), "sgd": OptimConfig(name="sgd")},
+    "optim": {
+        "adamw": OptimConfig(),
+        **{name: OptimConfig(name=name) for name in ("adamw8bit", "muon", "sgd")},
+    },
     "logger": {
         "files": LoggerConfig(),
         "none": LoggerConfig(backends=[]),
