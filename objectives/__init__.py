@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from objectives.losses.base import Window as Window
 
+    from .advantages.baselines import BatchMean as BatchMean
+    from .advantages.baselines import SourceMean as SourceMean
     from .advantages.estimators import AdvantageEstimator as AdvantageEstimator
     from .advantages.estimators import DecoupledSources as DecoupledSources
     from .advantages.estimators import GroupMean as GroupMean

@@ -25,7 +25,13 @@ from .models import is_adapted, model_folder, set_generation
 from .parallel import Checkpoints, Updates, whole_model
 from .results import Recorder, push_to_hub
 from .run import LastTestError, RankJob, Run, StopRequested, has_signal, remove, tell_of_no_signal
-from .settings.schema import EpochsTrainConfig, PolicyConfig, SettingsError, TrainingConfig
+from .settings.schema import (
+    EpochsTrainConfig,
+    PolicyConfig,
+    SettingsError,
+    TrainingConfig,
+    compares_groups,
+)
 from .tasks import AnyCollector, HeldOut, Setup, end_collection
 
 # What a recipe trains, and how one of its steps is made: in parts, so that it can be stopped.
@@ -298,7 +304,7 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
     """
     cfg, run, keep = trainer.cfg, trainer.run, trainer.checkpoints
     stop, log, collector = run.stop, run.log, trainer.data.collector
-    num_steps = cfg.train.num_steps
+    num_steps, needs_groups = cfg.train.num_steps, compares_groups(run.recipe, cfg)
     start = time.monotonic()
     with ExitStack() as stack:
         stack.callback(collector.shutdown)
@@ -318,7 +324,7 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
                 before = held_out.now(0)
             test = cfg.evaluate
             first = rollout_metrics(before, solved_at=test.solved_at, solved_by=test.solved_by)
-            if run.recipe.needs_groups and first["reward/unscorable_fraction"] == 1:
+            if needs_groups and first["reward/unscorable_fraction"] == 1:
                 tell_of_no_signal(first, 0)
         step = None if pending is None else Step.from_state(pending, trainer)
         trainer.timer.reset()
@@ -342,7 +348,7 @@ def training(trainer: Trainer) -> Iterator[tuple[Iterator[Step], dict[str, Any]]
                     recorder.write(step.number, last, step.trajectories, step.trained)
                     done, step = step.number, None
                     tell(done, last)
-                    if not has_signal(last, needs_groups=run.recipe.needs_groups):
+                    if not has_signal(last, needs_groups=needs_groups):
                         num_flat += 1
                         tell_of_no_signal(last, num_flat)
                     with stop.breaking():

@@ -20,6 +20,7 @@ from torchrl_data import keys
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import check_counts, one_of, pair
 
+from .baselines import BatchMean, SourceMean
 from .estimators import (
     TRAJECTORY_RETURNS,
     AdvantageEstimator,
@@ -37,11 +38,14 @@ from .estimators import (
 from .group_queue import GroupQueue, GroupStats, Waiting, member_of, num_rows, row_place, rows_of
 from .group_refill import MAX_DRAWS, GroupRefill
 
-Estimator = Literal["group", "rloo", "gdpo", "maxrl"]
+Estimator = Literal["group", "rloo", "gdpo", "maxrl", "batch_mean", "running_mean"]
 Credit = Literal["trajectory", "turn"]
 NoSignal = Literal["keep", "drop", "refill"]
 OnExpiry = Literal["drop", "release"]
-ESTIMATORS: Final[tuple[Estimator, ...]] = ("group", "rloo", "gdpo", "maxrl")
+ESTIMATORS: Final[tuple[Estimator, ...]] = (
+    *("group", "rloo", "gdpo", "maxrl"),
+    *("batch_mean", "running_mean"),
+)
 CREDITS: Final[tuple[Credit, ...]] = ("trajectory", "turn")
 NO_SIGNAL: Final[tuple[NoSignal, ...]] = ("keep", "drop", "refill")
 ON_EXPIRY: Final[tuple[OnExpiry, ...]] = ("drop", "release")
@@ -200,10 +204,13 @@ class MCAdvantage(ByGroups):
         assistant_mask_key: bool ``[T]``; read for credit by turn.
         estimator: ``"group"``: ``(R - mean) / (std + 1e-4)``; ``"rloo"``: leave one out;
             ``"gdpo"``: every source of reward normalised by itself; ``"maxrl"``:
-            ``(R - mean) / mean``; or settings, such as ``PassAtK(k=4)``, ``RoleBaseline()`` or
-            ``LengthPenalty(coeff=0.1)``, see :class:`~objectives.LengthPenalty`.
+            ``(R - mean) / mean``; of one rollout a prompt, ``"batch_mean"`` and
+            ``"running_mean"``, see :class:`BatchMean` and :class:`SourceMean`; or settings, such
+            as ``PassAtK(k=4)``, ``RoleBaseline()`` or ``LengthPenalty(coeff=0.1)``, see
+            :class:`~objectives.LengthPenalty`.
         scale: the standard deviation of ``"group"``: that of the ``"group"``; of the ``"batch"``,
-            all rows released at once; or ``"none"`` (Dr. GRPO).
+            all rows released at once; or ``"none"`` (Dr. GRPO). Of ``"batch_mean"``, the same, and
+            what is not given is the batch's.
         credit: ``"trajectory"``, one advantage per row; ``"turn"``, one per turn, from dense
             rewards (process supervision).
         trajectory_return: how a dense reward becomes one number: ``"sum"``, ``"mean"``,
@@ -327,6 +334,8 @@ class MCAdvantage(ByGroups):
                 raise ValueError("credit 'turn' goes with estimator 'group' and scale 'group'.")
             mask = self.assistant_mask_key
             return TurnCredit(reward_key=self.reward_key, assistant_mask_key=mask)
+        if estimator == "batch_mean":
+            return BatchMean(scale="batch" if scale == "group" else scale)
         if scale != "group" and estimator != "group":
             raise ValueError(f"scale has no effect on estimator {estimator!r}: leave it out.")
         if isinstance(estimator, AdvantageEstimator):
@@ -334,7 +343,8 @@ class MCAdvantage(ByGroups):
         name = one_of("estimator", estimator, ESTIMATORS)
         if name == "group":
             return GroupMean(scale=scale)
-        return {"rloo": LeaveOneOut, "gdpo": DecoupledSources, "maxrl": MaxRL}[name]()
+        named = {"rloo": LeaveOneOut, "gdpo": DecoupledSources, "maxrl": MaxRL}
+        return {**named, "running_mean": SourceMean}[name]()
 
     def take_refills(self) -> dict[Hashable, int]:
         """How many new rows each group asks for; asked once, then forgotten.

@@ -13,6 +13,7 @@ from typing import Any, Final
 import yaml
 
 from collectors.record import RolloutSample, RunRecord
+from torchrl_agents.settings.schema import BASELINES
 
 from .run_finding import RolloutId
 
@@ -99,7 +100,8 @@ class RunEvidence:
     def compares_groups(self) -> bool:
         """Whether it learns from the differences of rewards within a group."""
         has_groups = any("groups/without_signal_fraction" in step for step in self.steps)
-        return has_groups and self.recipe not in WITHOUT_GROUPS
+        has_baseline = self.setting("loss.advantage") in BASELINES
+        return has_groups and not has_baseline and self.recipe not in WITHOUT_GROUPS
 
     # Steps --------------------------------------------------------------------------------------
 

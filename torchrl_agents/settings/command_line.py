@@ -44,6 +44,7 @@ from .schema import (
     TrainingConfig,
     check_path_parts,
     collects_on_ray,
+    compares_groups,
     refusing,
 )
 
@@ -576,8 +577,11 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
 
 def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
     collector, default = cfg.collector, CollectorConfig()
-    if recipe.needs_groups and collector.group_size < 2:
-        yield "collector.group_size must be at least 2: a group of one never has a signal."
+    if compares_groups(recipe, cfg) and collector.group_size < 2:
+        yield (
+            "collector.group_size must be at least 2: a group of one never has a signal. One "
+            "rollout a prompt goes with loss.advantage=batch_mean or running_mean of grpo."
+        )
     yield from _refill_faults(recipe, cfg)
     for name in (
         *("max_staleness", "staleness_policy", "pipeline_depth", "recompute", "follow_load"),
@@ -604,8 +608,9 @@ def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
 
 def _refill_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
     collector = cfg.collector
-    if collector.refill and not recipe.needs_groups:
-        yield f"collector.refill: {recipe.name} has no groups without a signal. Leave it out."
+    if collector.refill and not compares_groups(recipe, cfg):
+        what = "this loss.advantage" if recipe.needs_groups else recipe.name
+        yield f"collector.refill: {what} has no groups without a signal. Leave it out."
     if collector.max_draws != CollectorConfig().max_draws and not collector.refill:
         yield "collector.max_draws is for collector.refill=true."
     if collector.refill and getattr(cfg.train, "shuffle_rewards", False):

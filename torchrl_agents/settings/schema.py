@@ -393,6 +393,16 @@ _LONGEST_NAME: Final = 200
 """Of a folder, in bytes: file systems take 255, with the number of a run and endings of files."""
 
 
+BASELINES: Final = ("batch_mean", "running_mean")
+"""Values of ``loss.advantage`` with which a rollout is not compared with others of its prompt."""
+
+
+def compares_groups(recipe: "Recipe", cfg: RecipeConfig) -> bool:
+    """Whether a group whose rewards are all equal has no signal."""
+    advantage = getattr(getattr(cfg, "loss", None), "advantage", None)
+    return recipe.needs_groups and advantage not in BASELINES
+
+
 def collects_on_ray(cfg: RecipeConfig) -> bool:
     """Whether collectors on Ray have policies of their own."""
     return isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "ray"
