@@ -93,6 +93,10 @@ class Collector(ChecksAttributes, ABC):
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         """Finished episodes as rows, and how many episodes they are."""
 
+    def _wanted(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """The rows of a batch that go into the buffer; ``None`` where none do."""
+        return batch
+
     @abstractmethod
     def shutdown(self) -> None:
         """Give back everything that it holds."""
@@ -131,7 +135,8 @@ class Collector(ChecksAttributes, ABC):
             ``stop_reason`` and its ``stop_code`` and ``stop_limit``, ``finish_reason`` of the last
             turn, ``reward_errors`` and ``("history", "full")``, and what transforms of the user's
             declare in the specs of observations and rewards, as it was when the episode
-            ended. The same rows are in the replay buffer.
+            ended. The same rows are in the replay buffer, but for those of groups that were refused
+            and replaced by others, see :class:`~objectives.GroupRefill`.
         """
         if self._restored_version is not None:
             raise RuntimeError(
@@ -144,10 +149,10 @@ class Collector(ChecksAttributes, ABC):
         try:
             batch, num_episodes = self._run_batch()
             batch = batch if self.postproc is None else self.postproc(batch)
-            if self.replay_buffer is not None:
+            if self.replay_buffer is not None and (stored := self._wanted(batch)) is not None:
                 if batch.numel() > num_episodes:  # the past of some was rewritten
-                    check_storage(self.replay_buffer, len(batch), self.postproc, who="collect()")
-                self.replay_buffer.extend(batch)
+                    check_storage(self.replay_buffer, len(stored), self.postproc, who="collect()")
+                self.replay_buffer.extend(stored)
         except DataExhaustedError:
             raise
         except BaseException:

@@ -11,21 +11,27 @@ Nothing runs while the model trains, so that every token has the trainer's versi
 Shape legend: B rows of the environment, T tokens of a trajectory (ragged).
 """
 
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
 from torchrl.data import ReplayBuffer
 
 from torchrl_data.checks import check_counts
 from torchrl_data.conversation_io import one_dimension
 from torchrl_data.keys import (
     DONE,
+    GROUP_ID,
     POLICY_VERSION,
     STEP_MASK,
     STOP_REASON,
 )
 from torchrl_data.stop_reason import StopReason
+from torchrl_envs.datasets.primer import DataExhaustedError
 from torchrl_envs.entries.rewards import REWARD_KEYS
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
@@ -33,8 +39,11 @@ from torchrl_envs.transforms.policy_version import PolicyVersion
 
 from .collector import Collector, PostProcessing
 from .composition_checks import check_collected_env, check_composition
+from .refill import check_refill, is_wanted, max_draws_of, refusing_parts
 from .trajectory_rows import trajectory_rows
 from .weight_update.weight_updater import WeightUpdater
+
+_log = logging.getLogger(__name__)
 
 
 class LLMCollector(Collector):
@@ -108,6 +117,10 @@ class LLMCollector(Collector):
             weight_updater=weight_updater,
             reward_functions=list(env.transforms_of(RewardFunctions)),
         )
+        self._refusing = refusing_parts(replay_buffer)
+        check_refill(env, self._refusing, who=who)
+        self._refused: set[int] = set()
+        """Groups of the last batch that were refused."""
         self.total_trajectories = total_trajectories
         self.max_turns = max_turns
         self._track_version()
@@ -124,32 +137,34 @@ class LLMCollector(Collector):
 
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         self._track_version()
+        self._refused = set()
+        shape = self.env.batch_size
+        active = torch.ones(shape.numel(), dtype=torch.bool)
         try:
-            shape = self.env.batch_size
-            size = shape.numel()
-            by_episode: list[list[Any]] = [[]] * size
-            active = torch.ones(size, dtype=torch.bool)
-            batch, further = self.env.reset(), self.env.reward_entries
-            for _ in range(self.max_turns):
-                batch.set(STEP_MASK, active.view(shape))
-                batch = self.env.step(self.policy(batch)).get("next")
-                finished = active & batch.get(DONE).view(-1)
-                indices = finished.nonzero().squeeze(-1).tolist()
-                ended = trajectory_rows(one_dimension(batch), indices, further=further)
-                for index, own in zip(indices, ended, strict=True):
-                    by_episode[index] = own
-                active = active & ~finished
-                if not bool(active.any()):
+            batch, ended = self._run_episodes(self.env.reset(), active)
+            episodes = [*ended.values()]
+            num_rows = shape.numel()
+            while refused := self._refuse(ended):
+                most = max_draws_of(self._refusing) * shape.numel()
+                rows = sorted(refused)[: most - num_rows]
+                if not rows:
+                    _log.warning(
+                        "LLMCollector: %d rollouts of this batch are of groups that were refused "
+                        "(their rewards are equal), and no others are drawn after %d draws "
+                        "(GroupRefill.max_draws, collector.max_draws). It goes on without them.",
+                        *(len(refused), max_draws_of(self._refusing)),
+                    )
                     break
-                batch = batch.exclude(*REWARD_KEYS, *self.env.full_reward_spec.keys())
-            else:
-                raise RuntimeError(
-                    f"LLMCollector: {int(active.sum())} episodes did not end within "
-                    f"{self.max_turns} turns. Append a StepCounter(max_steps=...)."
-                )
-            episodes = [
-                own for own in by_episode if own and own[-1][STOP_REASON] != StopReason.NO_DATA
-            ]
+                num_rows += len(rows)
+                active = torch.zeros(shape.numel(), dtype=torch.bool)
+                active[rows] = True
+                batch.set("_reset", active.view(*shape, 1))
+                try:
+                    batch = self.env.reset(batch)
+                except DataExhaustedError:
+                    break
+                batch, ended = self._run_episodes(batch, active)
+                episodes += ended.values()
         except BaseException:
             self.env.close_episodes()  # nothing stays open
             raise
@@ -159,6 +174,68 @@ class LLMCollector(Collector):
             for row in rows:
                 row.set_non_tensor(POLICY_VERSION, tracker.label(int(row.get(POLICY_VERSION))))
         return lazy_stack(rows), len(episodes)
+
+    def _run_episodes(
+        self, batch: TensorDictBase, active: Tensor
+    ) -> tuple[TensorDictBase, dict[int, list[TensorDictBase]]]:
+        """Run episodes that have begun to their ends.
+
+        Args:
+            batch: of the environment, after its reset.
+            active: bool ``[B]``, the rows with an episode that runs.
+
+        Returns:
+            The batch without rewards, and the rows of each episode by its row in the environment;
+            without those for which there were no data.
+        """
+        shape, further = self.env.batch_size, self.env.reward_entries
+        by_episode: dict[int, list[TensorDictBase]] = {}
+        for _ in range(self.max_turns):
+            batch.set(STEP_MASK, active.view(shape))
+            batch = self.env.step(self.policy(batch)).get("next")
+            finished = active & batch.get(DONE).view(-1)
+            indices = finished.nonzero().squeeze(-1).tolist()
+            ended = trajectory_rows(one_dimension(batch), indices, further=further)
+            by_episode |= dict(zip(indices, ended, strict=True))
+            active = active & ~finished
+            batch = batch.exclude(*REWARD_KEYS, *self.env.full_reward_spec.keys())
+            if not bool(active.any()):
+                break
+        else:
+            raise RuntimeError(
+                f"LLMCollector: {int(active.sum())} episodes did not end within "
+                f"{self.max_turns} turns. Append a StepCounter(max_steps=...)."
+            )
+        return batch, {
+            index: own
+            for index, own in sorted(by_episode.items())
+            if own and own[-1][STOP_REASON] != StopReason.NO_DATA
+        }
+
+    def _refuse(self, ended: Mapping[int, list[TensorDictBase]]) -> list[int]:
+        """Refuse the groups that nothing can be learnt from; gives their rows in the environment.
+
+        Args:
+            ended: the rows of each episode of whole groups, by its row in the environment.
+        """
+        if not self._refusing:
+            return []
+        groups: dict[int, list[int]] = defaultdict(list)
+        for index, own in ended.items():
+            groups[int(own[0].get(GROUP_ID))].append(index)
+        refused = []
+        for group_id, indices in groups.items():
+            if not is_wanted([row for i in indices for row in ended[i]], self._refusing):
+                self._refused.add(group_id)
+                refused += indices
+        return refused
+
+    def _wanted(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """See the base class: without the groups that were refused."""
+        if not self._refused:
+            return batch
+        kept = [row for row in batch.unbind(0) if int(row.get(GROUP_ID)) not in self._refused]
+        return lazy_stack(kept) if kept else None
 
     def shutdown(self) -> None:
         """Close the environment and everything that its episodes hold."""

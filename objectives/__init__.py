@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from objectives.losses.base import Window as Window
 
+    from .advantages.baselines import BatchMean as BatchMean
+    from .advantages.baselines import SourceMean as SourceMean
     from .advantages.estimators import AdvantageEstimator as AdvantageEstimator
     from .advantages.estimators import DecoupledSources as DecoupledSources
     from .advantages.estimators import GroupMean as GroupMean
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from .advantages.estimators import MaxRL as MaxRL
     from .advantages.estimators import PassAtK as PassAtK
     from .advantages.group_queue import GroupQueue as GroupQueue
+    from .advantages.group_refill import GroupRefill as GroupRefill
     from .advantages.length_penalty import LengthPenalty as LengthPenalty
     from .advantages.mc_advantage import MCAdvantage as MCAdvantage
     from .advantages.ray_mc_advantage import RayMCAdvantage as RayMCAdvantage

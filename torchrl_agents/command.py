@@ -54,6 +54,10 @@ COMMANDS: Final = {
         "write rollouts as ATIF, or trajectories of others as rows",
     ),
     "doctor": (f"{__name__}:doctor", "tell what is installed and what is missing"),
+    "explain": (
+        "torchrl_agents.explain.command:main",
+        "say in words what holds a run back, and which setting to change",
+    ),
     "verify": (
         "torchrl_agents.verify:main",
         "compute each recorded token of a run again, and say why those that differ do",

@@ -62,6 +62,7 @@ from torchrl_modules.policies.loading import OF_BOTH, load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 from torchrl_modules.vllm.settings import ADAPTER_RANKS
 
+from .optimizers import MuonWithAdamW, adamw_8bit, matrices_of
 from .settings.schema import (
     SCHEDULES,
     OptimConfig,
@@ -773,15 +774,37 @@ def warm_start(
 # The optimizer and its schedule, from the settings.
 
 
-def build_optimizer(cfg: OptimConfig, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer, as its settings say."""
+def build_optimizer(
+    cfg: OptimConfig, parameters: Iterable[Tensor], model: torch.nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer, as its settings say.
+
+    Args:
+        cfg: the settings.
+        parameters: that are trained.
+        model: whose they are; Muon asks which of them are its matrices.
+
+    Raises:
+        ValueError: of Muon, no matrix is trained.
+        ImportError: the package of the optimizer is not there.
+    """
     common: Any = {"lr": cfg.learning_rate, "weight_decay": cfg.weight_decay}
     if cfg.name == "sgd":
         return torch.optim.SGD(parameters, momentum=cfg.beta1, **common)
     parameters = list(parameters)
+    common |= {"betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
+    if cfg.name == "adamw8bit":
+        return adamw_8bit(parameters, **common)
     if all(value.is_cuda for value in parameters):
         common["fused"] = True
-    return torch.optim.AdamW(parameters, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, **common)
+    if cfg.name == "muon":
+        assert model is not None
+        trained = {id(value) for value in parameters}
+        matrices = [value for value in matrices_of(model) if id(value) in trained]
+        taken = {id(value) for value in matrices}
+        others = [value for value in parameters if id(value) not in taken]
+        return MuonWithAdamW(matrices, others, momentum=cfg.momentum, **common)
+    return torch.optim.AdamW(parameters, **common)
 
 
 def set_learning_rate(

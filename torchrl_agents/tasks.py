@@ -30,6 +30,7 @@ from collectors.collector import PostProcessing
 from collectors.ledger import StalenessPolicy
 from collectors.resume.random_numbers import random_state, set_random_state
 from collectors.streaming.background_collector import verdict
+from objectives import GroupRefill
 from torchrl_data.token_scorer import TokenScorer
 from torchrl_envs import DataLoadingPrimer, RewardErrorLimit, TokenBudget
 from torchrl_envs.entries.rewards import reward_of_row
@@ -65,6 +66,15 @@ def staleness_of(cfg: schema.CollectorConfig) -> StalenessPolicy:
 def tasks_of(cfg: schema.CollectorConfig) -> int | LoadCap:
     """Return how many episodes may run at once."""
     return LoadCap(cfg.max_inflight_tasks) if cfg.follow_load else cfg.max_inflight_tasks
+
+
+def refill_of(cfg: schema.CollectorConfig) -> GroupRefill | None:
+    """What asks for other groups in the place of those without a signal, if anything does.
+
+    Raises:
+        ValueError: the bound is no whole number of at least 1.
+    """
+    return GroupRefill(max_draws=cfg.max_draws) if cfg.refill else None
 
 
 def rollout_buffer(transform: Transform | None = None) -> ReplayBuffer:

@@ -34,7 +34,13 @@ from .rank_jobs import RankJob, tell
 from .results import Recorder, push_to_hub
 from .run import LastTestError, Run, StopRequested, has_signal, tell_of_no_signal
 from .saved_model import save_model
-from .settings.schema import EpochsTrainConfig, Recipe, SettingsError, TrainingConfig
+from .settings.schema import (
+    EpochsTrainConfig,
+    Recipe,
+    SettingsError,
+    TrainingConfig,
+    compares_groups,
+)
 from .tasks import AnyCollector, HeldOut, Setup, end_collection
 
 _LOG = logging.getLogger("torchrl_agents")
@@ -293,7 +299,7 @@ class Training:
                     recorder.write(step.number, last, step.trajectories, step.trained)
                     done, step = step.number, None
                     tell_step(done, last)
-                    if not has_signal(last, needs_groups=run.recipe.needs_groups):
+                    if not has_signal(last, needs_groups=compares_groups(run.recipe, cfg)):
                         num_flat += 1
                         tell_of_no_signal(last, num_flat)
                     with run.stop.breaking():
@@ -330,7 +336,7 @@ class Training:
         with run.log.phase("first evaluation"):
             before = held_out.now(0)
         first = rollout_metrics(before, solved_at=test.solved_at, solved_by=test.solved_by)
-        if run.recipe.needs_groups and first["reward/unscorable_fraction"] == 1:
+        if compares_groups(run.recipe, self.cfg) and first["reward/unscorable_fraction"] == 1:
             tell_of_no_signal(first, 0)
         return before
 
@@ -347,8 +353,9 @@ def learn(training: Training | Follower) -> dict[str, Any]:
     cfg, actor = training.cfg, training.actor
     assert training.recipe.loss is not None
     loss = training.recipe.loss(cfg, actor)
+    trained = [p for p in actor.parameters() if p.requires_grad]
     gate = NonFiniteGate(
-        build_optimizer(cfg.optim, [p for p in actor.parameters() if p.requires_grad]),
+        build_optimizer(cfg.optim, trained, actor.model),
         max_grad_norm=cfg.optim.max_grad_norm,
         dump_dir=training.folder / "not_finite",
         ranks=training.ranks,

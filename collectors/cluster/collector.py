@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
 from collectors.collector import PostProcessing
-from collectors.composition_checks import advantages_of, check_groups, check_storage, weigh_sources
+from collectors.composition_checks import check_groups, check_storage, weigh_sources
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
+from collectors.refill import max_draws_of, refusing_parts
 from collectors.streaming.background_collector import BackgroundCollector
 from collectors.streaming.load_cap import LoadCap, together
 from collectors.streaming.snapshot_updater import SnapshotUpdater, shares_memory
@@ -138,7 +139,9 @@ class RayLLMCollector(BackgroundCollector):
         self._is_lockstep = self.staleness.max_staleness == 0
         runtime = {k: v for k, v in remote_config.items() if k == "runtime_env"}
         service = ray.remote(LedgerService).options(num_cpus=0, max_concurrency=1000, **runtime)
-        self._actor = service.remote(env, groups_per_step=groups_per_step, staleness=self.staleness)
+        parts = refusing_parts(replay_buffer)
+        sizes = {"groups_per_step": groups_per_step, "max_draws": max_draws_of(parts)}
+        self._actor = service.remote(env, staleness=self.staleness, **sizes)
         try:
             client = self._ledger_client = LedgerClient(self._actor)
             self.groups_per_step, self.group_size, num_slots, weights = client.ask("open")
@@ -154,7 +157,7 @@ class RayLLMCollector(BackgroundCollector):
             policy if policy_factory is None else policy_factory,  # type: ignore[arg-type]
             self.group_size,
             all_tasks if most == -1 else min(all_tasks, most),
-            advantages_of(replay_buffer),
+            parts,
             None if self._is_lockstep else _REQUEST_TIMEOUT_S,
             self.staleness,
             max_inflight_tasks,

@@ -10,6 +10,7 @@ from collectors.ledger import GroupLedger, StalenessPolicy, Ticket
 from collectors.ledger.reasons import STALE
 from collectors.streaming.group_runner import EpisodeEnd
 from collectors.streaming.group_scheduler import GroupScheduler
+from objectives.advantages.group_refill import MAX_DRAWS
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt
 from torchrl_envs.episode.episode_env import EpisodeEnv
@@ -61,6 +62,7 @@ class LedgerService:
         env: whose data are drawn, or what makes it.
         groups_per_step: of a batch; as many as the environment's batch holds when ``None``.
         staleness: how old tokens may be.
+        max_draws: see :class:`~objectives.GroupRefill`.
     """
 
     def __init__(
@@ -69,8 +71,9 @@ class LedgerService:
         *,
         groups_per_step: int | None,
         staleness: StalenessPolicy | None,
+        max_draws: int = MAX_DRAWS,
     ) -> None:
-        self._made_of = (env, groups_per_step, staleness)
+        self._made_of = (env, groups_per_step, staleness, max_draws)
         self.ledger: GroupLedger
         self._queue: GroupScheduler
         self._incarnations: dict[int, int] = {}
@@ -91,7 +94,7 @@ class LedgerService:
             TypeError: the environment is none.
             ValueError: its parts don't fit together, or it has no data.
         """
-        env, groups_per_step, staleness = self._made_of
+        env, groups_per_step, staleness, max_draws = self._made_of
         self._env = built(env, EpisodeEnv)
         check_collected_env(self._env, who=WHO)
         check_data(self._env, who=WHO)
@@ -103,7 +106,10 @@ class LedgerService:
             groups_per_step=groups_per_step, group_size=group_size, policy=staleness
         )
         self._runner = AsyncEpisodeRunner(self._env)
-        self._queue = GroupScheduler(self._runner, self.ledger, next(iter(loaders), None), who=WHO)
+        loader = next(iter(loaders), None)
+        self._queue = GroupScheduler(
+            self._runner, self.ledger, loader, max_draws=max_draws, who=WHO
+        )
         weights = reward_weights(self._env.episode_transforms())
         return groups_per_step, group_size, self.ledger.num_slots, weights
 

@@ -9,12 +9,13 @@ from torch import Tensor
 from collectors.collector import remembering, states_of
 from collectors.ledger import StalenessPolicy
 from collectors.ledger.reasons import ENGINE_DIED
+from collectors.refill import is_wanted
 from collectors.resume.random_numbers import random_state, set_random_state
 from collectors.streaming.checks import check_streaming, recomputes
 from collectors.streaming.group_runner import GroupRunner, RunningGroup
 from collectors.streaming.load_cap import GroupCap, LoadCap, cap_of
 from collectors.streaming.timeline import Timeline
-from objectives import MCAdvantage
+from objectives.advantages.mc_advantage import ByGroups
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
@@ -34,7 +35,7 @@ class WorkerSettings(NamedTuple):
     group_size: int
     max_episodes: int
     """That run at once in one collector."""
-    advantages: Sequence[MCAdvantage]
+    advantages: Sequence[ByGroups]
     """They say whether a group is worth training; groups never cross collectors."""
     request_timeout_s: float | None
     staleness: StalenessPolicy
@@ -205,7 +206,7 @@ class CollectorWorker:
             await ledger.give_back.remote(worker, incarnation, ticket, why)
         else:
             ends = [group.ends[index] for index in range(len(group.episodes))]
-            wanted = not any(part.asks_again(group.rows) for part in self._settings.advantages)
+            wanted = is_wanted(group.rows, self._settings.advantages)
             rows = [load_ray().put(group.rows)] if wanted else []
             pools = [loader.pools for loader in self._env.transforms_of(DataLoadingPrimer)]
             rewards = [] if not pools or pools[0] is None else pools[0].rewards_of(group.rows)

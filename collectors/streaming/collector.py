@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
 from collectors.collector import PostProcessing
-from collectors.composition_checks import advantages_of, check_storage
+from collectors.composition_checks import check_storage
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
+from collectors.refill import refusing_parts
 from torchrl_data.checks import check_counts
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
@@ -189,7 +190,7 @@ class StreamingCollector(BackgroundCollector):
             self._loop = self._source = self._producer = Producer(
                 *(env, self._async_policy, self.ledger, next(iter(loaders), None)),
                 max_episodes=most,
-                advantages=advantages_of(replay_buffer),
+                advantages=refusing_parts(replay_buffer),
                 timeline=self.timeline,
                 cap=cap,
             )

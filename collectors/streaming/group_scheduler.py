@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from collectors.ledger import GroupLedger, GroupState, Refill, Ticket
 from collectors.ledger.reasons import NO_SIGNAL
+from objectives.advantages.group_refill import MAX_DRAWS
 from torchrl_data.conversation import stream_number
 from torchrl_data.stop_reason import StopReason
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
@@ -16,9 +17,6 @@ from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt, prompt
 from torchrl_envs.episode.episode import Episode
 
 from .group_runner import EpisodeEnd
-
-_MAX_UNWANTED: Final = 16
-"""Groups without a signal in a row, in steps of training, before the collection gives up."""
 
 
 class DrawnPrompt(NamedTuple):
@@ -41,6 +39,8 @@ class GroupScheduler:
         ledger: numbers the prompts.
         loader: of the environment; ``None`` where something else draws, whose place is not known.
         version: of the engine, while the ledger has its own.
+        max_draws: groups without a signal in a row, in steps of training, before the collection
+            gives up.
         who: is told of in errors.
     """
 
@@ -51,12 +51,14 @@ class GroupScheduler:
         loader: DataLoadingPrimer | None,
         *,
         version: int = 0,
+        max_draws: int = MAX_DRAWS,
         who: str,
     ) -> None:
         self._runner = runner
         self._ledger = ledger
         self._loader = loader
         self._who = who
+        self._max_draws = max_draws
         self.steps = {version: ledger.version}
         """By version of the engine: the steps of training that are in these weights; of those
         that something in flight may have been drawn with."""
@@ -165,11 +167,12 @@ class GroupScheduler:
             return
         self.drop(ticket, group.prompt, NO_SIGNAL)
         self._num_unwanted += 1
-        if self._num_unwanted >= _MAX_UNWANTED * self._ledger.groups_per_step:
+        if self._num_unwanted >= self._max_draws * self._ledger.groups_per_step:
             self.error = (
                 f"{self._who}: {self._num_unwanted} groups in a row were refused, because their "
-                "rewards are equal, and asked for again. Make the task easier or harder, or take "
-                "MCAdvantage(zero_variance='keep')."
+                "rewards are equal, and others were drawn (GroupRefill.max_draws, "
+                f"collector.max_draws={self._max_draws}). Make the task easier or harder, or leave "
+                "the refill out: MCAdvantage(zero_variance='drop'), collector.refill=false."
             )
 
     def drop(self, ticket: Ticket, prompt: Prompt, reason: str = "") -> None:

@@ -24,7 +24,8 @@ from torch import Tensor
 from collectors.composition_checks import check_fit
 from collectors.ledger import GroupLedger, GroupState, Ticket
 from collectors.ledger.reasons import STALE
-from objectives import MCAdvantage
+from collectors.refill import is_wanted, max_draws_of
+from objectives.advantages.mc_advantage import ByGroups
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_envs.episode.episode_env import EpisodeEnv
@@ -68,7 +69,7 @@ class Producer(CollectionThread):
         loader: DataLoadingPrimer | None,
         *,
         max_episodes: int,
-        advantages: Sequence[MCAdvantage],
+        advantages: Sequence[ByGroups],
         timeline: Timeline,
         cap: GroupCap | None,
     ) -> None:
@@ -83,7 +84,8 @@ class Producer(CollectionThread):
             on_end=self._note_end,
         )
         runner = self.runner.episodes
-        self.queue = GroupScheduler(runner, ledger, loader, version=policy.version, who=WHO)
+        own = {"version": policy.version, "max_draws": max_draws_of(advantages)}
+        self.queue = GroupScheduler(runner, ledger, loader, **own, who=WHO)
         self._advantages = advantages
         self.cap = cap
         self.taken: list[Ticket] = []
@@ -270,7 +272,7 @@ class Producer(CollectionThread):
 
     async def _run_group(self, group: RunningGroup) -> None:
         given_up_for = await self.runner.run(group)
-        is_wanted = not (given_up_for or any(a.asks_again(group.rows) for a in self._advantages))
+        trains = not given_up_for and is_wanted(group.rows, self._advantages)
         pools = self.queue.pools
         rewards = () if pools is None or given_up_for else pools.rewards_of(group.rows)
         with self.changed:
@@ -278,7 +280,7 @@ class Producer(CollectionThread):
             if given_up_for:
                 self.queue.drop(group.ticket, group.prompt, given_up_for)
             else:
-                self.queue.finish(group.ticket, group, rewards, is_wanted=is_wanted)
+                self.queue.finish(group.ticket, group, rewards, is_wanted=trains)
             self.changed.notify_all()
         self.runner.wake.set()
         if self.queue.error:

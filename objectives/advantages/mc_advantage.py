@@ -20,6 +20,7 @@ from torchrl_data import keys
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import check_counts, one_of, pair
 
+from .baselines import BatchMean, SourceMean
 from .estimators import (
     TRAJECTORY_RETURNS,
     AdvantageEstimator,
@@ -35,12 +36,16 @@ from .estimators import (
     trajectory_return,
 )
 from .group_queue import GroupQueue, GroupStats, Waiting, member_of, num_rows, row_place, rows_of
+from .group_refill import MAX_DRAWS, GroupRefill
 
-Estimator = Literal["group", "rloo", "gdpo", "maxrl"]
+Estimator = Literal["group", "rloo", "gdpo", "maxrl", "batch_mean", "running_mean"]
 Credit = Literal["trajectory", "turn"]
 NoSignal = Literal["keep", "drop", "refill"]
 OnExpiry = Literal["drop", "release"]
-ESTIMATORS: Final[tuple[Estimator, ...]] = ("group", "rloo", "gdpo", "maxrl")
+ESTIMATORS: Final[tuple[Estimator, ...]] = (
+    *("group", "rloo", "gdpo", "maxrl"),
+    *("batch_mean", "running_mean"),
+)
 CREDITS: Final[tuple[Credit, ...]] = ("trajectory", "turn")
 NO_SIGNAL: Final[tuple[NoSignal, ...]] = ("keep", "drop", "refill")
 ON_EXPIRY: Final[tuple[OnExpiry, ...]] = ("drop", "release")
@@ -89,6 +94,33 @@ class ByGroups(ChecksAttributes, Transform):
             "trajectory_return", trajectory_return, TRAJECTORY_RETURNS
         )
         self._lock = threading.RLock()
+
+    @property
+    def asks_for_groups(self) -> bool:
+        """Whether :meth:`asks_again` may ever be true."""
+        return False
+
+    @property
+    def max_draws(self) -> int:
+        """See :class:`GroupRefill`."""
+        return MAX_DRAWS
+
+    def asks_again(self, rows: Sequence[TensorDictBase]) -> bool:
+        """Whether a complete group would be refused, in whole or in part, and asked for again.
+
+        For who can have another one sampled at once; nothing is taken in or counted.
+
+        Args:
+            rows: of one whole group.
+        """
+        del rows
+        return False
+
+    def _members(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+        """The episodes of a whole group."""
+        waiting: Waiting = {}
+        members = [member_of(None, row, waiting) for row in rows]
+        return [member for member in members if member is not None]
 
     @property
     def stats(self) -> GroupStats:
@@ -172,18 +204,21 @@ class MCAdvantage(ByGroups):
         assistant_mask_key: bool ``[T]``; read for credit by turn.
         estimator: ``"group"``: ``(R - mean) / (std + 1e-4)``; ``"rloo"``: leave one out;
             ``"gdpo"``: every source of reward normalised by itself; ``"maxrl"``:
-            ``(R - mean) / mean``; or settings, such as ``PassAtK(k=4)``, ``RoleBaseline()`` or
-            ``LengthPenalty(coeff=0.1)``, see :class:`~objectives.LengthPenalty`.
+            ``(R - mean) / mean``; of one rollout a prompt, ``"batch_mean"`` and
+            ``"running_mean"``, see :class:`BatchMean` and :class:`SourceMean`; or settings, such
+            as ``PassAtK(k=4)``, ``RoleBaseline()`` or ``LengthPenalty(coeff=0.1)``, see
+            :class:`~objectives.LengthPenalty`.
         scale: the standard deviation of ``"group"``: that of the ``"group"``; of the ``"batch"``,
-            all rows released at once; or ``"none"`` (Dr. GRPO).
+            all rows released at once; or ``"none"`` (Dr. GRPO). Of ``"batch_mean"``, the same, and
+            what is not given is the batch's.
         credit: ``"trajectory"``, one advantage per row; ``"turn"``, one per turn, from dense
             rewards (process supervision).
         trajectory_return: how a dense reward becomes one number: ``"sum"``, ``"mean"``,
             ``"max"``.
         zero_variance: what becomes of a group without a signal (all rewards equal, or fewer than
-            two valid ones): ``"keep"``, with advantage 0; ``"drop"`` (DAPO's dynamic sampling);
-            ``"refill"``: drop, and ask for it again. Somebody must answer: ``LLMCollector`` does
-            not, see :meth:`take_refills`.
+            two valid ones): ``"keep"``, with advantage 0; ``"drop"``; ``"refill"`` or
+            ``GroupRefill(max_draws=4)``: drop, and ask for another (DAPO's dynamic sampling),
+            which all collectors answer; for a loop without one, see :meth:`take_refills`.
         unscorable: what becomes of a row without a finite reward: ``"keep"``, with advantage 0;
             ``"drop"``; both count as members; ``"refill"``: drop, and ask for another row. It is
             never part of the statistics.
@@ -228,7 +263,7 @@ class MCAdvantage(ByGroups):
         scale: F.Scale | str = "group",
         credit: Credit | str = "trajectory",
         trajectory_return: TrajectoryReturn | str = "sum",
-        zero_variance: NoSignal | str = "keep",
+        zero_variance: NoSignal | GroupRefill | str = "keep",
         unscorable: NoSignal | str = "keep",
         keep_return_bounds: tuple[float, float] | None = None,
         on_expiry: OnExpiry | str = "drop",
@@ -250,7 +285,9 @@ class MCAdvantage(ByGroups):
         self.credit = one_of("credit", credit, CREDITS)
         self._refills: Counter[Hashable] = Counter()
         self.estimator: AdvantageEstimator = self._build_estimator(estimator, scale)
-        self.zero_variance: NoSignal = self._checked_change("zero_variance", zero_variance)
+        self.zero_variance: NoSignal | GroupRefill = self._checked_change(
+            "zero_variance", zero_variance
+        )
         self.unscorable: NoSignal = self._checked_change("unscorable", unscorable)
         bounds = self._checked_change("keep_return_bounds", keep_return_bounds)
         self.keep_return_bounds: tuple[float, float] | None = bounds
@@ -275,6 +312,8 @@ class MCAdvantage(ByGroups):
                 f"A group of one never has a signal: zero_variance={value!r} would drop every "
                 "row. Use 'keep'."
             )
+        if name == "zero_variance" and isinstance(value, GroupRefill):
+            return value
         return one_of(name, value, NO_SIGNAL)
 
     def _build_estimator(
@@ -295,6 +334,8 @@ class MCAdvantage(ByGroups):
                 raise ValueError("credit 'turn' goes with estimator 'group' and scale 'group'.")
             mask = self.assistant_mask_key
             return TurnCredit(reward_key=self.reward_key, assistant_mask_key=mask)
+        if estimator == "batch_mean":
+            return BatchMean(scale="batch" if scale == "group" else scale)
         if scale != "group" and estimator != "group":
             raise ValueError(f"scale has no effect on estimator {estimator!r}: leave it out.")
         if isinstance(estimator, AdvantageEstimator):
@@ -302,15 +343,16 @@ class MCAdvantage(ByGroups):
         name = one_of("estimator", estimator, ESTIMATORS)
         if name == "group":
             return GroupMean(scale=scale)
-        return {"rloo": LeaveOneOut, "gdpo": DecoupledSources, "maxrl": MaxRL}[name]()
+        named = {"rloo": LeaveOneOut, "gdpo": DecoupledSources, "maxrl": MaxRL}
+        return {**named, "running_mean": SourceMean}[name]()
 
     def take_refills(self) -> dict[Hashable, int]:
         """Return how many new rows each group asks for; asked once, then forgotten.
 
         To be called after each ``extend`` by whoever fills the buffer, who then samples so many
         rows for the prompt of each group and gives them its id (``docs/losses.md`` has an
-        example). ``LLMCollector`` does not: its data go on to the next prompt, and a group that
-        waits for a refill stays incomplete until it expires.
+        example). Collectors need none of it: they ask :meth:`asks_again` of each group before it
+        goes into the buffer, and what they refuse never comes here.
 
         Returns:
             Group id to number of rows.
@@ -319,21 +361,31 @@ class MCAdvantage(ByGroups):
             refills, self._refills = dict(self._refills), Counter()
             return refills
 
+    @property
+    def asks_for_groups(self) -> bool:
+        """See the base class: of groups without a signal, or with rows that have no reward."""
+        return self._refills_flat or self.unscorable == "refill"
+
+    @property
+    def _refills_flat(self) -> bool:
+        return isinstance(self.zero_variance, GroupRefill) or self.zero_variance == "refill"
+
+    @property
+    def max_draws(self) -> int:
+        """See :class:`GroupRefill`."""
+        return (
+            self.zero_variance.max_draws
+            if isinstance(self.zero_variance, GroupRefill)
+            else MAX_DRAWS
+        )
+
     def asks_again(self, rows: Sequence[TensorDictBase]) -> bool:
-        """Whether a complete group would be refused, in whole or in part, and asked for again.
-
-        For who can have it sampled again at once; nothing is taken in or counted.
-
-        Args:
-            rows: of one whole group.
-        """
-        if "refill" not in (self.zero_variance, self.unscorable):
+        """See the base class."""
+        if not self.asks_for_groups:
             return False
-        waiting: Waiting = {}
-        members = [member_of(None, row, waiting) for row in rows]
-        group = self._group(None, [member for member in members if member is not None])
+        group = self._group(None, self._members(rows))
         lacks = self.unscorable == "refill" and any(map(math.isnan, group.returns))
-        return lacks or (self.zero_variance == "refill" and self.estimator.is_flat(group))
+        return lacks or (self._refills_flat and self.estimator.is_flat(group))
 
     def get_extra_state(self) -> dict[str, Any]:
         """Incomplete groups, counts, pending refills and baselines, for ``state_dict``.
@@ -420,7 +472,7 @@ class MCAdvantage(ByGroups):
             self.stats.groups_zero_variance += 1
             if self.zero_variance != "keep":
                 self.stats.rows_dropped_zero_variance += sum(sizes)
-                if self.zero_variance == "refill":
+                if self._refills_flat:
                     self._refills[group.group_id] += self.group_size
                 return [False] * size
         bounds = self.keep_return_bounds

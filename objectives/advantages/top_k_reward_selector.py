@@ -10,13 +10,14 @@ from typing import Any, Final, Literal
 from tensordict import NestedKey, TensorDictBase
 
 from torchrl_data import keys
-from torchrl_data.checks import check_counts, check_numbers, one_of
+from torchrl_data.checks import check_counts, check_numbers, check_type, one_of
 
 from .estimators import (
     TrajectoryReturn,
     read_entry,
 )
 from .group_queue import num_rows, rows_of
+from .group_refill import MAX_DRAWS, GroupRefill
 from .mc_advantage import ByGroups
 
 Above = Literal["median", "mean", "any"]
@@ -45,6 +46,8 @@ class TopKRewardSelector(ByGroups):
         above: what a row's return has to be above: ``"median"`` or ``"mean"`` of its group, a
             number, or ``"any"``, where nothing is asked of it. With a number a group is kept of
             which all rows are right, too.
+        refill: another group is asked for in the place of one that gives nothing, which all
+            collectors answer; ``None``: none is.
         max_pending_groups: more incomplete groups than this, and the oldest expires.
         expire_after_rows: a group expires once so many rows have come in since its first one.
 
@@ -74,6 +77,7 @@ class TopKRewardSelector(ByGroups):
         scorable_key: NestedKey = keys.SCORABLE,
         trajectory_return: TrajectoryReturn | str = "sum",
         above: Above | str | float = "median",
+        refill: GroupRefill | None = None,
         max_pending_groups: int = 1024,
         expire_after_rows: int | None = None,
     ) -> None:
@@ -89,14 +93,18 @@ class TopKRewardSelector(ByGroups):
         )
         self.topk_size: int = self._checked_change("topk_size", topk_size)
         self.above: Above | float = self._checked_change("above", above)
+        self.refill: GroupRefill | None = self._checked_change("refill", refill)
 
-    changeable = frozenset({"topk_size", "above"})
+    changeable = frozenset({"topk_size", "above", "refill"})
 
     def _checked_change(self, name: str, value: Any) -> Any:
         if name == "topk_size":
             check_counts(topk_size=value)
             if value > self.group_size:
                 raise ValueError(f"topk_size must lie in [1, {self.group_size}], got {value}.")
+        elif name == "refill":
+            if value is not None:
+                check_type("refill", value, GroupRefill, who="TopKRewardSelector")
         elif isinstance(value, str):
             return one_of("above", value, ABOVE)
         else:
@@ -110,17 +118,35 @@ class TopKRewardSelector(ByGroups):
             group_id = int(read_entry(row, self.group_key, "TopKRewardSelector"))
             if (members := self.queue.add(group_id, row)) is None:
                 continue
-            scored = [(self._return(member), member) for member in members]
-            falling = sorted((p for p in scored if not math.isnan(p[0])), key=lambda p: -p[0])
-            if self.above != "any" and falling:
-                bound = self._bound([value for value, _ in falling])
-                falling = [pair for pair in falling if pair[0] > bound]
-            best = [row for _, member in falling[: self.topk_size] for row in rows_of(member)]
+            best = [row for member in self._best(members) for row in rows_of(member)]
             self.stats.rows_dropped_unselected += sum(map(num_rows, members)) - len(best)
             released += best
         for _, late in self.queue.expire():
             self.stats.rows_expired += sum(map(num_rows, late))
         return released
+
+    def _best(self, members: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+        """Which episodes of a complete group are kept, the best first."""
+        scored = [(self._return(member), member) for member in members]
+        falling = sorted((p for p in scored if not math.isnan(p[0])), key=lambda p: -p[0])
+        if self.above != "any" and falling:
+            bound = self._bound([value for value, _ in falling])
+            falling = [pair for pair in falling if pair[0] > bound]
+        return [member for _, member in falling[: self.topk_size]]
+
+    @property
+    def asks_for_groups(self) -> bool:
+        """See the base class."""
+        return self.refill is not None
+
+    @property
+    def max_draws(self) -> int:
+        """See :class:`GroupRefill`."""
+        return MAX_DRAWS if self.refill is None else self.refill.max_draws
+
+    def asks_again(self, rows: Sequence[TensorDictBase]) -> bool:
+        """See the base class; here, where nothing of the group would be kept."""
+        return self.refill is not None and not self._best(self._members(rows))
 
     def _bound(self, falling: Sequence[float]) -> float:
         if not isinstance(self.above, str):

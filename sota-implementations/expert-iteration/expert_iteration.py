@@ -52,7 +52,14 @@ from objectives import SFTLoss, TopKRewardSelector
 from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Setup, before_buffer, build_collector, load_models, warm_up
+from torchrl_agents.tasks import (
+    Setup,
+    before_buffer,
+    build_collector,
+    load_models,
+    refill_of,
+    warm_up,
+)
 from torchrl_agents.training import Rollouts, Step, Training, learn
 
 
@@ -63,7 +70,10 @@ def build_selector(cfg: ExpertConfig) -> TopKRewardSelector:
         ValueError: an option is unknown, or more are kept than there are in a group.
     """
     return TopKRewardSelector(
-        group_size=cfg.collector.group_size, topk_size=cfg.train.top_k, above=cfg.train.keep_above
+        group_size=cfg.collector.group_size,
+        topk_size=cfg.train.top_k,
+        above=cfg.train.keep_above,
+        refill=refill_of(cfg.collector),
     )
 
 
@@ -81,7 +91,10 @@ def main(cfg: ExpertConfig, setup: Setup, run: Run) -> dict:
 
     def kept(step: Step) -> dict[str, float]:
         num_kept = 0 if step.trained is None else len(step.trained)
-        return {"kept_fraction": num_kept / setup.env.batch_size.numel()}
+        num_drawn = setup.env.batch_size.numel()
+        if cfg.collector.refill and step.trajectories is not None:
+            num_drawn = len(step.trajectories)
+        return {"kept_fraction": num_kept / num_drawn}
 
     training = Training(
         *(cfg, run, setup, actor, policy, Rollouts(collector)),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import objectives
 import torchrl_envs
-from torchrl_agents.settings.schema import EpochsTrainConfig, RolloutsConfig
+from torchrl_agents.settings.schema import BASELINES, EpochsTrainConfig, RolloutsConfig
 from torchrl_data.import_path import import_callable
 
 if TYPE_CHECKING:
@@ -63,9 +63,11 @@ class LossConfig:
     drop_truncated: bool = False
     """Do not train rollouts that were cut."""
     advantage: str = "group"
-    """group (mean and deviation), rloo (leave one out), gdpo (each reward by itself) or maxrl."""
+    """group (mean and deviation), rloo (leave one out), gdpo (each reward by itself) or maxrl; of
+    one rollout a prompt, collector.group_size=1: batch_mean or running_mean (by task)."""
     advantage_scale: str | None = None
-    """What the group's advantage is divided by: group, batch or none."""
+    """What the group's advantage is divided by: group, batch or none; of batch_mean: batch or
+    none."""
     length_penalty: float = 0.0
     """What the longest output of a group costs; the others pay by their share of its length."""
     observation_coeff: float = 0.0
@@ -241,21 +243,29 @@ def _clip_epsilon(cfg: LossConfig, preset: Any, surrogate: Any) -> tuple[float, 
     return low, high
 
 
-def build_advantage(cfg: LossConfig, group_size: int) -> objectives.MCAdvantage:
-    """Advantages within groups; groups without a signal are dropped.
+def build_advantage(
+    cfg: LossConfig, group_size: int, refill: objectives.GroupRefill | None = None
+) -> objectives.MCAdvantage:
+    """Advantages within groups; groups without a signal are dropped, or replaced by others.
 
     Raises:
         ValueError: an option is unknown, or a group is too small to have a signal.
     """
+    flat = refill or ("keep" if group_size == 1 else "drop")
+    if cfg.length_penalty and cfg.advantage in BASELINES:
+        raise ValueError(
+            f"length_penalty compares the outputs of a group, which {cfg.advantage} does not look "
+            "at. Leave it out."
+        )
     advantages = objectives.MCAdvantage(
         group_size,
         estimator=cfg.advantage,
         scale=cfg.advantage_scale or "group",
-        zero_variance="drop",
+        zero_variance=flat,
     )
     if cfg.length_penalty:
         priced = objectives.LengthPenalty(coeff=cfg.length_penalty, estimator=advantages.estimator)
-        return objectives.MCAdvantage(group_size, estimator=priced, zero_variance="drop")
+        return objectives.MCAdvantage(group_size, estimator=priced, zero_variance=flat)
     return advantages
 
 

@@ -45,6 +45,7 @@ RECIPE = Recipe(
     embedded={"loss.entropy_coeff": 0.01},
     pretrained={"loss.entropy_coeff": 0.0},
     parts=lambda cfg: {
+        "collector.max_draws": lambda: refill_of(cfg.collector),
         "loss.advantage": lambda: build_advantage(cfg.loss, cfg.collector.group_size),
         "loss.sampler_correction": lambda: check_correction(cfg),
         "train.drop_solved_at and train.pools": lambda: build_pools(cfg),
@@ -68,7 +69,7 @@ from torchrl_agents.models import build_optimizer
 from torchrl_agents.parallel import Follower, freeze_reference, share_model
 from torchrl_agents.run import Run
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Setup, build_collector, load_models, warm_up
+from torchrl_agents.tasks import Setup, build_collector, load_models, refill_of, warm_up
 from torchrl_agents.training import Rollouts, Training
 from torchrl_envs import RewardFunctions
 
@@ -77,7 +78,8 @@ def train(training: Training | Follower) -> dict:
     """Make the steps; every rank does, each with its share of the rows. Gives the result."""
     cfg, actor = training.cfg, training.actor
     loss = RECIPE.loss(cfg, actor)
-    optimizer = build_optimizer(cfg.optim, [p for p in actor.parameters() if p.requires_grad])
+    trained = [p for p in actor.parameters() if p.requires_grad]
+    optimizer = build_optimizer(cfg.optim, trained, actor.model)
     gate = NonFiniteGate(
         optimizer,
         max_grad_norm=cfg.optim.max_grad_norm,
@@ -107,7 +109,8 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run) -> dict:
 
     # A_i = (r_i - mean of the group) / (deviation of the group), for each of the G rollouts of one
     # prompt: the collector fills a buffer with groups, and the buffer gives them advantages.
-    advantage = build_advantage(cfg.loss, cfg.collector.group_size)
+    refill = refill_of(cfg.collector)  # of groups without a signal: others are drawn, or none
+    advantage = build_advantage(cfg.loss, cfg.collector.group_size, refill)
     postproc = build_postproc(cfg, reference, build_pools(cfg, setup.env))
     collector = build_collector(cfg, setup.env, policy, transform=advantage, postproc=postproc)
     for functions in setup.env.transforms_of(RewardFunctions):

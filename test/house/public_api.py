@@ -33,6 +33,7 @@ PUBLIC = (
     "collectors.verification",
     "collectors.weight_update",
     "torchrl_agents",
+    "torchrl_agents.explain",
 )
 UMBRELLA = "torchrl_agents"
 """Has all names of the packages that it star-imports, and no ``__all__``."""

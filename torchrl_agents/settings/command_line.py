@@ -35,6 +35,7 @@ from .schema import (
     FILES,
     PRETRAINED,
     CollectorConfig,
+    OptimConfig,
     Recipe,
     RecipeConfig,
     RolloutsConfig,
@@ -43,6 +44,7 @@ from .schema import (
     TrainingConfig,
     check_path_parts,
     collects_on_ray,
+    compares_groups,
     refusing,
 )
 
@@ -432,7 +434,7 @@ _RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
         "policy.lora_alpha optim.learning_rate optim.eps optim.max_grad_norm "
         "warm_start.learning_rate train.timeout_s train.wait_s",
     ),
-    ("in [0, 1)", lambda x: 0 <= x < 1, "optim.beta1 optim.beta2"),
+    ("in [0, 1)", lambda x: 0 <= x < 1, "optim.beta1 optim.beta2 optim.momentum"),
     ("in [0, 1]", lambda x: 0 <= x <= 1, "collector.max_error_fraction"),
     ("from 0 to 2**63 - 1", lambda x: 0 <= x < 1 << 63, ".seed"),
     ("-1 or at least 1", lambda x: x == -1 or x >= 1, "collector.max_inflight_tasks"),
@@ -505,7 +507,19 @@ def num_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _optimizer_faults(cfg: TrainingConfig) -> Iterator[str]:
+    name = cfg.optim.name
+    if name == "adamw8bit" and find_spec("bitsandbytes") is None:
+        install = "pip install 'torchrl-agents[adamw8bit]'"
+        yield f"optim.name=adamw8bit needs the package bitsandbytes, which is not here: {install}."
+    if name in ("adamw8bit", "muon") and num_ranks() > 1 and cfg.train.parallel != "ddp":
+        yield f"optim.name={name} needs whole parameters on each rank: train.parallel=ddp."
+    if name != "muon" and cfg.optim.momentum != OptimConfig().momentum:
+        yield f"optim.momentum is for optim.name=muon, not {name}."
+
+
 def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:
+    yield from _optimizer_faults(cfg)
     if find_spec("matplotlib") is None:
         what = f"{recipe.name} draws its learning curve with matplotlib"
         yield f"{what}: pip install 'torchrl-agents[train]'."
@@ -565,8 +579,12 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
 
 def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
     collector, default = cfg.collector, CollectorConfig()
-    if recipe.needs_groups and collector.group_size < 2:
-        yield "collector.group_size must be at least 2: a group of one never has a signal."
+    if compares_groups(recipe, cfg) and collector.group_size < 2:
+        yield (
+            "collector.group_size must be at least 2: a group of one never has a signal. One "
+            "rollout a prompt goes with loss.advantage=batch_mean or running_mean of grpo."
+        )
+    yield from _refill_faults(recipe, cfg)
     for name in (
         *("max_staleness", "staleness_policy", "pipeline_depth", "recompute", "follow_load"),
         "max_inflight_tasks",
@@ -598,6 +616,17 @@ def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:
     truncates = cfg.policy.top_k > 0 or cfg.policy.top_p < 1 or cfg.policy.min_p > 0
     if cfg.record.kept_counts and not truncates:
         yield "record.kept_counts is for policy.top_k, top_p or min_p: nothing is left out."
+
+
+def _refill_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
+    collector = cfg.collector
+    if collector.refill and not compares_groups(recipe, cfg):
+        what = "this loss.advantage" if recipe.needs_groups else recipe.name
+        yield f"collector.refill: {what} has no groups without a signal. Leave it out."
+    if collector.max_draws != CollectorConfig().max_draws and not collector.refill:
+        yield "collector.max_draws is for collector.refill=true."
+    if collector.refill and getattr(cfg.train, "shuffle_rewards", False):
+        yield "collector.refill chooses groups before train.shuffle_rewards: take one of them."
 
 
 def _ray_faults(cfg: RolloutsConfig) -> Iterator[str]:

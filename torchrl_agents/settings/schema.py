@@ -150,6 +150,11 @@ class CollectorConfig(EpisodeConfig):
     """Prompts of a step."""
     group_size: int = 16
     """Rollouts of a prompt."""
+    refill: bool = False
+    """Groups without a signal are replaced by others until the batch is full (docs/losses.md)."""
+    max_draws: int = 16
+    """Of refill: the most groups that are drawn for a batch, in batches; then sync trains what it
+    has, and streaming and ray, where so many were refused in a row, stop."""
     max_staleness: int = 4
     """Of streaming: the most steps by which any token may be older than the step that trains it; 0
     gives what sync gives."""
@@ -175,7 +180,8 @@ class OptimConfig:
     """The optimizer and its schedule."""
 
     name: str = "adamw"
-    """adamw or sgd."""
+    """adamw, adamw8bit (its moments take a byte each), muon (of the matrices; AdamW of the rest),
+    or sgd."""
     learning_rate: float | None = None
     schedule: str = "trapezoid"
     """After the warm-up: trapezoid (falls over the second half), constant, linear or cosine."""
@@ -184,6 +190,8 @@ class OptimConfig:
     weight_decay: float = 0.0
     beta1: float = 0.9
     """Of adamw; the momentum of sgd."""
+    momentum: float = 0.95
+    """Of muon's matrices."""
     beta2: float = 0.95
     eps: float = 1e-8
     max_grad_norm: float | None = None
@@ -394,6 +402,16 @@ _LONGEST_NAME: Final = 200
 """Of a folder, in bytes: file systems take 255, with the number of a run and endings of files."""
 
 
+BASELINES: Final = ("batch_mean", "running_mean")
+"""Values of ``loss.advantage`` with which a rollout is not compared with others of its prompt."""
+
+
+def compares_groups(recipe: "Recipe", cfg: RecipeConfig) -> bool:
+    """Whether a group whose rewards are all equal has no signal."""
+    advantage = getattr(getattr(cfg, "loss", None), "advantage", None)
+    return recipe.needs_groups and advantage not in BASELINES
+
+
 def collects_on_ray(cfg: RecipeConfig) -> bool:
     """Return whether collectors on Ray have policies of their own."""
     return isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "ray"
@@ -442,7 +460,10 @@ GROUPS: Final[dict[str, dict[str, Any]]] = {
         "streaming": CollectorConfig(mode="streaming"),
         "ray": CollectorConfig(mode="ray"),
     },
-    "optim": {"adamw": OptimConfig(), "sgd": OptimConfig(name="sgd")},
+    "optim": {
+        "adamw": OptimConfig(),
+        **{name: OptimConfig(name=name) for name in ("adamw8bit", "muon", "sgd")},
+    },
     "logger": {
         "files": LoggerConfig(),
         "none": LoggerConfig(backends=[]),

