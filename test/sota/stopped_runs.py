@@ -291,7 +291,7 @@ def run(config: Any, job: dict[str, Any]) -> None:
     """What the command does, once its arguments are read."""
     # Groups without a signal are trained, too, or there would be no passes.
     kept = "refill" if job.get("faults") else "keep"
-    grpo.build_advantage = lambda _, size, __: MCAdvantage(size, zero_variance=kept)
+    grpo.build_advantage = lambda _, size, __=None: MCAdvantage(size, zero_variance=kept)
     if job.get("faults"):
         drop_groups()
     if not job.get("draws"):
