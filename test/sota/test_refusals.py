@@ -79,7 +79,10 @@ def run(tmp_path):
             "There is no setting 'task.dataset' of task=calculator. There are task.id,",
         ),
         ("grpo train.num_steps=abc", "train.num_steps: Value 'abc' of type 'str' could not be"),
-        ("grpo optim.name=adam", "optim.name must be one of adamw, adamw8bit, muon, sgd, got 'adam'"),
+        (
+            "grpo optim.name=adam",
+            "optim.name must be one of adamw, adamw8bit, muon, sgd, got 'adam'",
+        ),
         ("grpo loss.name=gpro", "loss.name must be one of bnpo, cispo,"),
         ("grpo collector.group_size=1", "collector.group_size must be at least 2"),
         ("grpo logger.backends=[x]", r"logger.backends[0] must be one of csv, tensorboard,"),
