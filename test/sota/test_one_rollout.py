@@ -33,21 +33,24 @@ def run(run_script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "steps"),
     [
-        pytest.param(["loss.advantage=batch_mean"], id="batch mean"),
-        pytest.param(["loss.advantage=running_mean"], id="running mean"),
-        pytest.param(["loss.advantage=batch_mean", "collector=streaming"], id="beside training"),
+        pytest.param(["loss.advantage=batch_mean"], 14, id="batch mean"),
+        pytest.param(["loss.advantage=running_mean"], 14, id="running mean"),
+        # On a busy machine the rollouts of the first steps all begin with the first weights.
+        pytest.param(
+            ["loss.advantage=batch_mean", "collector=streaming"], 28, id="beside training"
+        ),
     ],
 )
-def test_the_reward_rises_with_one_rollout_a_prompt(run, settings):
-    done = run(*settings, "train.num_steps=14")
+def test_the_reward_rises_with_one_rollout_a_prompt(run, settings, steps):
+    done = run(*settings, f"train.num_steps={steps}")
     assert done.returncode == 0, done.stderr
     assert "No signal" not in done.stderr
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
-    assert all(step["trained_rows"] == 16 for step in steps)
-    first, last = (fmean(step["reward"] for step in part) for part in (steps[:3], steps[-3:]))
+    rows = [json.loads(line) for line in lines]
+    assert all(row["trained_rows"] == 16 for row in rows)
+    first, last = (fmean(row["reward"] for row in part) for part in (rows[:3], rows[-3:]))
     assert last > 1.5 * first
     assert not explain_run(run.folder).findings
 
