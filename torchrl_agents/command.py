@@ -58,6 +58,10 @@ COMMANDS: Final = {
         "torchrl_agents.explain.command:main",
         "say in words what holds a run back, and which setting to change",
     ),
+    "serve-training": (
+        "torchrl_agents.training_service.command:main",
+        "train and sample adapters for clients of Tinker, over HTTP",
+    ),
     "verify": (
         "torchrl_agents.verify:main",
         "compute each recorded token of a run again, and say why those that differ do",

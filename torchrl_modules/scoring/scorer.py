@@ -480,6 +480,7 @@ class PackedScorer(ChecksAttributes):
         truncation: SamplingParameters | None = None,
         untempered: bool = False,
         images: Sequence[Sequence[str]] | None = None,
+        targets: Tensor | None = None,
     ) -> TokenScores:
         """See :class:`torchrl_data.TokenScorer`.
 
@@ -494,12 +495,20 @@ class PackedScorer(ChecksAttributes):
                 targets is then a turn, and what comes before it in its sequence the turn's prompt.
             untempered: also give the log-probs under the model's own softmax.
             images: of each sequence in order, in base 64.
+            targets: int64 ``[K]``, scored in place of the sequences' own tokens at the mask, each
+                after what comes before it there.
 
         Raises:
             ValueError: the shapes disagree, a sequence is empty, a first token is a target, an
-                id is outside the vocabulary, or tokens and images do not belong together.
+                id is outside the vocabulary, or tokens and images do not belong together; or
+                ``targets`` are given beside penalties, which read the sequences' own tokens.
         """
         packed = self._checked(ids, lengths, target_mask, images)
+        scored = (
+            packed[0][packed[2]]
+            if targets is None
+            else self._checked_targets(targets, packed[2], truncation)
+        )
         drawn_from = replace(
             truncation or SamplingParameters(),
             temperature=temperature,
@@ -507,8 +516,9 @@ class PackedScorer(ChecksAttributes):
             untempered_log_probs=untempered,
         )
         if self.micro_batch_tokens is None or torch.is_grad_enabled():
-            return self._score(*packed, drawn_from, images)
+            return self._score(*packed, drawn_from, images, scored)
         ids, lengths, target_mask = packed
+        num_before = torch.cat([target_mask.new_zeros(1, dtype=torch.int64), target_mask.cumsum(0)])
         # Runs of whole sequences within the budget: sequences i:j, tokens a:b.
         splits, first, start, total = [], 0, 0, 0
         for i, length in enumerate(lengths.tolist()):
@@ -523,7 +533,8 @@ class PackedScorer(ChecksAttributes):
             splits += [(0, 0, 0, 0)] * (int(most) - len(splits))
         parts = [
             self._score(
-                ids[a:b], lengths[i:j], target_mask[a:b], drawn_from, images and images[i:j]
+                *(ids[a:b], lengths[i:j], target_mask[a:b], drawn_from, images and images[i:j]),
+                scored[num_before[a] : num_before[b]],
             )
             for i, j, a, b in splits
         ]
@@ -573,15 +584,15 @@ class PackedScorer(ChecksAttributes):
         lengths: Tensor,
         target_mask: Tensor,
         drawn_from: SamplingParameters,
-        images: Sequence[Sequence[str]] | None = None,
+        images: Sequence[Sequence[str]] | None,
+        targets: Tensor,
     ) -> TokenScores:
-        targets = ids[target_mask]
         if len(targets) == 0:
             empty = torch.zeros(0, device=self.model.device)
             if self.is_distributed:  # a pass that others wait for, with a gradient of 0
                 two, of_two = torch.zeros(2, dtype=torch.int64), torch.tensor([2])
                 is_target = torch.tensor([False, True])
-                empty = self._score(two, of_two, is_target, drawn_from).log_prob[:0]
+                empty = self._score(two, of_two, is_target, drawn_from, None, two[:1]).log_prob[:0]
             nothing = empty.detach()
             entropy = nothing if drawn_from.entropy else None
             return TokenScores(empty, entropy, nothing if drawn_from.untempered_log_probs else None)
@@ -628,6 +639,24 @@ class PackedScorer(ChecksAttributes):
             entropy=drawn_from.entropy,
             **options,
         )
+
+    def _checked_targets(
+        self, targets: Tensor, target_mask: Tensor, truncation: SamplingParameters | None
+    ) -> Tensor:
+        """Tokens that are scored in place of the sequences' own, on the host."""
+        if truncation is not None and truncation.changes_logits:
+            raise ValueError("score_packed: targets= goes without penalties and logit_bias.")
+        (targets,) = on_host(targets)
+        vocab_size = self.model.config.get_text_config().vocab_size
+        due = (int(target_mask.sum()),)
+        if tuple(targets.shape) != due or targets.dtype != torch.int64:
+            raise ValueError(
+                f"score_packed: targets must be int64 {due}, one for each True of target_mask, "
+                f"got {targets.dtype} {tuple(targets.shape)}."
+            )
+        if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < vocab_size:
+            raise ValueError(f"score_packed: a target is outside the vocabulary of {vocab_size}.")
+        return targets
 
     def _checked(
         self,

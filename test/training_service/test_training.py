@@ -1,0 +1,245 @@
+"""Training by the client of Tinker, against a plain loop over PEFT."""
+
+import copy
+import warnings
+
+import httpx2
+import peft
+import pytest
+import tinker
+import torch
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+
+from .conftest import NAME
+
+PROMPT = [5, 9, 33, 40, 12, 7]
+ADAM = types.AdamParams(learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1)
+
+
+def datum(ids, start, **inputs):
+    """A row whose tokens from ``start`` on are trained; targets of its prompt are 0."""
+    targets = [0] * (start - 1) + ids[start:]
+    padded = {k: [0.0] * (start - 1) + list(v) for k, v in inputs.items()}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(ids[:-1]),
+        loss_fn_inputs={"target_tokens": targets, **padded},
+    )
+
+
+@pytest.fixture
+def rows():
+    generator = torch.Generator().manual_seed(3)
+    return [
+        PROMPT + torch.randint(4, 300, (n,), generator=generator).tolist() for n in (5, 3, 5, 8)
+    ]
+
+
+class PlainLoop:
+    """The same training with PEFT and torch alone, one row after the other."""
+
+    def __init__(self, model, rank, seed, layers):
+        config = peft.LoraConfig(
+            r=rank, lora_alpha=32, target_modules=layers, task_type="CAUSAL_LM"
+        )
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(seed)
+            self.model = peft.get_peft_model(copy.deepcopy(model), config)
+        own = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            own, lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1
+        )
+
+    def log_probs(self, ids, targets):
+        logits = self.model(input_ids=torch.tensor([ids[:-1]])).logits[0].float()
+        return logits.log_softmax(-1).gather(1, torch.tensor(targets)[:, None]).squeeze(1)
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+
+
+def test_steps_are_those_of_a_plain_loop(served, rows, make_tiny_model):
+    """Log-probs, losses and weights after two steps, importance sampling then cross-entropy."""
+    run = served.client.create_lora_training_client(NAME, rank=4, seed=11).result()
+    plain = PlainLoop(make_tiny_model(), 4, 11, LAYERS)
+    start = len(PROMPT)
+    advantages = [1.0, -0.5, 0.25, 2.0]
+    q = [[-2.0 - 0.1 * i for i in range(len(row) - start)] for row in rows]
+    data = [
+        datum(row, start, logprobs=old, advantages=[a] * len(old))
+        for row, old, a in zip(rows, q, advantages, strict=True)
+    ]
+    for _ in range(2):
+        passed = run.forward_backward(data, "importance_sampling")
+        stepped = run.optim_step(ADAM)
+        total = 0.0
+        for row, old, a, told in zip(
+            rows, q, advantages, passed.result().loss_fn_outputs, strict=True
+        ):
+            targets = [0] * (start - 1) + row[start:]
+            now = plain.log_probs(row, targets)
+            torch.testing.assert_close(
+                told["logprobs"].to_torch(), now.detach(), atol=2e-5, rtol=1e-5
+            )
+            loss = -((now[start - 1 :] - torch.tensor(old)).exp() * a).sum()
+            loss.backward()
+            total += float(loss.detach())
+        assert passed.result().metrics["loss:sum"] == pytest.approx(total, rel=1e-4)
+        norm = torch.stack([p.grad.norm() for p in plain.model.parameters() if p.requires_grad])
+        assert stepped.result().metrics["grad_norm"] == pytest.approx(float(norm.norm()), rel=1e-4)
+        plain.step()
+    text = [datum(row, 1) for row in rows]  # without weights: all count
+    told = run.forward(text, "cross_entropy").result()
+    with torch.no_grad():
+        expected = -sum(float(plain.log_probs(row, row[1:]).sum()) for row in rows)
+    assert told.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_gradient_is_of_all_passes_since_the_last_step_and_forward_adds_none(served, rows):
+    whole = served.client.create_lora_training_client(NAME, rank=2, seed=1).result()
+    parts = served.client.create_lora_training_client(NAME, rank=2, seed=1).result()
+    data = [datum(row, 1) for row in rows]
+    whole.forward_backward(data, "cross_entropy")
+    whole.forward(data, "cross_entropy")
+    passes = [parts.forward_backward([one], "cross_entropy") for one in data]
+    steps = [run.optim_step(ADAM).result() for run in (whole, parts)]
+    assert all(each.result() for each in passes)
+    norms = [step.metrics["grad_norm"] for step in steps]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_runs_beside_each_other_do_not_mix(served, rows):
+    """Gradients of two runs of other shapes, taken in turns, are those of each alone."""
+    data = [[datum(row, 1) for row in rows[:2]], [datum(row, 1) for row in rows[2:]]]
+    shapes = [{"rank": 2, "seed": 5}, {"rank": 4, "seed": 6, "train_unembed": False}]
+
+    def train(indices):
+        runs = [
+            served.client.create_lora_training_client(NAME, **shapes[i]).result() for i in indices
+        ]
+        for _ in range(2):
+            for i, run in zip(indices, runs, strict=True):
+                run.forward_backward(data[i][:1], "cross_entropy")
+            for i, run in zip(indices, runs, strict=True):
+                run.forward_backward(data[i][1:], "cross_entropy")
+            for run in runs:
+                run.optim_step(ADAM)
+        return [
+            run.forward(data[i], "cross_entropy").result().metrics["loss:sum"]
+            for i, run in zip(indices, runs, strict=True)
+        ]
+
+    assert train([0, 1]) == pytest.approx(train([0]) + train([1]), rel=1e-6)
+
+
+def test_settings_of_a_step(served, rows):
+    """Clipping bounds the norm, and the learning rate is that of this step."""
+    run = served.client.create_lora_training_client(NAME, rank=2, seed=1).result()
+    data = [datum(row, 1) for row in rows]
+    before = run.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    run.forward_backward(data, "cross_entropy")
+    clipped = types.AdamParams(learning_rate=1e-3, grad_clip_norm=1e-9, eps=1.0)
+    told = run.optim_step(clipped).result().metrics["grad_norm"]
+    assert told > 1.0  # before it was clipped
+    after = run.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    assert after == pytest.approx(before, abs=1e-3)  # 1e-9 beside an eps of 1 moves nothing
+    run.forward_backward(data, "cross_entropy")
+    run.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    assert run.forward(data, "cross_entropy").result().metrics["loss:sum"] == after
+    run.forward_backward(data, "cross_entropy")
+    run.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    assert run.forward(data, "cross_entropy").result().metrics["loss:sum"] < before - 1
+
+
+def test_custom_losses_are_computed_beside_the_client(served, rows):
+    run = served.client.create_lora_training_client(NAME, rank=2, seed=1).result()
+    data = [datum(row, 1) for row in rows]
+
+    def squared(data, log_probs):
+        return sum(each.square().sum() for each in log_probs), {}
+
+    told = run.forward_backward_custom(data, squared).result()
+    log_probs = [each["logprobs"].to_torch() for each in told.loss_fn_outputs]
+    expected = sum(float(each.square().sum()) for each in log_probs)
+    assert told.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    assert run.optim_step(ADAM).result().metrics["grad_norm"] > 0
+
+
+BAD = [
+    ({"model_input": types.ModelInput.from_ints([])}, "has no token"),
+    ({"loss_fn_inputs": {"target_tokens": [1, 2]}}, r"shape \[2\] for 3 positions"),
+    ({"loss_fn_inputs": {"target_tokens": [1, 2, 999_999]}}, "outside the vocabulary"),
+    ({"model_input": types.ModelInput.from_ints([1, 2, -1])}, "outside the vocabulary"),
+    ({"model_input": types.ModelInput.from_ints([5] * 4000)}, "takes 1023 here"),
+    ({"loss_fn_inputs": {"weights": [1.0] * 3}}, "lacks 'target_tokens'"),
+    (
+        {"loss_fn_inputs": {"target_tokens": [1, 2, 3], "weights": [1.0, float("nan"), 1.0]}},
+        "NaN or infinity",
+    ),
+    (
+        {"loss_fn_inputs": {"target_tokens": [1, 2, 3], "advantages": [1.0] * 3}},
+        "which this loss does not read",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "words"), BAD)
+def test_bad_data_is_told_and_no_step_is_made_with_the_rest(served, rows, wrong, words):
+    run = served.client.create_lora_training_client(NAME, rank=2, seed=1).result()
+    good = [datum(row, 1) for row in rows]
+    before = run.forward(good, "cross_entropy").result().metrics["loss:sum"]
+    fields = {
+        "model_input": types.ModelInput.from_ints([4, 5, 6]),
+        "loss_fn_inputs": {"target_tokens": [5, 6, 7]},
+    }
+    first = run.forward_backward(good, "cross_entropy")
+    second = run.forward_backward([types.Datum(**{**fields, **wrong})], "cross_entropy")
+    step = run.optim_step(ADAM)
+    assert first.result()
+    with pytest.raises(tinker.RequestFailedError, match=words):
+        second.result()
+    with pytest.raises(tinker.RequestFailedError, match="made no step"):
+        step.result()
+    assert run.forward(good, "cross_entropy").result().metrics["loss:sum"] == before
+    # What comes next is whole.
+    run.forward_backward(good, "cross_entropy")
+    assert run.optim_step(ADAM).result().metrics["grad_norm"] > 0
+
+
+def test_a_step_without_a_gradient_is_refused(served):
+    run = served.client.create_lora_training_client(NAME, rank=2).result()
+    with pytest.raises(tinker.RequestFailedError, match="there is no gradient"):
+        run.optim_step(ADAM).result()
+
+
+def test_what_is_not_served_is_refused_by_name(served):
+    make = served.client.create_lora_training_client
+    with pytest.raises(tinker.NotFoundError, match="there is mine/tiny"):
+        make("other/model").result()
+    with pytest.raises(tinker.RequestFailedError, match="rank must be at least 1, got 0"):
+        make(NAME, rank=0).result()
+    with pytest.raises(tinker.BadRequestError, match="dimuon"):
+        make(NAME, optimizer=types.DimuonOptimizerConfig()).result()
+
+
+def test_a_request_that_is_sent_twice_is_done_once(served, rows):
+    """A client that did not hear the answer asks again with the same number."""
+    run = served.client.create_lora_training_client(NAME, rank=2, seed=1).result()
+    once = served.client.create_lora_training_client(NAME, rank=2, seed=1).result()
+    asked = types.ForwardBackwardRequest(
+        types.ForwardBackwardInput([datum(rows[0], 1)], "cross_entropy"), run.model_id, 1
+    )
+    body = forward_backward_request_to_proto(asked).SerializeToString()
+    told = [
+        httpx2.post(f"{served.url}/api/v1/forward_backward", content=body).json() for _ in range(2)
+    ]
+    assert told[0] == told[1] == {"request_id": f"{run.model_id}:1"}
+    once.forward_backward([datum(rows[0], 1)], "cross_entropy")
+    run._request_id_counter = run._turn_counter = 1
+    norms = [each.optim_step(ADAM).result().metrics["grad_norm"] for each in (run, once)]
+    assert norms[0] == norms[1]

@@ -1,0 +1,1 @@
+"""A training loop behind a wire: clients of Tinker train and sample adapters of one model."""

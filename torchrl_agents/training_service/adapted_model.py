@@ -1,0 +1,402 @@
+"""A language model with the adapters of many training runs, of which one acts at a time."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from objectives.batching.packed_batch import PackedBatch
+from torchrl_data import import_package
+from torchrl_modules import SamplingParameters
+from torchrl_modules.engines.engine import Generation
+from torchrl_modules.engines.transformers import TransformersEngine
+from torchrl_modules.scoring.models import plain_head
+from torchrl_modules.scoring.scorer import PackedScorer
+
+from .errors import RequestError
+from .messages import INSTALL, Example, TopTokens
+from .token_losses import Tokens
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """Which layers have adapters, and of which rank.
+
+    Args:
+        rank: of the two factors.
+        train_attn: layers of attention have one.
+        train_mlp: all other linear layers but the head have one.
+        train_unembed: the head has one.
+    """
+
+    rank: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+class AdapterWeights(NamedTuple):
+    """The weights of an adapter, apart from the model."""
+
+    shape: AdapterShape
+    tensors: Mapping[str, Tensor]
+    """By the names that PEFT gives them, on the host."""
+
+
+class Gradient(NamedTuple):
+    """What a training pass gives."""
+
+    loss: float
+    """The sum over all tokens."""
+    log_probs: list[Tensor]
+    """Of each sequence, float32 ``[N]``, on the host."""
+
+
+class AdaptedModel:
+    """A frozen model, and adapters by name. For one thread.
+
+    Args:
+        name: by which clients know it.
+        model: a causal language model of Transformers, in evaluation mode from now on.
+        tokenizer: of it.
+        folder: where clients on this machine find the tokenizer.
+        lora_alpha: the product of the factors is multiplied by it, and divided by the rank.
+        max_model_len: most tokens of a sequence; the model's own limit when not given.
+        micro_batch_tokens: most tokens of one training pass, those that sequences begin with in
+            common counted once.
+        autocast_dtype: compute in this type, with the weights as they are.
+
+    Raises:
+        ImportError: PEFT is missing.
+        ValueError: the model can't be sampled from or scored, or has fewer positions.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: str,
+        *,
+        lora_alpha: float = 32.0,
+        max_model_len: int | None = None,
+        micro_batch_tokens: int = 8192,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        import_package("peft", who="serve-training", install=INSTALL)
+        self.name, self.tokenizer, self.folder = name, tokenizer, folder
+        self._model = model.requires_grad_(False).eval()
+        self._lora_alpha = lora_alpha
+        self._micro_batch_tokens = micro_batch_tokens
+        self._autocast_dtype = autocast_dtype
+        self._layers = _linear_layers(model)
+        self._wrapped: Any = None
+        self._engine = TransformersEngine(
+            model, max_model_len=max_model_len, autocast_dtype=autocast_dtype
+        )
+        self._scorers: dict[type | None, PackedScorer] = {}
+        self._scorer()
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._engine.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence."""
+        return self._engine.max_model_len
+
+    # Adapters ------------------------------------------------------------------------------------
+
+    def add(self, adapter: str, shape: AdapterShape, seed: int | None = None) -> list[nn.Parameter]:
+        """Add an adapter that changes nothing yet, and give its weights.
+
+        Args:
+            adapter: its name.
+            shape: of it.
+            seed: of its first factors.
+
+        Raises:
+            RequestError: no layer would have one, or the rank is not positive.
+        """
+        import peft
+
+        if shape.rank < 1:
+            raise RequestError(f"lora_config.rank must be at least 1, got {shape.rank}.")
+        kinds = {"attn": shape.train_attn, "mlp": shape.train_mlp, "unembed": shape.train_unembed}
+        layers = [name for name, kind in self._layers.items() if kinds[kind]]
+        if not layers:
+            raise RequestError(
+                f"lora_config leaves {self.name} no layer to train: train_attn, train_mlp and "
+                "train_unembed are all false, or the model has no such linear layer."
+            )
+        alpha: Any = self._lora_alpha  # PEFT divides it
+        config = peft.LoraConfig(
+            r=shape.rank, lora_alpha=alpha, target_modules=layers, task_type="CAUSAL_LM"
+        )
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            if seed is not None:
+                torch.manual_seed(seed)
+            # A tied head has an adapter of its own, and the embeddings none: as it is meant.
+            warnings.filterwarnings("ignore", ".*tie_word_embeddings.*")
+            if self._wrapped is None:
+                self._wrapped = peft.get_peft_model(self._model, config, adapter_name=adapter)
+            else:
+                self._wrapped.add_adapter(adapter, config)
+        marks = f".{adapter}."
+        return [value for key, value in self._wrapped.named_parameters() if marks in key]
+
+    def remove(self, adapter: str) -> None:
+        """Let go of an adapter."""
+        self._wrapped.delete_adapter(adapter)
+
+    def weights_of(self, adapter: str, shape: AdapterShape) -> AdapterWeights:
+        """Copy the weights of an adapter to the host."""
+        from peft import get_peft_model_state_dict
+
+        tensors = get_peft_model_state_dict(
+            self._wrapped, adapter_name=adapter, save_embedding_layers=False
+        )
+        return AdapterWeights(shape, {k: v.detach().cpu().clone() for k, v in tensors.items()})
+
+    def set_weights(self, adapter: str, weights: AdapterWeights) -> None:
+        """Overwrite the weights of an adapter.
+
+        Args:
+            adapter: its name.
+            weights: of the same shape.
+
+        Raises:
+            RequestError: they have other names or shapes.
+        """
+        from peft import set_peft_model_state_dict
+
+        own = self.weights_of(adapter, weights.shape).tensors
+        shapes = {key: tuple(value.shape) for key, value in own.items()}
+        given = {key: tuple(value.shape) for key, value in weights.tensors.items()}
+        if shapes != given:
+            wrong = sorted(key for key in {*shapes, *given} if shapes.get(key) != given.get(key))
+            raise RequestError(
+                f"The weights are not those of an adapter of {self.name}: {wrong[0]} has shape "
+                f"{given.get(wrong[0])}, not {shapes.get(wrong[0])}."
+            )
+        set_peft_model_state_dict(self._wrapped, dict(weights.tensors), adapter_name=adapter)
+
+    def save(self, weights: AdapterWeights, folder: Path) -> None:
+        """Write weights as PEFT and vLLM load them.
+
+        Args:
+            weights: of an adapter of this model.
+            folder: is there.
+        """
+        import peft
+        from safetensors.torch import save_file
+
+        save_file(dict(weights.tensors), folder / "adapter_model.safetensors")
+        shape = weights.shape
+        kinds = {"attn": shape.train_attn, "mlp": shape.train_mlp, "unembed": shape.train_unembed}
+        alpha: Any = self._lora_alpha
+        config = peft.LoraConfig(
+            r=shape.rank,
+            lora_alpha=alpha,
+            target_modules=[name for name, kind in self._layers.items() if kinds[kind]],
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=self.folder,
+            inference_mode=True,
+        )
+        config.save_pretrained(str(folder))
+
+    @contextmanager
+    def _acting(self, adapter: str | None) -> Iterator[None]:
+        """One adapter acts, or none."""
+        if self._wrapped is None:
+            yield
+        elif adapter is None:
+            with self._wrapped.disable_adapter():
+                yield
+        else:
+            self._wrapped.set_adapter(adapter)
+            yield
+
+    def _scorer(self) -> PackedScorer:
+        """The scorer for the head as it is: its first adapter makes it another one."""
+        head: Any = plain_head(self._model)
+        kind = None if head is None else type(head)
+        if kind not in self._scorers:
+            self._scorers[kind] = PackedScorer(
+                self._model,
+                autocast_dtype=self._autocast_dtype,
+                micro_batch_tokens=self._micro_batch_tokens,
+                max_model_len=self.max_model_len,
+            )
+        return self._scorers[kind]
+
+    # Training ------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        adapter: str,
+        examples: Sequence[Example],
+        loss: Callable[[Tokens], Tensor],
+        *,
+        is_forward_only: bool = False,
+    ) -> Gradient:
+        """Score sequences, and add the gradient of their loss to what the adapter has of it.
+
+        What sequences begin with in common is read once.
+
+        Args:
+            adapter: which is trained.
+            examples: the sequences.
+            loss: of each token.
+            is_forward_only: without a gradient.
+        """
+        batch = _packed(examples)
+        total, log_probs = 0.0, []
+        with self._acting(adapter), torch.set_grad_enabled(not is_forward_only):
+            scorer = self._scorer()
+            parts = batch.micro_batches(
+                max_tokens=self._micro_batch_tokens, count_shared_once=scorer.share_prefixes
+            )
+            for part in parts:
+                inputs = dict(part.entries)
+                targets = inputs.pop("targets")
+                scored = scorer.score_packed(
+                    part.ids, part.lengths, part.target_mask, targets=targets
+                ).log_prob
+                on = part.targets_on(scored.device)
+                inputs = {name: on.entries[name] for name in inputs}
+                each = loss(Tokens(scored, inputs, on.target_lengths)).sum()
+                if not is_forward_only:
+                    each.backward()
+                total += float(each.detach())
+                own = scored.detach().float().cpu()
+                log_probs += own.split(part.target_lengths.tolist())
+        return Gradient(total, log_probs)
+
+    # Sampling ------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        adapter: str | None,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParameters,
+        budgets: Sequence[int],
+        seeds: Sequence[int | None],
+    ) -> list[Generation]:
+        """Draw a sequence for each prompt.
+
+        Args:
+            adapter: which acts; ``None`` for the model as it is.
+            prompts: token ids; equal ones are read once.
+            params: one distribution for all; without tokens that end a sequence those of the model
+                do.
+            budgets: most new tokens of each.
+            seeds: of each; all ``None`` or none.
+        """
+        if params.stop_token_ids is None:
+            params = replace(params, stop_token_ids=self._end_token_ids())
+        with self._acting(adapter):
+            return self._engine.generate(
+                prompts,
+                params.with_tokenizer(self.tokenizer),
+                max_new_tokens=list(budgets),
+                seeds=None if seeds and seeds[0] is None else list(seeds),
+            )
+
+    def _end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence: by the model's settings and its tokenizer's."""
+        own: Any = self.tokenizer.eos_token_id
+        return tuple(dict.fromkeys([*self._engine.end_token_ids, *([] if own is None else [own])]))
+
+    @torch.no_grad()
+    def score(
+        self, adapter: str | None, rows: Sequence[Tensor], first: Sequence[int]
+    ) -> list[Tensor]:
+        """Log-prob of each token of rows but their first, under the model's own softmax.
+
+        Args:
+            adapter: which acts; ``None`` for the model as it is.
+            rows: int64 ``[N]`` each.
+            first: from which token on, of each row, at least 1.
+
+        Returns:
+            Of each row float32 ``[N]``, in nats, NaN before its first token.
+        """
+        lengths = torch.tensor([len(row) for row in rows])
+        mask = torch.cat(
+            [torch.arange(len(row)) >= at for row, at in zip(rows, first, strict=True)]
+        )
+        with self._acting(adapter):
+            scored = self._scorer().score_packed(torch.cat(list(rows)), lengths, mask).log_prob
+        values = torch.full(mask.shape, torch.nan)
+        values[mask] = scored.float().cpu()
+        return list(values.split(lengths.tolist()))
+
+    @torch.no_grad()
+    def top(self, adapter: str | None, row: Tensor, first: int, k: int) -> TopTokens:
+        """The most likely tokens at each place of a row, under the model's own softmax.
+
+        Args:
+            adapter: which acts; ``None`` for the model as it is.
+            row: int64 ``[N]``.
+            first: from which token on, at least 1; before it there are none.
+            k: how many.
+
+        Returns:
+            ``[N, k]``.
+        """
+        ids = torch.zeros(len(row), k, dtype=torch.int64)
+        log_probs = torch.full((len(row), k), -torch.inf)
+        mask = torch.arange(len(row)) >= first
+        with self._acting(adapter):
+            logits = self._scorer().logits(row, torch.tensor([len(row)]), mask)
+        best = logits.log_softmax(-1).topk(min(k, logits.shape[-1]), -1)
+        ids[mask, : best.indices.shape[1]] = best.indices.cpu()
+        log_probs[mask, : best.values.shape[1]] = best.values.cpu()
+        return TopTokens(ids, log_probs)
+
+
+def _linear_layers(model: PreTrainedModel) -> dict[str, str]:
+    """Linear layers by their names, and what each is: ``attn``, ``mlp`` or ``unembed``."""
+    head: Any = model.get_output_embeddings()
+    kinds = {}
+    for name, module in model.named_modules():
+        if module is head:
+            kinds[name] = "unembed"
+        elif isinstance(module, nn.Linear):
+            parts = name.split(".")
+            is_router = parts[-1] in ("gate", "router")
+            if not is_router:
+                kinds[name] = (
+                    "attn" if any("attn" in p or "attention" in p for p in parts) else "mlp"
+                )
+    return kinds
+
+
+def _packed(examples: Sequence[Example]) -> PackedBatch:
+    """Sequences one after the other: each ends with its last target, which nothing reads."""
+    ids = torch.cat([torch.cat([each.ids, each.targets[-1:]]) for each in examples])
+    counts = torch.tensor([len(each.ids) for each in examples])
+    lengths = counts + 1
+    mask = torch.ones(len(ids), dtype=torch.bool)
+    mask[lengths.cumsum(0) - lengths] = False
+    names = examples[0].inputs
+    entries = {name: torch.cat([each.inputs[name] for each in examples]) for name in names}
+    entries["targets"] = torch.cat([each.targets for each in examples])
+    return PackedBatch(
+        ids=ids,
+        lengths=lengths,
+        target_mask=mask,
+        target_lengths=counts,
+        sampled=torch.ones(int(counts.sum()), dtype=torch.bool),
+        entries=entries,
+        left_out=torch.zeros_like(lengths, dtype=torch.bool),
+    )

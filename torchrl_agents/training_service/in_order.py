@@ -1,0 +1,35 @@
+"""Requests by number, done in the order of their numbers, whatever the order in which they come."""
+
+from collections.abc import Callable
+
+from .errors import RequestError
+
+
+class InOrder:
+    """Lets requests through one after the other.
+
+    Args:
+        first: the number of the first request.
+    """
+
+    def __init__(self, first: int = 1) -> None:
+        self._next = first
+        self._waiting: dict[int, Callable[[], None]] = {}
+
+    def __call__(self, number: int, begin: Callable[[], None]) -> None:
+        """Begin a request when all before it have begun.
+
+        Args:
+            number: of it.
+            begin: called once: now, or when the last one before it comes.
+
+        Raises:
+            RequestError: a request of this number has begun, or waits.
+        """
+        if number < self._next or number in self._waiting:
+            raise RequestError(f"seq_id {number} was given before; the next is {self._next}.", 409)
+        self._waiting[number] = begin
+        while self._next in self._waiting:
+            now = self._waiting.pop(self._next)
+            self._next += 1
+            now()
