@@ -18,6 +18,7 @@ from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_data.devices import on_device, on_host
 from torchrl_data.ragged.packed import cumulative_lengths, pack
+from torchrl_data.sampling_masks import SamplingMasks
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_data.token_scorer import TokenScores
 from torchrl_modules.compilation import Compiled
@@ -480,6 +481,7 @@ class PackedScorer(ChecksAttributes):
         truncation: SamplingParameters | None = None,
         untempered: bool = False,
         images: Sequence[Sequence[str]] | None = None,
+        sampling_masks: SamplingMasks | None = None,
     ) -> TokenScores:
         """See :class:`torchrl_data.TokenScorer`.
 
@@ -494,12 +496,17 @@ class PackedScorer(ChecksAttributes):
                 targets is then a turn, and what comes before it in its sequence the turn's prompt.
             untempered: also give the log-probs under the model's own softmax.
             images: of each sequence in order, in base 64.
+            sampling_masks: the sets that the K targets were drawn from; a target with one has the
+                distribution over that set, whatever the truncation.
 
         Raises:
             ValueError: the shapes disagree, a sequence is empty, a first token is a target, an
-                id is outside the vocabulary, or tokens and images do not belong together.
+                id is outside the vocabulary, tokens and images do not belong together, or a
+                target is not in the set that it was drawn from.
         """
         packed = self._checked(ids, lengths, target_mask, images)
+        if sampling_masks is not None:
+            sampling_masks.check_targets(packed[0][packed[2]])
         drawn_from = replace(
             truncation or SamplingParameters(),
             temperature=temperature,
@@ -507,7 +514,7 @@ class PackedScorer(ChecksAttributes):
             untempered_log_probs=untempered,
         )
         if self.micro_batch_tokens is None or torch.is_grad_enabled():
-            return self._score(*packed, drawn_from, images)
+            return self._score(*packed, drawn_from, images, sampling_masks)
         ids, lengths, target_mask = packed
         # Runs of whole sequences within the budget: sequences i:j, tokens a:b.
         splits, first, start, total = [], 0, 0, 0
@@ -521,9 +528,15 @@ class PackedScorer(ChecksAttributes):
             most = torch.tensor(len(splits), device=self.model.device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             splits += [(0, 0, 0, 0)] * (int(most) - len(splits))
+        before = cumulative_lengths(target_mask.long())  # targets
         parts = [
             self._score(
-                ids[a:b], lengths[i:j], target_mask[a:b], drawn_from, images and images[i:j]
+                ids[a:b],
+                lengths[i:j],
+                target_mask[a:b],
+                drawn_from,
+                images and images[i:j],
+                sampling_masks and sampling_masks.take(slice(int(before[a]), int(before[b]))),
             )
             for i, j, a, b in splits
         ]
@@ -574,6 +587,7 @@ class PackedScorer(ChecksAttributes):
         target_mask: Tensor,
         drawn_from: SamplingParameters,
         images: Sequence[Sequence[str]] | None = None,
+        masks: SamplingMasks | None = None,
     ) -> TokenScores:
         targets = ids[target_mask]
         if len(targets) == 0:
@@ -594,7 +608,7 @@ class PackedScorer(ChecksAttributes):
                 history = TargetHistory.of(ids, lengths, target_mask)
             with precision(self.model, self._autocast_dtype):
                 outputs = self._read((ids, lengths, target_mask), images)
-                log_prob, entropy = self._head_scores(outputs, targets, drawn_from, history)
+                log_prob, entropy = self._head_scores(outputs, targets, drawn_from, history, masks)
                 if drawn_from.untempered_log_probs:
                     untempered = log_prob
                     if not drawn_from.is_own_softmax:
@@ -609,17 +623,17 @@ class PackedScorer(ChecksAttributes):
         targets: Tensor,
         drawn_from: SamplingParameters,
         history: TargetHistory | None = None,
+        masks: SamplingMasks | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """From hidden states ``[K, D]``, or from logits ``[K, V]`` of a head of another kind."""
         head = self._reader.head
         if head is None:
             tokens = history and history.read(outputs.shape[1], drawn_from, outputs.device)
-            return warped_log_prob(outputs, targets, drawn_from, tokens)
+            return warped_log_prob(outputs, targets, drawn_from, tokens, masks)
         options: dict[str, Any] = {"bias": head.bias, "compute_dtype": self._head_dtype}
-        if drawn_from.truncates or drawn_from.changes_logits:
-            return warped_head_log_prob(
-                outputs, head.weight, targets, drawn_from, history=history, **options
-            )
+        if drawn_from.truncates or drawn_from.changes_logits or masks is not None:
+            options |= {"history": history, "masks": masks}
+            return warped_head_log_prob(outputs, head.weight, targets, drawn_from, **options)
         return chunked_log_prob(
             outputs,
             head.weight,
