@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .ragged.packed import pad as pad
     from .ragged.packed import sequence_index as sequence_index
     from .ragged.packed import unpack as unpack
+    from .sampling_masks import SamplingMasks as SamplingMasks
     from .saved_rows import row_from_state as row_from_state
     from .saved_rows import row_state as row_state
     from .stop_reason import FinishReason as FinishReason

@@ -53,6 +53,8 @@ class Turn(NamedTuple):
         versions: the policy version that sampled them, or one per token when the weights changed
             meanwhile.
         extra: further values of the tokens by name, such as their entropy; one per token each.
+        sampling_masks: the set that each token was drawn from, one per token, see
+            :class:`~torchrl_data.SamplingMasks`; none where they were not recorded.
 
     Example:
         >>> from torchrl_data import ConversationEncoder, Conversations
@@ -73,6 +75,7 @@ class Turn(NamedTuple):
     message: Message
     versions: int | Sequence[int] = -1
     extra: Mapping[str, Sequence[float]] = MappingProxyType({})
+    sampling_masks: Sequence[bytes] = ()
 
     def check(self, row: int) -> None:
         """Check that everything is aligned with the tokens.
@@ -85,6 +88,7 @@ class Turn(NamedTuple):
         """
         versions = None if isinstance(self.versions, int) else self.versions
         aligned = {"log-probs": self.log_probs, **self.extra, "policy versions": versions}
+        aligned["sampling masks"] = self.sampling_masks or None
         for name, values in aligned.items():
             if values is not None and len(values) != len(self.ids):
                 raise ValueError(
@@ -114,7 +118,7 @@ class ConversationRecord:
 
     __slots__ = (
         *("ids", "sources", "log_probs", "versions", "extra"),
-        *("messages", "tools", "first_response", "stream", "begun_at"),
+        *("messages", "tools", "first_response", "stream", "begun_at", "sampling_masks"),
     )
 
     def __init__(self, tools: Sequence[dict[str, Any]] | None = None) -> None:
@@ -124,6 +128,8 @@ class ConversationRecord:
         self.versions = array("q")
         # Further values of sampled tokens by name; what lies past the end of a column is 0.
         self.extra: dict[str, array] = {}
+        # The sets that tokens were drawn from; as in a column, what lies past the end has none.
+        self.sampling_masks: list[bytes] = []
         self.messages: list[Message] = []
         self.tools = tuple(tools) if tools else None
         self.first_response: int | None = None
@@ -154,6 +160,9 @@ class ConversationRecord:
         start, count = len(self.ids), len(turn.ids)
         source = Source.CONTENT if turn.log_probs is None else Source.MODEL
         self.extend_tokens(turn.ids, [source] * count, turn.log_probs, turn.versions, turn.extra)
+        if turn.sampling_masks:
+            self.sampling_masks.extend([b""] * (start - len(self.sampling_masks)))
+            self.sampling_masks.extend(turn.sampling_masks)
         if self.first_response is None:
             self.first_response = len(self.messages)
         self.messages.append(turn.message)
@@ -169,6 +178,7 @@ class ConversationRecord:
         copy.log_probs = self.log_probs[:num_tokens]
         copy.versions = self.versions[:num_tokens]
         copy.extra = {name: column[:num_tokens] for name, column in self.extra.items()}
+        copy.sampling_masks = self.sampling_masks[:num_tokens]
         copy.messages = self.messages[:num_messages]
         if self.first_response is not None and self.first_response < num_messages:
             copy.first_response = self.first_response
@@ -477,6 +487,11 @@ class Conversations:
             values[name][: len(known)] = torch.from_numpy(known)
         return values
 
+    def sampling_masks(self, row: int) -> list[bytes]:
+        """The set that each token of a row was drawn from; none at all where none was recorded."""
+        num_tokens, known = self._positions[row].num_tokens, self._records[row].sampling_masks
+        return [*known[:num_tokens], *[b""] * (num_tokens - len(known))] if known else []
+
     def policy_versions(self, row: int) -> Tensor:
         """Policy version of each token, int64 ``[T]``; -1 where the policy did not sample."""
         return self._copy(self._records[row].versions, row, np.int64)
@@ -558,10 +573,13 @@ class Conversations:
         """
         records, positions = list(self._records), list(self._positions)
         columns = {name for turn in turns if turn is not None for name in turn.extra}
+        has_masks = any(turn is not None and turn.sampling_masks for turn in turns)
         for i, turn in enumerate(turns):
             if turn is None:
                 for name in columns:
                     records[i].extra.setdefault(name, array("f"))
+                if has_masks and not records[i].sampling_masks:
+                    records[i].sampling_masks = [b""] * len(records[i].ids)
                 continue
             if not positions[i].awaits_response:
                 raise RuntimeError(f"Row {i} does not await a response: encode its messages first.")

@@ -28,12 +28,14 @@ from .keys import (
     HISTORY,
     IMAGES,
     INPUT_MODES,
+    SAMPLING_MASK,
     STEP_MASK,
     TEXT,
 )
 from .layout import TOKEN_GROUPS, ChatHistory, Text, Tokens
 from .missing_entry import missing_entry
 from .ragged.packed import first_entries
+from .sampling_masks import mask_entries
 
 if TYPE_CHECKING:
     from .templates.encoder import ConversationEncoder
@@ -190,7 +192,8 @@ def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
         full, int64; ``masks``, a :class:`Masks`, bool; ``log_probs``, a :class:`LogProbs` of
         response and full, float32; ``("policy_versions", "full")``, int64; further values as
         ``(name, "response" / "full")``, float32. All ``[T]``, aligned with the full tokens but
-        for prompt and response, which are its beginning and end. ``images`` of a row that has any.
+        for prompt and response, which are its beginning and end. ``sampling_mask`` of a row that
+        has any (see :class:`~torchrl_data.SamplingMasks`), and ``images``.
 
     Example:
         >>> from torchrl_data import ConversationEncoder, encode_demonstrations
@@ -222,6 +225,8 @@ def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
         for name, group in groups.items():
             kind, values = TOKEN_GROUPS.get(name), TensorDict._new_unsafe(group, batch_size=size)
             entries[name] = values if kind is None else kind._from_tensordict(values, {})
+        if record.sampling_masks:
+            entries[SAMPLING_MASK] = mask_entries(conversations.sampling_masks(row))
         if images := images_of(record.messages[: position.num_encoded]):
             entries[IMAGES] = NonTensorData({"data": images})
         rows.append(TensorDict._new_unsafe(entries, batch_size=size))

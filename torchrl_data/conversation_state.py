@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .conversation import ConversationRecord, Conversations, Position
+from .sampling_masks import SamplingMasks
 
 
 def conversation_states(conversations: Conversations) -> list[dict[str, Any]]:
@@ -30,9 +31,15 @@ def conversation_states(conversations: Conversations) -> list[dict[str, Any]]:
                 "log_probs": conversations.log_probs(row),
                 "versions": conversations.policy_versions(row),
                 "extra": conversations.extra(row),
+                **_masks_state(conversations.sampling_masks(row)),
             }
         )
     return states
+
+
+def _masks_state(sets: list[bytes]) -> dict[str, Any]:
+    """The sampling masks of a row, of one that has any."""
+    return {"sampling_masks": SamplingMasks.of(sets)._asdict()} if sets else {}
 
 
 def conversations_from_states(states: Sequence[Mapping[str, Any]]) -> Conversations:
@@ -61,6 +68,13 @@ def conversations_from_states(states: Sequence[Mapping[str, Any]]) -> Conversati
             )
         record.messages, record.first_response = list(state["messages"]), state["first_response"]
         record.begun_at = state.get("begun_at")
+        if masks := state.get("sampling_masks"):
+            record.sampling_masks = SamplingMasks(masks["data"], masks["lengths"]).sets()
+            if len(record.sampling_masks) != position.num_tokens:
+                raise ValueError(
+                    f"Conversation {row} has {position.num_tokens} tokens but "
+                    f"{len(record.sampling_masks)} sampling masks."
+                )
         if len(record.messages) != position.num_messages:
             raise ValueError(
                 f"Conversation {row} has {position.num_messages} messages, and "

@@ -24,6 +24,10 @@ from. Written by the policy on request."""
 KEPT_COUNTS: Final = "kept_counts"
 """Group aligned with the tokens, float32: how many tokens top-k, top-p and min-p left, of which
 each was drawn. Written by the policy on request."""
+SAMPLING_MASK: Final = "sampling_mask"
+"""Group of ``lengths``, int32 aligned with the tokens, and ``bytes``, uint8: the tokens that top-k,
+top-p and min-p left of each draw, see :class:`~torchrl_data.SamplingMasks`. Written by the policy
+on request."""
 MASKS: Final = "masks"
 """Group of the masks over ``("tokens", "full")``, bool, ragged ``[B, T]``."""
 

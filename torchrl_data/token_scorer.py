@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from .sampling_masks import SamplingMasks
+
 
 class TokenScores(NamedTuple):
     """Per-target-token results of a scorer, in the order of the packed tokens."""
@@ -28,7 +30,9 @@ class TokenScorer(Protocol):
     """Something that gives the log-probability of tokens in packed sequences.
 
     ``TransformersWrapper`` is one; a loss takes any. For batches of which rows have images, one
-    takes ``images=`` too: those of each sequence in order, in base 64.
+    takes ``images=`` too: those of each sequence in order, in base 64. For batches of which tokens
+    have sampling masks, one takes ``sampling_masks=``: a
+    :class:`~torchrl_data.SamplingMasks` of the targets.
     """
 
     def score_packed(
@@ -81,3 +85,31 @@ def image_arguments(
             f"of {type(scorer).__name__} takes none. Score with TransformersWrapper(processor=...)."
         )
     return {"images": images}
+
+
+def mask_arguments(
+    scorer: TokenScorer, masks: SamplingMasks | None, who: str
+) -> dict[str, SamplingMasks]:
+    """Arguments of ``score_packed`` for the sets that its targets were drawn from.
+
+    Args:
+        scorer: that is to score.
+        masks: of the targets, or ``None`` where none were recorded.
+        who: the component that asks, named in the error.
+
+    Returns:
+        None where there are none.
+
+    Raises:
+        TypeError: there are some, and the scorer takes none.
+    """
+    if masks is None or not bool(masks.recorded.any()):
+        return {}
+    takes = inspect.signature(scorer.score_packed).parameters.values()
+    if not any(one.name == "sampling_masks" or one.kind is one.VAR_KEYWORD for one in takes):
+        raise TypeError(
+            f"{who}: {int(masks.recorded.sum())} of {masks.num_tokens} tokens have sampling masks, "
+            f"and score_packed of {type(scorer).__name__} takes none. Score with "
+            "TransformersWrapper, or sample without sampling_mask."
+        )
+    return {"sampling_masks": masks}

@@ -17,7 +17,15 @@ from torchrl_data import keys
 from torchrl_data.checks import check_numbers, one_of
 from torchrl_data.devices import on_device, on_host
 from torchrl_data.missing_entry import MissingEntryError, require_entries
-from torchrl_data.ragged.packed import Rows, first_entries, read_images, read_rows, sequence_index
+from torchrl_data.ragged.packed import (
+    Rows,
+    first_entries,
+    read_images,
+    read_rows,
+    read_sampling_masks,
+    sequence_index,
+)
+from torchrl_data.sampling_masks import SamplingMasks
 
 # Which entries each loss reads: pass another instance as ``read=`` to rename them.
 
@@ -127,6 +135,8 @@ class PackedBatch:
     """float32 ``[K]``: what each token's terms are multiplied by; None for 1."""
     images: Sequence[Sequence[str]] | None = None
     """Of each row in order, in base 64; None where no row has any."""
+    sampling_masks: SamplingMasks | None = None
+    """The sets that the K trained tokens were drawn from; None where none was recorded."""
 
     @property
     def num_targets(self) -> int:
@@ -202,6 +212,7 @@ class PackedBatch:
             sampled=self.sampled[keep],
             entries={name: value[keep] for name, value in self.entries.items()},
             weights=None if self.weights is None else self.weights[keep],
+            sampling_masks=self.sampling_masks and self.sampling_masks.take(keep),
         )
 
     def micro_batches(
@@ -275,6 +286,7 @@ class PackedBatch:
             left_out=self.left_out[rows],
             weights=None if self.weights is None else self.weights[targets],
             images=images,
+            sampling_masks=self.sampling_masks and self.sampling_masks.take(targets),
         )
 
 
@@ -476,6 +488,9 @@ def pack_batch(
     entries = {name: columns.tokens(key) for name, key in wanted.tokens.items()}
     entries |= {name: columns.tokens_or_rows(key) for name, key in wanted.rows.items()}
     target_lengths = _count(target_mask, sequence, lengths)
+    masks = read_sampling_masks(batch, columns.read[read.tokens].lengths.tolist(), who=who)
+    if masks is not None:
+        masks = (masks if columns.keep is None else masks.take(columns.keep)).take(target_mask)
     return PackedBatch(
         ids=ids,
         lengths=lengths,
@@ -485,6 +500,7 @@ def pack_batch(
         entries={name: value[target_mask] for name, value in entries.items()},
         left_out=torch.zeros_like(lengths, dtype=torch.bool),
         images=read_images(batch),
+        sampling_masks=masks,
     )
 
 

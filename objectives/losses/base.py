@@ -29,7 +29,13 @@ from objectives.batching.ranks import Ranks
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import check_type
 from torchrl_data.missing_entry import MissingEntryError
-from torchrl_data.token_scorer import TokenScorer, TokenScores, check_scorer, image_arguments
+from torchrl_data.token_scorer import (
+    TokenScorer,
+    TokenScores,
+    check_scorer,
+    image_arguments,
+    mask_arguments,
+)
 
 from .options import TokenOptions
 
@@ -648,6 +654,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
             temperature=self.temperature,
             entropy=entropy,
             **image_arguments(actor, batch.images, self._get_name()),
+            **mask_arguments(actor, batch.sampling_masks, self._get_name()),
         )
         scores = scores._replace(log_prob=F.at_least_float32(scores.log_prob))
         if self.on_scores is not None:

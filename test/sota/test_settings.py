@@ -266,6 +266,16 @@ def test_the_same_model_has_the_same_defaults_whatever_it_is_called(compose, tmp
         (["collector.verify_every=0"], "collector.verify_every must be at least 1"),
         (["record.kept_counts=true"], "record.kept_counts is for policy.top_k, top_p or min_p"),
         (["record.kept_counts=true", "engine=vllm"], "kept_counts needs engine=transformers"),
+        (["policy.sampling_mask=true"], "policy.sampling_mask is for policy.top_k, top_p or min_p"),
+        (
+            [
+                "policy.sampling_mask=true",
+                "policy.top_p=0.9",
+                "engine=vllm",
+                "engine.num_engines=2",
+            ],
+            "policy.sampling_mask needs an engine of this process",
+        ),
         (["collector=ray", "collector.follow_load=true"], "follow_load needs engine=vllm"),
         (["loss.clip_low=-1"], "loss: .*clip_low"),
         (

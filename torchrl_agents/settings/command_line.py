@@ -614,6 +614,14 @@ def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:
     if cfg.record.kept_counts and cfg.engine.name != "transformers":
         yield "record.kept_counts needs engine=transformers: other engines don't tell them."
     truncates = cfg.policy.top_k > 0 or cfg.policy.top_p < 1 or cfg.policy.min_p > 0
+    if cfg.policy.sampling_mask and not truncates:
+        yield "policy.sampling_mask is for policy.top_k, top_p or min_p: nothing is left out."
+    if cfg.policy.sampling_mask and cfg.engine.name == "chat":
+        yield "policy.sampling_mask needs engine=transformers or vllm: a server does not tell it."
+    urls = cfg.engine.url or cfg.engine.urls
+    served = cfg.engine.starts_servers or urls or collects_on_ray(cfg)
+    if cfg.policy.sampling_mask and cfg.engine.name == "vllm" and served:
+        yield "policy.sampling_mask needs an engine of this process: leave servers of vLLM out."
     if cfg.record.kept_counts and not truncates:
         yield "record.kept_counts is for policy.top_k, top_p or min_p: nothing is left out."
 

@@ -90,6 +90,9 @@ class PolicyConfig:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    sampling_mask: bool = False
+    """Record the tokens that top_p, top_k and min_p left of each draw, and train each token in the
+    distribution over them, whatever the weights would leave by then."""
 
 
 @dataclass

@@ -22,7 +22,8 @@ from tensordict import (
 from torch import Tensor
 
 from torchrl_data.batched_object import objects_of_leaf
-from torchrl_data.keys import IMAGES
+from torchrl_data.keys import IMAGES, SAMPLING_MASK
+from torchrl_data.sampling_masks import BYTES, LENGTHS, SamplingMasks
 
 
 def pack(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -230,3 +231,60 @@ def read_images(batch: Any) -> list[list[str]] | None:
         return None
     rows = objects_of_leaf(leaf, entries.batch_size)
     return [[] if row is None else list(row["data"]) for row in rows]
+
+
+def read_sampling_masks(batch: Any, lengths: Sequence[int], *, who: str) -> SamplingMasks | None:
+    """Read the sets of all tokens of a batch, padding included.
+
+    Args:
+        batch: ``[B]``, of rows of their own or padded.
+        lengths: tokens of each row as the batch has them.
+        who: the component that reads, named in the error.
+
+    Returns:
+        A set for each token, one row after the other; of rows without the entry none. ``None``
+        where no row has it.
+
+    Raises:
+        ValueError: the entry is not aligned with the tokens.
+    """
+    parts = _groups(batch)
+    if not any(part is not None for part in parts):
+        return None
+    sizes, data = [], []
+    for row, (part, length) in enumerate(zip(parts, lengths, strict=True)):
+        if part is None:
+            sizes.append(torch.zeros(length, dtype=torch.int64))
+            continue
+        own, values = part[0].long().cpu(), part[1].cpu()
+        if len(own) != length or int(own.sum()) > len(values) or values.dtype != torch.uint8:
+            raise ValueError(
+                f"{who}: {SAMPLING_MASK!r} of row {row} has {len(own)} lengths, which sum to "
+                f"{int(own.sum())}, and {len(values)} values of {values.dtype}, for {length} "
+                "tokens. It has a number of bytes for each token, and these bytes, uint8."
+            )
+        sizes.append(own)
+        data.append(values[: int(own.sum())])
+    return SamplingMasks(torch.cat(data), torch.cat(sizes))
+
+
+def _groups(batch: Any) -> list[tuple[Tensor, Tensor] | None]:
+    """The lengths and bytes of each row."""
+    entries = entries_of(batch)
+    if isinstance(entries, LazyStackedTensorDict):
+        return [part for row in entries.unbind(0) for part in _groups(row)]
+    group = entries.get(SAMPLING_MASK, None)
+    count = entries.batch_size.numel()
+    if group is None:
+        return [None] * count
+    if isinstance(entries_of(group), LazyStackedTensorDict):
+        rows = entries_of(group).unbind(0)
+        return [(row.get(LENGTHS), row.get(BYTES)) for row in rows]
+    lengths, data = group.get(LENGTHS), group.get(BYTES)
+    return list(
+        zip(
+            lengths.reshape(count, -1).unbind(0),
+            data.reshape(count, -1).unbind(0),
+            strict=True,
+        )
+    )

@@ -12,7 +12,8 @@ from tensordict import (
     is_tensor_collection,
 )
 
-from torchrl_data.keys import FULL, MASKS, PROMPT, RESPONSE, TOKENS
+from torchrl_data.keys import FULL, MASKS, PROMPT, RESPONSE, SAMPLING_MASK, TOKENS
+from torchrl_data.sampling_masks import BYTES, LENGTHS
 
 from .packed import entries_of, pad
 
@@ -37,8 +38,11 @@ def padded_rows(rows: Sequence[TensorDictBase], *, pad_token_id: int) -> TensorD
     for group, entries in rows[0].items():
         fill = pad_token_id if group == TOKENS else _FILL.get(group, 0)
         for name in entries_of(entries).keys() if is_tensor_collection(entries) else ():
-            assert name in (PROMPT, RESPONSE, FULL) or group == MASKS
+            assert name in (PROMPT, RESPONSE, FULL, LENGTHS, BYTES) or group == MASKS
             values = [row.get((group, name)) for row in rows]
+            if (group, name) == (SAMPLING_MASK, BYTES):  # in the order of the tokens, without gaps
+                padded.set((group, name), pad(values, value=0))
+                continue
             cuts = {PROMPT: map(len, values), RESPONSE: [0] * len(rows)}.get(name, starts)
             parts = [(value[:n], value[n:]) for value, n in zip(values, cuts, strict=True)]
             left = pad([part for part, _ in parts], value=fill, side="left")

@@ -6,6 +6,7 @@ Shape legend: B rows, T tokens of a row (ragged).
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, REWARD
 from torchrl_data.missing_entry import MissingEntryError
-from torchrl_data.ragged.packed import read_images
+from torchrl_data.ragged.packed import read_images, read_sampling_masks
 from torchrl_data.ragged.token_entries import TokenEntries
 from torchrl_envs.entries.rewards import RowReward, dense_reward
 from torchrl_envs.entries.trajectories import copied_rows, joined_rows
@@ -36,10 +37,21 @@ class TokenRow:
     """The transform, named in errors."""
     images: Sequence[str] = ()
     """Of its prompt, in base 64."""
+    sampling_masks: Sequence[bytes] = ()
+    """The set that each token was drawn from; none where they were not recorded."""
     results: dict[NestedKey, Tensor] = field(default_factory=dict)
     """Entries to be written, ``[T]`` each."""
     penalty: Tensor | None = None
     """What the reward gets in addition, float32 ``[T]``."""
+
+    def sets_of(self, targets: Tensor) -> list[bytes]:
+        """The sets that some tokens were drawn from, an empty one where none was recorded.
+
+        Args:
+            targets: which, bool ``[T]``.
+        """
+        at = targets.nonzero().squeeze(1).tolist()
+        return [self.sampling_masks[t] if self.sampling_masks else b"" for t in at]
 
     def read(self, key: NestedKey) -> Tensor:
         """An entry aligned with the tokens, ``[T]``.
@@ -100,7 +112,8 @@ class TrajectoryTransform(EpisodeTransform):
                 known = {key: values[start:end] for key, values in episode.token_entries.items()}
                 find = {**known, LOG_PROBS_FULL: row.log_probs(0)}.get
                 ids, mask = row.token_ids(0), row.assistant_mask(0)
-                found[-1].append(TokenRow(ids, mask, find, self._get_name(), row.images(0)))
+                further = {"images": row.images(0), "sampling_masks": row.sampling_masks(0)}
+                found[-1].append(TokenRow(ids, mask, find, self._get_name(), **further))
         self.score([row for rows in found for row in rows])
         for episode, rows in zip(episodes, found, strict=True):
             for key in self.results:
@@ -135,15 +148,19 @@ class TrajectoryTransform(EpisodeTransform):
                 "policy sampled."
             )
         keeps: Sequence[Tensor | None] = entries.keep or [None] * len(rows)
+        ids = entries.ids()
         found = [
             TokenRow(
-                torch.tensor(ids),
+                torch.tensor(own),
                 mask.bool(),
                 functools.partial(_find, row, keep),
                 who,
                 images=[image for its in read_images(row) or () for image in its],
+                sampling_masks=sets,
             )
-            for ids, mask, row, keep in zip(entries.ids(), masks, rows, keeps, strict=True)
+            for own, mask, row, keep, sets in zip(
+                ids, masks, rows, keeps, _sets_of_rows(tensordict, ids, keeps, who), strict=True
+            )
         ]
         self.score(found)
         for row, tokens, keep in zip(rows, found, keeps, strict=True):
@@ -187,6 +204,27 @@ def _find(row: TensorDictBase, keep: Tensor | None, key: NestedKey) -> Tensor | 
     value = row.get(_next(key), None)
     value = row.get(key, None) if value is None else value
     return value if keep is None or value is None else value[keep]
+
+
+def _sets_of_rows(
+    batch: TensorDictBase,
+    ids: Sequence[Sequence[int]],
+    keeps: Sequence[Tensor | None],
+    who: str,
+) -> list[list[bytes]]:
+    """The sampling masks of the tokens of each row; none of a batch without."""
+    sizes = [len(own if keep is None else keep) for own, keep in zip(ids, keeps, strict=True)]
+    masks = read_sampling_masks(batch, sizes, who=who)
+    if masks is None:
+        return [[] for _ in ids]
+    sets = iter(masks.sets())
+    rows = [[*islice(sets, size)] for size in sizes]
+    return [
+        own
+        if keep is None
+        else [each for each, real in zip(own, keep.tolist(), strict=True) if real]
+        for own, keep in zip(rows, keeps, strict=True)
+    ]
 
 
 def _padded(values: Tensor, keep: Tensor | None) -> Tensor:

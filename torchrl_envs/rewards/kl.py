@@ -17,7 +17,14 @@ from torch import Tensor
 from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_data.keys import FULL, LOG_PROBS_FULL
 from torchrl_data.ragged.packed import pack
-from torchrl_data.token_scorer import TokenScorer, TokenScores, check_scorer, image_arguments
+from torchrl_data.sampling_masks import SamplingMasks
+from torchrl_data.token_scorer import (
+    TokenScorer,
+    TokenScores,
+    check_scorer,
+    image_arguments,
+    mask_arguments,
+)
 from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 from torchrl_envs.episode.trajectory_transform import TokenRow, TrajectoryTransform
 
@@ -95,8 +102,10 @@ class RetrieveLogProb(TrajectoryTransform):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             model: Any = self._model[0]
             images = image_arguments(model, [rows[i].images for i in chosen], self._get_name())
-            images["temperature"] = self.temperature
-            scores: TokenScores = model.score_packed(ids, lengths, mask, **images)
+            masks = SamplingMasks.of(s for i in chosen for s in rows[i].sets_of(targets[i]))
+            recorded = mask_arguments(model, masks, self._get_name())
+            options: dict[str, Any] = {"temperature": self.temperature, **images, **recorded}
+            scores: TokenScores = model.score_packed(ids, lengths, mask, **options)
         log_probs = scores.log_prob.to(ids.device).float()
         counts = [int(targets[i].sum()) for i in chosen]
         for i, part in zip(chosen, log_probs.split(counts), strict=True):

@@ -108,6 +108,7 @@ def alike_rows(rows: Sequence[Request], logits: Tensor, at: Tensor | None) -> Al
 _alike = attrgetter(
     *("temperature", "top_p", "top_k", "min_p", "min_tokens", "untempered_log_probs", "entropy"),
     "kept_counts",
+    "sampling_mask",
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 
@@ -232,7 +233,7 @@ class ContinuousDecoding:
         ]
         drawn, _ = draw_block(parts, logits, last, reader.advance, num_steps)
         ended: list[Request] = []
-        for some, steps in zip(alike, look(drawn), strict=True):
+        for some, steps in zip(alike, look(drawn, logits.shape[-1]), strict=True):
             for at, request in enumerate(some):
                 before, version = request.num_drawn, self._engine.version
                 if not request.starts or request.starts[-1][0] != version:

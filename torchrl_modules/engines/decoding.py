@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from math import isfinite
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 from weakref import WeakSet
@@ -27,6 +28,7 @@ from transformers.cache_utils import DynamicLayer
 
 from torchrl_data.devices import on_device
 from torchrl_data.ragged.packed import pad
+from torchrl_data.sampling_masks import encode_sets, pack_bits
 from torchrl_modules.sampling.distribution import logits_warpers
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.sampling.token_history import TokenHistory, changed_logits, too_early
@@ -70,6 +72,8 @@ class DrawnTokens(NamedTuple):
     """float32 ``[A]``, in nats; only when asked for."""
     kept_counts: Tensor | None = None
     """int64 ``[A]``: the tokens of which each was drawn; only when asked for."""
+    kept: Tensor | None = None
+    """uint8 ``[A, ceil(V / 8)]``: which they are, a bit each; only when asked for."""
 
 
 class TokenDraw:
@@ -125,8 +129,9 @@ class TokenDraw:
         if params.entropy:
             entropies = torch.special.entr(p).sum(-1)
         log_probs = log_p.gather(1, tokens).squeeze(1)
-        kept = (scores > -torch.inf).sum(-1) if params.kept_counts else None
-        return DrawnTokens(tokens.squeeze(1), log_probs, untempered, entropies, kept)
+        counts = (scores > -torch.inf).sum(-1) if params.kept_counts else None
+        kept = pack_bits(scores > -torch.inf) if params.sampling_mask else None
+        return DrawnTokens(tokens.squeeze(1), log_probs, untempered, entropies, counts, kept)
 
 
 def drawn_at(p: Tensor, uniform: Tensor) -> Tensor:
@@ -234,29 +239,35 @@ class SeenTokens(NamedTuple):
     untempered_log_probs: list[float] | None
     entropies: list[float] | None
     kept_counts: list[float] | None
+    sampling_masks: list[bytes] | None
 
 
-def look(drawn: Sequence[Sequence[DrawnTokens]]) -> list[list[SeenTokens]]:
+def look(drawn: Sequence[Sequence[DrawnTokens]], vocab_size: int) -> list[list[SeenTokens]]:
     """Look at what was drawn, at all of it at once.
 
     Args:
         drawn: as :func:`draw_block` gives it.
+        vocab_size: V.
 
     Returns:
         The same, on the host.
     """
     # Token ids are exact in double precision, and so is what is reported.
-    fields = [x.double() for some in drawn for each in some for x in each if x is not None]
+    every = [each for some in drawn for each in some]
+    fields = [x.double() for each in every for x in each[:-1] if x is not None]
     values = torch.cat(fields).tolist()
+    bits = [each.kept for each in every if each.kept is not None]
+    sets = iter(encode_sets(torch.cat(bits), vocab_size) if bits else ())
     seen, end = [], 0
     for some in drawn:
         seen.append([])
         for each in some:
             columns = []
-            for x in each:
+            for x in each[:-1]:
                 begin, end = end, end + (0 if x is None else len(x))
                 columns.append(None if x is None else values[begin:end])
-            ids, *figures = columns
+            own = None if each.kept is None else [*islice(sets, len(each.kept))]
+            ids, *figures = [*columns, own]
             seen[-1].append(SeenTokens([*map(int, ids)], *figures))
     return seen
 
@@ -275,6 +286,7 @@ class DrawnRow:
     untempered_log_probs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     kept_counts: list[float] = field(default_factory=list)
+    sampling_masks: list[bytes] = field(default_factory=list)
     finish_reason: str | None = None
     """Once it has ended: ``"stop"``, ``"length"``, or ``"error"``: a log-prob is not finite."""
 
@@ -310,6 +322,8 @@ class DrawnRow:
                 self.entropies.append(step.entropies[at])
             if step.kept_counts is not None:
                 self.kept_counts.append(step.kept_counts[at])
+            if step.sampling_masks is not None:
+                self.sampling_masks.append(step.sampling_masks[at])
             self.finish_reason = "error" if not isfinite(log_prob) else self._reason(token)
 
     def generation(self) -> Generation:
@@ -322,6 +336,7 @@ class DrawnRow:
             untempered_log_probs=self.untempered_log_probs or (),
             entropies=self.entropies or (),
             kept_counts=self.kept_counts or (),
+            sampling_masks=self.sampling_masks or (),
         )
 
     def _reason(self, token: int) -> str | None:
@@ -445,7 +460,7 @@ def decode(
         num_steps = min(per_look, (max if reader.reads_past_ends else min)(left) - num_drawn)
         drawn, tokens = draw_block([batch], logits, None, reader.advance, num_steps)
         num_drawn += num_steps
-        (steps,) = look(drawn)
+        (steps,) = look(drawn, logits.shape[-1])
         for element, row in enumerate(here):
             rows[row].take(steps, element)
         if any(row.finish_reason == "error" for row in rows):

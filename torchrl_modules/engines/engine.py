@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol, Self, runtime_checkable
 from torch import Tensor
 
 from torchrl_data.conversation import stream_number
-from torchrl_data.keys import ENTROPY, KEPT_COUNTS, UNTEMPERED_LOG_PROBS
+from torchrl_data.keys import ENTROPY, KEPT_COUNTS, SAMPLING_MASK, UNTEMPERED_LOG_PROBS
 from torchrl_modules.sampling.parameters import SamplingParameters
 
 # What an inference engine does for a policy: token ids in, token ids out, weights replaced.
@@ -58,12 +58,19 @@ class Generation(NamedTuple):
     """One per token, in nats, of the distribution that it was drawn from; only when asked for."""
     kept_counts: Sequence[float] = ()
     """One per token: how many tokens top-k, top-p and min-p left; only when asked for."""
+    sampling_masks: Sequence[bytes] = ()
+    """One per token: the tokens that top-k, top-p and min-p left, see
+    :class:`~torchrl_data.SamplingMasks`; only when asked for."""
     versions: Sequence[VersionSpan] = ()
     """Which weights drew which tokens, in order and without gaps, when the engine knows."""
 
     def joined(self, more: "Generation") -> "Generation":
         """This beginning of a response and what came next, with its end."""
-        return more._replace(ids=self.ids + more.ids, log_probs=self.log_probs + more.log_probs)
+        return more._replace(
+            ids=self.ids + more.ids,
+            log_probs=self.log_probs + more.log_probs,
+            sampling_masks=[*self.sampling_masks, *more.sampling_masks],
+        )
 
     def drawn_by(self, version: int) -> "Generation":
         """The same, all of it drawn by one version where the engine did not say."""
@@ -348,7 +355,10 @@ def _fault_of(row: int, given: Any, params: SamplingParameters, engine: Any) -> 
     """Return what is wrong with a response, or nothing."""
     if not isinstance(given, Generation):
         return f"response {row} is a {type(given).__name__}, not a Generation"
-    columns = {"ids": given.ids, "log_probs": given.log_probs, **given.reported(params)}
+    columns: dict[str, Any] = {"ids": given.ids, "log_probs": given.log_probs}
+    columns |= given.reported(params)
+    if params.sampling_mask:
+        columns[SAMPLING_MASK] = given.sampling_masks
     sizes = [len(each) if isinstance(each, Sequence) else -1 for each in columns.values()]
     if given.finish_reason not in (("error",) if given.error else ("stop", "length", "abort")):
         return f"response {row} has finish_reason {given.finish_reason!r}, error={given.error!r}"

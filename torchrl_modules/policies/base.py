@@ -54,10 +54,19 @@ from torchrl_data.keys import (
     TOKENS_PROMPT,
 )
 from torchrl_data.layout import TOKEN_GROUPS
-from torchrl_data.ragged.packed import entries_of, pack, pad, read_images, read_rows, unpack
+from torchrl_data.ragged.packed import (
+    entries_of,
+    pack,
+    pad,
+    read_images,
+    read_rows,
+    read_sampling_masks,
+    unpack,
+)
 from torchrl_data.ragged.padded import padded_rows
 from torchrl_data.ragged.token_entries import TokenEntries
 from torchrl_data.releases import warn_untested
+from torchrl_data.sampling_masks import SamplingMasks
 from torchrl_data.stop_reason import FinishReason
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.rendering_identity import check_same_rendering
@@ -81,6 +90,8 @@ class RowsToScore(NamedTuple):
     """Per row: all of its tokens are in the vocabulary. Of the others nothing can be scored."""
     media: Sequence[Sequence[str]] = ()
     """Images of each row, in base 64; empty where no row has any."""
+    sets: SamplingMasks | None = None
+    """What every token of the rows was drawn from; ``None`` where nothing was recorded."""
 
     @property
     def images(self) -> list[Sequence[str]] | None:
@@ -89,6 +100,11 @@ class RowsToScore(NamedTuple):
             return None
         rows = zip(self.ids, self.known, self.media, strict=True)
         return [its if known else [] for ids, known, its in rows if len(ids)]
+
+    @property
+    def sampling_masks(self) -> SamplingMasks | None:
+        """The sets of the tokens that can be scored, or ``None`` where none was recorded."""
+        return None if self.sets is None else self.sets.take(pack(self.scored)[0])
 
     @property
     def scored(self) -> list[Tensor]:
@@ -142,11 +158,16 @@ def rows_to_score(batch: TensorDictBase, policy: "LLMWrapperBase") -> RowsToScor
     keep = None
     starts: Sequence[int] = ()
     media: Sequence[Sequence[str]] = ()
+    sets: SamplingMasks | None = None
     is_record = stored_conversations(batch, TOKENS, FULL) is not None
     if not is_record and read_rows(batch, TOKENS_FULL) is not None:
         entries = TokenEntries(batch, FULL, who=who)
         ids = [torch.tensor(row, dtype=torch.int64) for row in entries.ids()]
         keep, media = entries.keep, read_images(batch) or ()
+        sizes = [len(row) for row in keep or ids]
+        sets = read_sampling_masks(batch, sizes, who=who)
+        if sets is not None and keep is not None:
+            sets = sets.take(torch.cat(keep))
         masks = entries.aligned(ASSISTANT_MASK)
         starts = [0] * len(ids)
         if masks is None and read_rows(batch, TOKENS_PROMPT) is not None:
@@ -165,6 +186,7 @@ def rows_to_score(batch: TensorDictBase, policy: "LLMWrapperBase") -> RowsToScor
             if stored_conversations(batch, mode, FULL) is not None:
                 masks = [fulls.assistant_mask(i) for i in rows]
                 media = [fulls.images(i) for i in rows]
+                sets = _stored_sets(fulls)
             starts = [fulls.position(i).response_start for i in rows]
     if masks is None:  # what follows the prompts; nothing predicts the first token of a row
         masks = [torch.arange(len(row)) >= max(n, 1) for row, n in zip(ids, starts, strict=True)]
@@ -174,7 +196,15 @@ def rows_to_score(batch: TensorDictBase, policy: "LLMWrapperBase") -> RowsToScor
                 f"{who}: the mask of row {i} has its first token, which nothing predicts."
             )
     known = [bool(((row >= 0) & (row < policy.vocab_size)).all()) for row in ids]
-    return RowsToScore(ids, [mask.bool() for mask in masks], keep, known, media)
+    return RowsToScore(ids, [mask.bool() for mask in masks], keep, known, media, sets)
+
+
+def _stored_sets(fulls: Conversations) -> SamplingMasks | None:
+    rows = [fulls.sampling_masks(i) for i in range(len(fulls))]
+    if not any(rows):
+        return None
+    pairs = zip(rows, range(len(fulls)), strict=True)
+    return SamplingMasks.of(s for own, i in pairs for s in own or [b""] * fulls.num_tokens(i))
 
 
 def set_groups(batch: TensorDictBase, groups: TensorDictBase, *, padded: bool = False) -> None:
@@ -355,6 +385,11 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
                     f"{self._get_name()}: {name} {beyond} are not in the vocabulary of "
                     f"{self.vocab_size} tokens, so they would never be drawn."
                 )
+        if sampling.sampling_mask and not sampling.truncates:
+            raise ValueError(
+                f"{self._get_name()}: sampling_mask records what top_k, top_p and min_p leave, and "
+                "none of them leaves anything out. Set one of them, or leave sampling_mask out."
+            )
         sampling = sampling.with_tokenizer(self.tokenizer)
         if (check := getattr(self.engine, "check_sampling", None)) is not None:
             check(sampling)
@@ -525,7 +560,8 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
             extra = generation.reported(params) if is_more else {}
             message = {"role": "assistant", "content": text}
             versions = generation.token_versions(version) if generation.versions else version
-            turn = Turn(generation.ids, generation.log_probs, message, versions, extra)
+            sets = generation.sampling_masks if params.sampling_mask else ()
+            turn = Turn(generation.ids, generation.log_probs, message, versions, extra, sets)
             turns.append(None if generation.finish_reason == "error" else turn)
         return prompt.append_turns(turns)
 

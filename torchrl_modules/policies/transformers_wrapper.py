@@ -14,6 +14,7 @@ from transformers import (
 
 from torchrl_data.devices import on_device, on_host
 from torchrl_data.keys import ENTROPY, FULL, LOG_PROBS_FULL, UNTEMPERED_LOG_PROBS
+from torchrl_data.sampling_masks import SamplingMasks
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_data.token_scorer import TokenScores
 from torchrl_modules.engines.transformers import TransformersEngine
@@ -56,7 +57,8 @@ class TransformersWrapper(LLMWrapperBase):
         micro_batch_tokens: most tokens of one scoring pass when no gradient is needed.
         score_truncated: scores are those of the distribution that is sampled from, top-k, top-p
             and min-p included, so that with the sampler's weights they are the sampler's; a token
-            that was drawn is always in the distribution. ``False`` leaves no token out. Penalties,
+            that was drawn is always in the distribution. Where rows have sampling masks, they are
+            those of the recorded sets instead. ``False`` leaves no token out. Penalties,
             a bias and ``min_tokens`` count in any case: a turn is a run of scored tokens.
         compile_layers: ``torch.compile`` compiles the layers of the model for packed rows, and its
             norms for all calls: a training pass takes about half the time, and the first one some
@@ -142,7 +144,7 @@ class TransformersWrapper(LLMWrapperBase):
         super().__init__(engine, tokenizer=tokenizer, **kwargs)
         self.model = model
         self.generate = generate
-        self.score_truncated = score_truncated
+        self.score_truncated = self._checked_change("score_truncated", score_truncated)
         self.scorer = PackedScorer(
             model,
             micro_batch_tokens=micro_batch_tokens,
@@ -155,6 +157,14 @@ class TransformersWrapper(LLMWrapperBase):
         )
 
     changeable = LLMWrapperBase.changeable | {"generate", "score_truncated"}
+
+    def _checked_change(self, name: str, value: Any) -> Any:
+        if name == "score_truncated" and not value and self.sampling.sampling_mask:
+            raise ValueError(
+                "TransformersWrapper: sampling_mask records the sets that tokens are scored in, "
+                "and score_truncated=False scores over the whole vocabulary. Leave one of them out."
+            )
+        return super()._checked_change(name, value)
 
     @property
     def is_distributed(self) -> bool:
@@ -199,6 +209,7 @@ class TransformersWrapper(LLMWrapperBase):
             truncation=self._truncation,
             untempered=self.sampling.untempered_log_probs,
             images=rows.images,
+            sampling_masks=rows.sampling_masks if self.score_truncated else None,
         )
         return rows, scores
 
@@ -221,11 +232,13 @@ class TransformersWrapper(LLMWrapperBase):
         temperature: float = 1.0,
         entropy: bool = False,
         images: Sequence[Sequence[str]] | None = None,
+        sampling_masks: SamplingMasks | None = None,
     ) -> TokenScores:
         """See :class:`torchrl_data.TokenScorer`.
 
         The temperature is the caller's; penalties, top-k, top-p and min-p are those of the sampling
-        parameters, the last three unless ``score_truncated`` is off.
+        parameters, the last three unless ``score_truncated`` is off. Sampling masks stand for
+        these three.
         """
         self._make_room()
         return self.scorer.score_packed(
@@ -236,6 +249,7 @@ class TransformersWrapper(LLMWrapperBase):
             entropy=entropy,
             truncation=self._truncation,
             images=images,
+            sampling_masks=sampling_masks if self.score_truncated else None,
         )
 
     def log_prob(self, tensordict: TensorDictBase) -> Tensor:
@@ -272,7 +286,10 @@ class TransformersWrapper(LLMWrapperBase):
             logits.shape[1], self._truncation, logits.device
         )
         targets = on_device(ids[mask], logits.device)
-        log_p = warped_log_softmax(logits, self._truncation, targets, history)
+        masks = rows.sampling_masks if self.score_truncated else None
+        if masks is not None:
+            masks.check_targets(ids[mask])
+        log_p = warped_log_softmax(logits, self._truncation, targets, history, masks)
         columns = rows.columns(rows.scored, padding_side)
         return TokenDistribution(log_p, columns.reshape(*tensordict.batch_size, -1))
 

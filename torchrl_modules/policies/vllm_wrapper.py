@@ -81,7 +81,8 @@ class vLLMWrapper(LLMWrapperBase):
                 kwargs.get("generate_kwargs"),
                 untempered_log_probs=kwargs.get("untempered_log_probs", False),
                 entropy=kwargs.get("entropy", False),
-            )
+            ),
+            has_masks=True,  # the engine says whether it does
         )
         if not isinstance(model, str | list) and engine_kwargs is not None:
             raise TypeError(

@@ -54,6 +54,9 @@ class SamplingParameters:
         entropy: report also the entropy of the distribution that each token is drawn from.
         kept_counts: report also how many tokens top-k, top-p and min-p leave, of which each token
             is drawn: with them its distribution can be told from one that was cut elsewhere.
+        sampling_mask: report also which tokens these are. A row carries them, and is then scored
+            and trained under the distribution that each token was drawn from, whatever the weights
+            would leave by then.
 
     Raises:
         ValueError: a value is of another kind or outside its range; the message names it.
@@ -83,6 +86,7 @@ class SamplingParameters:
     untempered_log_probs: bool = False
     entropy: bool = False
     kept_counts: bool = False
+    sampling_mask: bool = False
     stop_matcher: StopStrings | None = field(default=None, repr=False, compare=False)
     """Finds ``stop`` in tokens; a policy, which has the tokenizer, sets it."""
 

@@ -18,6 +18,7 @@ from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_data.devices import on_device, on_host
 from torchrl_data.ragged.packed import cumulative_lengths, pack
+from torchrl_data.sampling_masks import SamplingMasks
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_data.token_scorer import TokenScores
 from torchrl_modules.compilation import Compiled
@@ -481,6 +482,7 @@ class PackedScorer(ChecksAttributes):
         untempered: bool = False,
         images: Sequence[Sequence[str]] | None = None,
         targets: Tensor | None = None,
+        sampling_masks: SamplingMasks | None = None,
     ) -> TokenScores:
         """See :class:`torchrl_data.TokenScorer`.
 
@@ -497,18 +499,22 @@ class PackedScorer(ChecksAttributes):
             images: of each sequence in order, in base 64.
             targets: int64 ``[K]``, scored in place of the sequences' own tokens at the mask, each
                 after what comes before it there.
+            sampling_masks: the sets that the K targets were drawn from; a target with one has the
+                distribution over that set, whatever the truncation.
 
         Raises:
             ValueError: the shapes disagree, a sequence is empty, a first token is a target, an
-                id is outside the vocabulary, or tokens and images do not belong together; or
-                ``targets`` are given beside penalties, which read the sequences' own tokens.
+                id is outside the vocabulary, tokens and images do not belong together, or a
+                target is not in the set that it was drawn from; or ``targets`` are given beside
+                penalties, which read the sequences' own tokens.
         """
         packed = self._checked(ids, lengths, target_mask, images)
-        scored = (
-            packed[0][packed[2]]
-            if targets is None
-            else self._checked_targets(targets, packed[2], truncation)
-        )
+        if targets is None:
+            scored = packed[0][packed[2]]
+        else:
+            scored = self._checked_targets(targets, packed[2], truncation)
+        if sampling_masks is not None:
+            sampling_masks.check_targets(scored)
         drawn_from = replace(
             truncation or SamplingParameters(),
             temperature=temperature,
@@ -516,9 +522,8 @@ class PackedScorer(ChecksAttributes):
             untempered_log_probs=untempered,
         )
         if self.micro_batch_tokens is None or torch.is_grad_enabled():
-            return self._score(*packed, drawn_from, images, scored)
+            return self._score(*packed, drawn_from, images, scored, sampling_masks)
         ids, lengths, target_mask = packed
-        num_before = torch.cat([target_mask.new_zeros(1, dtype=torch.int64), target_mask.cumsum(0)])
         # Runs of whole sequences within the budget: sequences i:j, tokens a:b.
         splits, first, start, total = [], 0, 0, 0
         for i, length in enumerate(lengths.tolist()):
@@ -531,12 +536,15 @@ class PackedScorer(ChecksAttributes):
             most = torch.tensor(len(splits), device=self.model.device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             splits += [(0, 0, 0, 0)] * (int(most) - len(splits))
+        before = cumulative_lengths(target_mask.long()).tolist()
+        own = [slice(before[a], before[b]) for *_, a, b in splits]  # targets
         parts = [
             self._score(
                 *(ids[a:b], lengths[i:j], target_mask[a:b], drawn_from, images and images[i:j]),
-                scored[num_before[a] : num_before[b]],
+                scored[some],
+                sampling_masks and sampling_masks.take(some),
             )
-            for i, j, a, b in splits
+            for (i, j, a, b), some in zip(splits, own, strict=True)
         ]
         # What was not asked for is None in every part.
         scores: list[Any] = [
@@ -586,6 +594,7 @@ class PackedScorer(ChecksAttributes):
         drawn_from: SamplingParameters,
         images: Sequence[Sequence[str]] | None,
         targets: Tensor,
+        masks: SamplingMasks | None = None,
     ) -> TokenScores:
         if len(targets) == 0:
             empty = torch.zeros(0, device=self.model.device)
@@ -605,7 +614,7 @@ class PackedScorer(ChecksAttributes):
                 history = TargetHistory.of(ids, lengths, target_mask)
             with precision(self.model, self._autocast_dtype):
                 outputs = self._read((ids, lengths, target_mask), images)
-                log_prob, entropy = self._head_scores(outputs, targets, drawn_from, history)
+                log_prob, entropy = self._head_scores(outputs, targets, drawn_from, history, masks)
                 if drawn_from.untempered_log_probs:
                     untempered = log_prob
                     if not drawn_from.is_own_softmax:
@@ -620,17 +629,17 @@ class PackedScorer(ChecksAttributes):
         targets: Tensor,
         drawn_from: SamplingParameters,
         history: TargetHistory | None = None,
+        masks: SamplingMasks | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """From hidden states ``[K, D]``, or from logits ``[K, V]`` of a head of another kind."""
         head = self._reader.head
         if head is None:
             tokens = history and history.read(outputs.shape[1], drawn_from, outputs.device)
-            return warped_log_prob(outputs, targets, drawn_from, tokens)
+            return warped_log_prob(outputs, targets, drawn_from, tokens, masks)
         options: dict[str, Any] = {"bias": head.bias, "compute_dtype": self._head_dtype}
-        if drawn_from.truncates or drawn_from.changes_logits:
-            return warped_head_log_prob(
-                outputs, head.weight, targets, drawn_from, history=history, **options
-            )
+        if drawn_from.truncates or drawn_from.changes_logits or masks is not None:
+            options |= {"history": history, "masks": masks}
+            return warped_head_log_prob(outputs, head.weight, targets, drawn_from, **options)
         return chunked_log_prob(
             outputs,
             head.weight,

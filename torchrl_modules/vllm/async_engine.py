@@ -176,7 +176,7 @@ class _Steps:
         except ValueError as error:
             self.send(stream, Generation([], [], "error", str(error)))
         else:
-            stream.request_id = request_id
+            stream.request_id, stream.has_masks = request_id, params.sampling_mask
             if self._engine.max_adapters:  # it keeps them to its end
                 stream.version = self._engine.version
             self._streams[request_id] = stream
@@ -191,10 +191,11 @@ class _Steps:
             stream = self._streams.get(output.request_id)
             if stream is None:  # aborted
                 continue
-            new = read_output(output)
+            new = read_output(output, self._engine.masks if stream.has_masks else None)
             if new.ids:
                 version = now if stream.version is None else stream.version
-                sent[stream.loop].append((stream, Delta(new.ids, new.log_probs, version)))
+                delta = Delta(new.ids, new.log_probs, version, new.sampling_masks)
+                sent[stream.loop].append((stream, delta))
             completed = stream.completes_stop_string(new.ids)
             if completed and not output.finished:
                 self._llm_engine.abort_request([output.request_id])

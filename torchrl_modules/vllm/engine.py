@@ -20,9 +20,9 @@ from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import ExpectedWeights, UpdateRefused, next_version
 
 from .releases import end_engine_core, label_weights
-from .requests import own_ends, read_output, sampling_fields
+from .requests import MaskSource, own_ends, read_output, sampling_fields
 from .runtime import import_vllm, preserved_globals
-from .settings import check_built, engine_settings
+from .settings import check_built, engine_settings, mask_settings
 from .weights import ServedAdapters, check_updatable, expected_weights, load_weights
 from .whole_batch_engine import Row, WholeBatchEngine
 
@@ -69,6 +69,7 @@ class VLLMEngine(WholeBatchEngine):
 
     reads_in_order = True
     """An update reads each weight once, in this thread: they may be lazy."""
+    has_masks = True
 
     def __init__(self, model: str, *, max_model_len: int = -1, **engine_kwargs: Any) -> None:
         self._names = import_vllm()
@@ -115,6 +116,9 @@ class VLLMEngine(WholeBatchEngine):
         """Token ids are below it."""
         self.max_model_len: int = config.max_model_len
         """Most tokens of a prompt and its response together."""
+        self.masks = MaskSource(self.vocab_size, getattr(config, "return_sampling_mask", False))
+        """How the tokens are read that a truncation left."""
+        self._max_log_probs: int = config.max_logprobs
         self.compute_dtype: torch.dtype = config.dtype
         """Of the weights and the activations."""
         self.update_dtype = self.compute_dtype
@@ -142,11 +146,21 @@ class VLLMEngine(WholeBatchEngine):
             raise ValueError(_NO_SEEDS)
         if params.temperature > 0 and self._drafts_are_wrong:
             raise ValueError(_NO_DRAFTS)
+        needed, most = self.masks.num_log_probs(params), self._max_log_probs
+        if most != -1 and not 0 <= needed <= most:
+            is_cpu = self._names.current_platform.is_cpu()
+            (setting,) = mask_settings(is_cpu=is_cpu).items()
+            raise ValueError(
+                f"VLLMEngine: sampling_mask needs an engine that was built with "
+                f"{setting[0]}={setting[1]}: this one may be asked for {most} log-probs a token, "
+                f"and top_k={params.top_k}, top_p={params.top_p}, min_p={params.min_p} may leave "
+                "more. Build it so, or leave sampling_mask out."
+            )
 
     def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
         results: dict[int, Generation] = {}
         running: dict[str, int] = {}
-        matcher = params.stop_matcher
+        matcher, masks = params.stop_matcher, self.masks if params.sampling_mask else None
         with self.used_by("generate"):
             try:
                 for index, row in enumerate(rows):
@@ -162,7 +176,7 @@ class VLLMEngine(WholeBatchEngine):
                         index = running.get(output.request_id)
                         if index is None:  # it had completed a stop string
                             continue
-                        results[index] = results[index].joined(read_output(output))
+                        results[index] = results[index].joined(read_output(output, masks))
                         ended = matcher is not None and matcher.just_ended(results[index].ids)
                         if ended and not output.finished:
                             self._llm.llm_engine.abort_request([output.request_id])
@@ -191,7 +205,7 @@ class VLLMEngine(WholeBatchEngine):
         ids = check_prompt(row.prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         kinds = self._names.RequestOutputKind
         sampling = self._names.SamplingParams(
-            **sampling_fields(params, row.budget, row.seed),
+            **sampling_fields(params, row.budget, row.seed, self.masks.num_log_probs(params)),
             flat_logprobs=True,
             output_kind=kinds.DELTA if stream else kinds.FINAL_ONLY,
         )

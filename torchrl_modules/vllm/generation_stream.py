@@ -26,6 +26,8 @@ class Delta(NamedTuple):
     """One per token, in nats, of the distribution that it was drawn from."""
     version: int
     """Of the weights that drew them."""
+    sampling_masks: Sequence[bytes] = ()
+    """One per token: the tokens that it was drawn from; only when asked for."""
 
 
 class VersionedGeneration(NamedTuple):
@@ -102,6 +104,8 @@ class GenerationStream:
         stops: StopStrings | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
+        self.has_masks = False
+        """Its tokens come with what a truncation left."""
         self.request_id: str | None = None
         self.version: int | None = None  # of all its tokens, where that does not change
         self._abort = abort
@@ -152,7 +156,8 @@ class GenerationStream:
         assert isinstance(self._end, Generation)
         ids = [token for delta in self._deltas for token in delta.ids]
         log_probs = [value for delta in self._deltas for value in delta.log_probs]
-        generation = self._end._replace(ids=ids, log_probs=log_probs)
+        sets = [each for delta in self._deltas for each in delta.sampling_masks]
+        generation = self._end._replace(ids=ids, log_probs=log_probs, sampling_masks=sets)
         return VersionedGeneration(generation, version_spans(self._deltas))
 
     async def __aenter__(self) -> Self:

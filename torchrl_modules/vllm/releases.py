@@ -46,6 +46,16 @@ def tells_versions() -> bool:
     return "weight_versions" in output.__dataclass_fields__
 
 
+def returns_sampling_masks(*, is_cpu: bool) -> bool:
+    """Return whether an engine returns the tokens that a truncation left: on a GPU, from 0.28 on.
+
+    Args:
+        is_cpu: the platform is a CPU, for which vLLM has no Model Runner V2, which returns them.
+    """
+    config: Any = import_module("vllm.config").ModelConfig
+    return not is_cpu and "return_sampling_mask" in config.__dataclass_fields__
+
+
 def lacking() -> list[str]:
     """Features that the installed vLLM lacks, each in a line, with the release that has it."""
     told = "servers say which weights drew a token (0.32): rows end before new weights come"

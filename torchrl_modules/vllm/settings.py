@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from .releases import returns_sampling_masks
+
 FIXED: Final = {
     # Log-probs of the distribution that was sampled from: temperature, top-k, ... applied.
     "logprobs_mode": "processed_logprobs",
@@ -44,6 +46,21 @@ def engine_settings(requested: Mapping[str, Any], *, is_cpu: bool, who: str) -> 
     if requested.get("enable_lora"):
         defaults |= LORA_DEFAULTS
     return {"use_tqdm_on_load": False, **WORKER, **defaults, **requested, **FIXED}
+
+
+def mask_settings(*, is_cpu: bool) -> dict[str, Any]:
+    """Settings with which an engine tells the tokens that a truncation left.
+
+    Args:
+        is_cpu: the platform is a CPU.
+
+    Returns:
+        That it returns them, or where the vLLM that is installed can't, that it may be asked for
+        the log-probs of the whole vocabulary, off which they are read.
+    """
+    if returns_sampling_masks(is_cpu=is_cpu):
+        return {"return_sampling_mask": True}
+    return {"max_logprobs": -1}
 
 
 def as_options(settings: Mapping[str, Any]) -> list[str]:

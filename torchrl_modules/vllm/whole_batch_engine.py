@@ -27,6 +27,8 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
 
     mixed = False
     """An update failed in the middle, or it sleeps, and no later one has succeeded."""
+    has_masks = False
+    """Whether it tells the tokens that a truncation left."""
     _own_ends: frozenset[int] = frozenset()
     """Tokens that end a response by the model's own generation config."""
 
@@ -45,7 +47,7 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
             ValueError: this engine can't draw from it, or can't report of it what is asked for.
         """
         params.check_stops_are_found()
-        check_reported(params)
+        check_reported(params, has_masks=self.has_masks)
         ends = self._own_ends - set(params.stop_token_ids or self._own_ends)
         if params.min_tokens and ends:
             raise ValueError(

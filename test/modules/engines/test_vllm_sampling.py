@@ -1,13 +1,18 @@
 """Penalties, bias, least tokens, seeds and stop strings with vLLM, against slow references."""
 
 import asyncio
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from sampling_reference import OPTIONS, STOPS, turn_log_probs
 
+from torchrl_data import SamplingMasks
+from torchrl_data.sampling_masks import sets_of_ids
 from torchrl_modules import AsyncVLLMEngine, SamplingParameters
 from torchrl_modules.vllm.bridges import BlockingVLLMEngine
+from torchrl_modules.vllm.requests import MaskSource
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
 
@@ -111,3 +116,49 @@ def test_a_stream_ends_at_a_stop_string(vllm_engine, chatml_tokenizer):
     assert result.generation.finish_reason == "stop"
     assert stop in chatml_tokenizer.decode(ids)
     assert stop not in chatml_tokenizer.decode(ids[:-1])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_set_of_each_draw_is_read_off_the_log_probs(vllm_engine, model, asynchronous):
+    params = SamplingParameters(
+        max_new_tokens=8, stop_token_ids=(2,), top_k=5, temperature=0.7, sampling_mask=True
+    )
+    if asynchronous:
+        with AsyncVLLMEngine(vllm_engine) as served, BlockingVLLMEngine(served) as engine:
+            rows = engine.generate(PROMPTS, params)
+    else:
+        rows = vllm_engine.generate(PROMPTS, params)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        masks = SamplingMasks.of(row.sampling_masks)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *row.ids]])).logits[0, len(prompt) - 1 : -1]
+        for kept, scores in zip(masks.kept(model.config.vocab_size), logits, strict=True):
+            assert kept.nonzero().flatten().tolist() == sorted(scores.topk(5).indices.tolist())
+        assert len(row.log_probs) == len(row.ids)
+
+
+def test_a_set_that_an_engine_can_not_tell_is_refused_by_name(engine):
+    params = SamplingParameters(top_p=0.9, sampling_mask=True)
+    with pytest.raises(ValueError, match=r"sampling_mask (needs an engine.*=|is read from an eng)"):
+        engine.generate(PROMPTS, params)
+
+
+def test_sets_with_a_tie_behind_top_k_are_not_known():
+    flat = SimpleNamespace(
+        start_indices=[0, 4],
+        end_indices=[4, 8],
+        token_ids=[7, 7, 8, 9, 5, 6, 5, 9],
+        logprobs=[-0.1, -0.1, -3.0, -math.inf, -1.0, -0.9, -1.0, -math.inf],
+    )
+    source = MaskSource(vocab_size=64)
+    assert source.num_log_probs(SamplingParameters(top_k=2, sampling_mask=True)) == 3
+    assert source.num_log_probs(SamplingParameters(top_p=0.9, sampling_mask=True)) == -1
+    assert source.num_log_probs(SamplingParameters(top_k=2)) == 0
+    read = SamplingMasks.of(source.read(SimpleNamespace(logprobs=flat)))
+    assert read.sets() == SamplingMasks.from_ids([[7, 8], [5, 6]], 64).sets()
+    flat.logprobs[-1] = -1.0
+    with pytest.raises(ValueError, match="for token 1 are not known: more than top_k"):
+        source.read(SimpleNamespace(logprobs=flat))
+    # A release that returns them is read as it says.
+    returned = SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=[[9, 3]]))
+    assert MaskSource(64, are_returned=True).read(returned) == sets_of_ids([[3, 9]], 64)
