@@ -1,5 +1,7 @@
 """Policies over models with adapters of PEFT: scored, sampled and served as the model computes."""
 
+import contextlib
+
 import peft
 import pytest
 import torch
@@ -7,6 +9,7 @@ from tensordict import TensorDict
 
 from torchrl_data import Tokens
 from torchrl_modules import TransformersWrapper
+from torchrl_modules.scoring.scorer import PackedScorer
 
 # PEFT's own, about adapters of tied weights
 pytestmark = pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
@@ -142,3 +145,59 @@ def test_adapters_that_are_no_layers_are_refused(make_tiny_model, chatml_tokeniz
     model = peft.get_peft_model(make_tiny_model(1), config)
     with pytest.raises(TypeError, match="PROMPT_TUNING, which are not layers"):
         TransformersWrapper(model, tokenizer=chatml_tokenizer)
+
+
+def adapted_head(model, **settings):
+    """Two adapters on the head alone, none of them 0, of which the second acts."""
+    settings = {"target_modules": ["lm_head"], "task_type": "CAUSAL_LM"} | settings
+    model = peft.get_peft_model(model, peft.LoraConfig(r=3, **settings), adapter_name="first")
+    model.add_adapter("second", peft.LoraConfig(r=5, lora_alpha=20, **settings))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.normal_(std=0.3)
+    model.set_adapter("second")
+    return model
+
+
+@pytest.mark.parametrize("state", ["second", "first", "both", "off"])
+def test_adapters_of_the_head_are_scored_in_tiles(make_tiny_model, state):
+    """Log-probs and gradients are those of PEFT's own logits, which are never held."""
+    model = adapted_head(make_tiny_model())
+    if state in ("first", "both"):
+        model.base_model.set_adapter(["first", "second"] if state == "both" else "first")
+    rows = [torch.tensor(row) for row in ([5, 9, 33, 40, 12], [5, 9, 7, 250])]
+    scorer = PackedScorer(model)
+    assert scorer.reading.has_plain_head
+    lengths = torch.tensor([5, 4])
+    mask = torch.tensor([False, True, True, True, True, False, True, True, True])
+    weights = torch.linspace(-1, 1, 7)
+
+    def gradients(log_probs):
+        (log_probs * weights).sum().backward()
+        own = {name: value.grad for name, value in model.named_parameters() if "lora" in name}
+        model.zero_grad(set_to_none=True)
+        return own
+
+    with model.disable_adapter() if state == "off" else contextlib.nullcontext():
+        scored = scorer.score_packed(torch.cat(rows), lengths, mask).log_prob
+        plain = torch.cat(
+            [
+                model(input_ids=row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])
+                for row in rows
+            ]
+        ).squeeze(1)
+        torch.testing.assert_close(scored, plain, atol=1e-5, rtol=1e-5)
+        if state == "off":
+            return
+        expected, found = gradients(plain), gradients(scored)
+    acting = {"first", "second"} if state == "both" else {state}
+    for name, value in expected.items():
+        assert (value is not None) == any(f".{one}." in name for one in acting)
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_dropout": 0.1}])
+def test_a_head_that_is_more_than_two_products_is_read_by_its_own_logits(make_tiny_model, settings):
+    scorer = PackedScorer(adapted_head(make_tiny_model(), **settings).eval())
+    assert not scorer.reading.has_plain_head

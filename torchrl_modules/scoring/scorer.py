@@ -35,6 +35,7 @@ from .models import (
     check_packed,
     check_wrapped_whole,
     find_first,
+    head_product,
     is_distributed,
     plain_head,
     precision,
@@ -574,8 +575,9 @@ class PackedScorer(ChecksAttributes):
                 outputs = self._read(packed, images)
                 if head is None or dtype is None:
                     return (outputs if head is None else head(outputs)).float()
-            bias = None if head.bias is None else head.bias.to(dtype)
-            return nn.functional.linear(outputs.to(dtype), head.weight.to(dtype), bias).float()
+            hidden, weight, bias = head_product(head, outputs)
+            bias = None if bias is None else bias.to(dtype)
+            return nn.functional.linear(hidden.to(dtype), weight.to(dtype), bias).float()
 
         return run_inside(self._wrapped, read)
 
@@ -636,13 +638,14 @@ class PackedScorer(ChecksAttributes):
         if head is None:
             tokens = history and history.read(outputs.shape[1], drawn_from, outputs.device)
             return warped_log_prob(outputs, targets, drawn_from, tokens, masks)
-        options: dict[str, Any] = {"bias": head.bias, "compute_dtype": self._head_dtype}
+        hidden, weight, bias = head_product(head, outputs)
+        options: dict[str, Any] = {"bias": bias, "compute_dtype": self._head_dtype}
         if drawn_from.truncates or drawn_from.changes_logits or masks is not None:
             options |= {"history": history, "masks": masks}
-            return warped_head_log_prob(outputs, head.weight, targets, drawn_from, **options)
+            return warped_head_log_prob(hidden, weight, targets, drawn_from, **options)
         return chunked_log_prob(
-            outputs,
-            head.weight,
+            hidden,
+            weight,
             targets,
             temperature=drawn_from.temperature,
             entropy=drawn_from.entropy,
@@ -748,5 +751,6 @@ def _trial_log_probs(
     if head is None:
         log_p = outputs.double().log_softmax(-1).gather(1, at[:, None]).squeeze(1)
     else:  # in tiles, whose kernels are compiled on a GPU
-        log_p = chunked_log_prob(outputs, head.weight, at, bias=head.bias).log_prob.double()
+        hidden, weight, bias = head_product(head, outputs)
+        log_p = chunked_log_prob(hidden, weight, at, bias=bias).log_prob.double()
     return log_p.split((lengths - 1).tolist())
