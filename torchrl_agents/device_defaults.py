@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.scoring.models import evaluation_mode
+from torchrl_modules.scoring.scorer import PackedScorer
 
 from .settings.schema import TrainingConfig
 
@@ -77,17 +78,16 @@ def default_micro_batch_tokens(device: Device, num_bytes: float) -> int:
     return max(_FEWEST, min(_MOST, fit // _STEP * _STEP))
 
 
-def bytes_of_a_token(actor: TransformersWrapper) -> float:
+def bytes_of_a_token(model: Any, scorer: PackedScorer) -> float:
     """Return what a forward pass keeps for the backward pass, for each token of a row, in bytes.
 
     It is measured: every tensor that autograd saves is counted, of two rows of different lengths.
     Works on any device.
 
     Args:
-        actor: of a model with gradient checkpointing it is what one layer keeps, and the inputs of
-            all layers.
+        model: with gradient checkpointing it is what one layer keeps, and the inputs of all layers.
+        scorer: of it.
     """
-    model: Any = actor.model
     weights = {value.untyped_storage().data_ptr() for value in model.parameters()}
     longest = min(384, getattr(model.config, "max_position_embeddings", None) or 384)
     found = []
@@ -103,7 +103,7 @@ def bytes_of_a_token(actor: TransformersWrapper) -> float:
         ids = torch.arange(size) % 50 + 1
         hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved)
         with torch.enable_grad(), evaluation_mode(model), hooks:  # layers are not computed twice
-            scores = actor.scorer.score_packed(ids, torch.tensor([size]), torch.arange(size) > 0)
+            scores = scorer.score_packed(ids, torch.tensor([size]), torch.arange(size) > 0)
         found.append(sum(kept.values()))
         del scores
     num_bytes = (found[1] - found[0]) / (longest - longest // 3)
@@ -130,7 +130,7 @@ def settle_micro_batches(cfg: TrainingConfig, actor: TransformersWrapper) -> Non
         return
     trained = sum(value.numel() for value in actor.parameters() if value.requires_grad)
     state = 3 * trained * model.dtype.itemsize  # gradients, and two moments of AdamW
-    num_bytes = bytes_of_a_token(actor)
+    num_bytes = bytes_of_a_token(model, actor.scorer)
     room = device._replace(free_bytes=max(0, device.free_bytes - state))
     cfg.train.micro_batch_tokens = default_micro_batch_tokens(room, num_bytes)
     _LOG.info(

@@ -56,14 +56,18 @@ def test_what_a_token_keeps_is_counted(make_tiny_model, chatml_tokenizer):
         return model, TransformersWrapper(model, tokenizer=chatml_tokenizer)
 
     (model, one), (_, two), (_, three) = map(of_layers, (1, 2, 3))
-    each = bytes_of_a_token(two) - bytes_of_a_token(one)
-    assert bytes_of_a_token(three) - bytes_of_a_token(two) == pytest.approx(each, rel=1e-6)
+    each = bytes_of_a_token(two.model, two.scorer) - bytes_of_a_token(one.model, one.scorer)
+    assert bytes_of_a_token(three.model, three.scorer) - bytes_of_a_token(
+        two.model, two.scorer
+    ) == pytest.approx(each, rel=1e-6)
     # At least the inputs of its seven products: those of queries, keys and values are one.
     config = model.config
     inputs = 2 * config.hidden_size + config.intermediate_size
     inputs += config.num_attention_heads * config.head_dim
     assert 4 * inputs < each < 20 * 4 * inputs
     model, wrapped = of_layers(3)
-    kept = bytes_of_a_token(wrapped)
+    kept = bytes_of_a_token(wrapped.model, wrapped.scorer)
     model.gradient_checkpointing_enable()
-    assert bytes_of_a_token(wrapped) == pytest.approx(kept / 3 + 3 * 4 * config.hidden_size)
+    assert bytes_of_a_token(wrapped.model, wrapped.scorer) == pytest.approx(
+        kept / 3 + 3 * 4 * config.hidden_size
+    )

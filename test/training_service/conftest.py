@@ -1,15 +1,14 @@
 """A server in this process, and a client of Tinker's own package that talks to it."""
 
-import threading
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import tinker
-import uvicorn
 
+from torchrl_agents.training_service import serving
 from torchrl_agents.training_service.adapted_model import AdaptedModel
 from torchrl_agents.training_service.checkpoint_folder import CheckpointFolder
-from torchrl_agents.training_service.http_server import application
 from torchrl_agents.training_service.service import TrainingService
 
 NAME = "mine/tiny"
@@ -32,33 +31,16 @@ def adapted(make_tiny_model, chatml_tokenizer, tiny_folder):
 def serve(adapted, tmp_path, monkeypatch):
     """Starts a server over a model; gives its service, its address and a client."""
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    stops = []
+    with ExitStack() as opened:
 
-    def serve(model=adapted, *, key=None, **options):
-        service = TrainingService([model], CheckpointFolder(tmp_path / "saved"), **options)
-        config = uvicorn.Config(
-            application(service, key), port=0, log_level="error", lifespan="off"
-        )
-        server = uvicorn.Server(config)
-        listening = config.bind_socket()
-        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        client = tinker.ServiceClient(base_url=url, api_key=key or "tml-any")
+        def start(model=adapted, *, key=None, **options):
+            service = TrainingService([model], CheckpointFolder(tmp_path / "saved"), **options)
+            url = opened.enter_context(serving.serve(service, api_key=key))
+            client = tinker.ServiceClient(base_url=url, api_key=key or "tml-any")
+            opened.callback(lambda: client.close("success").result())
+            return SimpleNamespace(service=service, url=url, client=client, model=model)
 
-        def stop():
-            client.close("success").result()
-            server.should_exit = True
-            thread.join()
-            listening.close()
-            service.close()
-
-        stops.append(stop)
-        return SimpleNamespace(service=service, url=url, client=client, model=model)
-
-    yield serve
-    for stop in stops:
-        stop()
+        yield start
 
 
 @pytest.fixture

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from objectives.batching.packed_batch import PackedBatch
+from torchrl_agents.device_defaults import bytes_of_a_token, default_micro_batch_tokens, describe
 from torchrl_data import import_package
 from torchrl_modules import SamplingParameters
 from torchrl_modules.engines.engine import Generation
@@ -22,6 +23,11 @@ from torchrl_modules.scoring.scorer import PackedScorer
 from .errors import RequestError
 from .messages import INSTALL, Example, TopTokens
 from .token_losses import Tokens
+
+_CPU_TOKENS: Final = 2_048
+"""Of a training pass on a CPU."""
+_SCORED_TOKENS: Final = 8_192
+"""Of a pass without a gradient."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ class AdaptedModel:
         lora_alpha: the product of the factors is multiplied by it, and divided by the rank.
         max_model_len: most tokens of a sequence; the model's own limit when not given.
         micro_batch_tokens: most tokens of one training pass, those that sequences begin with in
-            common counted once.
+            common counted once; ``None``: 2,048 on a CPU, on a GPU as many as its memory holds when
+            the first pass is made.
         autocast_dtype: compute in this type, with the weights as they are.
 
     Raises:
@@ -86,7 +93,7 @@ class AdaptedModel:
         *,
         lora_alpha: float = 32.0,
         max_model_len: int | None = None,
-        micro_batch_tokens: int = 8192,
+        micro_batch_tokens: int | None = None,
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
         import_package("peft", who="serve-training", install=INSTALL)
@@ -233,7 +240,7 @@ class AdaptedModel:
             self._scorers[kind] = PackedScorer(
                 self._model,
                 autocast_dtype=self._autocast_dtype,
-                micro_batch_tokens=self._micro_batch_tokens,
+                micro_batch_tokens=_SCORED_TOKENS,
                 max_model_len=self.max_model_len,
             )
         return self._scorers[kind]
@@ -263,7 +270,7 @@ class AdaptedModel:
         with self._acting(adapter), torch.set_grad_enabled(not is_forward_only):
             scorer = self._scorer()
             parts = batch.micro_batches(
-                max_tokens=self._micro_batch_tokens, count_shared_once=scorer.share_prefixes
+                max_tokens=self._tokens_of_a_pass(scorer), count_shared_once=scorer.share_prefixes
             )
             for part in parts:
                 inputs = dict(part.entries)
@@ -280,6 +287,16 @@ class AdaptedModel:
                 own = scored.detach().float().cpu()
                 log_probs += own.split(part.target_lengths.tolist())
         return Gradient(total, log_probs)
+
+    def _tokens_of_a_pass(self, scorer: PackedScorer) -> int:
+        """Most tokens of a training pass; an adapter acts, without which none would be kept."""
+        if self._micro_batch_tokens is None:
+            device = describe(self._model.device)
+            self._micro_batch_tokens = _CPU_TOKENS
+            if device.kind == "cuda":
+                num_bytes = bytes_of_a_token(self._model, scorer)
+                self._micro_batch_tokens = default_micro_batch_tokens(device, num_bytes)
+        return self._micro_batch_tokens
 
     # Sampling ------------------------------------------------------------------------------------
 

@@ -18,14 +18,13 @@ from typing import Final
 import torch
 
 from torchrl_data import import_package
-from torchrl_modules import local_model
-from torchrl_modules.policies.loading import accelerator, load_model
 
 from .adapted_model import AdaptedModel
 from .checkpoint_folder import CheckpointFolder
 from .http_server import application
 from .messages import INSTALL
 from .service import TrainingService
+from .serving import load_adapted_model
 
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _KEY: Final = "TRAINING_SERVER_API_KEY"
@@ -106,8 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--micro-batch-tokens",
         type=_positive,
-        default=8192,
-        help="most tokens of a training pass, shared beginnings counted once (%(default)s)",
+        help="most tokens of a training pass, shared beginnings counted once (2048 on a CPU; on a "
+        "GPU as many as fit)",
     )
     parser.add_argument(
         "--max-rows", type=_positive, default=256, help="most sequences drawn at once (%(default)s)"
@@ -136,19 +135,11 @@ def _positive(text: str) -> int:
 
 def _model(given: str, args: argparse.Namespace) -> AdaptedModel:
     name, _, source = given.rpartition("=")
-    folder = local_model(source)
-    options = {
-        "device": torch.device(args.device) if args.device else accelerator(),
-        "dtype": getattr(torch, args.dtype),
-        "attn_implementation": None,
-        "model_kwargs": None,
-    }
-    model, tokenizer, _ = load_model(folder, None, None, options)
-    return AdaptedModel(
+    return load_adapted_model(
         name or source,
-        model,  # type: ignore[arg-type]
-        tokenizer,
-        str(Path(folder).resolve()) if Path(folder).is_dir() else folder,
+        source,
+        device=args.device,
+        dtype=getattr(torch, args.dtype),
         lora_alpha=args.lora_alpha,
         max_model_len=args.max_model_len,
         micro_batch_tokens=args.micro_batch_tokens,

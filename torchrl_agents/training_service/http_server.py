@@ -127,17 +127,13 @@ class _Paths:
         return {"status": "ok"}
 
     async def _client_config(self, _: "Request") -> Any:
-        from starlette.responses import JSONResponse
-
-        # A client asks for it once, by a connection of its own, which it leaves open.
-        told = {"pjwt_auth_enabled": False, "use_pyqwest_transport": False}
-        return JSONResponse(told, headers={"connection": "close"})
+        return _last({"pjwt_auth_enabled": False, "use_pyqwest_transport": False})
 
     async def _dynamic_config(self, _: "Request") -> Any:
         return {"sample_cancel_enabled": True}
 
     async def _telemetry(self, _: "Request") -> Any:
-        return {"status": "accepted"}  # and dropped
+        return _last({"status": "accepted"})  # and dropped
 
     async def _capabilities(self, _: "Request") -> Any:
         models = [
@@ -405,6 +401,13 @@ class _Paths:
         path = "tinker://{run}/{kind}/{name}".format_map(request.path_params)
         self._service.checkpoints.delete(self._service.checkpoints.find(path))
         return Response(status_code=204)
+
+
+def _last(told: dict[str, Any]) -> Any:
+    """An answer after which the connection ends: clients leave it open, and ask no more by it."""
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(told, headers={"connection": "close"})
 
 
 def sample_settings(asked: Any) -> SampleSettings:
