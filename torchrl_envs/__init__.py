@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .rewards.kl import RetrieveLogProb as RetrieveLogProb
     from .rewards.metrics import reward_metrics as reward_metrics
     from .rewards.scoring_call import row_reward as row_reward
+    from .rewards.span_log_probs import RetrieveSpanLogProb as RetrieveSpanLogProb
     from .sandbox import Sandbox as Sandbox
     from .sandbox import SandboxLimits as SandboxLimits
     from .sandbox import SandboxResult as SandboxResult

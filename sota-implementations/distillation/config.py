@@ -15,6 +15,11 @@ class TeacherConfig:
     url: str | None = None
     """Of a vLLM server, http://host:port/v1 or unix:///path/of/the/socket; none loads the model in
     this process. TORCHRL_VLLM_TOKEN or OPENAI_API_KEY is sent where it is set."""
+    tokenizer: str | None = None
+    """Of a teacher with another tokenizer than the student: own (that of model), or a hub id or
+    path; it then judges spans of text. None: it has the student's, which is checked."""
+    chat_template_name: str | None = None
+    """Of tokenizer: a built-in chat template; none takes the tokenizer's own, or ChatML."""
     timeout_s: float = 600.0
     """Deadline of the server's answer for one sequence."""
 

@@ -4,6 +4,8 @@ torchrl-agents distillation teacher.model=outputs/sft/gcd/seed0        # the emb
 torchrl-agents distillation task=gsm8k task.dataset=rows.jsonl \
         policy.model=Qwen/Qwen3-0.6B teacher.model=Qwen/Qwen3-8B teacher.url=http://host:8000/v1
 torchrl-agents distillation 'teachers={a: {model: A}, b: {model: B}}' teacher_column=topic
+torchrl-agents distillation policy=smollm2 teacher.model=outputs/sft/gcd/seed0 \
+        teacher.tokenizer=own                                          # another tokenizer
 torchrl-agents distillation experiment=control teacher.model=...       # a control
 """
 
@@ -37,7 +39,7 @@ if __name__ == "__main__":
     read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
 import torch
-from teachers import TEACHER, Panel
+from teachers import SPANS, TEACHER, Panel, gaps_of
 from tensordict import TensorDictBase, lazy_stack
 
 from objectives import GRPOLoss
@@ -75,7 +77,8 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run) -> dict:
         rows = teachers.judge(trajectories)
         masks = [row[ASSISTANT_MASK] for row in rows]
         # A = log q(token) - log p(token), q the teacher and p the student that sampled it.
-        # Its mean over what p samples is -KL(p || q): REINFORCE with A descends on it.
+        # Its mean over what p samples is -KL(p || q): REINFORCE with A descends on it. A teacher
+        # with another tokenizer judges spans of text, and each token has the A of its span.
         gaps = [row["next", *TEACHER] - row[LOG_PROBS_FULL] for row in rows]
         verdicts = torch.cat([gap[mask] for gap, mask in zip(gaps, masks, strict=True)])
         if cfg.train.shuffle_verdicts:  # over all rows: a row's sum would say how good it is
@@ -90,8 +93,11 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run) -> dict:
     def kl_to_teacher(step: Step) -> dict[str, float]:
         assert step.trained is not None
         rows = step.trained.unbind(0)
-        of_rows = [-row[ADVANTAGE][row[ASSISTANT_MASK]].flatten() for row in rows]
+        of_rows = [gaps_of(row) for row in rows]
         told = {"kl_to_teacher": float(torch.cat(of_rows).mean())}
+        spans = [row[SPANS][row[ASSISTANT_MASK]] > 0 for row in rows if SPANS in row.keys(True)]
+        if spans:
+            told["taught_fraction"] = float(torch.cat(spans).float().mean())
         by_name: dict[str, list] = {}
         for row, values in zip(rows, of_rows, strict=True):
             by_name.setdefault(teachers.name_of(row), []).append(values)

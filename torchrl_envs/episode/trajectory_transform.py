@@ -11,6 +11,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
+from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_io import read_conversations
 from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, REWARD
 from torchrl_data.missing_entry import MissingEntryError
 from torchrl_data.ragged.packed import read_images
@@ -40,6 +42,8 @@ class TokenRow:
     """Entries to be written, ``[T]`` each."""
     penalty: Tensor | None = None
     """What the reward gets in addition, float32 ``[T]``."""
+    conversation: Callable[[], Conversations] | None = None
+    """Gives its messages and tokens, a snapshot of one row; ``None`` where it is made by hand."""
 
     def read(self, key: NestedKey) -> Tensor:
         """An entry aligned with the tokens, ``[T]``.
@@ -100,7 +104,9 @@ class TrajectoryTransform(EpisodeTransform):
                 known = {key: values[start:end] for key, values in episode.token_entries.items()}
                 find = {**known, LOG_PROBS_FULL: row.log_probs(0)}.get
                 ids, mask = row.token_ids(0), row.assistant_mask(0)
-                found[-1].append(TokenRow(ids, mask, find, self._get_name(), row.images(0)))
+                tokens = TokenRow(ids, mask, find, self._get_name(), row.images(0))
+                tokens.conversation = functools.partial(_itself, row)
+                found[-1].append(tokens)
         self.score([row for rows in found for row in rows])
         for episode, rows in zip(episodes, found, strict=True):
             for key in self.results:
@@ -142,6 +148,7 @@ class TrajectoryTransform(EpisodeTransform):
                 functools.partial(_find, row, keep),
                 who,
                 images=[image for its in read_images(row) or () for image in its],
+                conversation=functools.partial(read_conversations, row, FULL, who=who),
             )
             for ids, mask, row, keep in zip(entries.ids(), masks, rows, keeps, strict=True)
         ]
@@ -187,6 +194,10 @@ def _find(row: TensorDictBase, keep: Tensor | None, key: NestedKey) -> Tensor | 
     value = row.get(_next(key), None)
     value = row.get(key, None) if value is None else value
     return value if keep is None or value is None else value[keep]
+
+
+def _itself(row: Conversations) -> Conversations:
+    return row
 
 
 def _padded(values: Tensor, keep: Tensor | None) -> Tensor:
