@@ -102,7 +102,7 @@ def test_bytes_that_are_no_text(whole, cuts):
     assert cut_at_end <= 1
     text = spelled.text.encode()
     for end, place in zip(spelled.ends, places[1:], strict=True):
-        if end is not None:
+        if end is not None and (end == len(text) or text[end] & 0xC0 != 0x80):
             assert whole[:place].decode(errors="replace").encode() == text[:end]
     for start, stop in spelled.broken:
         assert text[start:stop] == "\ufffd".encode()
@@ -113,11 +113,11 @@ def test_bytes_that_are_no_text(whole, cuts):
 @EXAMPLES
 @given(text=TEXT)
 def test_tokens_spell_what_they_encode(name, text):
+    if name == "mistral":
+        text = text.replace("▁", "")  # which it can't tell from a space
     ids = ENCODERS[name].guard.encode_texts([text])[0]
     spelled = b"".join(SPELLED[name].of(ids, text=text))
     normal = normalizers.NFC().normalize_str(text) if name == "nfc" else text
-    if name == "mistral":
-        normal = text.replace("▁", " ")  # which it can't tell from a space
     assert spelled == normal.encode()
 
 
@@ -160,9 +160,12 @@ def test_a_span_has_the_same_bytes_on_both_sides(student, teacher, text, kept, s
             continue
         first = b"".join(SPELLED[student].of(mine, begins=False))
         second = b"".join(SPELLED[teacher].of(its, begins=False))
-        if "mistral" in (student, teacher):  # which may put a space before a text
-            first, second = first.removeprefix(b" "), second.removeprefix(b" ")
-        assert first == second
+        # Mistral's may put a space before a text.
+        spelled = [
+            {part, part.removeprefix(b" ")} if name == "mistral" else {part}
+            for name, part in ((student, first), (teacher, second))
+        ]
+        assert spelled[0] & spelled[1]
     if student != "mistral" and teacher not in ("mistral", "nfc") and not noise:
         # All of a text is taught, but for what follows the last whole character.
         said = b"".join(SPELLED[student].of(ids))
