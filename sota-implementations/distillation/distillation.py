@@ -6,6 +6,8 @@ torchrl-agents distillation task=gsm8k task.dataset=rows.jsonl \
 torchrl-agents distillation 'teachers={a: {model: A}, b: {model: B}}' teacher_column=topic
 torchrl-agents distillation policy=smollm2 teacher.model=outputs/sft/gcd/seed0 \
         teacher.tokenizer=own                                          # another tokenizer
+torchrl-agents distillation policy=smollm2 task=gsm8k task.dataset=rows.jsonl \
+        teacher.model=self teacher.prompt=demonstration                # self-distillation
 torchrl-agents distillation experiment=control teacher.model=...       # a control
 """
 
@@ -29,7 +31,7 @@ RECIPE = Recipe(
         clip_epsilon=(cfg.train.clip_epsilon, cfg.train.clip_epsilon),
         temperature=cfg.policy.temperature,
     ),
-    parts=lambda cfg: {"teacher": lambda: build_panel(cfg).check(cfg.policy)},
+    parts=lambda cfg: {"teacher": lambda: build_panel(cfg).check(cfg.policy, cfg.collector)},
     rehearse=lambda cfg, _, policy: build_panel(cfg).each(
         policy, replace(cfg.policy, device="meta"), outline
     ),
@@ -39,6 +41,7 @@ if __name__ == "__main__":
     read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
 import torch
+from self_teacher import SelfTeacher
 from teachers import SPANS, TEACHER, Panel, gaps_of
 from tensordict import TensorDictBase, lazy_stack
 
@@ -67,10 +70,12 @@ def build(recipe: Recipe, cfg: DistillationConfig, settings: dict) -> Setup:
 def main(cfg: DistillationConfig, setup: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
     actor, policy = load_models(cfg, setup, run)
+    panel = build_panel(cfg)
     with run.log.phase("loading the teacher"):  # what it can't teach shows before the warm start
-        teachers = build_panel(cfg).load(policy, cfg.policy)
+        others = None if panel.is_self else panel.load(policy, cfg.policy)
     actor, policy = warm_up(cfg, setup, run, actor, policy)
     actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
+    teachers = SelfTeacher(cfg, actor) if others is None else others
 
     def judge(trajectories: TensorDictBase) -> TensorDictBase:
         """Give each sampled token its advantage."""
@@ -109,6 +114,7 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run) -> dict:
     training = Training(
         *(cfg, run, setup, actor, policy, Rollouts(collector)),
         measure=kl_to_teacher,
+        parts={"teacher": teachers} if isinstance(teachers, SelfTeacher) else {},
         curves={"kl_to_teacher": "KL to the teacher, nats per token", "entropy": "entropy"},
     )
     return learn(training)

@@ -12,12 +12,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from config import TeacherConfig
+from self_teacher import OF_SELF, SELF, check_demonstrations, check_self
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchrl_agents.models import load_model, load_tokenizer, model_folder
-from torchrl_agents.settings.schema import PolicyConfig, SettingsError, refusing
+from torchrl_agents.settings.schema import CollectorConfig, PolicyConfig, SettingsError, refusing
 from torchrl_data import ConversationEncoder, SpanAligner
 from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_data.keys import ASSISTANT_MASK, LOG_PROBS_FULL, ROW
@@ -254,6 +255,7 @@ class Panel:
                 raise ValueError("distillation needs teacher.model=... or several teachers={...}.")
             if teacher.chat_template_name is not None and teacher.tokenizer is None:
                 raise ValueError("teacher.chat_template_name needs teacher.tokenizer=own, too.")
+            check_self(teacher)
             self.configs, self.weights = {_ONE: teacher}, {_ONE: 1.0}
             return
         if not isinstance(teachers, Mapping):
@@ -267,12 +269,23 @@ class Panel:
         self.configs = {name: TeacherConfig(**own) for name, own in given.items()}
         self.weights = {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
-    def check(self, policy: PolicyConfig) -> None:
+    @property
+    def is_self(self) -> bool:
+        """Whether the student itself teaches, with another prompt."""
+        return self.configs.get(_ONE, TeacherConfig()).model == SELF
+
+    def check(self, policy: PolicyConfig, collector: CollectorConfig) -> None:
         """Check what can be known before anything is loaded.
 
         Raises:
-            ValueError: a server can't score what is sampled so.
+            ValueError: a server can't score what is sampled so, spans of text do not compare, or
+                the student can't teach itself beside training.
         """
+        if self.is_self and collector.mode != "sync":
+            raise ValueError(
+                f"teacher.model=self scores with the weights of a step, and collector.mode="
+                f"{collector.mode} collects while they change. Set collector.mode=sync."
+            )
         whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         others = [
             f"policy.{x}={getattr(policy, x)}" for x in whole if getattr(policy, x) != whole[x]
@@ -299,6 +312,8 @@ class Panel:
     ) -> dict[str, Any]:
         """All of them, by name; see :func:`build_teacher`."""
         longest = student.engine.max_model_len  # type: ignore[attr-defined]
+        if self.is_self:
+            return {}
         return {
             name: build_teacher(cfg, student, policy, max_model_len=longest, load=load)
             for name, cfg in self.configs.items()
@@ -311,6 +326,8 @@ class Panel:
             SettingsError: a row names none.
         """
         column, known = self.column, sorted(self.configs)
+        if self.is_self:
+            check_demonstrations(self.configs[_ONE], env)
         if column is None:
             return
 
@@ -352,10 +369,13 @@ def _check_one(name: str, own: Any, column: str | None, *, is_alone: bool) -> No
     Raises:
         ValueError: a setting is unknown or out of range, or can't take effect.
     """
-    known = [*(each.name for each in fields(TeacherConfig)), "weight"]
+    names = (each.name for each in fields(TeacherConfig))
+    known = [*(name for name in names if name not in OF_SELF), "weight"]
     if not isinstance(own, Mapping) or "model" not in own or set(own) - set(known):
         must = f"must have model= and may have {', '.join(known[1:])}"
         raise ValueError(f"teachers.{name} {must}; got {own!r}.")
+    if own["model"] == SELF:
+        raise ValueError(f"teachers.{name}: the student itself teaches alone: teacher.model=self.")
     if column is not None and "weight" in own:
         raise ValueError(f"a weight has no effect where {column=} names each row's teacher.")
     if own.get("chat_template_name") and not own.get("tokenizer"):

@@ -96,6 +96,26 @@ def test_each_row_has_its_own_teacher(panel):
             "a: weight must be a finite number in .*, got 0",
         ),
         ({"teachers": {"a": {"model": "A", "weight": 2}}}, "topic", "column='topic' names"),
+        ({"teacher": {"model": "self"}}, None, "needs teacher.prompt=demonstration, feedback or m"),
+        ({"teacher": {"model": "A", "prompt": "feedback"}}, None, "teacher.prompt: of teacher.mod"),
+        ({"teacher": {"model": "self", "prompt": "none"}}, None, "feedback or mine:f"),
+        (
+            {"teacher": {"model": "self", "prompt": "feedback", "ema_decay": 0.0}},
+            None,
+            "ema_decay must be",
+        ),
+        (
+            {"teacher": {"model": "self", "prompt": "feedback", "demonstration_column": "a"}},
+            None,
+            "demonstration_column is of teacher.prompt=demonstration",
+        ),
+        (
+            {"teacher": {"model": "self", "prompt": "feedback", "url": "http://h/v1"}},
+            None,
+            "in this process, with the student's tokenizer",
+        ),
+        ({"teachers": {"a": {"model": "self"}}}, None, "teachers.a: the student itself teaches"),
+        ({"teachers": {"a": {"model": "A", "prompt": "feedback"}}}, None, "may have url, .*"),
         (
             {"teacher": {"model": "A", "chat_template_name": "qwen"}},
             None,
