@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from .templates.registry import resolve_template as resolve_template
     from .templates.registry import template_names as template_names
     from .templates.rendering_identity import check_same_rendering as check_same_rendering
+    from .text_spans.span_aligner import SpanAligner as SpanAligner
+    from .text_spans.spans import align_spans as align_spans
     from .token_scorer import TokenScorer as TokenScorer
     from .token_scorer import TokenScores as TokenScores
     from .tool_calls.parser import parse_tool_calls as parse_tool_calls

@@ -45,7 +45,12 @@ if TYPE_CHECKING:
     from .rewards.kl import RetrieveKL as RetrieveKL
     from .rewards.kl import RetrieveLogProb as RetrieveLogProb
     from .rewards.metrics import reward_metrics as reward_metrics
+    from .rewards.privileged_log_probs import DemonstrationPrompt as DemonstrationPrompt
+    from .rewards.privileged_log_probs import FeedbackPrompt as FeedbackPrompt
+    from .rewards.privileged_log_probs import FinishedRollout as FinishedRollout
+    from .rewards.privileged_log_probs import RetrievePrivilegedLogProb as RetrievePrivilegedLogProb
     from .rewards.scoring_call import row_reward as row_reward
+    from .rewards.span_log_probs import RetrieveSpanLogProb as RetrieveSpanLogProb
     from .sandbox import Sandbox as Sandbox
     from .sandbox import SandboxLimits as SandboxLimits
     from .sandbox import SandboxResult as SandboxResult

@@ -11,10 +11,24 @@ class TeacherConfig:
     """The teacher, which scores what the student sampled."""
 
     model: str | None = None
-    """Hub id, local path or folder of a run; with url, its name at the server."""
+    """Hub id, local path or folder of a run; with url, its name at the server; self: the student
+    itself, which sees another prompt (teacher.prompt)."""
+    prompt: str | None = None
+    """Of self: demonstration (SDFT), feedback (SDPO), or mine:f, a function of yours from the
+    rollouts of a step to the prompt of each (docs/recipes/distillation.md)."""
+    demonstration_column: str = "answer"
+    """Of prompt=demonstration: the column of the data with a good answer."""
+    ema_decay: float | None = None
+    """Of self: the teacher's weights are a moving average of the student's, of which each step
+    keeps this share; 1: those from before the training; none: the student's own."""
     url: str | None = None
     """Of a vLLM server, http://host:port/v1 or unix:///path/of/the/socket; none loads the model in
     this process. TORCHRL_VLLM_TOKEN or OPENAI_API_KEY is sent where it is set."""
+    tokenizer: str | None = None
+    """Of a teacher with another tokenizer than the student: own (that of model), or a hub id or
+    path; it then judges spans of text. None: it has the student's, which is checked."""
+    chat_template_name: str | None = None
+    """Of tokenizer: a built-in chat template; none takes the tokenizer's own, or ChatML."""
     timeout_s: float = 600.0
     """Deadline of the server's answer for one sequence."""
 

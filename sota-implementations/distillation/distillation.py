@@ -4,6 +4,10 @@ torchrl-agents distillation teacher.model=outputs/sft/gcd/seed0        # the emb
 torchrl-agents distillation task=gsm8k task.dataset=rows.jsonl \
         policy.model=Qwen/Qwen3-0.6B teacher.model=Qwen/Qwen3-8B teacher.url=http://host:8000/v1
 torchrl-agents distillation 'teachers={a: {model: A}, b: {model: B}}' teacher_column=topic
+torchrl-agents distillation policy=smollm2 teacher.model=outputs/sft/gcd/seed0 \
+        teacher.tokenizer=own                                          # another tokenizer
+torchrl-agents distillation policy=smollm2 task=gsm8k task.dataset=rows.jsonl \
+        teacher.model=self teacher.prompt=demonstration                # self-distillation
 torchrl-agents distillation experiment=control teacher.model=...       # a control
 """
 
@@ -27,7 +31,7 @@ RECIPE = Recipe(
         clip_epsilon=(cfg.train.clip_epsilon, cfg.train.clip_epsilon),
         temperature=cfg.policy.temperature,
     ),
-    parts=lambda cfg: {"teacher": lambda: build_panel(cfg).check(cfg.policy)},
+    parts=lambda cfg: {"teacher": lambda: build_panel(cfg).check(cfg.policy, cfg.collector)},
     rehearse=lambda cfg, _, policy: build_panel(cfg).each(
         policy, replace(cfg.policy, device="meta"), outline
     ),
@@ -37,7 +41,8 @@ if __name__ == "__main__":
     read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
 import torch
-from teachers import TEACHER, Panel
+from self_teacher import SelfTeacher
+from teachers import SPANS, TEACHER, Panel, gaps_of
 from tensordict import TensorDictBase, lazy_stack
 
 from objectives import GRPOLoss
@@ -65,17 +70,20 @@ def build(recipe: Recipe, cfg: DistillationConfig, settings: dict) -> Setup:
 def main(cfg: DistillationConfig, setup: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
     actor, policy = load_models(cfg, setup, run)
+    panel = build_panel(cfg)
     with run.log.phase("loading the teacher"):  # what it can't teach shows before the warm start
-        teachers = build_panel(cfg).load(policy, cfg.policy)
+        others = None if panel.is_self else panel.load(policy, cfg.policy)
     actor, policy = warm_up(cfg, setup, run, actor, policy)
     actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
+    teachers = SelfTeacher(cfg, actor) if others is None else others
 
     def judge(trajectories: TensorDictBase) -> TensorDictBase:
         """Give each sampled token its advantage."""
         rows = teachers.judge(trajectories)
         masks = [row[ASSISTANT_MASK] for row in rows]
         # A = log q(token) - log p(token), q the teacher and p the student that sampled it.
-        # Its mean over what p samples is -KL(p || q): REINFORCE with A descends on it.
+        # Its mean over what p samples is -KL(p || q): REINFORCE with A descends on it. A teacher
+        # with another tokenizer judges spans of text, and each token has the A of its span.
         gaps = [row["next", *TEACHER] - row[LOG_PROBS_FULL] for row in rows]
         verdicts = torch.cat([gap[mask] for gap, mask in zip(gaps, masks, strict=True)])
         if cfg.train.shuffle_verdicts:  # over all rows: a row's sum would say how good it is
@@ -90,8 +98,11 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run) -> dict:
     def kl_to_teacher(step: Step) -> dict[str, float]:
         assert step.trained is not None
         rows = step.trained.unbind(0)
-        of_rows = [-row[ADVANTAGE][row[ASSISTANT_MASK]].flatten() for row in rows]
+        of_rows = [gaps_of(row) for row in rows]
         told = {"kl_to_teacher": float(torch.cat(of_rows).mean())}
+        spans = [row[SPANS][row[ASSISTANT_MASK]] > 0 for row in rows if SPANS in row.keys(True)]
+        if spans:
+            told["taught_fraction"] = float(torch.cat(spans).float().mean())
         by_name: dict[str, list] = {}
         for row, values in zip(rows, of_rows, strict=True):
             by_name.setdefault(teachers.name_of(row), []).append(values)
@@ -103,6 +114,7 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run) -> dict:
     training = Training(
         *(cfg, run, setup, actor, policy, Rollouts(collector)),
         measure=kl_to_teacher,
+        parts={"teacher": teachers} if isinstance(teachers, SelfTeacher) else {},
         curves={"kl_to_teacher": "KL to the teacher, nats per token", "entropy": "entropy"},
     )
     return learn(training)

@@ -1,25 +1,30 @@
 """Teachers: models in this process or behind a URL, one or several."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import torch
 from config import TeacherConfig
+from self_teacher import OF_SELF, SELF, check_demonstrations, check_self
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torchrl_agents.models import load_model, model_folder
-from torchrl_agents.settings.schema import PolicyConfig, SettingsError, refusing
+from torchrl_agents.models import load_model, load_tokenizer, model_folder
+from torchrl_agents.settings.schema import CollectorConfig, PolicyConfig, SettingsError, refusing
+from torchrl_data import ConversationEncoder, SpanAligner
 from torchrl_data.checks import POSITIVE, check_numbers
-from torchrl_data.keys import ROW
+from torchrl_data.keys import ASSISTANT_MASK, LOG_PROBS_FULL, ROW
 from torchrl_data.token_scorer import TokenScorer, TokenScores
-from torchrl_envs import DataLoadingPrimer
+from torchrl_envs import DataLoadingPrimer, RetrieveSpanLogProb
+from torchrl_envs.episode.trajectory_transform import TrajectoryTransform
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
@@ -31,6 +36,7 @@ from torchrl_modules.vllm.access_control import TOKEN_VARIABLE
 #
 # Shape legend: N packed tokens, B sequences, K target tokens.
 
+_LOG = logging.getLogger("torchrl_agents")
 NUM_CONNECTIONS: Final = 32
 """Sequences that a server scores at the same time."""
 
@@ -47,7 +53,7 @@ def build_teacher(
 
     Args:
         cfg: who it is.
-        student: its vocabulary must be the teacher's.
+        student: its vocabulary must be the teacher's, unless ``cfg`` names a tokenizer.
         policy: device, dtype and attention, as the student's.
         max_model_len: most tokens of what the student says.
         load: gives the model; a dry run has it without weights, to be refused or thrown away.
@@ -61,6 +67,10 @@ def build_teacher(
             teacher = ServerTeacher(cfg.url, cfg.model, timeout_s=cfg.timeout_s)
         except ConnectionError as error:
             raise SettingsError(f"teacher.url: {error}") from error
+        if cfg.tokenizer is not None:
+            encoder = teacher_encoder(cfg, student, policy)
+            if encoder is not None:
+                return SpanTeacher(teacher, encoder, teacher.max_model_len - 1)
         if max_model_len >= teacher.max_model_len:
             raise SettingsError(
                 f"The teacher at {cfg.url} takes {teacher.max_model_len} tokens, one of which it "
@@ -69,22 +79,67 @@ def build_teacher(
             )
         return teacher
     settings = replace(policy, gradient_checkpointing=False)
+    if cfg.tokenizer is not None:  # what the student's template needs is not the teacher's
+        settings = replace(settings, chat_template=None, add_control_tokens=False)
     source = model_folder(cfg.model)
     model, tokenizer = load_model(settings, source, who="teacher.model", load=load)
-    if tokenizer.get_vocab() != student.tokenizer.get_vocab():
+    encoder = None if cfg.tokenizer is None else teacher_encoder(cfg, student, policy)
+    if encoder is None and tokenizer.get_vocab() != student.tokenizer.get_vocab():
         raise SettingsError(
             f"teacher.model={cfg.model!r} has another vocabulary than the student: its log-probs "
-            "are of other tokens. Take a teacher of the student's family; embedded models are one "
-            "family where task and seed are the same."
+            "are of other tokens. Set teacher.tokenizer=own, and it judges spans of text; or take "
+            "a teacher of the student's family (embedded models are one family where task and "
+            "seed are the same)."
         )
     if load is not load_causal_lm:
         return None
-    return TransformersWrapper(
+    scorer = TransformersWrapper(
         model.eval().requires_grad_(False),
-        tokenizer=tokenizer,
+        tokenizer=tokenizer if encoder is None else encoder.tokenizer,
         generate_kwargs=student.sampling,
         generate=False,
     )
+    if encoder is None:
+        return scorer
+    return SpanTeacher(scorer, encoder, scorer.engine.max_model_len)  # type: ignore[attr-defined]
+
+
+class SpanTeacher(NamedTuple):
+    """A teacher that has another tokenizer than the student, and judges spans of text."""
+
+    scorer: TokenScorer
+    encoder: ConversationEncoder
+    """Of its tokenizer and chat template."""
+    max_model_len: int | None
+    """Most tokens of a row that it takes."""
+
+
+def teacher_encoder(
+    cfg: TeacherConfig, student: LLMWrapperBase, policy: PolicyConfig
+) -> ConversationEncoder | None:
+    """The tokenizer and chat template of a teacher; ``None`` where they are the student's tokens.
+
+    Args:
+        cfg: names the tokenizer.
+        student: it is compared with.
+        policy: where files are, and what is trusted.
+
+    Raises:
+        SettingsError: there is no such tokenizer or template, or its spans can't be found.
+    """
+    assert cfg.tokenizer is not None
+    assert cfg.model is not None
+    name = cfg.model if cfg.tokenizer == "own" else cfg.tokenizer
+    with refusing(f"teacher.tokenizer={cfg.tokenizer}"):
+        source = str(Path(name) / "model") if (Path(name) / "model").is_dir() else name
+        settings = replace(policy, chat_template=None, chat_template_name=cfg.chat_template_name)
+        tokenizer = load_tokenizer(settings, source)
+        if tokenizer.get_vocab() == student.tokenizer.get_vocab():
+            _LOG.info("The teacher has the student's tokens: it judges them one by one.")
+            return None
+        encoder = ConversationEncoder(tokenizer, chat_template_name=cfg.chat_template_name)
+        SpanAligner(student.encoder, encoder)
+    return encoder
 
 
 class ServerTeacher(TokenScorer):
@@ -174,6 +229,8 @@ def _ask(client: JSONClient, method: str, path: str, body: Any = None) -> dict[s
 
 TEACHER: Final = ("teacher_log_probs", "full")
 """The teacher's log-probs of a row, under ``next``, float32 ``[T]``."""
+SPANS: Final = ("next", "span_lengths", "full")
+"""How many tokens the span of each has, float32 ``[T]``; of teachers with another tokenizer."""
 _ONE: Final = ""
 
 
@@ -196,33 +253,48 @@ class Panel:
                 raise ValueError("teacher_column is for several teachers={name: {model: ...}}.")
             if teacher.model is None:
                 raise ValueError("distillation needs teacher.model=... or several teachers={...}.")
+            if teacher.chat_template_name is not None and teacher.tokenizer is None:
+                raise ValueError("teacher.chat_template_name needs teacher.tokenizer=own, too.")
+            check_self(teacher)
             self.configs, self.weights = {_ONE: teacher}, {_ONE: 1.0}
             return
         if not isinstance(teachers, Mapping):
             raise ValueError(f"teachers must be {{name: {{model: ...}}}}, got {teachers!r}.")
         if teacher != TeacherConfig():
             raise ValueError("teacher.* is for one teacher: leave it out, or teachers={...}.")
-        known = [*(each.name for each in fields(TeacherConfig)), "weight"]
         for name, own in teachers.items():
-            if not isinstance(own, Mapping) or "model" not in own or set(own) - set(known):
-                must = f"must have model= and may have {', '.join(known[1:])}"
-                raise ValueError(f"teachers.{name} {must}; got {own!r}.")
-            if column is not None and "weight" in own:
-                raise ValueError(
-                    f"a weight has no effect where {column=} names each row's teacher."
-                )
-            check_numbers(f"teachers.{name}", POSITIVE, weight=own.get("weight", 1.0))
+            _check_one(name, own, column, is_alone=len(teachers) == 1)
         given = {name: dict(own) for name, own in teachers.items()}
         weights = {name: own.pop("weight", 1.0) for name, own in given.items()}
         self.configs = {name: TeacherConfig(**own) for name, own in given.items()}
         self.weights = {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
-    def check(self, policy: PolicyConfig) -> None:
+    @property
+    def is_self(self) -> bool:
+        """Whether the student itself teaches, with another prompt."""
+        return self.configs.get(_ONE, TeacherConfig()).model == SELF
+
+    def check(self, policy: PolicyConfig, collector: CollectorConfig) -> None:
         """Check what can be known before anything is loaded.
 
         Raises:
-            ValueError: a server can't score what is sampled so.
+            ValueError: a server can't score what is sampled so, spans of text do not compare, or
+                the student can't teach itself beside training.
         """
+        if self.is_self and collector.mode != "sync":
+            raise ValueError(
+                f"teacher.model=self scores with the weights of a step, and collector.mode="
+                f"{collector.mode} collects while they change. Set collector.mode=sync."
+            )
+        whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        others = [
+            f"policy.{x}={getattr(policy, x)}" for x in whole if getattr(policy, x) != whole[x]
+        ]
+        if others and any(each.tokenizer for each in self.configs.values()):
+            raise ValueError(
+                f"teacher.tokenizer: spans of text compare under whole distributions only, and the "
+                f"student samples with {', '.join(others)}. Leave that out."
+            )
         for cfg in (each for each in self.configs.values() if each.url is not None):
             if policy.temperature != 1.0:
                 raise ValueError(
@@ -240,6 +312,8 @@ class Panel:
     ) -> dict[str, Any]:
         """All of them, by name; see :func:`build_teacher`."""
         longest = student.engine.max_model_len  # type: ignore[attr-defined]
+        if self.is_self:
+            return {}
         return {
             name: build_teacher(cfg, student, policy, max_model_len=longest, load=load)
             for name, cfg in self.configs.items()
@@ -252,6 +326,8 @@ class Panel:
             SettingsError: a row names none.
         """
         column, known = self.column, sorted(self.configs)
+        if self.is_self:
+            check_demonstrations(self.configs[_ONE], env)
         if column is None:
             return
 
@@ -265,10 +341,51 @@ class Panel:
 
     def load(self, student: LLMWrapperBase, policy: PolicyConfig) -> "Teachers":
         """Load or reach all of them."""
-        scorers: dict[str, TokenScorer] = self.each(student, policy)
+        scorers: dict[str, TokenScorer | SpanTeacher] = self.each(student, policy)
         if self.column is None and len(scorers) > 1:
-            scorers = {_ONE: Mixture(list(scorers.values()), list(self.weights.values()))}
-        return Teachers(scorers, self.column, temperature=policy.temperature)
+            several: Any = list(scorers.values())
+            scorers = {_ONE: Mixture(several, list(self.weights.values()))}
+        scoring: dict[str, TrajectoryTransform] = {}
+        for name, scorer in scorers.items():
+            if isinstance(scorer, SpanTeacher):
+                scoring[name] = RetrieveSpanLogProb(
+                    scorer.scorer,
+                    student=student.encoder,
+                    teacher=scorer.encoder,
+                    log_probs_full_key=TEACHER,
+                    max_model_len=scorer.max_model_len,
+                )
+                scoring[name].check_policy(student)
+            else:
+                scoring[name] = RetrieveLogProb(
+                    scorer, log_probs_full_key=TEACHER, temperature=policy.temperature
+                )
+        return Teachers(scoring, self.column)
+
+
+def _check_one(name: str, own: Any, column: str | None, *, is_alone: bool) -> None:
+    """Check the settings of one of several teachers.
+
+    Raises:
+        ValueError: a setting is unknown or out of range, or can't take effect.
+    """
+    names = (each.name for each in fields(TeacherConfig))
+    known = [*(name for name in names if name not in OF_SELF), "weight"]
+    if not isinstance(own, Mapping) or "model" not in own or set(own) - set(known):
+        must = f"must have model= and may have {', '.join(known[1:])}"
+        raise ValueError(f"teachers.{name} {must}; got {own!r}.")
+    if own["model"] == SELF:
+        raise ValueError(f"teachers.{name}: the student itself teaches alone: teacher.model=self.")
+    if column is not None and "weight" in own:
+        raise ValueError(f"a weight has no effect where {column=} names each row's teacher.")
+    if own.get("chat_template_name") and not own.get("tokenizer"):
+        raise ValueError(f"teachers.{name}: chat_template_name needs tokenizer=own, too.")
+    if own.get("tokenizer") and column is None and not is_alone:
+        raise ValueError(
+            f"teachers.{name} has a tokenizer: a mixture is one of distributions over the same "
+            "tokens. Let teacher_column= name each row's teacher, or leave it out."
+        )
+    check_numbers(f"teachers.{name}", POSITIVE, weight=own.get("weight", 1.0))
 
 
 class Mixture(TokenScorer):
@@ -303,19 +420,13 @@ class Teachers:
     """Give each sampled token of trajectories a log-probability.
 
     Args:
-        scorers: by name.
+        scoring: a transform that writes :data:`TEACHER`, by name of the teacher.
         column: of the data, which names each row's; where there is none, one scores all.
-        temperature: at which the student samples.
     """
 
-    def __init__(
-        self, scorers: Mapping[str, TokenScorer], column: str | None, *, temperature: float
-    ) -> None:
+    def __init__(self, scoring: Mapping[str, TrajectoryTransform], column: str | None) -> None:
         self._column = column
-        self._scores: dict[str, Callable[[TensorDictBase], TensorDictBase]] = {
-            name: RetrieveLogProb(scorer, log_probs_full_key=TEACHER, temperature=temperature)
-            for name, scorer in scorers.items()
-        }
+        self._scores = scoring
 
     def name_of(self, row: TensorDictBase) -> str:
         """Return who teaches a row; nothing where there is no choice."""
@@ -334,3 +445,14 @@ class Teachers:
             for number, row in zip(own, scored, strict=True):
                 rows[number] = row
         return rows
+
+
+def gaps_of(row: TensorDictBase) -> Tensor:
+    """``log p - log q`` of each sampled token of a row, float32 ``[K]``.
+
+    Args:
+        row: as :meth:`Teachers.judge` gives it; the gap of a span is divided among its tokens.
+    """
+    mask, gaps = row[ASSISTANT_MASK], row[LOG_PROBS_FULL] - row["next", *TEACHER]
+    lengths = row.get(SPANS, None)
+    return (gaps if lengths is None else gaps / lengths.clamp(min=1.0))[mask]

@@ -7,11 +7,14 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
+from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_io import read_conversations
 from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, REWARD
 from torchrl_data.missing_entry import MissingEntryError
 from torchrl_data.ragged.packed import read_images, read_sampling_masks
@@ -43,6 +46,8 @@ class TokenRow:
     """Entries to be written, ``[T]`` each."""
     penalty: Tensor | None = None
     """What the reward gets in addition, float32 ``[T]``."""
+    conversation: Callable[[], Conversations] | None = None
+    """Gives its messages and tokens, a snapshot of one row; ``None`` where it is made by hand."""
 
     def sets_of(self, targets: Tensor) -> list[bytes]:
         """The sets that some tokens were drawn from, an empty one where none was recorded.
@@ -112,7 +117,11 @@ class TrajectoryTransform(EpisodeTransform):
                 known = {key: values[start:end] for key, values in episode.token_entries.items()}
                 find = {**known, LOG_PROBS_FULL: row.log_probs(0)}.get
                 ids, mask = row.token_ids(0), row.assistant_mask(0)
-                further = {"images": row.images(0), "sampling_masks": row.sampling_masks(0)}
+                further: dict[str, Any] = {
+                    "images": row.images(0),
+                    "sampling_masks": row.sampling_masks(0),
+                    "conversation": functools.partial(_itself, row),
+                }
                 found[-1].append(TokenRow(ids, mask, find, self._get_name(), **further))
         self.score([row for rows in found for row in rows])
         for episode, rows in zip(episodes, found, strict=True):
@@ -157,6 +166,7 @@ class TrajectoryTransform(EpisodeTransform):
                 who,
                 images=[image for its in read_images(row) or () for image in its],
                 sampling_masks=sets,
+                conversation=functools.partial(read_conversations, row, FULL, who=who),
             )
             for own, mask, row, keep, sets in zip(
                 ids, masks, rows, keeps, _sets_of_rows(tensordict, ids, keeps, who), strict=True
@@ -225,6 +235,10 @@ def _sets_of_rows(
         else [each for each, real in zip(own, keep.tolist(), strict=True) if real]
         for own, keep in zip(rows, keeps, strict=True)
     ]
+
+
+def _itself(row: Conversations) -> Conversations:
+    return row
 
 
 def _padded(values: Tensor, keep: Tensor | None) -> Tensor:

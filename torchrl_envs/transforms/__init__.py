@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchrl_envs.rewards.kl import KLRewardTransform as KLRewardTransform
     from torchrl_envs.rewards.kl import RetrieveKL as RetrieveKL
     from torchrl_envs.rewards.kl import RetrieveLogProb as RetrieveLogProb
+    from torchrl_envs.rewards.span_log_probs import RetrieveSpanLogProb as RetrieveSpanLogProb
     from torchrl_envs.tools.browser import BrowserTransform as BrowserTransform
     from torchrl_envs.tools.environments import EnvironmentTools as EnvironmentTools
     from torchrl_envs.tools.functions import FunctionTools as FunctionTools

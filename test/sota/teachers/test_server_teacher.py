@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torchrl_agents.settings.schema import PolicyConfig, SettingsError
+from torchrl_agents.settings.schema import CollectorConfig, PolicyConfig, SettingsError
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
@@ -97,6 +97,6 @@ def test_a_dead_server_is_named(teachers, is_there):
 def test_what_a_server_cannot_score_is_refused_before_loading(teachers, change, policy, hint):
     cfg = teachers.TeacherConfig(model="m", **change)
     with pytest.raises(ValueError, match=hint):
-        teachers.Panel(cfg, {}, None).check(replace(PolicyConfig(), **policy))
+        teachers.Panel(cfg, {}, None).check(replace(PolicyConfig(), **policy), CollectorConfig())
     without = replace(cfg, url=None)
-    teachers.Panel(without, {}, None).check(replace(PolicyConfig(), **policy))
+    teachers.Panel(without, {}, None).check(replace(PolicyConfig(), **policy), CollectorConfig())

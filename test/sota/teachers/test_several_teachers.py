@@ -10,6 +10,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from torchrl_data.token_scorer import TokenScores
+from torchrl_envs import RetrieveLogProb
 
 IDS = torch.arange(5)
 LENGTHS = torch.tensor([3, 2])
@@ -62,7 +63,12 @@ def test_each_row_has_its_own_teacher(panel):
         )
         for topic in ("b", "a", "b")
     ]
-    teachers = panel.Teachers({"a": Fixed(0.5), "b": Fixed(0.25)}, "topic", temperature=1.0)
+    by_name = {"a": Fixed(0.5), "b": Fixed(0.25)}
+    scoring = {
+        name: RetrieveLogProb(scorer, log_probs_full_key=panel.TEACHER)
+        for name, scorer in by_name.items()
+    }
+    teachers = panel.Teachers(scoring, "topic")
     judged = teachers.judge(lazy_stack(rows))
     found = torch.stack([row["next", *panel.TEACHER].exp() for row in judged])
     expected = [[1, 0.25, 1, 0.25], [1, 0.5, 1, 0.5], [1, 0.25, 1, 0.25]]
@@ -77,7 +83,11 @@ def test_each_row_has_its_own_teacher(panel):
         ({"teacher": {"model": "A"}}, "topic", "teacher_column is for several"),
         ({"teacher": {"model": "A"}, "teachers": {"b": {"model": "B"}}}, None, "leave it out"),
         ({"teachers": {"a": {"url": "http://h/v1"}}}, None, "teachers.a must have model="),
-        ({"teachers": {"a": {"model": "A", "wieght": 1}}}, None, "may have url, timeout_s, weight"),
+        (
+            {"teachers": {"a": {"model": "A", "wieght": 1}}},
+            None,
+            "may have url, .*, weight",
+        ),
         ({"teachers": {"a": "A"}}, None, "got 'A'"),
         ({"teachers": ["A"]}, None, "teachers must be"),
         (
@@ -86,6 +96,36 @@ def test_each_row_has_its_own_teacher(panel):
             "a: weight must be a finite number in .*, got 0",
         ),
         ({"teachers": {"a": {"model": "A", "weight": 2}}}, "topic", "column='topic' names"),
+        ({"teacher": {"model": "self"}}, None, "needs teacher.prompt=demonstration, feedback or m"),
+        ({"teacher": {"model": "A", "prompt": "feedback"}}, None, "teacher.prompt: of teacher.mod"),
+        ({"teacher": {"model": "self", "prompt": "none"}}, None, "feedback or mine:f"),
+        (
+            {"teacher": {"model": "self", "prompt": "feedback", "ema_decay": 0.0}},
+            None,
+            "ema_decay must be",
+        ),
+        (
+            {"teacher": {"model": "self", "prompt": "feedback", "demonstration_column": "a"}},
+            None,
+            "demonstration_column is of teacher.prompt=demonstration",
+        ),
+        (
+            {"teacher": {"model": "self", "prompt": "feedback", "url": "http://h/v1"}},
+            None,
+            "in this process, with the student's tokenizer",
+        ),
+        ({"teachers": {"a": {"model": "self"}}}, None, "teachers.a: the student itself teaches"),
+        ({"teachers": {"a": {"model": "A", "prompt": "feedback"}}}, None, "may have url, .*"),
+        (
+            {"teacher": {"model": "A", "chat_template_name": "qwen"}},
+            None,
+            "needs teacher.tokenizer",
+        ),
+        (
+            {"teachers": {"a": {"model": "A", "tokenizer": "own"}, "b": {"model": "B"}}},
+            None,
+            "teachers.a has a tokenizer: a mixture is one of distributions over the same tokens",
+        ),
     ],
 )
 def test_a_panel_that_can_not_be(given, column, words, panel, settings):

@@ -1,0 +1,1 @@
+"""Spans of text that two tokenizers cut differently."""
