@@ -121,6 +121,8 @@ class AuditedTask(Protocol):
     """Whether whoever audits it can mend it, as opposed to an environment of a package."""
     is_in_process: bool
     """Whether its code runs in this thread."""
+    faults: Sequence[tuple[str, str]]
+    """Defects that were seen as it was opened, and what was seen."""
     is_forkable: bool
     """Whether a fork of this process has a copy of all that its code keeps."""
     num_rows: int

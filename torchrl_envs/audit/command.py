@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         "words",
         nargs="*",
         metavar="TASK",
-        help="a folder or an archive of tasks in Harbor's format; gymnasium:NAME; module:name of "
-        "what makes an environment or a task; a name of the registry (gcd, catch, ...). "
+        help="a folder or an archive of tasks in Harbor's format; gymnasium:NAME; openenv:URL; "
+        "verifiers:TASKSET; module:name of what makes an environment or a task; a name of the registry (gcd, catch, ...). "
         "Settings of the task as in a recipe: task.KEY=VALUE",
     )
     parser.add_argument(

@@ -31,6 +31,7 @@ class StepTask:
 
     is_in_process = True
     is_forkable = True
+    faults: Sequence[tuple[str, str]] = ()
 
     def __init__(
         self,

@@ -36,10 +36,11 @@ class TaskInBatch:
         is_own: whether whoever audits it can mend it.
         solution: answers that are right, where they are known.
         not_asked: further checks that it can't be asked, and why.
+        is_forkable: whether a fork of this process has a copy of all that its code keeps.
+        faults: defects that were seen as it was opened, and what was seen.
     """
 
     is_in_process = False
-    is_forkable = True
     reward_range: tuple[float, float] | None = None
 
     def __init__(
@@ -51,7 +52,10 @@ class TaskInBatch:
         is_own: bool = True,
         solution: Solution | None = None,
         not_asked: Mapping[str, str] | None = None,
+        is_forkable: bool = True,
+        faults: Sequence[tuple[str, str]] = (),
     ) -> None:
+        self.is_forkable, self.faults = is_forkable, faults
         self.task, self.name, self.kind, self.is_own = task, name, kind, is_own
         self.max_turns, self._solution = task.max_turns, solution
         self.not_asked: Mapping[str, str] = {

@@ -10,10 +10,30 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import planted_gymnasium
 import planted_modules
+import planted_tasksets
+from process import ServerProcess
 
 from torchrl_envs.audit.command import main
 
+OPENENV = {
+    "SilencePays": "nothing",
+    "Leaks": "leak",
+    "Unseeded": "random",
+    "Fixed": "seed",
+    "Contains": "echo",
+    "Counts": "random",  # from outside, a counter looks like a draw
+    "Swallows": "garbage",
+    "AlwaysRed": "constants",
+}
+"""Environments of ``planted_environments.py``, served by a process."""
 STEPPED = [name for name in planted_modules.DEFECTS if name.startswith("Spelling")]
+
+
+@pytest.fixture(scope="module")
+def planted_servers():
+    mounts = {name: f"{name}:64" for name in [*OPENENV, "Colour"]}
+    with ServerProcess(**mounts, few="Colour:2") as process:
+        yield process
 
 
 def audited(tmp_path, *words):
@@ -114,3 +134,25 @@ def test_a_solution_that_is_given_is_what_others_are_compared_with(tmp_path):
 def test_bad_usage_is_said(capsys, words, message):
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [*planted_tasksets.DEFECTS, "clean"])
+def test_a_defect_of_a_taskset_of_verifiers_is_found(tmp_path, monkeypatch, name):
+    planted_tasksets.write_tasksets(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, report = audited(tmp_path, f"verifiers:planted_{name}_v1")
+    planted = planted_tasksets.DEFECTS.get(name)
+    assert status == (planted is not None)
+    assert (planted in defects(report)) if planted else not report["findings"]
+    assert "agent that calls none" in report["not_asked"]["tools"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OPENENV, "Colour", "few"])
+def test_a_defect_of_an_openenv_server_is_found(tmp_path, planted_servers, name):
+    status, report = audited(tmp_path, f"openenv:{planted_servers.url}/{name}")
+    planted = {**OPENENV, "few": "capacity"}.get(name)
+    found = {each["defect"] for each in report["findings"]}
+    assert (planted in found) if planted else not found
+    is_note = name == "Fixed"  # a server is asked from outside: it may draw nothing
+    assert status == (planted is not None and not is_note)
