@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"torchrl-agents audit: {error}", file=sys.stderr)
         return 2
     found = [*wrong, *(finding for report in reports for finding in report.findings)]
-    for line in _lines(reports, found):
+    for line in _findings(reports, found):
         print(line)
     num_defects = sum(finding.is_defect for finding in found)
     num_tasks = len({*(r.task for r in reports), *(finding.task for finding in wrong)})
@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="TASK",
         help="a folder or an archive of tasks in Harbor's format; gymnasium:NAME; openenv:URL; "
-        "verifiers:TASKSET; module:name of what makes an environment or a task; a name of the registry (gcd, catch, ...). "
+        "verifiers:TASKSET; module:name of what makes an environment or a task; a name of "
+        "the registry (gcd, catch, ...). "
         "Settings of the task as in a recipe: task.KEY=VALUE",
     )
     parser.add_argument(
@@ -107,9 +108,13 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
 def _audited(
     names: Sequence[str], settings: Mapping[str, Any], given: argparse.Namespace
 ) -> tuple[list[Report], list[Finding]]:
-    """Reports of tasks, and findings about those of Harbor that could not be read or run."""
+    """Reports of tasks, each printed as a row; findings about those that could not be run."""
     reports: list[Report] = []
     wrong: list[Finding] = []
+    print(
+        f"{'task':<{_NAME_WIDTH}}{'nothing':>9}{'solution':>9}{'others':>8}{'signal':>8}"
+        f"{'reset':>11}{'step':>11}{'reward':>11}  findings"
+    )
     for name in names:
         if Path(name).exists():
             if settings or given.solution:
@@ -130,6 +135,7 @@ def _audited(
         finally:
             logging.disable(level)
         reports.append(report)
+        print(_row(report), flush=True)
     return reports, wrong
 
 
@@ -143,15 +149,8 @@ def _harbor(dataset: str, given: argparse.Namespace) -> Iterator[Report | Findin
             yield Finding(task.name, "broken", str(error))
 
 
-def _lines(reports: Sequence[Report], found: Sequence[Finding]) -> Iterator[str]:
-    """The table, and what was found in words."""
-    if reports:
-        yield (
-            f"{'task':<{_NAME_WIDTH}}{'nothing':>9}{'solution':>9}{'others':>8}{'signal':>8}"
-            f"{'reset':>9}{'step':>9}{'reward':>9}  findings"
-        )
-    for report in reports:
-        yield _row(report)
+def _findings(reports: Sequence[Report], found: Sequence[Finding]) -> Iterator[str]:
+    """The findings in words, and the checks that were not asked."""
     for finding in found:
         word = "" if finding.is_defect else " (a note)"
         yield f"{finding.task}: {finding.defect}{word}: {finding.what}"
@@ -175,7 +174,7 @@ def _row(report: Report) -> str:
         for value, width in zip(shown, (9, 9, 8), strict=True)
     )
     times = "".join(
-        f"{f'{1000 * report.times_s[each]:.2f} ms' if each in report.times_s else '':>9}"
+        f"{f'{1000 * report.times_s[each]:.2f} ms' if each in report.times_s else '':>11}"
         for each in ("reset", "step", "reward")
     )
     names = ", ".join(dict.fromkeys(each.defect for each in report.findings)) or "none"

@@ -13,6 +13,8 @@ from .scripted_agents import FORMS
 _NUM_ROWS: Final = 64
 ANSWER_COLUMNS: Final = ("answer", "solution", "target", "ground_truth", "label", "gold")
 """Columns of data sets that hold what is right."""
+_NONE: Final = ("", "None")
+"""Texts of a data set that has no answer."""
 
 
 class AuditedRow(NamedTuple):
@@ -43,7 +45,8 @@ def solutions_of_rows(
     """Agents that say what a column of the data says is right, in each form; by their names."""
     found: dict[str, Callable[[AgentView], str | None]] = {}
     for column in ANSWER_COLUMNS:
-        if all(isinstance(row.mapped.get(column), str | int | float) for row in rows):
+        values = [row.mapped.get(column) for row in rows]
+        if all(isinstance(value, str | int | float) and value not in _NONE for value in values):
             for form in FORMS:
                 named = f"solution: {form.format('...')} with the column {column!r}"
                 found[named] = _saying(column, form)
