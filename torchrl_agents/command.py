@@ -42,8 +42,8 @@ file in its ``config/experiment/``, and one line for the help."""
 
 COMMANDS: Final = {
     "audit": (
-        "torchrl_envs.harbor.audit:main",
-        "run tasks by agents that deserve nothing, and say what is wrong with them",
+        "torchrl_envs.audit.command:main",
+        "let agents that deserve nothing do a task, and say what is wrong with it",
     ),
     "completion": (
         f"{__name__}:completion",

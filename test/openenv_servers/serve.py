@@ -9,6 +9,7 @@ import sys
 import threading
 
 import environments
+import planted_environments as planted
 import uvicorn
 from calculator import Calculator
 from fastapi import FastAPI
@@ -24,6 +25,10 @@ ENVIRONMENTS = {
         environments.TextArenaObservation,
     ),
     "calculator": (Calculator, CallToolAction, CallToolObservation),
+    **{
+        each.__name__: (each, planted.ColourAction, planted.ColourObservation)
+        for each in planted.PLANTED
+    },
 }
 
 

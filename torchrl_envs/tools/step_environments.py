@@ -107,14 +107,14 @@ class StepEnvironments(EpisodeTransform, RewardSource):
         """
         row = dict(episode.example or {})
         guard = OwnRandom(episode.seed) if self.global_random else nullcontext
-        instance = _Stepped(self.name, functools.partial(self.factory, row), guard)
+        instance = SteppedInstance(self.name, functools.partial(self.factory, row), guard)
         options = {column: row[column] for column in self.reset_columns}
         columns = {"query": episode.query, "seed": episode.seed, "options": options}
-        episode.query = await start_instance(self, episode, instance, _Stepped, columns)
+        episode.query = await start_instance(self, episode, instance, SteppedInstance, columns)
 
     async def after_turn(self, episode: Episode) -> None:
         """Step with what the policy wrote."""
-        instance: _Stepped | None = episode.resources.get(self)
+        instance: SteppedInstance | None = episode.resources.get(self)
         if instance is None or episode.is_done or not episode.awaits_answer:
             return
         step = functools.partial(instance.step, str(episode.last_message["content"]))
@@ -131,7 +131,7 @@ class StepEnvironments(EpisodeTransform, RewardSource):
 
     def finish(self, episode: Episode) -> None:
         """Add up what the steps gave."""
-        instance: _Stepped | None = episode.resources.get(self)
+        instance: SteppedInstance | None = episode.resources.get(self)
         # A first turn that was cut is the policy's doing, and earned nothing.
         rewards = [] if instance is None else instance.rewards or [0.0]
         total = reward_of_steps(rewards, self.reward)
@@ -151,7 +151,7 @@ def protocol_of(environment: Any) -> Kind | None:
     return "gymnasium" if callable(getattr(environment, "reset", None)) else None
 
 
-class _Stepped(Instance):
+class SteppedInstance(Instance):
     """The environment of one episode, its rewards so far, and its own random numbers."""
 
     def __init__(

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tasks_for_tests import TASK, write_task
 
-from torchrl_envs.harbor.audit import audit_task, main
+from torchrl_envs.audit.command import main
+from torchrl_envs.audit.harbor_task import audit_task
 from torchrl_envs.harbor.folders import load_tasks, read_task
 from torchrl_envs.harbor.trial import Trial
 
@@ -67,7 +68,7 @@ def test_a_planted_defect_is_found(tmp_path, name):
 def test_a_task_without_one_is_not_blamed(tmp_path, capsys):
     write_task(tmp_path / "one", **{"task.toml": SEPARATE})
     assert main([str(tmp_path / "one"), "--json", str(tmp_path / "report.json")]) == 0
-    assert "1 tasks, 0 findings" in capsys.readouterr().out
+    assert "1 tasks, 0 defects, 0 notes" in capsys.readouterr().out
     (report,) = json.loads((tmp_path / "report.json").read_text())
     rewards = report["rewards"]
     assert rewards.pop("solution") == rewards.pop("solution, files of 2099") == 1.0

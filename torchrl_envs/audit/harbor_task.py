@@ -1,24 +1,30 @@
-"""The command ``torchrl-agents audit``: whether tasks reward what they say, and nothing else.
+"""Audit of tasks in Harbor's format: agents that deserve nothing, and the reference solution.
 
-Agents that deserve nothing, and the reference solution, do each task; what they are rewarded says
-what is wrong with it.
+They work in machines and are scored by tests, so that this kind has checks of its own.
 """
 
-import argparse
 import io
-import json
 import re
 import shlex
-import sys
 import tarfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from .folders import HarborTask, TaskFolderError, load_tasks
-from .machines import MachineError
-from .trial import NoRewardError, Trial
+from torchrl_envs.harbor.folders import HarborTask
+from torchrl_envs.harbor.machines import MachineError
+from torchrl_envs.harbor.trial import NoRewardError, Trial
+
+from .findings import Finding, Report
+
+NOT_ASKED: Final = {
+    "seed": "a task has no seed",
+    "endless": "the limits of the task end it",
+    "after the end": "the machine is gone",
+    "beside": "each machine is its own",
+}
+"""Checks that tasks of this kind can't be asked, and why."""
 
 _PATH: Final = re.compile(r"(?<![\w/.])(/[\w.-]+(?:/[\w.-]+)+)")
 _COMMAND_S: Final = 20.0
@@ -43,28 +49,6 @@ chmod +x /tmp/.writes.sh
 setsid nohup bash /tmp/.writes.sh > /dev/null 2>&1 < /dev/null &
 sleep 0.1
 """
-
-
-class Finding(NamedTuple):
-    """A fault of a task."""
-
-    task: str
-    defect: str
-    """A short name: ``unsolvable``, ``nothing``, ``constants``, ``echo``, ``tampering``,
-    ``clock``, ``random``, ``leak``, ``carry-over`` or ``broken``."""
-    what: str
-
-
-class Report(NamedTuple):
-    """The findings about one task."""
-
-    task: str
-    rewards: dict[str, float | None]
-    """By agent; ``None`` where the tests gave none."""
-    findings: list[Finding]
-    start_s: float
-    """Of a machine, in seconds."""
-    tests_s: float
 
 
 def audit_task(task: HarborTask, *, machine: str = "bubblewrap", repeats: int = 2) -> Report:
@@ -233,7 +217,8 @@ class _Audit:
     def report(self) -> Report:
         tests = sum(self.tests) / len(self.tests) if self.tests else 0.0
         start = sum(self.starts) / len(self.starts)
-        return Report(self.task.name, self.rewards, self.findings, start, tests)
+        times = {"reset": start, "reward": tests}
+        return Report(self.task.name, self.rewards, self.findings, times, NOT_ASKED)
 
 
 def _files_of(data: bytes | None) -> list[tuple[str, bytes]]:
@@ -245,63 +230,3 @@ def _files_of(data: bytes | None) -> list[tuple[str, bytes]]:
             for member in archive
             if member.isreg() and (file := archive.extractfile(member)) is not None
         ]
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Audit tasks, and print a table.
-
-    Args:
-        arguments: of the command line.
-
-    Returns:
-        0; 1 where something is wrong with a task; 2 where none can be run.
-    """
-    parser = argparse.ArgumentParser(
-        prog="torchrl-agents audit",
-        description="Run each task of a folder in Harbor's format by agents that deserve nothing, "
-        "and by its own solution, and say what is wrong with it.",
-    )
-    parser.add_argument("dataset", help="a folder or an archive of tasks")
-    parser.add_argument("--machine", default="bubblewrap", help="see docs/harbor.md")
-    parser.add_argument("--repeats", type=int, default=2, help="runs that must agree")
-    parser.add_argument("--json", type=Path, help="where the reports are written, too")
-    given = parser.parse_args(list(arguments))
-    try:
-        tasks, faults = load_tasks(given.dataset, skip_bad=True)
-    except (TaskFolderError, FileNotFoundError) as error:
-        print(f"torchrl-agents audit: {error}", file=sys.stderr)
-        return 2
-    findings = [Finding(name, "broken", what) for name, what in faults.items()]
-    reports = []
-    print(
-        f"{'task':<40}{'nothing':>9}{'solution':>9}{'cheats':>8}{'start':>8}{'tests':>8}  defects"
-    )
-    for task in tasks:
-        try:
-            report = audit_task(task, machine=given.machine, repeats=given.repeats)
-        except (MachineError, ValueError) as error:
-            findings.append(Finding(task.name, "broken", str(error)))
-            continue
-        reports.append(report)
-        findings += report.findings
-        got = report.rewards
-        cheats = [got[name] for name in ("constants", "constants, true", "echo", "tampering")]
-        best = max((value for value in cheats if value is not None), default=None)
-        shown = [_shown(each) for each in (got.get("nothing"), got.get("solution"), best)]
-        names = ", ".join(dict.fromkeys(each.defect for each in report.findings)) or "none"
-        print(
-            f"{task.name:<40}{shown[0]:>9}{shown[1]:>9}{shown[2]:>8}"
-            f"{report.start_s:>7.2f}s{report.tests_s:>7.2f}s  {names}",
-            flush=True,
-        )
-    for each in findings:
-        print(f"{each.task}: {each.defect}: {each.what}")
-    print(f"{len(tasks) + len(faults)} tasks, {len(findings)} findings")
-    if given.json is not None:
-        written = [{**r._asdict(), "findings": [f._asdict() for f in r.findings]} for r in reports]
-        given.json.write_text(json.dumps(written, indent=1), encoding="utf-8")
-    return 2 if not reports and not faults else int(bool(findings))
-
-
-def _shown(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
