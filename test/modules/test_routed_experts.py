@@ -81,6 +81,12 @@ def test_the_engine_writes_down_the_experts_of_all_tokens_that_it_read(model, re
             assert row.routed_experts.shape == (len(ids) - 1, 2, 2)
             assert torch.equal(row.routed_experts.long(), own_routes(model, ids)[:-1])
         engine.generate(PROMPTS, SamplingParameters(max_new_tokens=2, stop_token_ids=(2,)))
+    # Rows that end leave the others where they are.
+    left = engine.generate(PROMPTS, params, max_new_tokens=[1, 9, 2, 1, 9])
+    for prompt, row in zip(PROMPTS, left, strict=True):
+        own = own_routes(model, [*prompt, *row.ids])[:-1]
+        assert row.routed_experts is not None
+        assert torch.equal(row.routed_experts.long(), own)
     same = engine.generate(
         PROMPTS, SamplingParameters(max_new_tokens=9, stop_token_ids=(2,), seed=3)
     )
