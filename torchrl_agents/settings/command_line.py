@@ -621,6 +621,11 @@ def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:
             "policy.routed_experts is for engine=transformers and collector=sync, got "
             f"engine={cfg.engine.name} and collector={cfg.collector.mode}: others don't tell them."
         )
+    if cfg.policy.routed_experts and cfg.policy.gradient_checkpointing:
+        yield (
+            "policy.routed_experts are not replayed where layers are computed again in the "
+            "backward pass: set policy.gradient_checkpointing=false."
+        )
     if cfg.policy.sampling_mask and not truncates:
         yield "policy.sampling_mask is for policy.top_k, top_p or min_p: nothing is left out."
     if cfg.policy.sampling_mask and cfg.engine.name == "chat":
