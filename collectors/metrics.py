@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
+import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import nn
 
@@ -30,11 +31,14 @@ from torchrl_data.keys import (
     POLICY_VERSION,
     REWARD,
     REWARDS,
+    ROUTED_EXPERTS,
     ROW,
+    SAMPLING_MASK,
     SEGMENT,
     STOP_REASON,
     TRUNCATED,
 )
+from torchrl_data.ragged.packed import read_experts, read_sampling_masks
 from torchrl_data.stop_reason import kind_of
 from torchrl_envs.entries.rewards import solving_rewards
 from torchrl_envs.rewards.metrics import reward_metrics
@@ -80,7 +84,11 @@ def rollout_metrics(
         fraction of the rollouts that ended so; ``entropy``, the mean of minus the log-prob of the
         sampled tokens, in nats: an unbiased estimate of the entropy that they were drawn with;
         ``logged/<name>``, the mean over the rollouts of what reward functions logged;
-        ``policy_version``, the mean of those that the rollouts began with. Where the rows of the
+        ``policy_version``, the mean of those that the rollouts began with; with sampling masks
+        ``sampling_mask/missing_fraction`` of the sampled tokens that have none, and of the others
+        the mean ``kept_tokens`` and ``bytes_per_token``; with routed experts
+        ``routed_experts/missing_fraction`` of the tokens that were read to draw others, and
+        ``bytes_per_token``. Where the rows of the
         data name a task in the column ``environment``, of each also ``<task>/reward`` and other
         metrics of the groups and episodes, and ``<task>/share``, its fraction of the rollouts.
     """
@@ -101,6 +109,43 @@ def rollout_metrics(
         metrics |= {f"{name}/{key}": of_task[key] for key in _BY_TASK}
         metrics[f"{name}/share"] = len(own) / len(rows)
     return metrics
+
+
+def _mask_metrics(rows: Sequence[TensorDictBase]) -> dict[str, float]:
+    """Metrics of the sampling masks of rows: how many tokens lack one, their sizes and bytes."""
+    if all(row.get(SAMPLING_MASK, None) is None for row in rows):
+        return {}
+    lengths = [len(row.get(ASSISTANT_MASK)) for row in rows]
+    masks = read_sampling_masks(lazy_stack(list(rows)), lengths, who="rollout_metrics")
+    sampled = torch.cat([row.get(ASSISTANT_MASK) for row in rows])
+    assert masks is not None
+    own = masks.take(sampled)
+    recorded = own.take(own.recorded)
+    return {
+        "sampling_mask/missing_fraction": 1 - recorded.num_tokens / max(1, own.num_tokens),
+        "sampling_mask/kept_tokens": _mean(recorded.counts().tolist()),
+        "sampling_mask/bytes_per_token": _mean(recorded.lengths.tolist()),
+    }
+
+
+def _expert_metrics(rows: Sequence[TensorDictBase]) -> dict[str, float]:
+    """Metrics of the experts of rows: how many tokens that were read lack them, and their bytes."""
+    if all(row.get(ROUTED_EXPERTS, None) is None for row in rows):
+        return {}
+    lengths = [len(row.get(ASSISTANT_MASK)) for row in rows]
+    experts = read_experts(lazy_stack(list(rows)), lengths, who="rollout_metrics")
+    assert experts is not None
+    unknown = 255 if experts[0].dtype == torch.uint8 else -1
+    missing, read = 0, 0
+    for row, own in zip(rows, experts, strict=True):
+        at = row.get(ASSISTANT_MASK).nonzero()
+        end = int(at[-1]) if len(at) else 0  # what comes after it was read for nothing
+        missing += int((own[:end].flatten(1) == unknown).any(1).sum())
+        read += end
+    return {
+        "routed_experts/missing_fraction": missing / max(1, read),
+        "routed_experts/bytes_per_token": float(experts[0][0].nbytes),
+    }
 
 
 def _metrics_of(
@@ -136,6 +181,7 @@ def _metrics_of(
     metrics["entropy"] = (
         -sum(float(x.sum()) for x in log_probs) / sum(counts) if sum(counts) else math.nan
     )
+    metrics |= _mask_metrics(rows) | _expert_metrics(rows)
     metrics |= {name: _mean(values) for name, values in logged.items()}
     versions = [row.get(POLICY_VERSION) for row in rows]
     if not isinstance(versions[0], str):  # a tracker may name them

@@ -90,6 +90,7 @@ def sampling_of(cfg: PolicyConfig) -> SamplingParameters:
         top_k=cfg.top_k,
         min_p=cfg.min_p,
         sampling_mask=cfg.sampling_mask,
+        routed_experts=cfg.routed_experts,
         stop=tuple(cfg.stop or ()),
     )
 

@@ -55,6 +55,9 @@ class Turn(NamedTuple):
         extra: further values of the tokens by name, such as their entropy; one per token each.
         sampling_masks: the set that each token was drawn from, one per token, see
             :class:`~torchrl_data.SamplingMasks`; none where they were not recorded.
+        routed_experts: the experts of a mixture to which each token was sent that was read for the
+            turn, those of its prompt first, uint8 or int16 ``[R, L, S]``; ``None`` where they were
+            not recorded.
 
     Example:
         >>> from torchrl_data import ConversationEncoder, Conversations
@@ -76,6 +79,7 @@ class Turn(NamedTuple):
     versions: int | Sequence[int] = -1
     extra: Mapping[str, Sequence[float]] = MappingProxyType({})
     sampling_masks: Sequence[bytes] = ()
+    routed_experts: Tensor | None = None
 
     def check(self, row: int) -> None:
         """Check that everything is aligned with the tokens.
@@ -119,6 +123,7 @@ class ConversationRecord:
     __slots__ = (
         *("ids", "sources", "log_probs", "versions", "extra"),
         *("messages", "tools", "first_response", "stream", "begun_at", "sampling_masks"),
+        "routed_experts",
     )
 
     def __init__(self, tools: Sequence[dict[str, Any]] | None = None) -> None:
@@ -130,6 +135,8 @@ class ConversationRecord:
         self.extra: dict[str, array] = {}
         # The sets that tokens were drawn from; as in a column, what lies past the end has none.
         self.sampling_masks: list[bytes] = []
+        # The experts of the tokens, as they were when each was first read, [R, L, S].
+        self.routed_experts: Tensor | None = None
         self.messages: list[Message] = []
         self.tools = tuple(tools) if tools else None
         self.first_response: int | None = None
@@ -163,6 +170,10 @@ class ConversationRecord:
         if turn.sampling_masks:
             self.sampling_masks.extend([b""] * (start - len(self.sampling_masks)))
             self.sampling_masks.extend(turn.sampling_masks)
+        if turn.routed_experts is not None:
+            known = self.routed_experts
+            new = turn.routed_experts[0 if known is None else len(known) :]
+            self.routed_experts = new if known is None else torch.cat([known, new])
         if self.first_response is None:
             self.first_response = len(self.messages)
         self.messages.append(turn.message)
@@ -179,6 +190,8 @@ class ConversationRecord:
         copy.versions = self.versions[:num_tokens]
         copy.extra = {name: column[:num_tokens] for name, column in self.extra.items()}
         copy.sampling_masks = self.sampling_masks[:num_tokens]
+        if self.routed_experts is not None:
+            copy.routed_experts = self.routed_experts[:num_tokens]
         copy.messages = self.messages[:num_messages]
         if self.first_response is not None and self.first_response < num_messages:
             copy.first_response = self.first_response
@@ -491,6 +504,19 @@ class Conversations:
         """The set that each token of a row was drawn from; none at all where none was recorded."""
         num_tokens, known = self._positions[row].num_tokens, self._records[row].sampling_masks
         return [*known[:num_tokens], *[b""] * (num_tokens - len(known))] if known else []
+
+    def routed_experts(self, row: int) -> Tensor | None:
+        """The experts of each token of a row, ``[T, L, S]``; ``None`` where nothing was recorded.
+
+        They are uint8, 255 where a token was not read, or of many experts int16, negative there.
+        """
+        known, num_tokens = self._records[row].routed_experts, self._positions[row].num_tokens
+        if known is None:
+            return None
+        unknown = 255 if known.dtype == torch.uint8 else -1
+        experts = known.new_full((num_tokens, *known.shape[1:]), unknown)
+        experts[: len(known)] = known[:num_tokens]
+        return experts
 
     def policy_versions(self, row: int) -> Tensor:
         """Policy version of each token, int64 ``[T]``; -1 where the policy did not sample."""

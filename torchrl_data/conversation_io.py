@@ -25,9 +25,11 @@ from .conversation_view import ConversationView
 from .images import images_of
 from .keys import (
     DONE,
+    FULL,
     HISTORY,
     IMAGES,
     INPUT_MODES,
+    ROUTED_EXPERTS,
     SAMPLING_MASK,
     STEP_MASK,
     TEXT,
@@ -193,7 +195,7 @@ def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
         response and full, float32; ``("policy_versions", "full")``, int64; further values as
         ``(name, "response" / "full")``, float32. All ``[T]``, aligned with the full tokens but
         for prompt and response, which are its beginning and end. ``sampling_mask`` of a row that
-        has any (see :class:`~torchrl_data.SamplingMasks`), and ``images``.
+        has any (see :class:`~torchrl_data.SamplingMasks`), ``routed_experts`` and ``images``.
 
     Example:
         >>> from torchrl_data import ConversationEncoder, encode_demonstrations
@@ -227,6 +229,9 @@ def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
             entries[name] = values if kind is None else kind._from_tensordict(values, {})
         if record.sampling_masks:
             entries[SAMPLING_MASK] = mask_entries(conversations.sampling_masks(row))
+        if record.routed_experts is not None:
+            experts = {FULL: conversations.routed_experts(row)}
+            entries[ROUTED_EXPERTS] = TensorDict._new_unsafe(experts, batch_size=size)
         if images := images_of(record.messages[: position.num_encoded]):
             entries[IMAGES] = NonTensorData({"data": images})
         rows.append(TensorDict._new_unsafe(entries, batch_size=size))

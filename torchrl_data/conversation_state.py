@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from .conversation import ConversationRecord, Conversations, Position
 from .sampling_masks import SamplingMasks
 
@@ -32,6 +34,7 @@ def conversation_states(conversations: Conversations) -> list[dict[str, Any]]:
                 "versions": conversations.policy_versions(row),
                 "extra": conversations.extra(row),
                 **_masks_state(conversations.sampling_masks(row)),
+                **_experts_state(conversations.routed_experts(row)),
             }
         )
     return states
@@ -40,6 +43,11 @@ def conversation_states(conversations: Conversations) -> list[dict[str, Any]]:
 def _masks_state(sets: list[bytes]) -> dict[str, Any]:
     """The sampling masks of a row, of one that has any."""
     return {"sampling_masks": SamplingMasks.of(sets)._asdict()} if sets else {}
+
+
+def _experts_state(experts: Tensor | None) -> dict[str, Any]:
+    """The experts of a row, of one that has any."""
+    return {} if experts is None else {"routed_experts": experts}
 
 
 def conversations_from_states(states: Sequence[Mapping[str, Any]]) -> Conversations:
@@ -68,6 +76,7 @@ def conversations_from_states(states: Sequence[Mapping[str, Any]]) -> Conversati
             )
         record.messages, record.first_response = list(state["messages"]), state["first_response"]
         record.begun_at = state.get("begun_at")
+        record.routed_experts = state.get("routed_experts")
         if masks := state.get("sampling_masks"):
             record.sampling_masks = SamplingMasks(masks["data"], masks["lengths"]).sets()
             if len(record.sampling_masks) != position.num_tokens:

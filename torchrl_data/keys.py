@@ -28,6 +28,10 @@ SAMPLING_MASK: Final = "sampling_mask"
 """Group of ``lengths``, int32 aligned with the tokens, and ``bytes``, uint8: the tokens that top-k,
 top-p and min-p left of each draw, see :class:`~torchrl_data.SamplingMasks`. Written by the policy
 on request."""
+ROUTED_EXPERTS: Final = "routed_experts"
+"""Group of ``full``, uint8 or int16, ragged ``[B, T, L, S]``: the S experts to which each of the L
+layers of a mixture sent each token, 255 or negative where that is not known. Written by the policy
+on request."""
 MASKS: Final = "masks"
 """Group of the masks over ``("tokens", "full")``, bool, ragged ``[B, T]``."""
 

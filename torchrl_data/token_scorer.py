@@ -32,7 +32,8 @@ class TokenScorer(Protocol):
     ``TransformersWrapper`` is one; a loss takes any. For batches of which rows have images, one
     takes ``images=`` too: those of each sequence in order, in base 64. For batches of which tokens
     have sampling masks, one takes ``sampling_masks=``: a
-    :class:`~torchrl_data.SamplingMasks` of the targets.
+    :class:`~torchrl_data.SamplingMasks` of the targets; and where rows say to which experts a
+    mixture sent their tokens, ``routed_experts=``, uint8 or int16 ``[N, L, S]``.
     """
 
     def score_packed(
@@ -87,6 +88,36 @@ def image_arguments(
     return {"images": images}
 
 
+def expert_arguments(scorer: TokenScorer, experts: Tensor | None, who: str) -> dict[str, Tensor]:
+    """Arguments of ``score_packed`` for the experts of its tokens.
+
+    Args:
+        scorer: that is to score.
+        experts: ``[N, L, S]``, or ``None`` where none were recorded.
+        who: the component that asks, named in the error.
+
+    Returns:
+        None where there are none.
+
+    Raises:
+        TypeError: there are some, and the scorer takes none.
+    """
+    if experts is None:
+        return {}
+    if not _takes(scorer, "routed_experts"):
+        raise TypeError(
+            f"{who}: rows say to which experts their tokens went, and score_packed of "
+            f"{type(scorer).__name__} takes none. Score with TransformersWrapper, or sample "
+            "without routed_experts."
+        )
+    return {"routed_experts": experts}
+
+
+def _takes(scorer: TokenScorer, name: str) -> bool:
+    takes = inspect.signature(scorer.score_packed).parameters.values()
+    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in takes)
+
+
 def mask_arguments(
     scorer: TokenScorer, masks: SamplingMasks | None, who: str
 ) -> dict[str, SamplingMasks]:
@@ -105,8 +136,7 @@ def mask_arguments(
     """
     if masks is None or not bool(masks.recorded.any()):
         return {}
-    takes = inspect.signature(scorer.score_packed).parameters.values()
-    if not any(one.name == "sampling_masks" or one.kind is one.VAR_KEYWORD for one in takes):
+    if not _takes(scorer, "sampling_masks"):
         raise TypeError(
             f"{who}: {int(masks.recorded.sum())} of {masks.num_tokens} tokens have sampling masks, "
             f"and score_packed of {type(scorer).__name__} takes none. Score with "

@@ -32,6 +32,9 @@ class Conditions:
     kept: bool = False
     """Whether the distribution of each token has as many tokens as were recorded, whatever the
     truncation of the settings."""
+    sets: bool = True
+    """Whether the distribution of a token is over the set that was recorded with it, where one was,
+    whatever the truncation of the settings."""
     version: int | None = None
     """Of the weights, for all tokens; ``None``: those of each token's own version."""
     adapter: bool = True

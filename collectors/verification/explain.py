@@ -409,6 +409,7 @@ class _Search:
     def _truncation(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
         targets = self._targets(one)
         said = truncation_words(base.sampling)
+        base = replace(base, sets=False)  # what was recorded does not give the log-probs
         if base.sampling.truncates:
             whole = replace(base, sampling=_untruncated(base))
             words = f"the log-probs are those without truncation; the settings say {said}"

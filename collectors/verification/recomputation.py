@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchrl_data import SamplingMasks
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.sampling.distribution import warped_log_prob
 from torchrl_modules.sampling.token_history import TargetHistory, changed_logits, too_early
@@ -187,7 +188,12 @@ class Recomputation:
             sampling = conditions.sampling
             with self._routes(rows, conditions, scorer):
                 scores = scorer.score_packed(
-                    ids, lengths, mask, temperature=sampling.temperature, truncation=sampling
+                    ids,
+                    lengths,
+                    mask,
+                    temperature=sampling.temperature,
+                    truncation=sampling,
+                    sampling_masks=_sets(rows, conditions),
                 )
         return list(scores.log_prob.double().cpu().split(counts))
 
@@ -245,7 +251,8 @@ class Recomputation:
         if conditions.sampling.changes_logits:
             every = TargetHistory.of(*_packed([row], conditions, 0))
             history = every.read(logits.shape[1], conditions.sampling, logits.device)
-        scores, _ = warped_log_prob(logits, targets, conditions.sampling, history)
+        masks = _sets([row], conditions)
+        scores, _ = warped_log_prob(logits, targets, conditions.sampling, history, masks)
         # What the kept tokens themselves were drawn from is no matter of a cache.
         reached = torch.tensor([t > cached for t in row.targets], dtype=torch.bool)
         return torch.where(reached, scores.double().cpu(), torch.nan)
@@ -297,6 +304,15 @@ class _Ready:
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
+
+
+def _sets(rows: Sequence[SampledRow], conditions: Conditions) -> SamplingMasks | None:
+    """The sets that the targets of rows were drawn from, where they count and there are any."""
+    if not conditions.sets or not any(row.sampling_masks for row in rows):
+        return None
+    return SamplingMasks.of(
+        row.sampling_masks[t] if row.sampling_masks else b"" for row in rows for t in row.targets
+    )
 
 
 def _goes_on(conditions: Conditions, versions: Sequence[int | None]) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from collectors.record.samples import RolloutSample
 from torchrl_data.conversation_io import read_conversations
 from torchrl_data.keys import FULL, KEPT_COUNTS
+from torchrl_modules.scoring.expert_routes import replayed_layers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,6 +49,9 @@ class SampledRow:
     experts: Sequence[Tensor] | None = None
     """Those that each token went to, of each layer with experts int64 ``[T, S]``, negative where it
     is not known; ``None`` where it was not recorded, or the model has none."""
+    sampling_masks: Sequence[bytes] = ()
+    """The set that each token was drawn from, T, see :class:`~torchrl_data.SamplingMasks`; none
+    where they were not recorded."""
     batch: str = ""
     """Rows of one batch, which may have been drawn together, have the same."""
     targets: list[int] = field(init=False)
@@ -95,6 +99,7 @@ class SampledRow:
         conversation = read_conversations(row, FULL, who="SampledRow")
         sampled = conversation.assistant_mask(0).tolist()
         kept = conversation.extra(0).get(KEPT_COUNTS)
+        experts = conversation.routed_experts(0)
         pairs = zip(conversation.policy_versions(0).tolist(), sampled, strict=True)
         return cls(
             name=name,
@@ -105,6 +110,8 @@ class SampledRow:
             messages=conversation.messages(0),
             tools=conversation.tools(0),
             kept_counts=None if kept is None else [int(count) for count in kept],
+            experts=None if experts is None else replayed_layers(experts),
+            sampling_masks=conversation.sampling_masks(0),
         )
 
     @classmethod

@@ -20,6 +20,7 @@ from torchrl_data.missing_entry import MissingEntryError, require_entries
 from torchrl_data.ragged.packed import (
     Rows,
     first_entries,
+    read_experts,
     read_images,
     read_rows,
     read_sampling_masks,
@@ -137,6 +138,8 @@ class PackedBatch:
     """Of each row in order, in base 64; None where no row has any."""
     sampling_masks: SamplingMasks | None = None
     """The sets that the K trained tokens were drawn from; None where none was recorded."""
+    routed_experts: Tensor | None = None
+    """uint8 or int16 ``[N, L, S]``: where each token was sent; None where it was not recorded."""
 
     @property
     def num_targets(self) -> int:
@@ -287,6 +290,7 @@ class PackedBatch:
             weights=None if self.weights is None else self.weights[targets],
             images=images,
             sampling_masks=self.sampling_masks and self.sampling_masks.take(targets),
+            routed_experts=None if self.routed_experts is None else self.routed_experts[tokens],
         )
 
 
@@ -488,7 +492,12 @@ def pack_batch(
     entries = {name: columns.tokens(key) for name, key in wanted.tokens.items()}
     entries |= {name: columns.tokens_or_rows(key) for name, key in wanted.rows.items()}
     target_lengths = _count(target_mask, sequence, lengths)
-    masks = read_sampling_masks(batch, columns.read[read.tokens].lengths.tolist(), who=who)
+    sizes = columns.read[read.tokens].lengths.tolist()
+    experts = read_experts(batch, sizes, who=who)
+    if experts is not None:
+        every = torch.cat(experts)
+        experts = every if columns.keep is None else every[columns.keep]
+    masks = read_sampling_masks(batch, sizes, who=who)
     if masks is not None:
         masks = (masks if columns.keep is None else masks.take(columns.keep)).take(target_mask)
     return PackedBatch(
@@ -501,6 +510,7 @@ def pack_batch(
         left_out=torch.zeros_like(lengths, dtype=torch.bool),
         images=read_images(batch),
         sampling_masks=masks,
+        routed_experts=experts,
     )
 
 

@@ -33,6 +33,7 @@ from torchrl_data.token_scorer import (
     TokenScorer,
     TokenScores,
     check_scorer,
+    expert_arguments,
     image_arguments,
     mask_arguments,
 )
@@ -655,6 +656,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
             entropy=entropy,
             **image_arguments(actor, batch.images, self._get_name()),
             **mask_arguments(actor, batch.sampling_masks, self._get_name()),
+            **expert_arguments(actor, batch.routed_experts, self._get_name()),
         )
         scores = scores._replace(log_prob=F.at_least_float32(scores.log_prob))
         if self.on_scores is not None:

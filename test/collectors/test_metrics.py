@@ -10,6 +10,7 @@ from torch import nn
 from collectors import PhaseTimer, StepMetrics, rollout_metrics, update_metrics
 from objectives import GRPOLossOutput
 from objectives.batching.non_finite_gate import StepOutcome
+from torchrl_data.sampling_masks import mask_entries, sets_of_ids
 
 
 def trajectory(
@@ -68,6 +69,29 @@ def test_rollouts_by_hand():
     assert metrics["policy_version"] == pytest.approx(20 / 6)
     solved = rollout_metrics(lazy_stack(ROWS), solved_at=0.5)
     assert solved["groups/solve_none_fraction"] == 0
+
+
+def test_what_is_missing_of_sets_and_experts_is_told():
+    plain = trajectory(0, 1.0, log_probs=(-0.5, -1.5))
+    names = {name.partition("/")[0] for name in rollout_metrics(lazy_stack([plain]))}
+    assert not names & {"sampling_mask", "routed_experts"}
+    row = trajectory(0, 1.0, log_probs=(-0.5, -1.5, -1.0))
+    # Sets of 2 tokens (5 bytes) and of 4 (9 bytes); the third token has none.
+    row["sampling_mask"] = mask_entries([b"", b"", *sets_of_ids([[1, 2], range(4), []], 500)])
+    # Of the 4 tokens that were read to draw the others, one layer of the second is not known.
+    experts = torch.zeros(5, 3, 2, dtype=torch.uint8)
+    experts[1, 2] = experts[4] = 255
+    row["routed_experts", "full"] = experts
+    metrics = rollout_metrics(lazy_stack([row]))
+    assert metrics["sampling_mask/missing_fraction"] == pytest.approx(1 / 3)
+    assert metrics["sampling_mask/kept_tokens"] == 3
+    assert metrics["sampling_mask/bytes_per_token"] == 7
+    assert metrics["routed_experts/missing_fraction"] == pytest.approx(1 / 4)
+    assert metrics["routed_experts/bytes_per_token"] == 6
+    # Beside a row without any, both its tokens are missing.
+    both = rollout_metrics(lazy_stack([row, plain]))
+    assert both["sampling_mask/missing_fraction"] == pytest.approx(3 / 5)
+    assert both["routed_experts/missing_fraction"] == pytest.approx((1 + 3) / (4 + 3))
 
 
 def test_the_estimate_of_the_entropy_is_unbiased():

@@ -614,6 +614,18 @@ def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:
     if cfg.record.kept_counts and cfg.engine.name != "transformers":
         yield "record.kept_counts needs engine=transformers: other engines don't tell them."
     truncates = cfg.policy.top_k > 0 or cfg.policy.top_p < 1 or cfg.policy.min_p > 0
+    if cfg.policy.routed_experts and (
+        cfg.engine.name != "transformers" or cfg.collector.mode != "sync"
+    ):
+        yield (
+            "policy.routed_experts is for engine=transformers and collector=sync, got "
+            f"engine={cfg.engine.name} and collector={cfg.collector.mode}: others don't tell them."
+        )
+    if cfg.policy.routed_experts and cfg.policy.gradient_checkpointing:
+        yield (
+            "policy.routed_experts are not replayed where layers are computed again in the "
+            "backward pass: set policy.gradient_checkpointing=false."
+        )
     if cfg.policy.sampling_mask and not truncates:
         yield "policy.sampling_mask is for policy.top_k, top_p or min_p: nothing is left out."
     if cfg.policy.sampling_mask and cfg.engine.name == "chat":

@@ -93,6 +93,9 @@ class PolicyConfig:
     sampling_mask: bool = False
     """Record the tokens that top_p, top_k and min_p left of each draw, and train each token in the
     distribution over them, whatever the weights would leave by then."""
+    routed_experts: bool = False
+    """Of a mixture: record the experts that each token went to, and train with the same ones, which
+    the router's scores weigh; of engine=transformers and collector=sync."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ from tensordict import (
 from torch import Tensor
 
 from torchrl_data.batched_object import objects_of_leaf
-from torchrl_data.keys import IMAGES, SAMPLING_MASK
+from torchrl_data.keys import FULL, IMAGES, ROUTED_EXPERTS, SAMPLING_MASK
 from torchrl_data.sampling_masks import BYTES, LENGTHS, SamplingMasks
 
 
@@ -288,3 +288,64 @@ def _groups(batch: Any) -> list[tuple[Tensor, Tensor] | None]:
             strict=True,
         )
     )
+
+
+def read_experts(batch: Any, lengths: Sequence[int], *, who: str) -> list[Tensor] | None:
+    """Read the experts of all tokens of a batch, padding included.
+
+    Args:
+        batch: ``[B]``, of rows of their own or padded.
+        lengths: tokens of each row as the batch has them.
+        who: the component that reads, named in the error.
+
+    Returns:
+        Of each row ``[T, L, S]``, on the host, unknown ones in rows without the entry; ``None``
+        where no row has it.
+
+    Raises:
+        ValueError: the entry is not aligned with the tokens.
+    """
+    return completed_experts(_leaves(batch, (ROUTED_EXPERTS, FULL)), lengths, who=who)
+
+
+def completed_experts(
+    rows: Sequence[Tensor | None], lengths: Sequence[int], *, who: str
+) -> list[Tensor] | None:
+    """Give rows without experts unknown ones; ``None`` where no row has any.
+
+    Args:
+        rows: of each row ``[T, L, S]``, or ``None``.
+        lengths: T of each.
+        who: the component that reads, named in the error.
+
+    Raises:
+        ValueError: the experts are of other shapes.
+    """
+    first = next((row for row in rows if row is not None), None)
+    if first is None:
+        return None
+    unknown = 255 if first.dtype == torch.uint8 else -1
+    out = []
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        own = first.new_full((length, *first.shape[1:]), unknown) if row is None else row
+        if own.shape != (length, *first.shape[1:]) or own.dtype != first.dtype:
+            raise ValueError(
+                f"{who}: {ROUTED_EXPERTS!r} of row {number} is {own.dtype} {tuple(own.shape)}, for "
+                f"{length} tokens, of rows of {first.dtype} {tuple(first.shape[1:])} a token."
+            )
+        out.append(own.cpu())
+    return out
+
+
+def _leaves(batch: Any, key: tuple[str, str]) -> list[Tensor | None]:
+    """An entry of each row."""
+    entries = entries_of(batch)
+    if isinstance(entries, LazyStackedTensorDict):
+        return [leaf for row in entries.unbind(0) for leaf in _leaves(row, key)]
+    group, size = entries.get(key[0], None), entries.batch_size
+    if group is not None and isinstance(entries_of(group), LazyStackedTensorDict):
+        return [row.get(key[1], None) for row in entries_of(group).unbind(0)]
+    leaf = None if group is None else group.get(key[1], None)
+    if leaf is None:
+        return [None] * size.numel()
+    return list(leaf.flatten(0, len(size) - 1).unbind(0)) if len(size) else [leaf]

@@ -4,6 +4,7 @@ Shape legend: B rows, P and R tokens of the longest prompt and response.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import (
@@ -12,12 +13,33 @@ from tensordict import (
     is_tensor_collection,
 )
 
-from torchrl_data.keys import FULL, MASKS, PROMPT, RESPONSE, SAMPLING_MASK, TOKENS
+from torchrl_data.keys import (
+    FULL,
+    MASKS,
+    PROMPT,
+    RESPONSE,
+    ROUTED_EXPERTS,
+    SAMPLING_MASK,
+    TOKENS,
+)
 from torchrl_data.sampling_masks import BYTES, LENGTHS
 
 from .packed import entries_of, pad
 
 _FILL = {"policy_versions": -1}
+
+
+def _padded_experts(rows: Sequence[TensorDictBase], starts: Sequence[int]) -> torch.Tensor:
+    """Experts ``[B, P + R, L, S]``, 255 or -1 in the gaps."""
+    values = [row.get((ROUTED_EXPERTS, FULL)) for row in rows]
+    options: dict[str, Any] = {
+        "batch_first": True,
+        "padding_value": 255 if values[0].dtype == torch.uint8 else -1,
+    }
+    pairs = list(zip(values, starts, strict=True))
+    sequence = torch.nn.utils.rnn.pad_sequence
+    left = sequence([v[:n] for v, n in pairs], padding_side="left", **options)
+    return torch.cat([left, sequence([v[n:] for v, n in pairs], **options)], 1)
 
 
 def padded_rows(rows: Sequence[TensorDictBase], *, pad_token_id: int) -> TensorDict:
@@ -35,9 +57,12 @@ def padded_rows(rows: Sequence[TensorDictBase], *, pad_token_id: int) -> TensorD
     """
     starts = [row.get((TOKENS, PROMPT)).shape[-1] for row in rows]
     padded = TensorDict(batch_size=[len(rows)])
+    if ROUTED_EXPERTS in rows[0].keys():  # noqa: SIM118
+        padded.set((ROUTED_EXPERTS, FULL), _padded_experts(rows, starts))
     for group, entries in rows[0].items():
         fill = pad_token_id if group == TOKENS else _FILL.get(group, 0)
-        for name in entries_of(entries).keys() if is_tensor_collection(entries) else ():
+        is_group = is_tensor_collection(entries) and group != ROUTED_EXPERTS
+        for name in entries_of(entries).keys() if is_group else ():
             assert name in (PROMPT, RESPONSE, FULL, LENGTHS, BYTES) or group == MASKS
             values = [row.get((group, name)) for row in rows]
             if (group, name) == (SAMPLING_MASK, BYTES):  # in the order of the tokens, without gaps

@@ -401,6 +401,22 @@ class AsyncTransformersEngine(ChecksAttributes, SteppedEngine):
         """Tokens of earlier turns that are kept now."""
         return self._decoding.kept.num_tokens
 
+    def check_sampling(self, params: SamplingParameters) -> None:
+        """Check that the engine can report what is asked for.
+
+        Args:
+            params: the distribution, and what to report of each token.
+
+        Raises:
+            ValueError: it is asked for the experts of tokens.
+        """
+        if params.routed_experts:
+            raise ValueError(
+                "AsyncTransformersEngine: rows that join and leave between two tokens have no "
+                "record of their experts. Draw whole batches (collector=sync, LLMCollector), or "
+                "leave routed_experts out."
+            )
+
     async def respond(
         self,
         prompt: Sequence[int],
@@ -411,6 +427,7 @@ class AsyncTransformersEngine(ChecksAttributes, SteppedEngine):
     ) -> Generation:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.respond`."""
         params.check_stops_are_found()
+        self.check_sampling(params)
         budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
         error = self._engine.refusal(prompt, budget)
         if error is not None:

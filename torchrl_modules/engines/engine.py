@@ -61,6 +61,9 @@ class Generation(NamedTuple):
     sampling_masks: Sequence[bytes] = ()
     """One per token: the tokens that top-k, top-p and min-p left, see
     :class:`~torchrl_data.SamplingMasks`; only when asked for."""
+    routed_experts: Tensor | None = None
+    """The experts of the tokens that were read, those of the prompt first, uint8 or int16
+    ``[R, L, S]``; only when asked for."""
     versions: Sequence[VersionSpan] = ()
     """Which weights drew which tokens, in order and without gaps, when the engine knows."""
 

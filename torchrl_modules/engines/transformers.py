@@ -16,6 +16,7 @@ from torchrl_data.checks import check_counts
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.compiled_layers import settle_compilation
 from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.scoring.expert_routes import expert_counts
 from torchrl_modules.scoring.models import (
     acting_adapters,
     alike,
@@ -38,6 +39,7 @@ from .decoding import KeptCaches, PromptReader, SlotReader, decode
 from .decoding import tokens_per_look as default_tokens_per_look
 from .engine import Generation
 from .readers import find_image_reader, find_prompt_reader, group_rows, num_positions
+from .routed_reader import RoutedReader
 
 # Sampling from a Transformers model in this process.
 
@@ -239,6 +241,7 @@ class TransformersEngine(ChecksAttributes):
                 weights ended, say.
         """
         params.check_stops_are_found()
+        self.check_sampling(params)
         if self._is_mixed:
             raise RuntimeError(
                 "TransformersEngine cannot serve: an update broke off in the middle, and its "
@@ -266,7 +269,7 @@ class TransformersEngine(ChecksAttributes):
             return results
         self._give_back_memory()
         with evaluation_mode(self.inside), self.precision():
-            for group, reader in self._batches(prompts, good, media):
+            for group, reader in self._batches(prompts, good, media, params):
                 own_seeds: Any = [rows_seeds[i] for i in group] if num_seeds else None
                 generations = decode(
                     reader,
@@ -276,8 +279,10 @@ class TransformersEngine(ChecksAttributes):
                     own_seeds,
                     per_look=self.tokens_per_look,
                 )
-                for i, generation in zip(group, generations, strict=True):
+                for k, (i, generation) in enumerate(zip(group, generations, strict=True)):
                     results[i] = generation
+                    if isinstance(reader, RoutedReader):
+                        results[i] = generation._replace(routed_experts=reader.found[k])
         self._give_back_memory()
         return results
 
@@ -290,11 +295,39 @@ class TransformersEngine(ChecksAttributes):
         if self._is_trimmed:
             _malloc_trim(0)
 
+    def check_sampling(self, params: SamplingParameters) -> None:
+        """Check that the engine can report what is asked for.
+
+        Args:
+            params: the distribution, and what to report of each token.
+
+        Raises:
+            ValueError: experts are asked for, and the model has none, or reads images.
+        """
+        if params.routed_experts and expert_counts(self.inside) is None:
+            raise ValueError(
+                f"TransformersEngine: routed_experts are those of a mixture of experts, and "
+                f"{type(self.inside).__name__} is none. Leave routed_experts out."
+            )
+        if params.routed_experts and self.images is not None:
+            raise ValueError(
+                "TransformersEngine: the experts of rows with images are not written down. Leave "
+                "routed_experts out."
+            )
+
     def _batches(
-        self, prompts: Sequence[Sequence[int]], good: list[int], images: list[list[str]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        good: list[int],
+        images: list[list[str]],
+        params: SamplingParameters,
     ) -> Iterator[tuple[list[int], PromptReader]]:
         """Rows that are drawn together, and what reads them."""
         text = [i for i in good if not images[i]]
+        if text and params.routed_experts:  # all of them are read, and nothing goes on from before
+            for group in group_rows(prompts, text, by_length=self.reader.needs_one_length):
+                yield group, RoutedReader(self.reader(self.inside), self.inside)
+            return
         if text:
             new_reader: Callable[[PreTrainedModel], PromptReader] = self.reader
             if self._kept is not None and issubclass(self.reader, SlotReader):

@@ -55,9 +55,11 @@ from torchrl_data.keys import (
 )
 from torchrl_data.layout import TOKEN_GROUPS
 from torchrl_data.ragged.packed import (
+    completed_experts,
     entries_of,
     pack,
     pad,
+    read_experts,
     read_images,
     read_rows,
     read_sampling_masks,
@@ -92,6 +94,8 @@ class RowsToScore(NamedTuple):
     """Images of each row, in base 64; empty where no row has any."""
     sets: SamplingMasks | None = None
     """What every token of the rows was drawn from; ``None`` where nothing was recorded."""
+    experts: list[Tensor] | None = None
+    """B tensors ``[T, L, S]``: where each token was sent; ``None`` where nothing was recorded."""
 
     @property
     def images(self) -> list[Sequence[str]] | None:
@@ -100,6 +104,11 @@ class RowsToScore(NamedTuple):
             return None
         rows = zip(self.ids, self.known, self.media, strict=True)
         return [its if known else [] for ids, known, its in rows if len(ids)]
+
+    @property
+    def packed_experts(self) -> Tensor | None:
+        """The experts of the tokens of :meth:`packed`, ``[N, L, S]``, or ``None``."""
+        return None if self.experts is None else torch.cat(self.experts)
 
     @property
     def sampling_masks(self) -> SamplingMasks | None:
@@ -159,6 +168,7 @@ def rows_to_score(batch: TensorDictBase, policy: "LLMWrapperBase") -> RowsToScor
     starts: Sequence[int] = ()
     media: Sequence[Sequence[str]] = ()
     sets: SamplingMasks | None = None
+    experts: list[Tensor] | None = None
     is_record = stored_conversations(batch, TOKENS, FULL) is not None
     if not is_record and read_rows(batch, TOKENS_FULL) is not None:
         entries = TokenEntries(batch, FULL, who=who)
@@ -168,6 +178,9 @@ def rows_to_score(batch: TensorDictBase, policy: "LLMWrapperBase") -> RowsToScor
         sets = read_sampling_masks(batch, sizes, who=who)
         if sets is not None and keep is not None:
             sets = sets.take(torch.cat(keep))
+        experts = read_experts(batch, sizes, who=who)
+        if experts is not None and keep is not None:
+            experts = [own[real] for own, real in zip(experts, keep, strict=True)]
         masks = entries.aligned(ASSISTANT_MASK)
         starts = [0] * len(ids)
         if masks is None and read_rows(batch, TOKENS_PROMPT) is not None:
@@ -186,7 +199,7 @@ def rows_to_score(batch: TensorDictBase, policy: "LLMWrapperBase") -> RowsToScor
             if stored_conversations(batch, mode, FULL) is not None:
                 masks = [fulls.assistant_mask(i) for i in rows]
                 media = [fulls.images(i) for i in rows]
-                sets = _stored_sets(fulls)
+                sets, experts = _stored_sets(fulls), _stored_experts(fulls)
             starts = [fulls.position(i).response_start for i in rows]
     if masks is None:  # what follows the prompts; nothing predicts the first token of a row
         masks = [torch.arange(len(row)) >= max(n, 1) for row, n in zip(ids, starts, strict=True)]
@@ -196,7 +209,13 @@ def rows_to_score(batch: TensorDictBase, policy: "LLMWrapperBase") -> RowsToScor
                 f"{who}: the mask of row {i} has its first token, which nothing predicts."
             )
     known = [bool(((row >= 0) & (row < policy.vocab_size)).all()) for row in ids]
-    return RowsToScore(ids, [mask.bool() for mask in masks], keep, known, media, sets)
+    return RowsToScore(ids, [mask.bool() for mask in masks], keep, known, media, sets, experts)
+
+
+def _stored_experts(fulls: Conversations) -> list[Tensor] | None:
+    rows = [fulls.routed_experts(i) for i in range(len(fulls))]
+    sizes = [fulls.num_tokens(i) for i in range(len(fulls))]
+    return completed_experts(rows, sizes, who="a policy")
 
 
 def _stored_sets(fulls: Conversations) -> SamplingMasks | None:
@@ -561,7 +580,8 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
             message = {"role": "assistant", "content": text}
             versions = generation.token_versions(version) if generation.versions else version
             sets = generation.sampling_masks if params.sampling_mask else ()
-            turn = Turn(generation.ids, generation.log_probs, message, versions, extra, sets)
+            own = (generation.ids, generation.log_probs, message, versions, extra, sets)
+            turn = Turn(*own, generation.routed_experts if params.routed_experts else None)
             turns.append(None if generation.finish_reason == "error" else turn)
         return prompt.append_turns(turns)
 

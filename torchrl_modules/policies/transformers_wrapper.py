@@ -155,6 +155,11 @@ class TransformersWrapper(LLMWrapperBase):
             images=images,
             compile_layers=compile_layers,
         )
+        if self.sampling.routed_experts and self.scorer.is_compiled:
+            raise ValueError(
+                "TransformersWrapper: routed_experts are replayed in layers that are not compiled. "
+                "Give compile_layers=False, or leave routed_experts out."
+            )
 
     changeable = LLMWrapperBase.changeable | {"generate", "score_truncated"}
 
@@ -210,6 +215,7 @@ class TransformersWrapper(LLMWrapperBase):
             untempered=self.sampling.untempered_log_probs,
             images=rows.images,
             sampling_masks=rows.sampling_masks if self.score_truncated else None,
+            routed_experts=rows.packed_experts,
         )
         return rows, scores
 
@@ -233,6 +239,7 @@ class TransformersWrapper(LLMWrapperBase):
         entropy: bool = False,
         images: Sequence[Sequence[str]] | None = None,
         sampling_masks: SamplingMasks | None = None,
+        routed_experts: Tensor | None = None,
     ) -> TokenScores:
         """See :class:`torchrl_data.TokenScorer`.
 
@@ -250,6 +257,7 @@ class TransformersWrapper(LLMWrapperBase):
             truncation=self._truncation,
             images=images,
             sampling_masks=sampling_masks if self.score_truncated else None,
+            routed_experts=routed_experts,
         )
 
     def log_prob(self, tensordict: TensorDictBase) -> Tensor:
@@ -280,6 +288,11 @@ class TransformersWrapper(LLMWrapperBase):
             :meth:`log_prob`; differentiable.
         """
         rows = rows_to_score(tensordict, self)
+        if rows.packed_experts is not None:
+            raise ValueError(
+                "TransformersWrapper.get_dist does not replay routed_experts: use log_prob, or "
+                "leave the entry out of the batch."
+            )
         ids, lengths, mask = on_host(*rows.packed())
         logits = self.scorer.logits(ids, lengths, mask, rows.images)
         history = TargetHistory.of(ids, lengths, mask).read(

@@ -57,6 +57,8 @@ class SamplingParameters:
         sampling_mask: report also which tokens these are. A row carries them, and is then scored
             and trained under the distribution that each token was drawn from, whatever the weights
             would leave by then.
+        routed_experts: report also the experts to which a mixture sent each token. A row carries
+            them, and is then scored and trained with them: the router's scores still weigh them.
 
     Raises:
         ValueError: a value is of another kind or outside its range; the message names it.
@@ -87,6 +89,7 @@ class SamplingParameters:
     entropy: bool = False
     kept_counts: bool = False
     sampling_mask: bool = False
+    routed_experts: bool = False
     stop_matcher: StopStrings | None = field(default=None, repr=False, compare=False)
     """Finds ``stop`` in tokens; a policy, which has the tokenizer, sets it."""
 

@@ -6,12 +6,15 @@ call is what is seen and replaced here, so that it makes no difference how a fam
 Shape legend: L layers with experts, N tokens of a pass, E experts, S experts of a token.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+UNKNOWN: Final = 255
+"""In uint8: the expert is not known, and the router chooses."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
@@ -34,6 +37,38 @@ def expert_counts(model: nn.Module) -> tuple[int, int] | None:
     return (counts[0], counts[1]) if all(counts) and counts[0] > 1 else None
 
 
+def packed_experts(layers: Sequence[Tensor], num_experts: int) -> Tensor:
+    """Put the experts of all layers into as few bytes as a row carries them in.
+
+    Args:
+        layers: of each layer in order int64 ``[N, S]``, negative where a choice is not known.
+        num_experts: E.
+
+    Returns:
+        ``[N, L, S]``: uint8, in which 255 stands for a choice that is not known, of up to 255
+        experts; int16 with negative numbers of more.
+    """
+    experts = torch.stack(list(layers), 1)
+    if num_experts < UNKNOWN:
+        return experts.masked_fill(experts < 0, UNKNOWN).to(torch.uint8)
+    return experts.to(torch.int16)
+
+
+def replayed_layers(experts: Tensor) -> list[Tensor]:
+    """Undo :func:`packed_experts`.
+
+    Args:
+        experts: ``[N, L, S]``.
+
+    Returns:
+        Of each layer int64 ``[N, S]``, negative where a choice is not known.
+    """
+    wide = experts.long()
+    if experts.dtype == torch.uint8:
+        wide = wide.masked_fill(wide == UNKNOWN, -1)
+    return list(wide.unbind(1))
+
+
 class ExpertRoutes(TorchFunctionMode):
     """Sees the experts of every token that a model reads meanwhile, or says which they are.
 
@@ -50,12 +85,15 @@ class ExpertRoutes(TorchFunctionMode):
             order in which the model reads them, at least as many as it reads. The router's scores
             of these experts weigh them, whichever it would have chosen. A negative number leaves a
             token's choice to the router, and ``None`` all of them.
+        margins: also see which expert came next, and by how much; it takes a second ``topk``.
 
     Raises:
         ValueError: the model has no experts; or, as it computes, there are fewer to replay.
     """
 
-    def __init__(self, model: nn.Module, replay: list[Tensor] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, replay: list[Tensor] | None = None, *, margins: bool = True
+    ) -> None:
         super().__init__()
         counts = expert_counts(model)
         if counts is None:
@@ -63,7 +101,8 @@ class ExpertRoutes(TorchFunctionMode):
                 f"ExpertRoutes: {type(model).__name__} is no mixture of experts: its config names "
                 f"none of {', '.join(_EXPERTS)}."
             )
-        self._num_experts, self._num_chosen = counts
+        self.num_experts, self._num_chosen = counts
+        self._with_margins = margins
         self._replay = replay
         self.layers: list[Tensor] = []
         """The experts of each layer that was computed so far, int64 ``[N, S]``, on the host."""
@@ -81,13 +120,14 @@ class ExpertRoutes(TorchFunctionMode):
             return func(*args, **kwargs)
         scores = args[0]
         k = args[1] if len(args) > 1 else kwargs["k"]
-        if k != self._num_chosen or scores.shape[-1] != self._num_experts:
+        if k != self._num_chosen or scores.shape[-1] != self.num_experts:
             return func(*args, **kwargs)
         values, chosen = func(*args, **kwargs)
-        best = torch.topk(scores.detach().reshape(-1, self._num_experts), k + 1, dim=-1)
-        last, after = best.values[:, -2].double(), best.values[:, -1].double()
-        self.margins.append(((last - after) / last.abs().clamp(min=1e-12)).cpu())
-        self.runners_up.append(best.indices[:, -1].cpu())
+        if self._with_margins and k < self.num_experts:
+            best = torch.topk(scores.detach().reshape(-1, self.num_experts), k + 1, dim=-1)
+            last, after = best.values[:, -2].double(), best.values[:, -1].double()
+            self.margins.append(((last - after) / last.abs().clamp(min=1e-12)).cpu())
+            self.runners_up.append(best.indices[:, -1].cpu())
         if self._replay is not None:
             number, size = len(self.layers), chosen.numel() // k
             given = self._replay[number] if number < len(self._replay) else scores.new_zeros(0)

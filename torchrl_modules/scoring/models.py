@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -25,6 +25,7 @@ from torchrl_data.ragged.packed import cumulative_lengths, pack, pad, sequence_i
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.transformers_releases import forward_parameters
 
+from .expert_routes import UNKNOWN, ExpertRoutes, replayed_layers
 from .packed_attention import PackedInputLost, build_trie, can_share, no_mask, packed_input
 
 # Models inside wrappers: PEFT, `DistributedDataParallel`, `fully_shard`, `replicate`.
@@ -511,20 +512,34 @@ class ModelReader:
         self._no_cache = {"use_cache": False} if any_name or "use_cache" in takes else {}
         self._picks_logits = "logits_to_keep" in takes
 
-    def read(self, targets: Targets) -> Tensor:
-        """Hidden states ``[K, D]`` that predict the targets, or float32 logits ``[K, V]``."""
+    def read(self, targets: Targets, experts: Tensor | None = None) -> Tensor:
+        """Hidden states ``[K, D]`` that predict the targets, or float32 logits ``[K, V]``.
+
+        Args:
+            targets: what is to be predicted.
+            experts: those to which the packed tokens are sent, ``[N, L, S]``; each router chooses
+                when not given.
+        """
         inputs: dict[str, Any]
         if self.layout is Layout.PACKED:
             share = self.share_prefixes and can_share(self.model, int(targets.ends.max()))
+            # Tokens are read once for several rows where they went to the same experts there.
+            keys = targets.ids if experts is None else _ids_with_experts(targets.ids, experts)
             trie = build_trie(
-                targets.ids, targets.lengths, targets.ends, share=share, device=self.model.device
+                keys, targets.lengths, targets.ends, share=share, device=self.model.device
             )
+            if experts is not None:
+                read = (trie.node >= 0).nonzero().squeeze(1)
+                first = torch.zeros(len(trie.ids), dtype=torch.int64)
+                first[trie.node[read]] = read
+                ids = on_device(targets.ids[first], self.model.device)
+                trie, experts = replace(trie, ids=ids), experts[first]
             at = trie.node[targets.starts[targets.rows] + targets.positions]
             inputs = {"input_ids": trie.ids[None], "position_ids": trie.positions[None]}
             if (nothing := no_mask(self.model.device)) is not None:
                 inputs["attention_mask"] = nothing
             with packed_input():
-                return self.pick({**inputs, "trie": trie}, torch.zeros_like(at), at)
+                return self.pick({**inputs, "trie": trie}, torch.zeros_like(at), at, experts)
         if self.layout is Layout.PADDED:
             used = targets.ends.nonzero().squeeze(1)
             place = torch.zeros_like(targets.ends)
@@ -532,19 +547,35 @@ class ModelReader:
             rows = targets.beginnings(used)
             mask = pad([torch.ones_like(row) for row in rows], value=0)
             inputs = {"input_ids": pad(rows, value=0), "attention_mask": mask}
-            return self.pick(inputs, place[targets.rows], targets.positions)
+            if experts is not None:
+                experts = _padded_experts(experts, targets, used)
+            return self.pick(inputs, place[targets.rows], targets.positions, experts)
         parts, order = [], []
         for end in targets.ends[targets.ends > 0].unique():
             used = (targets.ends == end).nonzero().squeeze(1)
             rows = torch.stack(targets.beginnings(used))
             mine = torch.isin(targets.rows, used).nonzero().squeeze(1)
             place = torch.searchsorted(used, targets.rows[mine])
-            parts.append(self.pick({"input_ids": rows}, place, targets.positions[mine]))
+            own = None if experts is None else _padded_experts(experts, targets, used)
+            parts.append(self.pick({"input_ids": rows}, place, targets.positions[mine], own))
             order.append(mine)
         return torch.cat(parts)[on_device(torch.cat(order).argsort(), self.model.device)]
 
-    def pick(self, inputs: dict[str, Any], rows: Tensor, columns: Tensor) -> Tensor:
+    def pick(
+        self, inputs: dict[str, Any], rows: Tensor, columns: Tensor, experts: Tensor | None = None
+    ) -> Tensor:
         """What the model gives at some rows and columns of its input, ``[K, ...]``."""
+        if experts is not None:
+            replay = replayed_layers(experts)
+            with ExpertRoutes(self.model, replay, margins=False) as routes:
+                picked = self.pick(inputs, rows, columns)
+            if len(routes.layers) != len(replay):
+                raise ValueError(
+                    f"score_packed: routed_experts are of {len(replay)} layers, and "
+                    f"{type(self.model).__name__} has {len(routes.layers)} with experts. Were they "
+                    "recorded with another model?"
+                )
+            return picked
         device = self.model.device
         for name in ("input_ids", "attention_mask"):
             if name in inputs:
@@ -559,6 +590,21 @@ class ModelReader:
         # One index and not two: its backward pass adds in a fixed order.
         index = on_device(rows * outputs.shape[1] + columns, device)
         return outputs.flatten(0, 1).index_select(0, index)
+
+
+def _ids_with_experts(ids: Tensor, experts: Tensor) -> Tensor:
+    """A number for each packed token, the same for those alike in id and experts, int64 ``[N]``."""
+    columns = torch.cat([ids[:, None], experts.flatten(1).long()], 1)
+    return columns.unique(dim=0, return_inverse=True)[1]
+
+
+def _padded_experts(experts: Tensor, targets: Targets, rows: Tensor) -> Tensor:
+    """Experts of some rows, padded on the right as they are: ``[rows x T, L, S]``."""
+    starts, ends = targets.starts[rows].tolist(), targets.ends[rows].tolist()
+    own = [experts[a : a + n] for a, n in zip(starts, ends, strict=True)]
+    unknown = UNKNOWN if experts.dtype == torch.uint8 else -1
+    padded = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=unknown)
+    return padded.flatten(0, 1)
 
 
 def plain_head(model: PreTrainedModel) -> nn.Linear | None:

@@ -27,6 +27,7 @@ from torchrl_modules.sampling.distribution import warped_head_log_prob, warped_l
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.sampling.token_history import TargetHistory
 
+from .expert_routes import expert_counts, replayed_layers
 from .models import (
     Difference,
     Layout,
@@ -469,6 +470,12 @@ class PackedScorer(ChecksAttributes):
         """Whether other ranks take part in every pass, so that all have to make equally many."""
         return is_distributed(self._wrapped)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether layers of the model are compiled."""
+        every: Any = self.model.modules()
+        return any(module._compiled_call_impl is not None for module in every)
+
     # Rows become a trie on the host, and no two batches have the same one: nothing to compile.
     @torch.compiler.disable()
     def score_packed(
@@ -484,6 +491,7 @@ class PackedScorer(ChecksAttributes):
         images: Sequence[Sequence[str]] | None = None,
         targets: Tensor | None = None,
         sampling_masks: SamplingMasks | None = None,
+        routed_experts: Tensor | None = None,
     ) -> TokenScores:
         """See :class:`torchrl_data.TokenScorer`.
 
@@ -502,18 +510,24 @@ class PackedScorer(ChecksAttributes):
                 after what comes before it there.
             sampling_masks: the sets that the K targets were drawn from; a target with one has the
                 distribution over that set, whatever the truncation.
+            routed_experts: the experts to which a mixture sends the N tokens, ``[N, L, S]``; the
+                router's scores weigh them, and have a gradient.
 
         Raises:
             ValueError: the shapes disagree, a sequence is empty, a first token is a target, an
                 id is outside the vocabulary, tokens and images do not belong together, or a
-                target is not in the set that it was drawn from; or ``targets`` are given beside
-                penalties, which read the sequences' own tokens.
+                target is not in the set that it was drawn from; ``targets`` are given beside
+                penalties, which read the sequences' own tokens; or experts are given that can't be
+                replayed.
         """
         packed = self._checked(ids, lengths, target_mask, images)
         if targets is None:
             scored = packed[0][packed[2]]
         else:
             scored = self._checked_targets(targets, packed[2], truncation)
+        if routed_experts is not None:
+            routed_experts = routed_experts.cpu()
+            self._check_experts(routed_experts, len(ids), images)
         if sampling_masks is not None:
             sampling_masks.check_targets(scored)
         drawn_from = replace(
@@ -523,7 +537,7 @@ class PackedScorer(ChecksAttributes):
             untempered_log_probs=untempered,
         )
         if self.micro_batch_tokens is None or torch.is_grad_enabled():
-            return self._score(*packed, drawn_from, images, scored, sampling_masks)
+            return self._score(*packed, drawn_from, images, scored, sampling_masks, routed_experts)
         ids, lengths, target_mask = packed
         # Runs of whole sequences within the budget: sequences i:j, tokens a:b.
         splits, first, start, total = [], 0, 0, 0
@@ -544,6 +558,7 @@ class PackedScorer(ChecksAttributes):
                 *(ids[a:b], lengths[i:j], target_mask[a:b], drawn_from, images and images[i:j]),
                 scored[some],
                 sampling_masks and sampling_masks.take(some),
+                None if routed_experts is None else routed_experts[a:b],
             )
             for (i, j, a, b), some in zip(splits, own, strict=True)
         ]
@@ -581,11 +596,45 @@ class PackedScorer(ChecksAttributes):
 
         return run_inside(self._wrapped, read)
 
+    def _check_experts(
+        self, experts: Tensor, num_tokens: int, images: Sequence[Sequence[str]] | None
+    ) -> None:
+        """Check that experts can be replayed, for as many tokens."""
+        counts = expert_counts(self.model)
+        name = type(self.model).__name__
+        if counts is None or experts.ndim != 3 or experts.shape[2] != counts[1]:
+            has = "no experts" if counts is None else f"{counts[1]} of {counts[0]} for a token"
+            raise ValueError(
+                f"score_packed: routed_experts {tuple(experts.shape)} are [N, L, S], and {name} "
+                f"has {has}. Were they recorded with another model?"
+            )
+        highest = max(int(layer.max()) for layer in replayed_layers(experts)) if num_tokens else 0
+        if len(experts) != num_tokens or highest >= counts[0]:
+            raise ValueError(
+                f"score_packed: routed_experts are of {len(experts)} tokens and up to number "
+                f"{highest}; there are {num_tokens} tokens, and {name} has {counts[0]} experts."
+            )
+        if images and any(images):
+            raise ValueError("score_packed: routed_experts of rows with images are not replayed.")
+        if getattr(self.model, "is_gradient_checkpointing", False) and torch.is_grad_enabled():
+            raise ValueError(
+                f"score_packed: {name} computes its layers again in the backward pass (gradient "
+                "checkpointing), where routed_experts would not be replayed. Switch one off."
+            )
+        if self.is_compiled:
+            raise ValueError(
+                f"score_packed: the layers of {name} are compiled, and routed_experts are replayed "
+                "in layers that are not. Build the policy with compile_layers=False."
+            )
+
     def _read(
-        self, packed: tuple[Tensor, Tensor, Tensor], images: Sequence[Sequence[str]] | None
+        self,
+        packed: tuple[Tensor, Tensor, Tensor],
+        images: Sequence[Sequence[str]] | None,
+        experts: Tensor | None = None,
     ) -> Tensor:
         if self._images is None or not images or not any(images):
-            return self._reader.read(targets_of(*packed))
+            return self._reader.read(targets_of(*packed), experts)
         return read_with_images(self._reader, self._images, packed, images)
 
     def _score(
@@ -597,6 +646,7 @@ class PackedScorer(ChecksAttributes):
         images: Sequence[Sequence[str]] | None,
         targets: Tensor,
         masks: SamplingMasks | None = None,
+        experts: Tensor | None = None,
     ) -> TokenScores:
         if len(targets) == 0:
             empty = torch.zeros(0, device=self.model.device)
@@ -615,7 +665,7 @@ class PackedScorer(ChecksAttributes):
             if drawn_from.changes_logits:
                 history = TargetHistory.of(ids, lengths, target_mask)
             with precision(self.model, self._autocast_dtype):
-                outputs = self._read((ids, lengths, target_mask), images)
+                outputs = self._read((ids, lengths, target_mask), images, experts)
                 log_prob, entropy = self._head_scores(outputs, targets, drawn_from, history, masks)
                 if drawn_from.untempered_log_probs:
                     untempered = log_prob

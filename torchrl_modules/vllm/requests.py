@@ -106,6 +106,12 @@ def check_reported(params: SamplingParameters, *, has_masks: bool = False) -> No
             "engine=vllm without servers. A server of vLLM is not asked for it. Leave "
             "sampling_mask out, or take an engine of this process."
         )
+    if params.routed_experts:
+        raise ValueError(
+            "routed_experts are written down by TransformersEngine (engine=transformers) alone: "
+            "vLLM returns them with its Model Runner V2, which there is not on a CPU, and they are "
+            "not read here. Leave routed_experts out."
+        )
     # It gives one log-prob a token: that of the distribution that it drew from.
     missing = [name for name in ("entropy", "kept_counts") if getattr(params, name)]
     if params.untempered_log_probs and not params.is_own_softmax:

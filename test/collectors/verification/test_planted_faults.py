@@ -13,12 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from collectors.verification import Cause, Recomputation, SampledRow, verify_rows
 from collectors.verification.cause import UNEXPLAINED
 from collectors.verification.conditions import Numbers
 from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_io import write_conversations
 from torchrl_data.keys import KEPT_COUNTS
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.scoring.expert_routes import ExpertRoutes
@@ -165,6 +167,33 @@ def test_another_truncation_is_named(kind, drawn_with, settings, said, policy_of
     certificate = verified(kind, rows, sampling=settings)
     assert causes_of(certificate) == {Cause.TRUNCATION}
     assert said in certificate.rows[0].words[Cause.TRUNCATION]
+
+
+def test_rows_with_recorded_sets_are_computed_in_them_whatever_the_settings(policy_of, verified):
+    policy = policy_of("dense", sampling={"top_p": 0.9, "top_k": 12, "sampling_mask": True})
+    conversations = Conversations.from_messages([[{"role": "user", "content": QUESTIONS[0]}]])
+    _, conversations, _ = policy.respond(conversations)
+    plain = row_of(conversations, 0, 1)
+    row = replace(plain, sampling_masks=conversations.sampling_masks(0))
+    assert verified("dense", [row]).is_clean
+    assert causes_of(verified("dense", [plain])) != set()
+    # Sets of the token alone would give each the probability 1.
+    alone = [
+        b"\x02" + i.to_bytes(2, "little") if here else b""
+        for i, here in zip(row.ids, row.sampled, strict=True)
+    ]
+    wrong = verified("dense", [replace(row, sampling_masks=alone)])
+    assert wrong.counts
+    policy = policy_of("experts", sampling={"routed_experts": True})
+    conversations = Conversations.from_messages([[{"role": "user", "content": QUESTIONS[0]}]])
+    _, conversations, _ = policy.respond(conversations)
+    collected = TensorDict(batch_size=[])
+    write_conversations(collected, "full", conversations)
+    routed = SampledRow.of_collected(collected, name="row 0")
+    assert routed.experts is not None
+    assert [tuple(layer.shape) for layer in routed.experts] == [(len(routed.ids), 2)] * len(
+        routed.experts
+    )
 
 
 def test_a_cut_that_no_one_setting_explains_is_told_by_the_recorded_counts(
