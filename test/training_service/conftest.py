@@ -35,7 +35,7 @@ def serve(adapted, tmp_path, monkeypatch):
 
         def start(model=adapted, *, key=None, **options):
             service = TrainingService([model], CheckpointFolder(tmp_path / "saved"), **options)
-            url = opened.enter_context(serving.serve(service, api_key=key))
+            url = opened.enter_context(serving.serve_at_free_port(service, api_key=key))
             client = tinker.ServiceClient(base_url=url, api_key=key or "tml-any")
             opened.callback(lambda: client.close("success").result())
             return SimpleNamespace(service=service, url=url, client=client, model=model)

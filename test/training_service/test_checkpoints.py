@@ -12,8 +12,8 @@ from tinker import types
 
 from torchrl_agents.training_service.adapted_model import AdaptedModel
 from torchrl_agents.training_service.checkpoint_folder import CheckpointFolder
-from torchrl_agents.training_service.device_thread import Job
-from torchrl_agents.training_service.errors import RequestError
+from torchrl_agents.training_service.device_thread import DeviceJob
+from torchrl_agents.training_service.errors import RefusedRequest
 from torchrl_agents.training_service.service import AdamSettings
 
 from .conftest import NAME
@@ -81,9 +81,9 @@ def test_names_and_paths(served, run):
             run.save_state(name or " ").result()
     folder = served.service.checkpoints
     for path in ("tinker://a/weights/../../x", "tinker://../weights/x", "file://a/weights/b", "a"):
-        with pytest.raises(RequestError, match=r"no path of a checkpoint|a name that no"):
+        with pytest.raises(RefusedRequest, match=r"no path of a checkpoint|a name that no"):
             folder.find(path)
-    with pytest.raises(RequestError, match="There is no checkpoint"):
+    with pytest.raises(RefusedRequest, match="There is no checkpoint"):
         folder.find("tinker://a/weights/b")
     assert not list(folder.root.rglob("*.partial"))
 
@@ -166,7 +166,7 @@ def test_a_session_that_is_not_heard_of_ends_and_its_weights_go(serve):
     time.sleep(1.5)
     with pytest.raises(tinker.APIStatusError, match="There is no"):
         run.save_weights_and_get_sampling_client().result()
-    done = Job(lambda jobs: [len(jobs)])
+    done = DeviceJob(lambda jobs: [len(jobs)])
     served.service._device.submit(done)
     assert done.result.result(10)
     left = [name for name, _ in served.model._model.named_parameters() if "lora_A" in name]

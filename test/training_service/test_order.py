@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_agents.training_service.device_thread import DeviceThread, Job
-from torchrl_agents.training_service.errors import RequestError
+from torchrl_agents.training_service.device_thread import DeviceJob, DeviceThread
+from torchrl_agents.training_service.errors import RefusedRequest
 from torchrl_agents.training_service.in_order import InOrder
 
 
@@ -26,7 +26,9 @@ def test_a_number_is_given_once():
     in_order(1, lambda: None)
     in_order(3, lambda: None)
     for number in (1, 3):
-        with pytest.raises(RequestError, match=f"seq_id {number} was given before; the next is 2"):
+        with pytest.raises(
+            RefusedRequest, match=f"seq_id {number} was given before; the next is 2"
+        ):
             in_order(number, lambda: None)
 
 
@@ -46,7 +48,7 @@ class Recorder:
                 ValueError(job.payload) if job.payload == "bad" else job.payload for job in jobs
             ]
 
-        job = Job(run, payload=name, together=together, size=size)
+        job = DeviceJob(run, payload=name, together=together, size=size)
         self.device.submit(job)
         return job
 
@@ -76,13 +78,13 @@ def test_an_error_is_of_all_that_were_done_at_once_and_the_thread_goes_on():
     def fail(jobs):
         raise OSError("the device is gone")
 
-    first = Job(fail)
+    first = DeviceJob(fail)
     device.submit(first)
-    second = Job(lambda jobs: [len(jobs)])
+    second = DeviceJob(lambda jobs: [len(jobs)])
     device.submit(second)
     with pytest.raises(OSError, match="gone"):
         first.result.result(10)
     assert second.result.result(10) == 1
     device.close()
     with pytest.raises(RuntimeError, match="about to end"):
-        device.submit(Job(fail))
+        device.submit(DeviceJob(fail))

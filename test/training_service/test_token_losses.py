@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from torchrl_agents.training_service.errors import RequestError
-from torchrl_agents.training_service.token_losses import TOKEN_LOSSES, Tokens, token_loss
+from torchrl_agents.training_service.errors import RefusedRequest
+from torchrl_agents.training_service.token_losses import TOKEN_LOSSES, ScoredTokens, token_loss
 
 P = [0.5, 0.2, 0.9, 0.3]
 Q = [0.4, 0.4, 0.3, 0.3]
@@ -22,7 +22,7 @@ def tokens(**more):
     log_prob = torch.tensor([math.log(p) for p in P], requires_grad=True)
     inputs = {"logprobs": torch.tensor([math.log(q) for q in Q]), "advantages": torch.tensor(A)}
     inputs |= {name: torch.tensor(value) for name, value in more.items()}
-    return Tokens(log_prob, inputs, torch.tensor([3, 1]))
+    return ScoredTokens(log_prob, inputs, torch.tensor([3, 1]))
 
 
 def value_and_gradient(name, settings=None, **more):
@@ -96,7 +96,7 @@ def test_gspo_has_the_ratio_of_the_sequence_and_the_gradient_of_the_token():
     ],
 )
 def test_what_has_no_meaning_is_refused(name, settings, words):
-    with pytest.raises(RequestError, match=words):
+    with pytest.raises(RefusedRequest, match=words):
         token_loss(name, settings)
 
 

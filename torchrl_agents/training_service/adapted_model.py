@@ -20,9 +20,9 @@ from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.scoring.models import plain_head
 from torchrl_modules.scoring.scorer import PackedScorer
 
-from .errors import RequestError
+from .errors import RefusedRequest
 from .messages import INSTALL, Example, TopTokens
-from .token_losses import Tokens
+from .token_losses import ScoredTokens
 
 _CPU_TOKENS: Final = 2_048
 """Of a training pass on a CPU."""
@@ -47,7 +47,7 @@ class AdapterShape:
     train_unembed: bool = True
 
 
-class AdapterWeights(NamedTuple):
+class AdapterState(NamedTuple):
     """The weights of an adapter, apart from the model."""
 
     shape: AdapterShape
@@ -131,16 +131,16 @@ class AdaptedModel:
             seed: of its first factors.
 
         Raises:
-            RequestError: no layer would have one, or the rank is not positive.
+            RefusedRequest: no layer would have one, or the rank is not positive.
         """
         import peft
 
         if shape.rank < 1:
-            raise RequestError(f"lora_config.rank must be at least 1, got {shape.rank}.")
+            raise RefusedRequest(f"lora_config.rank must be at least 1, got {shape.rank}.")
         kinds = {"attn": shape.train_attn, "mlp": shape.train_mlp, "unembed": shape.train_unembed}
         layers = [name for name, kind in self._layers.items() if kinds[kind]]
         if not layers:
-            raise RequestError(
+            raise RefusedRequest(
                 f"lora_config leaves {self.name} no layer to train: train_attn, train_mlp and "
                 "train_unembed are all false, or the model has no such linear layer."
             )
@@ -164,16 +164,16 @@ class AdaptedModel:
         """Let go of an adapter."""
         self._wrapped.delete_adapter(adapter)
 
-    def weights_of(self, adapter: str, shape: AdapterShape) -> AdapterWeights:
+    def weights_of(self, adapter: str, shape: AdapterShape) -> AdapterState:
         """Copy the weights of an adapter to the host."""
         from peft import get_peft_model_state_dict
 
         tensors = get_peft_model_state_dict(
             self._wrapped, adapter_name=adapter, save_embedding_layers=False
         )
-        return AdapterWeights(shape, {k: v.detach().cpu().clone() for k, v in tensors.items()})
+        return AdapterState(shape, {k: v.detach().cpu().clone() for k, v in tensors.items()})
 
-    def set_weights(self, adapter: str, weights: AdapterWeights) -> None:
+    def set_weights(self, adapter: str, weights: AdapterState) -> None:
         """Overwrite the weights of an adapter.
 
         Args:
@@ -181,7 +181,7 @@ class AdaptedModel:
             weights: of the same shape.
 
         Raises:
-            RequestError: they have other names or shapes.
+            RefusedRequest: they have other names or shapes.
         """
         from peft import set_peft_model_state_dict
 
@@ -190,13 +190,13 @@ class AdaptedModel:
         given = {key: tuple(value.shape) for key, value in weights.tensors.items()}
         if shapes != given:
             wrong = sorted(key for key in {*shapes, *given} if shapes.get(key) != given.get(key))
-            raise RequestError(
+            raise RefusedRequest(
                 f"The weights are not those of an adapter of {self.name}: {wrong[0]} has shape "
                 f"{given.get(wrong[0])}, not {shapes.get(wrong[0])}."
             )
         set_peft_model_state_dict(self._wrapped, dict(weights.tensors), adapter_name=adapter)
 
-    def save(self, weights: AdapterWeights, folder: Path) -> None:
+    def save(self, weights: AdapterState, folder: Path) -> None:
         """Write weights as PEFT and vLLM load them.
 
         Args:
@@ -251,7 +251,7 @@ class AdaptedModel:
         self,
         adapter: str,
         examples: Sequence[Example],
-        loss: Callable[[Tokens], Tensor],
+        loss: Callable[[ScoredTokens], Tensor],
         *,
         is_forward_only: bool = False,
     ) -> Gradient:
@@ -280,7 +280,7 @@ class AdaptedModel:
                 ).log_prob
                 on = part.targets_on(scored.device)
                 inputs = {name: on.entries[name] for name in inputs}
-                each = loss(Tokens(scored, inputs, on.target_lengths)).sum()
+                each = loss(ScoredTokens(scored, inputs, on.target_lengths)).sum()
                 if not is_forward_only:
                     each.backward()
                 total += float(each.detach())
@@ -329,7 +329,7 @@ class AdaptedModel:
             )
 
     def _end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence: by the model's settings and its tokenizer's."""
+        """ScoredTokens that end a sequence: by the model's settings and its tokenizer's."""
         own: Any = self.tokenizer.eos_token_id
         return tuple(dict.fromkeys([*self._engine.end_token_ids, *([] if own is None else [own])]))
 

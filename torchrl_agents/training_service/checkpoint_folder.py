@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .adapted_model import AdapterShape, AdapterWeights
-from .errors import RequestError
+from .adapted_model import AdapterShape, AdapterState
+from .errors import RefusedRequest
 
 Kind = Literal["weights", "sampler_weights"]
 _KINDS: Final[tuple[Kind, ...]] = ("weights", "sampler_weights")
@@ -61,8 +61,8 @@ class CheckpointFolder:
         run: str,
         kind: Kind,
         name: str,
-        weights: AdapterWeights,
-        write: Callable[[AdapterWeights, Path], None],
+        weights: AdapterState,
+        write: Callable[[AdapterState, Path], None],
         *,
         base_model: str,
         optimizer: Mapping[str, Tensor] | None = None,
@@ -83,16 +83,16 @@ class CheckpointFolder:
             overwrite: take the place of one of this name.
 
         Raises:
-            RequestError: the name is none, or taken.
+            RefusedRequest: the name is none, or taken.
         """
         if not _NAME.fullmatch(name):
-            raise RequestError(
+            raise RefusedRequest(
                 f"The name {name!r} of a checkpoint must be letters, digits, '.', '_', ':' or '-', "
                 "at most 200, and begin with a letter or digit."
             )
         final = self.root / run / kind / name
         if final.exists() and not overwrite:
-            raise RequestError(
+            raise RefusedRequest(
                 f"There is a checkpoint tinker://{run}/{kind}/{name}; give another name, or "
                 "overwrite=True.",
                 409,
@@ -129,31 +129,31 @@ class CheckpointFolder:
             path: ``tinker://RUN/weights/NAME`` or ``tinker://RUN/sampler_weights/NAME``.
 
         Raises:
-            RequestError: it is no such path, or there is no such checkpoint.
+            RefusedRequest: it is no such path, or there is no such checkpoint.
         """
         run, kind, name = _parts(path)
         folder = self.root / run / kind / name
         try:
             about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise RequestError(f"There is no checkpoint {path} here.", 404) from None
+            raise RefusedRequest(f"There is no checkpoint {path} here.", 404) from None
         size = sum(file.stat().st_size for file in folder.iterdir())
         return Saved(run, kind, name, about, size)
 
-    def load(self, saved: Saved) -> AdapterWeights:
+    def load(self, saved: Saved) -> AdapterState:
         """Read the weights of a checkpoint."""
         tensors = load_file(self.root / saved.run / saved.kind / saved.name / _ADAPTER)
-        return AdapterWeights(saved.shape, tensors)
+        return AdapterState(saved.shape, tensors)
 
     def load_optimizer(self, saved: Saved) -> dict[str, Tensor]:
         """Read the optimizer's state of a checkpoint.
 
         Raises:
-            RequestError: it has none, as one to sample with.
+            RefusedRequest: it has none, as one to sample with.
         """
         file = self.root / saved.run / saved.kind / saved.name / _OPTIMIZER
         if not file.is_file():
-            raise RequestError(f"{saved.path} has no state of an optimizer.")
+            raise RefusedRequest(f"{saved.path} has no state of an optimizer.")
         return load_file(file)
 
     def delete(self, saved: Saved) -> None:
@@ -176,12 +176,12 @@ def _parts(path: str) -> tuple[str, Kind, str]:
     scheme, _, rest = path.partition("://")
     parts = rest.split("/")
     if scheme != "tinker" or len(parts) != 3 or parts[1] not in _KINDS:
-        raise RequestError(
+        raise RefusedRequest(
             f"{path!r} is no path of a checkpoint: tinker://RUN/weights/NAME or "
             "tinker://RUN/sampler_weights/NAME."
         )
     if not (_NAME.fullmatch(parts[0]) and _NAME.fullmatch(parts[2])):
-        raise RequestError(f"{path!r} has a name that no checkpoint has.")
+        raise RefusedRequest(f"{path!r} has a name that no checkpoint has.")
     kind: Any = parts[1]
     return parts[0], kind, parts[2]
 
@@ -200,7 +200,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
     """Set the state that :func:`optimizer_tensors` gave.
 
     Raises:
-        RequestError: it is that of other parameters.
+        RefusedRequest: it is that of other parameters.
     """
     whole = optimizer.state_dict()
     state: dict[int, dict[str, Tensor]] = {}
@@ -209,5 +209,5 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
         state.setdefault(int(number), {})[name] = value
     known = set(whole["param_groups"][0]["params"])
     if state and set(state) != known:
-        raise RequestError("The optimizer's state is that of an adapter of another shape.")
+        raise RefusedRequest("The optimizer's state is that of an adapter of another shape.")
     optimizer.load_state_dict({**whole, "state": state})

@@ -15,10 +15,10 @@ _MOST_S: Final = 0.05
 
 
 @dataclass(eq=False)
-class Job:
+class DeviceJob:
     """Something to be done, and what comes of it."""
 
-    run: Callable[[Sequence["Job"]], Sequence[Any]]
+    run: Callable[[Sequence["DeviceJob"]], Sequence[Any]]
     """Given this job and those that are done with it; one result for each, or an exception."""
     payload: Any = None
     together: Hashable = None
@@ -36,18 +36,18 @@ class DeviceThread:
     """Does jobs one after the other, on a thread of its own.
 
     Args:
-        max_together: most of what is done at once, in :attr:`Job.size`.
+        max_together: most of what is done at once, in :attr:`DeviceJob.size`.
     """
 
     def __init__(self, max_together: int) -> None:
         self._max_together = max_together
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[DeviceJob] = deque()
         self._wake = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="training-service", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: DeviceJob) -> None:
         """Do a job after those that wait.
 
         Raises:
@@ -69,7 +69,7 @@ class DeviceThread:
             self._wake.notify()
         self._thread.join()
 
-    def _take(self) -> list[Job] | None:
+    def _take(self) -> list[DeviceJob] | None:
         """Wait for the next job, and take with it what can be done at once."""
         with self._wake:
             while True:
@@ -91,7 +91,7 @@ class DeviceThread:
             seen = len(self._jobs)
             self._wake.wait(_QUIET_S)
 
-    def _alike(self, first: Job) -> list[Job]:
+    def _alike(self, first: DeviceJob) -> list[DeviceJob]:
         if first.together is None:
             return []
         found, room = [], self._max_together - first.size

@@ -1,7 +1,7 @@
 """Errors of a request, which its client is told in words."""
 
 
-class RequestError(ValueError):
+class RefusedRequest(ValueError):
     """A request can't be done as it is; nothing was changed.
 
     Args:

@@ -14,7 +14,7 @@ from torchrl_modules import SamplingParameters
 
 from .adapted_model import AdapterShape
 from .checkpoint_folder import Saved
-from .errors import RequestError
+from .errors import RefusedRequest
 from .messages import INSTALL, read_forward_backward
 from .service import AdamSettings, SampleSettings, TrainingService
 
@@ -54,7 +54,7 @@ def application(service: TrainingService, api_key: str | None = None) -> "Starle
 
 
 async def _not_served(request: "Request") -> Any:
-    raise RequestError(f"{request.url.path:.80} is not served here.", 404)
+    raise RefusedRequest(f"{request.url.path:.80} is not served here.", 404)
 
 
 class _Paths:
@@ -110,7 +110,7 @@ class _Paths:
                 return JSONResponse({"detail": "The key is not the server's."}, 401)
             try:
                 told = await answer(request)
-            except RequestError as error:
+            except RefusedRequest as error:
                 return JSONResponse({"detail": str(error)}, error.status)
             except ValidationError as error:
                 wrong = "; ".join(
@@ -172,7 +172,7 @@ class _Paths:
         asked = CreateModelRequest.model_validate(await _json(request))
         _check_adamw(asked.optimizer_config)
         if asked.lora_config is None:
-            raise RequestError("create_model trains adapters: give lora_config.")
+            raise RefusedRequest("create_model trains adapters: give lora_config.")
         lora = asked.lora_config
         return _future(
             self._service.create_run(
@@ -201,7 +201,7 @@ class _Paths:
 
     async def _forward_backward(self, request: "Request") -> Any:
         if request.headers.get("content-encoding"):
-            raise RequestError("forward_backward: the body must not be compressed.", 415)
+            raise RefusedRequest("forward_backward: the body must not be compressed.", 415)
         return _future(self._service.forward_backward(read_forward_backward(await _body(request))))
 
     async def _optim_step(self, request: "Request") -> Any:
@@ -209,7 +209,7 @@ class _Paths:
 
         asked = OptimStepRequest.model_validate(await _json(request))
         if not isinstance(asked.optim_params, AdamParams):
-            raise RequestError("optim_step: AdamParams are served here, no other optimizer.")
+            raise RefusedRequest("optim_step: AdamParams are served here, no other optimizer.")
         settings = AdamSettings(**asked.optim_params.model_dump())
         return _future(self._service.optim_step(asked.model_id, _number(asked), settings))
 
@@ -237,7 +237,7 @@ class _Paths:
                 )
             )
         if asked.sampling_session_seq_id is None:
-            raise RequestError("save_weights_for_sampler: give path or sampling_session_seq_id.")
+            raise RefusedRequest("save_weights_for_sampler: give path or sampling_session_seq_id.")
         return _future(
             self._service.sample_from_run(
                 *(asked.model_id, _number(asked), asked.sampling_session_seq_id),
@@ -259,7 +259,7 @@ class _Paths:
                 )
             )
         if asked.session_id is None or asked.model_seq_id is None:
-            raise RequestError("load_weights: give model_id, or session_id and model_seq_id.")
+            raise RefusedRequest("load_weights: give model_id, or session_id and model_seq_id.")
         return _future(
             self._service.create_run(
                 asked.session_id,
@@ -295,7 +295,7 @@ class _Paths:
 
         asked = SampleRequest.model_validate(await _json(request))
         if asked.sampling_session_id is None or asked.seq_id is None:
-            raise RequestError("asample: give sampling_session_id and seq_id.")
+            raise RefusedRequest("asample: give sampling_session_id and seq_id.")
         future, sequences = self._service.sample(
             asked.sampling_session_id, asked.seq_id, sample_settings(asked)
         )
@@ -315,7 +315,7 @@ class _Paths:
         except TimeoutError:
             later = {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}
             return JSONResponse(later, 408)
-        except RequestError as error:
+        except RefusedRequest as error:
             self._service.give(asked.request_id)
             return {"error": str(error), "category": RequestErrorCategory.User.value}
         except (CancelledError, asyncio.CancelledError):
@@ -372,7 +372,7 @@ class _Paths:
                 "user_metadata": saved[-1].about["user_metadata"],
             }
         else:
-            raise RequestError(f"There is no training run {run} here.", 404)
+            raise RefusedRequest(f"There is no training run {run} here.", 404)
         last = {one.kind: _checkpoint(one) for one in saved}
         return {
             "training_run_id": run,
@@ -417,23 +417,25 @@ def sample_settings(asked: Any) -> SampleSettings:
         asked: a ``SampleRequest``.
 
     Raises:
-        RequestError: the prompt holds more than text, or something is asked for that is not served.
+        RefusedRequest: the prompt holds more than text, or something is asked that is not served.
     """
     for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
         if getattr(asked, name, None):
-            raise RequestError(f"asample: {name} is not served here.")
+            raise RefusedRequest(f"asample: {name} is not served here.")
     if asked.num_samples < 1:
-        raise RequestError(f"asample: num_samples must be at least 1, got {asked.num_samples}.")
+        raise RefusedRequest(f"asample: num_samples must be at least 1, got {asked.num_samples}.")
     for chunk in asked.prompt.chunks:
         if chunk.type != "encoded_text":
-            raise RequestError(f"asample: the prompt holds a chunk of kind {chunk.type!r}.")
+            raise RefusedRequest(f"asample: the prompt holds a chunk of kind {chunk.type!r}.")
     prompt = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
     own = asked.sampling_params
     first = None
     if asked.prompt_logprobs:
         last = asked.prompt_logprobs_last_n
         if last is not None and not 1 <= last <= len(prompt) - 1:
-            raise RequestError(f"asample: prompt_logprobs_last_n must lie in 1..{len(prompt) - 1}.")
+            raise RefusedRequest(
+                f"asample: prompt_logprobs_last_n must lie in 1..{len(prompt) - 1}."
+            )
         first = 1 if last is None else len(prompt) - last
     try:
         params = SamplingParameters(
@@ -443,9 +445,9 @@ def sample_settings(asked: Any) -> SampleSettings:
             **_stops(own.stop),
         )
     except (ValueError, TypeError) as error:
-        raise RequestError(f"asample: {error}") from error
+        raise RefusedRequest(f"asample: {error}") from error
     if own.max_tokens is not None and own.max_tokens < 1:
-        raise RequestError(f"asample: max_tokens must be at least 1, got {own.max_tokens}.")
+        raise RefusedRequest(f"asample: max_tokens must be at least 1, got {own.max_tokens}.")
     return SampleSettings(
         prompt=prompt,
         num_samples=asked.num_samples,
@@ -470,12 +472,12 @@ def _stops(stop: Any) -> dict[str, Any]:
 
 def _check_adamw(config: Any) -> None:
     if config.type != "adamw":
-        raise RequestError(f"The optimizer {config.type!r} is not served here; adamw is.")
+        raise RefusedRequest(f"The optimizer {config.type!r} is not served here; adamw is.")
 
 
 def _number(asked: Any) -> int:
     if asked.seq_id is None:
-        raise RequestError("seq_id is missing: requests of a run are done in its order.")
+        raise RefusedRequest("seq_id is missing: requests of a run are done in its order.")
     return asked.seq_id
 
 
@@ -515,7 +517,7 @@ def _bounds(request: "Request") -> tuple[int, int]:
             request.query_params.get("limit", 100)
         )
     except ValueError as error:
-        raise RequestError(f"offset and limit are whole numbers: {error}.") from error
+        raise RefusedRequest(f"offset and limit are whole numbers: {error}.") from error
 
 
 async def _body(request: "Request") -> bytes:
@@ -523,7 +525,7 @@ async def _body(request: "Request") -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > _MAX_BODY_BYTES:
-            raise RequestError(f"The body is longer than {_MAX_BODY_BYTES} bytes.", 413)
+            raise RefusedRequest(f"The body is longer than {_MAX_BODY_BYTES} bytes.", 413)
     return bytes(body)
 
 
@@ -531,7 +533,7 @@ async def _json(request: "Request") -> Mapping[str, Any]:
     try:
         read = json.loads(await _body(request) or b"{}")
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body is no JSON: {error}.") from error
+        raise RefusedRequest(f"The body is no JSON: {error}.") from error
     if not isinstance(read, Mapping):
-        raise RequestError(f"The body must be a JSON object, got {type(read).__name__}.")
+        raise RefusedRequest(f"The body must be a JSON object, got {type(read).__name__}.")
     return read

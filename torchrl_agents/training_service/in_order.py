@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from .errors import RequestError
+from .errors import RefusedRequest
 
 
 class InOrder:
@@ -24,10 +24,12 @@ class InOrder:
             begin: called once: now, or when the last one before it comes.
 
         Raises:
-            RequestError: a request of this number has begun, or waits.
+            RefusedRequest: a request of this number has begun, or waits.
         """
         if number < self._next or number in self._waiting:
-            raise RequestError(f"seq_id {number} was given before; the next is {self._next}.", 409)
+            raise RefusedRequest(
+                f"seq_id {number} was given before; the next is {self._next}.", 409
+            )
         self._waiting[number] = begin
         while self._next in self._waiting:
             now = self._waiting.pop(self._next)

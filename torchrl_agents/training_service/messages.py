@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrl_data import import_package
 
-from .errors import RequestError
+from .errors import RefusedRequest
 from .token_losses import TOKEN_LOSSES
 
 INSTALL: Final = "pip install 'torchrl-agents[tinker]'"
@@ -61,14 +61,14 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         turn.
 
     Raises:
-        RequestError: it is no such message.
+        RefusedRequest: it is no such message.
     """
     messages = _protocol()
     request = messages.ForwardBackwardRequest()
     try:
         request.ParseFromString(body)
     except Exception as error:  # of whatever protocol buffers are installed
-        raise RequestError(f"the body is no ForwardBackwardRequest: {error}") from error
+        raise RefusedRequest(f"the body is no ForwardBackwardRequest: {error}") from error
     settings: dict[str, Any] = dict(request.loss_fn_config)
     for name, value in request.loss_fn_config_v2.items():
         settings[name] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -91,12 +91,12 @@ def read_examples(request: ForwardBackward, vocab_size: int, max_len: int) -> li
         max_len: most tokens of a sequence, its last target included.
 
     Raises:
-        RequestError: a sequence is empty or too long, holds an image, has inputs of another length
+        RefusedRequest: a sequence is empty or too long, holds images, has inputs of other length
             or not those of the loss, or a value that is not finite.
     """
     names = TOKEN_LOSSES[request.loss_fn].inputs
     if not len(request.data):
-        raise RequestError("forward_backward has no data.")
+        raise RefusedRequest("forward_backward has no data.")
     return [
         _example(datum, number, names, vocab_size, max_len)
         for number, datum in enumerate(request.data)
@@ -113,24 +113,24 @@ def _example(
     }
     for name in ("target_tokens", *(name for name in names if name not in _OPTIONAL)):
         if name not in given:
-            raise RequestError(f"{who} lacks {name!r} in loss_fn_inputs; it has {sorted(given)}.")
+            raise RefusedRequest(f"{who} lacks {name!r} in loss_fn_inputs; it has {sorted(given)}.")
     if unknown := sorted(set(given) - {"target_tokens", *names}):
-        raise RequestError(
+        raise RefusedRequest(
             f"{who} has {unknown[0]!r} in loss_fn_inputs, which this loss does not read; it reads "
             f"target_tokens, {', '.join(names)}."
         )
     check_ids(who, ids, vocab_size, max_len - 1)
     for name, values in given.items():
         if values.shape != ids.shape:
-            raise RequestError(
+            raise RefusedRequest(
                 f"{who}: {name} has shape {list(values.shape)} for {len(ids)} positions of "
                 "model_input. One value a position is served here."
             )
         if not values.isfinite().all():
-            raise RequestError(f"{who}: {name} holds NaN or infinity.")
+            raise RefusedRequest(f"{who}: {name} holds NaN or infinity.")
     targets = given.pop("target_tokens")
     if targets.is_floating_point():
-        raise RequestError(f"{who}: target_tokens must be integers.")
+        raise RefusedRequest(f"{who}: target_tokens must be integers.")
     check_ids(f"{who}: target_tokens", targets, vocab_size, max_len)
     inputs = {name: given[name].float() for name in names if name in given}
     for name, value in _OPTIONAL.items():
@@ -143,27 +143,27 @@ def check_ids(who: str, ids: Tensor, vocab_size: int, max_len: int) -> None:
     """Check that the model can read tokens.
 
     Raises:
-        RequestError: there is none, there are too many, or one is outside the vocabulary.
+        RefusedRequest: there is none, there are too many, or one is outside the vocabulary.
     """
     if len(ids) == 0:
-        raise RequestError(f"{who} has no token.")
+        raise RefusedRequest(f"{who} has no token.")
     if len(ids) > max_len:
-        raise RequestError(f"{who} has {len(ids)} tokens; this model takes {max_len} here.")
+        raise RefusedRequest(f"{who} has {len(ids)} tokens; this model takes {max_len} here.")
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise RequestError(f"{who} has a token outside the vocabulary of {vocab_size}.")
+        raise RefusedRequest(f"{who} has a token outside the vocabulary of {vocab_size}.")
 
 
 def read_chunks(chunks: Iterable[Any], who: str) -> Tensor:
     """Token ids of a model input in protocol buffers, int64 ``[N]``.
 
     Raises:
-        RequestError: a chunk is an image or a sound.
+        RefusedRequest: a chunk is an image or a sound.
     """
     parts = []
     for chunk in chunks:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise RequestError(f"{who} holds a chunk of kind {kind!r}; text is served here.")
+            raise RefusedRequest(f"{who} holds a chunk of kind {kind!r}; text is served here.")
         parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
     ids = np.concatenate(parts) if parts else np.zeros(0, np.int32)
     return torch.from_numpy(ids.astype(np.int64))
@@ -173,14 +173,14 @@ def _dense(tensor: Any, who: str) -> Tensor:
     """The values of a tensor in protocol buffers."""
     messages = _protocol()
     if tensor.HasField("sparse_csr"):
-        raise RequestError(f"{who} is sparse; one value a position is served here.")
+        raise RefusedRequest(f"{who} is sparse; one value a position is served here.")
     types = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64}
     if tensor.dtype not in types:
-        raise RequestError(f"{who} is neither float32 nor int64.")
+        raise RefusedRequest(f"{who} is neither float32 nor int64.")
     values = torch.from_numpy(np.frombuffer(tensor.dense, types[tensor.dtype]).copy())
     shape = list(tensor.shape) or [len(values)]
     if int(np.prod(shape)) != len(values):
-        raise RequestError(f"{who} has {len(values)} values for the shape {shape}.")
+        raise RefusedRequest(f"{who} has {len(values)} values for the shape {shape}.")
     return values.reshape(shape)
 
 

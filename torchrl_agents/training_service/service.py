@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from torchrl_modules import SamplingParameters
 
-from .adapted_model import AdaptedModel, AdapterShape, AdapterWeights
+from .adapted_model import AdaptedModel, AdapterShape, AdapterState
 from .checkpoint_folder import CheckpointFolder, Kind, Saved, optimizer_tensors, restore_optimizer
-from .device_thread import DeviceThread, Job
-from .errors import RequestError
+from .device_thread import DeviceJob, DeviceThread
+from .errors import RefusedRequest
 from .in_order import InOrder
 from .messages import (
     ForwardBackward,
@@ -94,7 +94,7 @@ class _Weights:
     """Weights to sample with, in the model where they were used lately."""
 
     adapter: str
-    values: AdapterWeights
+    values: AdapterState
     is_loaded: bool = False
 
 
@@ -137,7 +137,7 @@ class TrainingService:
         self._samplers: dict[str, _Sampler] = {}
         self._loaded: OrderedDict[str, tuple[AdaptedModel, _Weights]] = OrderedDict()
         self._results: dict[str, Future[Answer]] = {}
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, DeviceJob] = {}
         self._given: OrderedDict[str, float] = OrderedDict()
         self._num_adapters = 0
 
@@ -159,12 +159,12 @@ class TrainingService:
         """Note that a session goes on.
 
         Raises:
-            RequestError: it has ended, or is unknown.
+            RefusedRequest: it has ended, or is unknown.
         """
         self._end_old_sessions()
         with self._lock:
             if session not in self._sessions:
-                raise RequestError(
+                raise RefusedRequest(
                     f"There is no session {session}: it has ended, or the server began anew. Make "
                     "a new ServiceClient, and load a checkpoint.",
                     410,
@@ -184,7 +184,7 @@ class TrainingService:
                 if self._results[name].done():
                     self._forget(name)
 
-        def let_go(_: Sequence[Job]) -> list[None]:
+        def let_go(_: Sequence[DeviceJob]) -> list[None]:
             for run in runs:
                 run.model.remove(run.id.replace(":", "-"))
             for each in weights:
@@ -192,7 +192,7 @@ class TrainingService:
                     self._unload(each)
             return [None]
 
-        self._device.submit(Job(let_go))
+        self._device.submit(DeviceJob(let_go))
 
     def _end_old_sessions(self) -> None:
         oldest = time.monotonic() - self._session_timeout_s
@@ -210,12 +210,12 @@ class TrainingService:
             request: its id.
 
         Raises:
-            RequestError: there is none of this id.
+            RefusedRequest: there is none of this id.
         """
         with self._lock:
             self._forget_given()
             if request not in self._results:
-                raise RequestError(f"There is no request {request} here.", 404)
+                raise RefusedRequest(f"There is no request {request} here.", 404)
             return self._results[request]
 
     def give(self, request: str) -> None:
@@ -240,7 +240,7 @@ class TrainingService:
         self._jobs.pop(request, None)
         self._given.pop(request, None)
 
-    def _submit(self, request: str, job: Job) -> None:
+    def _submit(self, request: str, job: DeviceJob) -> None:
         with self._lock:
             self._jobs[request] = job
         self._device.submit(job)
@@ -256,11 +256,11 @@ class TrainingService:
         """Return the model of a name.
 
         Raises:
-            RequestError: it is not served.
+            RefusedRequest: it is not served.
         """
         if name not in self.models:
             served = ", ".join(self.models)
-            raise RequestError(f"base_model={name!r} is not served here; there is {served}.", 404)
+            raise RefusedRequest(f"base_model={name!r} is not served here; there is {served}.", 404)
         return self.models[name]
 
     def create_run(
@@ -291,7 +291,7 @@ class TrainingService:
             The id of the request; the run's is ``SESSION:train:NUMBER``.
 
         Raises:
-            RequestError: the session or the model is unknown.
+            RefusedRequest: the session or the model is unknown.
         """
         self.hear(session)
         model = self.model(base_model)
@@ -300,7 +300,7 @@ class TrainingService:
         if self._is_known(request):
             return request
 
-        def begin(_: Sequence[Job]) -> list[Answer]:
+        def begin(_: Sequence[DeviceJob]) -> list[Answer]:
             adapter = run_id.replace(":", "-")
             parameters = model.add(adapter, shape, seed)
             try:
@@ -324,7 +324,7 @@ class TrainingService:
                 return [{"type": "load_weights", "path": load.path}]
             return [{"type": "create_model", "model_id": run_id}]
 
-        job = Job(begin)
+        job = DeviceJob(begin)
         with self._lock:
             self._results[request] = job.result
         self._submit(request, job)
@@ -334,12 +334,12 @@ class TrainingService:
         """Return a training run.
 
         Raises:
-            RequestError: there is none of this id.
+            RefusedRequest: there is none of this id.
         """
         with self._lock:
             run = self._runs.get(run_id)
         if run is None:
-            raise RequestError(f"There is no training run {run_id} here.", 404)
+            raise RefusedRequest(f"There is no training run {run_id} here.", 404)
         self.hear(run.session)
         run.last_request = time.time()
         return run
@@ -349,12 +349,12 @@ class TrainingService:
         request = f"{run.id}:{number}"
         if self._is_known(request):
             return request
-        job = Job(lambda _: [do()])
+        job = DeviceJob(lambda _: [do()])
         with self._lock:
             self._results[request] = job.result
             try:
                 run.in_order(number, lambda: self._submit(request, job))
-            except RequestError:
+            except RefusedRequest:
                 del self._results[request]
                 raise
         return request
@@ -386,7 +386,7 @@ class TrainingService:
             fault, run.fault = run.fault, None
             try:
                 if fault is not None:
-                    raise RequestError(
+                    raise RefusedRequest(
                         f"optim_step made no step, and let go of the gradient: {fault}."
                     )
                 return {"metrics": {"grad_norm": _adam_step(run, settings)}}
@@ -428,7 +428,7 @@ class TrainingService:
 
         def do() -> Answer:
             if saved.shape != run.shape:
-                raise RequestError(f"{saved.path} is an adapter of another shape, {saved.shape}.")
+                raise RefusedRequest(f"{saved.path} is an adapter of another shape, {saved.shape}.")
             run.model.set_weights(_adapter_of(run), self.checkpoints.load(saved))
             run.optimizer.state.clear()
             if with_optimizer:
@@ -445,7 +445,7 @@ class TrainingService:
         """Begin to sample with what is saved, or with a model as it is; the sampler's id.
 
         Raises:
-            RequestError: the session, the model or the checkpoint is unknown.
+            RefusedRequest: the session, the model or the checkpoint is unknown.
         """
         self.hear(session)
         sampler = f"{session}:sample:{number}"
@@ -499,12 +499,12 @@ class TrainingService:
         """Return a sampler.
 
         Raises:
-            RequestError: there is none of this id.
+            RefusedRequest: there is none of this id.
         """
         with self._lock:
             found = self._samplers.get(name)
         if found is None:
-            raise RequestError(
+            raise RefusedRequest(
                 f"There is no sampler {name} here. Of a training run the newest {_KEPT_SAMPLERS} "
                 "without a name are kept; save_weights_for_sampler(name=...) keeps one for good.",
                 404,
@@ -524,7 +524,7 @@ class TrainingService:
             The ids of the request and of the sequences that it will give.
 
         Raises:
-            RequestError: the sampler is unknown, or it can't be done.
+            RefusedRequest: the sampler is unknown, or it can't be done.
         """
         sampler = self.sampler(name)
         request = f"{name}:{number}"
@@ -534,7 +534,7 @@ class TrainingService:
         prompt = torch.tensor(asked.prompt, dtype=torch.int64)
         check_ids("The prompt", prompt, sampler.model.vocab_size, sampler.model.max_model_len - 1)
         together = (id(sampler.weights), sampler.model.name, asked.params, asked.seed is None)
-        job = Job(
+        job = DeviceJob(
             lambda jobs: self._draw(sampler, [each.payload for each in jobs]),
             payload=asked,
             together=together,
@@ -547,7 +547,7 @@ class TrainingService:
 
     def _draw(
         self, sampler: _Sampler, asked: Sequence[SampleSettings]
-    ) -> list[Answer | RequestError]:
+    ) -> list[Answer | RefusedRequest]:
         """Draw the sequences of requests that go together."""
         model = sampler.model
         adapter = self._load(model, sampler.weights)
@@ -559,12 +559,12 @@ class TrainingService:
             seeds += [None] * each.num_samples if each.seed is None else _seeds(each)
         drawn = iter(model.sample(adapter, prompts, asked[0].params, budgets, seeds))
         scored = iter(self._prompt_log_probs(model, adapter, asked))
-        answers: list[Answer | RequestError] = []
+        answers: list[Answer | RefusedRequest] = []
         for each in asked:
             own = [next(drawn) for _ in range(each.num_samples)]
             log_probs = None if each.prompt_log_probs_from is None else next(scored)
             if (error := next((one.error for one in own if one.error), None)) is not None:
-                answers.append(RequestError(f"The prompt can't be continued: {error}."))
+                answers.append(RefusedRequest(f"The prompt can't be continued: {error}."))
                 continue
             prompt = torch.tensor(each.prompt, dtype=torch.int64)
             top_of_prompt = None
@@ -655,11 +655,11 @@ def _seeds(asked: SampleSettings) -> list[int]:
 def _adam_step(run: _Run, settings: AdamSettings) -> float:
     """Make a step, and give the norm of its gradient before it was clipped."""
     if all(parameter.grad is None for parameter in run.parameters):
-        raise RequestError("optim_step: there is no gradient; call forward_backward before it.")
+        raise RefusedRequest("optim_step: there is no gradient; call forward_backward before it.")
     most = settings.grad_clip_norm or torch.inf
     norm = float(nn.utils.clip_grad_norm_(run.parameters, most))
     if not norm < torch.inf:
-        raise RequestError(
+        raise RefusedRequest(
             f"optim_step made no step, and let go of the gradient: its norm is {norm}."
         )
     for group in run.optimizer.param_groups:

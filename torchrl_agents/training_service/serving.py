@@ -55,7 +55,7 @@ def load_adapted_model(
 
 
 @contextmanager
-def serve(service: TrainingService, *, api_key: str | None = None) -> Iterator[str]:
+def serve_at_free_port(service: TrainingService, *, api_key: str | None = None) -> Iterator[str]:
     """Serve at a free port of this machine; gives the address, and ends with the block.
 
     Args:
@@ -109,5 +109,7 @@ def serve_training(
         ValueError: a model can't be loaded or trained so.
     """
     loaded = [load_adapted_model(name, source, **options) for name, source in models.items()]
-    with serve(TrainingService(loaded, CheckpointFolder(Path(folder))), api_key=api_key) as url:
+    with serve_at_free_port(
+        TrainingService(loaded, CheckpointFolder(Path(folder))), api_key=api_key
+    ) as url:
         yield url

@@ -1,4 +1,7 @@
-"""Losses of a training request by name: sums over tokens, as Tinker's clients expect them."""
+"""Losses of a training request by name: sums over tokens, as Tinker's clients expect them.
+
+Shape legend: K tokens of all sequences one after the other, B sequences.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
@@ -7,12 +10,10 @@ from torch import Tensor
 
 from objectives.functional import clipped_surrogate, leveled_log_ratio, log_ratio
 
-from .errors import RequestError
-
-# Shape legend: K tokens of all sequences one after the other, B sequences.
+from .errors import RefusedRequest
 
 
-class Tokens(NamedTuple):
+class ScoredTokens(NamedTuple):
     """What a loss reads of the tokens of a micro-batch."""
 
     log_prob: Tensor
@@ -23,49 +24,51 @@ class Tokens(NamedTuple):
     """int64 ``[B]``, summing to K."""
 
 
-class TokenLoss(NamedTuple):
+class NamedLoss(NamedTuple):
     """A loss, and what a request for it has to bring."""
 
     compute: Callable[..., Tensor]
-    """Of :class:`Tokens` and the settings: the loss of each token, ``[K]``."""
+    """Of :class:`ScoredTokens` and the settings: the loss of each token, ``[K]``."""
     inputs: tuple[str, ...]
     """Inputs of each token beside ``target_tokens``."""
     settings: Mapping[str, float | None]
     """Defaults by name; ``None`` has to be given."""
 
 
-def _cross_entropy(tokens: Tokens) -> Tensor:
+def _cross_entropy(tokens: ScoredTokens) -> Tensor:
     return -tokens.log_prob * tokens.inputs["weights"]
 
 
-def _ratio_of(tokens: Tokens) -> Tensor:
+def _ratio_of(tokens: ScoredTokens) -> Tensor:
     return log_ratio(tokens.log_prob, tokens.inputs["logprobs"])
 
 
-def _importance_sampling(tokens: Tokens) -> Tensor:
+def _importance_sampling(tokens: ScoredTokens) -> Tensor:
     return -_ratio_of(tokens).exp() * tokens.inputs["advantages"]
 
 
-def _ppo(tokens: Tokens, *, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
+def _ppo(tokens: ScoredTokens, *, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
     return _clipped(_ratio_of(tokens), tokens, clip_low_threshold, clip_high_threshold)
 
 
-def _clipped(ratio: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
+def _clipped(ratio: Tensor, tokens: ScoredTokens, low: float, high: float) -> Tensor:
     advantages = tokens.inputs["advantages"]
     return clipped_surrogate(ratio, advantages, clip_low=1 - low, clip_high=high - 1).loss
 
 
-def _cispo(tokens: Tokens, *, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
+def _cispo(
+    tokens: ScoredTokens, *, clip_low_threshold: float, clip_high_threshold: float
+) -> Tensor:
     weight = _ratio_of(tokens).detach().exp().clamp(clip_low_threshold, clip_high_threshold)
     return -weight * tokens.log_prob * tokens.inputs["advantages"]
 
 
-def _dro(tokens: Tokens, *, beta: float) -> Tensor:
+def _dro(tokens: ScoredTokens, *, beta: float) -> Tensor:
     away = tokens.log_prob - tokens.inputs["logprobs"]
     return -(tokens.log_prob * tokens.inputs["advantages"] - 0.5 * beta * away.square())
 
 
-def _gspo(tokens: Tokens, *, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
+def _gspo(tokens: ScoredTokens, *, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
     is_sampled = tokens.inputs["sequence_ratio_mask"] != 0
     ratio = leveled_log_ratio(_ratio_of(tokens), is_sampled, tokens.lengths, level="sequence_token")
     return _clipped(ratio, tokens, clip_low_threshold, clip_high_threshold)
@@ -74,13 +77,13 @@ def _gspo(tokens: Tokens, *, clip_low_threshold: float, clip_high_threshold: flo
 _OF_A_SAMPLER: Final = ("logprobs", "advantages")
 _CLIPS: Final = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
-TOKEN_LOSSES: Final[Mapping[str, TokenLoss]] = {
-    "cross_entropy": TokenLoss(_cross_entropy, ("weights",), {}),
-    "importance_sampling": TokenLoss(_importance_sampling, _OF_A_SAMPLER, {}),
-    "ppo": TokenLoss(_ppo, _OF_A_SAMPLER, _CLIPS),
-    "cispo": TokenLoss(_cispo, _OF_A_SAMPLER, _CLIPS),
-    "dro": TokenLoss(_dro, _OF_A_SAMPLER, {"beta": 0.05}),
-    "gspo": TokenLoss(_gspo, (*_OF_A_SAMPLER, "sequence_ratio_mask"), dict.fromkeys(_CLIPS, None)),
+TOKEN_LOSSES: Final[Mapping[str, NamedLoss]] = {
+    "cross_entropy": NamedLoss(_cross_entropy, ("weights",), {}),
+    "importance_sampling": NamedLoss(_importance_sampling, _OF_A_SAMPLER, {}),
+    "ppo": NamedLoss(_ppo, _OF_A_SAMPLER, _CLIPS),
+    "cispo": NamedLoss(_cispo, _OF_A_SAMPLER, _CLIPS),
+    "dro": NamedLoss(_dro, _OF_A_SAMPLER, {"beta": 0.05}),
+    "gspo": NamedLoss(_gspo, (*_OF_A_SAMPLER, "sequence_ratio_mask"), dict.fromkeys(_CLIPS, None)),
 }
 """With p the probability of a token now, q when it was drawn, r = p / q and A its advantage:
 
@@ -94,7 +97,7 @@ TOKEN_LOSSES: Final[Mapping[str, TokenLoss]] = {
 """
 
 
-def token_loss(name: str, settings: Mapping[str, Any]) -> Callable[[Tokens], Tensor]:
+def token_loss(name: str, settings: Mapping[str, Any]) -> Callable[[ScoredTokens], Tensor]:
     """Return the loss of each token, ``[K]``, as a function of the tokens.
 
     Args:
@@ -102,10 +105,10 @@ def token_loss(name: str, settings: Mapping[str, Any]) -> Callable[[Tokens], Ten
         settings: ``loss_fn_config`` of the request.
 
     Raises:
-        RequestError: the name or a setting is unknown, a setting is missing or no such number.
+        RefusedRequest: the name or a setting is unknown, a setting is missing or no such number.
     """
     if name not in TOKEN_LOSSES:
-        raise RequestError(
+        raise RefusedRequest(
             f"loss_fn={name!r} is not served here; there are {', '.join(TOKEN_LOSSES)}. "
             "forward_backward_custom computes any other one beside the client."
         )
@@ -113,19 +116,19 @@ def token_loss(name: str, settings: Mapping[str, Any]) -> Callable[[Tokens], Ten
     unknown = sorted(set(settings) - set(loss.settings))
     if unknown:
         known = ", ".join(loss.settings) or "no setting"
-        raise RequestError(f"loss_fn={name!r} has no {unknown[0]!r} in loss_fn_config: {known}.")
+        raise RefusedRequest(f"loss_fn={name!r} has no {unknown[0]!r} in loss_fn_config: {known}.")
     values = {**loss.settings, **settings}
     for key, value in values.items():
         if value is None:
-            raise RequestError(
+            raise RefusedRequest(
                 f"loss_fn={name!r} has no default for {key}: give loss_fn_config={{{key!r}: ...}}."
             )
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < float("inf"):
-            raise RequestError(f"loss_fn={name!r}: {key} must be a number from 0, got {value!r}.")
+            raise RefusedRequest(f"loss_fn={name!r}: {key} must be a number from 0, got {value!r}.")
     low, high = (float(values.get(f"clip_{end}_threshold") or 1) for end in ("low", "high"))
     if not low <= 1 <= high:
-        raise RequestError(
+        raise RefusedRequest(
             f"loss_fn={name!r}: clip thresholds bound the ratio and lie around 1, got {low} and "
             f"{high}."
         )
