@@ -57,6 +57,10 @@ def run(tmp_path):
     [
         ("nosuch", "there is no command 'nosuch'"),
         ("grpo task=calculater", "There is no task 'calculater'. Did you mean calculator or"),
+        (
+            "grpo policy.model=m policy.model_kwargs={quantization_config:{load_in_4bit:true}}",
+            "quantised weights are not supported",
+        ),
         ("lora --multirun seed=0,1 debug=tinyy", "debug has no choice 'tinyy'. Did you mean tiny?"),
         ("grpo seed=0 --multirun debug=tinyy", "debug has no choice 'tinyy'. Did you mean tiny?"),
         ("grpo --multirun seed=0,1 resume=auto", "resume= goes on with one run: without --multi"),

@@ -483,6 +483,12 @@ def _policy_faults(cfg: RecipeConfig) -> Iterator[str]:
         yield "policy.chat_template is for a policy.model, in place of policy.chat_template_name."
     if policy.model is None and policy.model_kwargs:
         yield "policy.model_kwargs are for a policy.model that is loaded."
+    if "quantization_config" in policy.model_kwargs:
+        yield (
+            "policy.model_kwargs.quantization_config: quantised weights are not supported. What a "
+            "run sampled from them was not what the model says when it is asked row by row. Train "
+            "adapters over whole weights: policy.lora_rank."
+        )
     data = getattr(cfg, "data", None)
     for where, source, suffixes in (
         (f"task={cfg.task.id}", getattr(cfg.task, "dataset", None), DATA_FILES),
