@@ -111,9 +111,9 @@ def drawn(monkeypatch):
 
     versions, make = set(), async_engine.Delta
 
-    def note(ids, log_probs, version):
+    def note(ids, log_probs, version, *more):
         versions.add(version)
-        return make(ids, log_probs, version)
+        return make(ids, log_probs, version, *more)
 
     monkeypatch.setattr(async_engine, "Delta", note)
     return versions
