@@ -189,6 +189,7 @@ def test_a_run_that_streams_tells_of_every_group(result_of, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # two commands, each with Ray and its actors
 def test_a_run_on_ray_tells_of_every_group_and_goes_on(tmp_path):
     pytest.importorskip("ray")
     settings = ("collector=ray", "collector.num_collectors=2", "collector.max_staleness=2")
