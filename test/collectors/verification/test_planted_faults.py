@@ -258,8 +258,7 @@ def test_a_cache_that_an_engine_kept_over_an_update_is_named(policy_of, verified
     )
 
 
-def _batches_without_looking(engine, prompts, good, images):
-    del images
+def _batches_without_looking(engine, prompts, good, *_):
     yield good, partial(engine.reader, kept=engine._kept)(engine.inside)
 
 
