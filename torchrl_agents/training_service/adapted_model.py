@@ -137,17 +137,12 @@ class AdaptedModel:
 
         if shape.rank < 1:
             raise RefusedRequest(f"lora_config.rank must be at least 1, got {shape.rank}.")
-        kinds = {"attn": shape.train_attn, "mlp": shape.train_mlp, "unembed": shape.train_unembed}
-        layers = [name for name, kind in self._layers.items() if kinds[kind]]
-        if not layers:
+        config = self._config(shape)
+        if not config.target_modules:
             raise RefusedRequest(
                 f"lora_config leaves {self.name} no layer to train: train_attn, train_mlp and "
                 "train_unembed are all false, or the model has no such linear layer."
             )
-        alpha: Any = self._lora_alpha  # PEFT divides it
-        config = peft.LoraConfig(
-            r=shape.rank, lora_alpha=alpha, target_modules=layers, task_type="CAUSAL_LM"
-        )
         with torch.random.fork_rng(), warnings.catch_warnings():
             if seed is not None:
                 torch.manual_seed(seed)
@@ -166,12 +161,15 @@ class AdaptedModel:
 
     def weights_of(self, adapter: str, shape: AdapterShape) -> AdapterState:
         """Copy the weights of an adapter to the host."""
+        own = self._tensors_of(adapter)
+        return AdapterState(shape, {k: v.detach().cpu().clone() for k, v in own.items()})
+
+    def _tensors_of(self, adapter: str) -> dict[str, Tensor]:
         from peft import get_peft_model_state_dict
 
-        tensors = get_peft_model_state_dict(
+        return get_peft_model_state_dict(
             self._wrapped, adapter_name=adapter, save_embedding_layers=False
         )
-        return AdapterState(shape, {k: v.detach().cpu().clone() for k, v in tensors.items()})
 
     def set_weights(self, adapter: str, weights: AdapterState) -> None:
         """Overwrite the weights of an adapter.
@@ -185,8 +183,7 @@ class AdaptedModel:
         """
         from peft import set_peft_model_state_dict
 
-        own = self.weights_of(adapter, weights.shape).tensors
-        shapes = {key: tuple(value.shape) for key, value in own.items()}
+        shapes = {key: tuple(value.shape) for key, value in self._tensors_of(adapter).items()}
         given = {key: tuple(value.shape) for key, value in weights.tensors.items()}
         if shapes != given:
             wrong = sorted(key for key in {*shapes, *given} if shapes.get(key) != given.get(key))
@@ -203,22 +200,27 @@ class AdaptedModel:
             weights: of an adapter of this model.
             folder: is there.
         """
-        import peft
         from safetensors.torch import save_file
 
         save_file(dict(weights.tensors), folder / "adapter_model.safetensors")
-        shape = weights.shape
+        config = self._config(
+            weights.shape, base_model_name_or_path=self.folder, inference_mode=True
+        )
+        config.save_pretrained(str(folder))
+
+    def _config(self, shape: AdapterShape, **more: Any) -> Any:
+        """Settings of PEFT for an adapter."""
+        import peft
+
         kinds = {"attn": shape.train_attn, "mlp": shape.train_mlp, "unembed": shape.train_unembed}
-        alpha: Any = self._lora_alpha
-        config = peft.LoraConfig(
+        alpha: Any = self._lora_alpha  # PEFT divides it
+        return peft.LoraConfig(
             r=shape.rank,
             lora_alpha=alpha,
             target_modules=[name for name, kind in self._layers.items() if kinds[kind]],
             task_type="CAUSAL_LM",
-            base_model_name_or_path=self.folder,
-            inference_mode=True,
+            **more,
         )
-        config.save_pretrained(str(folder))
 
     @contextmanager
     def _acting(self, adapter: str | None) -> Iterator[None]:

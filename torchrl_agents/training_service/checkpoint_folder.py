@@ -162,14 +162,17 @@ class CheckpointFolder:
 
     def of_run(self, run: str) -> list[Saved]:
         """Return the checkpoints of a run, oldest first."""
-        found = [saved for saved in self if saved.run == run]
+        found = self._found(run) if _NAME.fullmatch(run) else ()
         return sorted(found, key=lambda saved: saved.about["time"])
 
     def __iter__(self) -> Iterator[Saved]:
-        for file in sorted(self.root.glob(f"*/*/*/{_ABOUT}")):
-            run, kind, name = file.parts[-4:-1]
+        return self._found("*")
+
+    def _found(self, run: str) -> Iterator[Saved]:
+        for file in sorted(self.root.glob(f"{run}/*/*/{_ABOUT}")):
+            own, kind, name = file.parts[-4:-1]
             if kind in _KINDS and not name.startswith("."):
-                yield self.find(f"tinker://{run}/{kind}/{name}")
+                yield self.find(f"tinker://{own}/{kind}/{name}")
 
 
 def _parts(path: str) -> tuple[str, Kind, str]:

@@ -1,6 +1,7 @@
 """Requests of Tinker's clients as tensors, and answers as the bytes that they read."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ _OPTIONAL: Final = {"weights": 1.0}
 """Inputs that a request may leave out, and what stands for them."""
 
 
+@cache
 def _protocol() -> Any:
     """The messages of Tinker's own package."""
     import_package("tinker", who=_WHO, install=INSTALL)

@@ -186,7 +186,7 @@ class TrainingService:
 
         def let_go(_: Sequence[DeviceJob]) -> list[None]:
             for run in runs:
-                run.model.remove(run.id.replace(":", "-"))
+                run.model.remove(_adapter_of(run.id))
             for each in weights:
                 if each is not None:
                     self._unload(each)
@@ -301,10 +301,10 @@ class TrainingService:
             return request
 
         def begin(_: Sequence[DeviceJob]) -> list[Answer]:
-            adapter = run_id.replace(":", "-")
+            adapter = _adapter_of(run_id)
             parameters = model.add(adapter, shape, seed)
             try:
-                optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=_is_on_gpu(parameters))
+                optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=parameters[0].is_cuda)
                 if load is not None:
                     model.set_weights(adapter, self.checkpoints.load(load))
                     if with_optimizer:
@@ -368,7 +368,7 @@ class TrainingService:
                 loss = token_loss(asked.loss_fn, asked.settings)
                 examples = read_examples(asked, run.model.vocab_size, run.model.max_model_len)
                 gradient = run.model.forward_backward(
-                    *(_adapter_of(run), examples, loss), is_forward_only=asked.is_forward_only
+                    *(_adapter_of(run.id), examples, loss), is_forward_only=asked.is_forward_only
                 )
             except BaseException as error:
                 if not asked.is_forward_only:
@@ -410,7 +410,7 @@ class TrainingService:
 
         def do() -> Answer:
             saved = self.checkpoints.save(
-                *(run.id, kind, name, run.model.weights_of(_adapter_of(run), run.shape)),
+                *(run.id, kind, name, run.model.weights_of(_adapter_of(run.id), run.shape)),
                 run.model.save,
                 base_model=run.model.name,
                 optimizer=optimizer_tensors(run.optimizer) if kind == "weights" else None,
@@ -429,7 +429,7 @@ class TrainingService:
         def do() -> Answer:
             if saved.shape != run.shape:
                 raise RefusedRequest(f"{saved.path} is an adapter of another shape, {saved.shape}.")
-            run.model.set_weights(_adapter_of(run), self.checkpoints.load(saved))
+            run.model.set_weights(_adapter_of(run.id), self.checkpoints.load(saved))
             run.optimizer.state.clear()
             if with_optimizer:
                 restore_optimizer(run.optimizer, self.checkpoints.load_optimizer(saved))
@@ -472,7 +472,7 @@ class TrainingService:
         run = self.run(run_id)
 
         def do() -> Answer:
-            values = run.model.weights_of(_adapter_of(run), run.shape)
+            values = run.model.weights_of(_adapter_of(run.id), run.shape)
             name = f"{run.session}:sample:{sampler}"
             if is_inflight and run.inflight is not None:
                 weights = run.inflight
@@ -484,11 +484,8 @@ class TrainingService:
             with self._lock:
                 self._samplers[name] = _Sampler(run.session, run.model, weights, None)
                 run.samplers.append(name)
-                old = (
-                    self._samplers.pop(run.samplers.pop(0))
-                    if (len(run.samplers) > _KEPT_SAMPLERS)
-                    else None
-                )
+                is_full = len(run.samplers) > _KEPT_SAMPLERS
+                old = self._samplers.pop(run.samplers.pop(0)) if is_full else None
             if old is not None and old.weights is not None and old.weights is not run.inflight:
                 self._unload(old.weights)
             return {"type": "save_weights_for_sampler", "sampling_session_id": name}
@@ -636,13 +633,9 @@ class TrainingService:
             return list(self._runs)
 
 
-def _adapter_of(run: _Run) -> str:
+def _adapter_of(run_id: str) -> str:
     """The name of a run's adapter: names of modules hold no colon."""
-    return run.id.replace(":", "-")
-
-
-def _is_on_gpu(parameters: Sequence[nn.Parameter]) -> bool:
-    return parameters[0].is_cuda
+    return run_id.replace(":", "-")
 
 
 def _seeds(asked: SampleSettings) -> list[int]:
