@@ -39,6 +39,7 @@ from torchrl_data.keys import (
     TRUNCATED,
 )
 from torchrl_data.ragged.packed import read_experts, read_sampling_masks
+from torchrl_data.routed_experts import unknown_expert
 from torchrl_data.stop_reason import kind_of
 from torchrl_envs.entries.rewards import solving_rewards
 from torchrl_envs.rewards.metrics import reward_metrics
@@ -135,7 +136,7 @@ def _expert_metrics(rows: Sequence[TensorDictBase]) -> dict[str, float]:
     lengths = [len(row.get(ASSISTANT_MASK)) for row in rows]
     experts = read_experts(lazy_stack(list(rows)), lengths, who="rollout_metrics")
     assert experts is not None
-    unknown = 255 if experts[0].dtype == torch.uint8 else -1
+    unknown = unknown_expert(experts[0].dtype)
     missing, read = 0, 0
     for row, own in zip(rows, experts, strict=True):
         at = row.get(ASSISTANT_MASK).nonzero()

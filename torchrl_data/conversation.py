@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .images import images_of, with_plain_images
 from .messages import Message, begun_turn
+from .routed_experts import unknown_expert
 
 
 class Source(IntEnum):
@@ -470,6 +471,10 @@ class Conversations:
         """Return whether the policy sampled any token of a row."""
         return self.num_tokens_before_policy(row) < self.num_tokens(row)
 
+    def goes_on_in_prompt(self, row: int) -> bool:
+        """Whether the policy's first turn goes on in a message of the row's prompt."""
+        return self._records[row].begun_at is not None
+
     def num_tokens_before_policy(self, row: int) -> int:
         """Tokens of a row before the first one that the policy sampled; all, if it has none."""
         first = self._records[row].sources.find(bytes([Source.MODEL]), 0, self.num_tokens(row))
@@ -513,7 +518,7 @@ class Conversations:
         known, num_tokens = self._records[row].routed_experts, self._positions[row].num_tokens
         if known is None:
             return None
-        unknown = 255 if known.dtype == torch.uint8 else -1
+        unknown = unknown_expert(known.dtype)
         experts = known.new_full((num_tokens, *known.shape[1:]), unknown)
         experts[: len(known)] = known[:num_tokens]
         return experts

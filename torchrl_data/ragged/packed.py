@@ -23,6 +23,7 @@ from torch import Tensor
 
 from torchrl_data.batched_object import objects_of_leaf
 from torchrl_data.keys import FULL, IMAGES, ROUTED_EXPERTS, SAMPLING_MASK
+from torchrl_data.routed_experts import unknown_expert
 from torchrl_data.sampling_masks import BYTES, LENGTHS, SamplingMasks
 
 
@@ -248,15 +249,19 @@ def read_sampling_masks(batch: Any, lengths: Sequence[int], *, who: str) -> Samp
     Raises:
         ValueError: the entry is not aligned with the tokens.
     """
-    parts = _groups(batch)
+    counts, parts = (_leaves(batch, (SAMPLING_MASK, name)) for name in (LENGTHS, BYTES))
     if not any(part is not None for part in parts):
         return None
     sizes, data = [], []
-    for row, (part, length) in enumerate(zip(parts, lengths, strict=True)):
-        if part is None:
+    for row, (own, values, length) in enumerate(zip(counts, parts, lengths, strict=True)):
+        if own is None and values is None:
             sizes.append(torch.zeros(length, dtype=torch.int64))
             continue
-        own, values = part[0].long().cpu(), part[1].cpu()
+        if own is None or values is None:
+            raise ValueError(
+                f"{who}: {SAMPLING_MASK!r} of row {row} needs both {LENGTHS!r} and {BYTES!r}."
+            )
+        own, values = own.long().cpu(), values.cpu()
         if len(own) != length or int(own.sum()) > len(values) or values.dtype != torch.uint8:
             raise ValueError(
                 f"{who}: {SAMPLING_MASK!r} of row {row} has {len(own)} lengths, which sum to "
@@ -266,28 +271,6 @@ def read_sampling_masks(batch: Any, lengths: Sequence[int], *, who: str) -> Samp
         sizes.append(own)
         data.append(values[: int(own.sum())])
     return SamplingMasks(torch.cat(data), torch.cat(sizes))
-
-
-def _groups(batch: Any) -> list[tuple[Tensor, Tensor] | None]:
-    """The lengths and bytes of each row."""
-    entries = entries_of(batch)
-    if isinstance(entries, LazyStackedTensorDict):
-        return [part for row in entries.unbind(0) for part in _groups(row)]
-    group = entries.get(SAMPLING_MASK, None)
-    count = entries.batch_size.numel()
-    if group is None:
-        return [None] * count
-    if isinstance(entries_of(group), LazyStackedTensorDict):
-        rows = entries_of(group).unbind(0)
-        return [(row.get(LENGTHS), row.get(BYTES)) for row in rows]
-    lengths, data = group.get(LENGTHS), group.get(BYTES)
-    return list(
-        zip(
-            lengths.reshape(count, -1).unbind(0),
-            data.reshape(count, -1).unbind(0),
-            strict=True,
-        )
-    )
 
 
 def read_experts(batch: Any, lengths: Sequence[int], *, who: str) -> list[Tensor] | None:
@@ -324,7 +307,7 @@ def completed_experts(
     first = next((row for row in rows if row is not None), None)
     if first is None:
         return None
-    unknown = 255 if first.dtype == torch.uint8 else -1
+    unknown = unknown_expert(first.dtype)
     out = []
     for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         own = first.new_full((length, *first.shape[1:]), unknown) if row is None else row

@@ -22,6 +22,7 @@ from torchrl_data.keys import (
     SAMPLING_MASK,
     TOKENS,
 )
+from torchrl_data.routed_experts import unknown_expert
 from torchrl_data.sampling_masks import BYTES, LENGTHS
 
 from .packed import entries_of, pad
@@ -34,7 +35,7 @@ def _padded_experts(rows: Sequence[TensorDictBase], starts: Sequence[int]) -> to
     values = [row.get((ROUTED_EXPERTS, FULL)) for row in rows]
     options: dict[str, Any] = {
         "batch_first": True,
-        "padding_value": 255 if values[0].dtype == torch.uint8 else -1,
+        "padding_value": unknown_expert(values[0].dtype),
     }
     pairs = list(zip(values, starts, strict=True))
     sequence = torch.nn.utils.rnn.pad_sequence

@@ -129,7 +129,7 @@ class SpanAligner:
         ids, mask = conversations.ids(row), conversations.assistant_mask(row).tolist()
         runs = [list(run) for sampled, run in groupby(range(len(ids)), mask.__getitem__) if sampled]
         ends = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-        goes_on = conversations._records[row].begun_at is not None
+        goes_on = conversations.goes_on_in_prompt(row)
         if goes_on or len(runs) != len(ends):
             raise ValueError(
                 f"Row {row} has {len(runs)} runs of sampled tokens and {len(ends)} messages of the "

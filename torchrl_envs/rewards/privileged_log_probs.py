@@ -312,7 +312,7 @@ class RetrievePrivilegedLogProb:
 
 def _finished(row: TensorDictBase, read: Conversations, number: int) -> FinishedRollout:
     messages, first = read.messages(number), read.first_response(number)
-    if read.images(number) or read._records[number].begun_at is not None:
+    if read.images(number) or read.goes_on_in_prompt(number):
         raise ValueError(
             f"RetrievePrivilegedLogProb: row {number} has images, or a turn that goes on in a "
             "message of its prompt; such a prompt can't be exchanged for another one."

@@ -7,14 +7,14 @@ Shape legend: L layers with experts, N tokens of a pass, E experts, S experts of
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-UNKNOWN: Final = 255
-"""In uint8: the expert is not known, and the router chooses."""
+from torchrl_data.routed_experts import UNKNOWN_BYTE
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
@@ -49,8 +49,8 @@ def packed_experts(layers: Sequence[Tensor], num_experts: int) -> Tensor:
         experts; int16 with negative numbers of more.
     """
     experts = torch.stack(list(layers), 1)
-    if num_experts < UNKNOWN:
-        return experts.masked_fill(experts < 0, UNKNOWN).to(torch.uint8)
+    if num_experts < UNKNOWN_BYTE:
+        return experts.masked_fill(experts < 0, UNKNOWN_BYTE).to(torch.uint8)
     return experts.to(torch.int16)
 
 
@@ -65,7 +65,7 @@ def replayed_layers(experts: Tensor) -> list[Tensor]:
     """
     wide = experts.long()
     if experts.dtype == torch.uint8:
-        wide = wide.masked_fill(wide == UNKNOWN, -1)
+        wide = wide.masked_fill(wide == UNKNOWN_BYTE, -1)
     return list(wide.unbind(1))
 
 

@@ -22,10 +22,11 @@ from transformers import PreTrainedModel
 from torchrl_data.devices import on_device
 from torchrl_data.images import noise_image
 from torchrl_data.ragged.packed import cumulative_lengths, pack, pad, sequence_index
+from torchrl_data.routed_experts import unknown_expert
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.transformers_releases import forward_parameters
 
-from .expert_routes import UNKNOWN, ExpertRoutes, replayed_layers
+from .expert_routes import ExpertRoutes, replayed_layers
 from .packed_attention import PackedInputLost, build_trie, can_share, no_mask, packed_input
 
 # Models inside wrappers: PEFT, `DistributedDataParallel`, `fully_shard`, `replicate`.
@@ -602,7 +603,7 @@ def _padded_experts(experts: Tensor, targets: Targets, rows: Tensor) -> Tensor:
     """Experts of some rows, padded on the right as they are: ``[rows x T, L, S]``."""
     starts, ends = targets.starts[rows].tolist(), targets.ends[rows].tolist()
     own = [experts[a : a + n] for a, n in zip(starts, ends, strict=True)]
-    unknown = UNKNOWN if experts.dtype == torch.uint8 else -1
+    unknown = unknown_expert(experts.dtype)
     padded = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=unknown)
     return padded.flatten(0, 1)
 
