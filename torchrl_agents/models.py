@@ -62,6 +62,7 @@ from torchrl_modules.policies.loading import OF_BOTH, load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 from torchrl_modules.vllm.runtime import import_vllm
 from torchrl_modules.vllm.settings import ADAPTER_RANKS, mask_settings
+from torchrl_modules.weights.quantized_weights import four_bit_config, quantization_of
 
 from .optimizers import MuonWithAdamW, adamw_8bit, matrices_of
 from .settings.schema import (
@@ -470,6 +471,8 @@ def load_model(
     arguments: dict[str, Any] = dict(cfg.model_kwargs)
     if cfg.attn_implementation is not None:
         arguments["attn_implementation"] = cfg.attn_implementation
+    if cfg.load_in_4bit:
+        arguments["quantization_config"] = four_bit_config(getattr(torch, cfg.dtype))
     try:
         tokenizer = load_tokenizer(cfg, source)
         model = load(source, dtype=getattr(torch, cfg.dtype), **arguments)
@@ -570,6 +573,7 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
         if is_vllm and not isinstance(cfg, TrainingConfig):
             return None, vllm_policy(cfg, source, load_tokenizer(cfg.policy, source))
         model, tokenizer = load_model(cfg.policy, source)
+        _check_quantization(cfg, model)
         with refusing(f"policy.model={source!r} can't be used so"):
             actor = transformers_policy(cfg, model, tokenizer)
         if not is_vllm:
@@ -577,6 +581,20 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
         sampler = vllm_policy(cfg, source, tokenizer)
         warn_of_other_dtype(actor, sampler)
         return actor, sampler
+
+
+def _check_quantization(cfg: RecipeConfig, model: PreTrainedModel) -> None:
+    kind = quantization_of(model)
+    if kind is None or not isinstance(cfg, TrainingConfig):
+        return
+    who = f"policy.model={cfg.policy.model}"
+    if kind != "4bit":
+        raise SettingsError(
+            f"{who} has weights that {kind} quantised, over which nothing is trained here. Give "
+            "whole weights; policy.load_in_4bit=true keeps them in 4 bits."
+        )
+    if cfg.policy.lora_rank is None:
+        raise SettingsError(f"{who} has weights of 4 bits: train adapters, policy.lora_rank=16.")
 
 
 def transformers_policy(

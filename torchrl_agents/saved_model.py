@@ -1,6 +1,7 @@
 """The trained model of a run, on the disk."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from collectors.weight_update.merged_adapters import merged_weights
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
+from torchrl_modules.weights.quantized_weights import declared_whole
 
 from .models import is_adapted, model_folder
 from .run import remove
@@ -55,7 +57,8 @@ def save_model(
 def _save(
     path: Path, model: Any, policy: TransformersWrapper, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    model.save_pretrained(path, state_dict=None if weights is None else dict(weights))
+    with declared_whole(model) if weights is not None else nullcontext():
+        model.save_pretrained(path, state_dict=None if weights is None else dict(weights))
     tokenizer = policy.tokenizer
     own, tokenizer.chat_template = tokenizer.chat_template, policy.encoder.template
     tokenizer.save_pretrained(path)

@@ -39,6 +39,7 @@ from torchrl_envs.rewards.metrics import names_that_solve
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
+from torchrl_modules.weights.quantized_weights import quantization_of
 
 from .device_defaults import default_autocast, describe, settle_micro_batches
 from .models import add_adapters, build_policies, engines_of_collector, warm_start
@@ -398,6 +399,9 @@ def warm_up(
     """
     torch.manual_seed(cfg.seed)
     num_steps = cfg.warm_start.num_steps
+    is_quantized = quantization_of(actor.model) is not None
+    if is_quantized:  # nothing of the model itself can be trained
+        actor, policy = add_adapters(cfg, actor, policy)
     if num_steps and not run.goes_on:
         with run.log.phase("warm start"):
             tell = run.log.steps("warm start", num_steps)
@@ -410,7 +414,7 @@ def warm_up(
                 micro_batch_tokens=cast("int", cfg.train.micro_batch_tokens),  # settled
                 on_step=lambda step, loss: tell(step, {"loss": loss}, quiet=step % 100 > 0),
             )
-    return add_adapters(cfg, actor, policy)
+    return (actor, policy) if is_quantized else add_adapters(cfg, actor, policy)
 
 
 def set_limits(setup: Setup, cfg: schema.EpisodeConfig, policy: Any) -> None:

@@ -14,6 +14,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from torchrl_modules.weights.lazy_weights import narrowed
+from torchrl_modules.weights.quantized_weights import quantized_layers, whole_weight
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -32,9 +33,9 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
 
     Layers are merged one at a time, so this takes a copy of the weights that adapters change, and
     the model gets its own back to the bit. Layers whose adapters are off or merged already are
-    taken as they are. Values are detached, under the names of the model without adapters. Of tied
-    parameters of which one alone has an adapter, that one alone is changed, as in the model: a
-    receiver that ties them refuses that.
+    taken as they are; weights of 4 bits are made whole. Values are detached, under the names of
+    the model without adapters. Of tied parameters of which one alone has an adapter, that one
+    alone is changed, as in the model: a receiver that ties them refuses that.
 
     Raises:
         TypeError: the model has adapters that can't be merged into weights, such as prompts.
@@ -95,6 +96,36 @@ def merged_layer(name: str, layer: Any) -> dict[str, Tensor]:
             finally:  # Subtracting what was added does not give the same bits.
                 for key, value in parameters.items():
                     value.data = held[key].copy_(originals[key])
+
+
+def _base_of(layer: Any) -> Any:
+    """The layer of the model inside those of its adapters."""
+    while hasattr(layer, "base_layer"):
+        layer = layer.base_layer
+    return layer
+
+
+def _whole_layer(
+    name: str, base: Any, layer: Any | None, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """The whole weight of a layer of 4 bits, what its adapters add included.
+
+    PEFT would merge them into 4 bits again, which is another model than the one that is trained.
+    """
+    weight = whole_weight(base)
+    if layer is not None and not layer.disable_adapters:
+        peft: Any = sys.modules["peft"]
+        acting = [one for one in layer.active_adapters if one in getattr(layer, "lora_A", ())]
+        variants = getattr(layer, "lora_variant", {})
+        is_plain = isinstance(layer, peft.tuners.lora.LoraLayer) and not layer.merged
+        if not is_plain or any(variants.get(one) is not None for one in acting):
+            raise TypeError(
+                f"{name} has 4 bits, into which {type(layer).__name__} is merged already, or which "
+                "is no plain LoRA: such adapters can't be made whole. Train LoRA adapters."
+            )
+        for one in acting:
+            weight = weight + layer.get_delta_weight(one).to(weight.dtype)
+    return {name: whole(weight, dtype)}
 
 
 @contextmanager
@@ -192,9 +223,18 @@ def lazy_merge(model: Any) -> tuple[list[Maker], dict[str, Tensor]]:
         merged = merged_layer(prefix, layers[prefix])
         return {names.plain(n): whole(merged.get(n, value), dtype) for n, value in own.items()}
 
-    makers = []
+    makers: list[Maker] = []
+    quantized = quantized_layers(model)
+    over = {id(_base_of(layer)): layer for layer in layers.values()}
+    for prefix, base in quantized.items():
+        weight = f"{prefix}.weight"
+        for name in [name for name in state if name.startswith(weight)]:
+            del state[name]  # what the layer computes with goes in its place
+        makers.append(partial(_whole_layer, names.plain(weight), base, over.get(id(base))))
+    in_four_bits = {id(base) for base in quantized.values()}
     for prefix, layer in layers.items():
-        if layer.merged or layer.disable_adapters:
+        is_as_merged = layer.merged or layer.disable_adapters
+        if is_as_merged or id(_base_of(layer)) in in_four_bits:
             continue
         own = {name: state.pop(name) for name in list(state) if name.startswith(f"{prefix}.")}
         makers.append(partial(merge, prefix, own))

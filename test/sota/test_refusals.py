@@ -59,8 +59,10 @@ def run(tmp_path):
         ("grpo task=calculater", "There is no task 'calculater'. Did you mean calculator or"),
         (
             "grpo policy.model=m policy.model_kwargs={quantization_config:{load_in_4bit:true}}",
-            "quantised weights are not supported",
+            "weights of 4 bits are not trained. Train adapters: policy.lora_rank",
         ),
+        ("grpo policy.load_in_4bit=true policy.lora_rank=4", "is for a policy.model that is loa"),
+        ("evaluate policy.model=m policy.load_in_4bit=true engine=vllm", "is for engine=transform"),
         ("lora --multirun seed=0,1 debug=tinyy", "debug has no choice 'tinyy'. Did you mean tiny?"),
         ("grpo seed=0 --multirun debug=tinyy", "debug has no choice 'tinyy'. Did you mean tiny?"),
         ("grpo --multirun seed=0,1 resume=auto", "resume= goes on with one run: without --multi"),

@@ -483,12 +483,7 @@ def _policy_faults(cfg: RecipeConfig) -> Iterator[str]:
         yield "policy.chat_template is for a policy.model, in place of policy.chat_template_name."
     if policy.model is None and policy.model_kwargs:
         yield "policy.model_kwargs are for a policy.model that is loaded."
-    if "quantization_config" in policy.model_kwargs:
-        yield (
-            "policy.model_kwargs.quantization_config: quantised weights are not supported. What a "
-            "run sampled from them was not what the model says when it is asked row by row. Train "
-            "adapters over whole weights: policy.lora_rank."
-        )
+    yield from _quantization_faults(cfg)
     data = getattr(cfg, "data", None)
     for where, source, suffixes in (
         (f"task={cfg.task.id}", getattr(cfg.task, "dataset", None), DATA_FILES),
@@ -506,6 +501,35 @@ def _policy_faults(cfg: RecipeConfig) -> Iterator[str]:
         yield f"policy.lora_rank={rank}: nothing is trained here. Leave it out."
     if rank is not None and find_spec("peft") is None:
         yield "policy.lora_rank needs the package peft: pip install 'torchrl-agents[lora]'."
+
+
+def _quantization_faults(cfg: RecipeConfig) -> Iterator[str]:
+    policy = cfg.policy
+    ways = {
+        "policy.load_in_4bit": policy.load_in_4bit,
+        "policy.model_kwargs.quantization_config": "quantization_config" in policy.model_kwargs,
+    }
+    given = [name for name, is_given in ways.items() if is_given]
+    if not given:
+        return
+    who = given[-1]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} say the same: leave one of them out."
+    if policy.model is None:
+        yield f"{who} is for a policy.model that is loaded."
+    if find_spec("bitsandbytes") is None:
+        install = "pip install 'torchrl-agents[qlora]'"
+        yield f"{who} needs the package bitsandbytes, which is not here: {install}."
+    if collects_on_ray(cfg) and cfg.engine.name == "transformers":
+        yield f"{who}: collectors on Ray have no policy of 4 bits. Take engine=vllm."
+    if not isinstance(cfg, TrainingConfig):
+        if cfg.engine.name != "transformers":
+            how = "vLLM quantises by settings of its own: engine.engine_kwargs.quantization."
+            yield f"{who} is for engine=transformers. {how}"
+    elif policy.lora_rank is None:
+        yield f"{who}: weights of 4 bits are not trained. Train adapters: policy.lora_rank."
+    elif num_ranks() > 1:
+        yield f"{who} is for one process: of several ranks none would have its weights."
 
 
 def num_ranks() -> int:

@@ -63,6 +63,9 @@ class PolicyConfig:
     """Further arguments of from_pretrained: +policy.model_kwargs.revision=main."""
     gradient_checkpointing: bool | None = None
     """Compute activations twice instead of keeping them."""
+    load_in_4bit: bool = False
+    """Keep the model's matrices in 4 bits (NF4, of bitsandbytes) and train adapters over them:
+    QLoRA, with lora_rank."""
     lora_rank: int | None = None
     """Train adapters of this rank (LoRA), the model's own weights frozen; none: train all."""
     lora_alpha: float | None = None
