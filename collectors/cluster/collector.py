@@ -18,7 +18,7 @@ Shape legend: B rows.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor, nn
@@ -31,12 +31,15 @@ from collectors.refill import max_draws_of, refusing_parts
 from collectors.streaming.background_collector import BackgroundCollector
 from collectors.streaming.load_cap import LoadCap, together
 from collectors.streaming.snapshot_updater import SnapshotUpdater, shares_memory
-from collectors.weight_update.plain_weights import gathered_state_dict
+from collectors.weight_update.adapters_alone import adapter_weights
+from collectors.weight_update.merged_adapters import has_adapters
+from collectors.weight_update.plain_weights import gathered_state_dict, unwrapped_module
 from objectives.advantages.ray_mc_advantage import start_ray
 from torchrl_data.checks import check_counts
 from torchrl_envs.datasets.primer import DataExhaustedError
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules import LLMWrapperBase
+from torchrl_modules.weights.adapter_weights import AdapterWeights
 
 from .ledger_client import LedgerClient
 from .ledger_service import WHO, LedgerService
@@ -206,6 +209,15 @@ class RayLLMCollector(BackgroundCollector):
         return max(self._pushed_version, self._supervisor.first_version)
 
     @property
+    def max_adapters(self) -> int:
+        """Sets of adapters that its engines draw with at once; 0: they take whole weights.
+
+        A collector has to be there that says so, which is waited for.
+        """
+        self._supervisor.ask(self._supervisor.ready())
+        return self._supervisor.max_adapters
+
+    @property
     def _served_version(self) -> int:
         weights = self._supervisor.weights
         return self._supervisor.first_version if weights is None else weights.version
@@ -227,7 +239,10 @@ class RayLLMCollector(BackgroundCollector):
         snapshot = self._updater.snapshot(source)
         if self.policy is not None and not shares_memory(source, self.policy.engine):
             self.policy.update_weights(snapshot, version=number)
-        weights = load_ray().put({name: value.cpu() for name, value in snapshot.items()})
+        on_cpu: Mapping[str, Tensor] = {name: value.cpu() for name, value in snapshot.items()}
+        if isinstance(snapshot, AdapterWeights):
+            on_cpu = snapshot.on_cpu()
+        weights = load_ray().put(on_cpu)
         used = [] if is_restored else self._ledger_client.used()
         step = self._ledger_client.ask("push", used, number)
         push = self._supervisor.push(Weights(weights, number, step))
@@ -318,5 +333,9 @@ class _RemoteUpdater(SnapshotUpdater):
         return self._collector.policy_version
 
     def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        # Copies of the policy have its adapters; other engines have none.
-        return super()._gathered(source) if self._to_copies else gathered_state_dict(source)
+        if self._to_copies:  # copies of the policy have its adapters
+            return super()._gathered(source)
+        is_adapted = isinstance(source, nn.Module) and has_adapters(unwrapped_module(source))
+        if is_adapted and self._collector.max_adapters:
+            return adapter_weights(cast("nn.Module", source))
+        return gathered_state_dict(source)

@@ -78,6 +78,8 @@ class Supervisor(CollectionThread):
         self.weights: Weights | None = None
         self.first_version = 0
         """Of the weights that collectors are made with."""
+        self.max_adapters = 0
+        """Sets of adapters that the engines draw with at once; 0: they take whole weights."""
         self._num_failures = [0] * num_collectors
         self._restored: Any = None
         self._is_to_restore = [False] * num_collectors
@@ -190,7 +192,7 @@ class Supervisor(CollectionThread):
 
     async def _run(self, index: int, worker: Any) -> None:
         incarnation = self.known[index].incarnation
-        version = await worker.open.remote()
+        version, self.max_adapters = await worker.open.remote()
         async with self._updating:  # It serves once it has what the others have.
             await self._restore(index)
             if self.weights is None:

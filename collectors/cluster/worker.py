@@ -11,7 +11,7 @@ from collectors.ledger import StalenessPolicy
 from collectors.ledger.reasons import ENGINE_DIED
 from collectors.refill import is_wanted
 from collectors.resume.random_numbers import random_state, set_random_state
-from collectors.streaming.checks import check_streaming, recomputes
+from collectors.streaming.checks import check_adapters, check_streaming, recomputes
 from collectors.streaming.group_runner import GroupRunner, RunningGroup
 from collectors.streaming.load_cap import GroupCap, LoadCap, cap_of
 from collectors.streaming.timeline import Timeline
@@ -22,6 +22,7 @@ from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase, TransformersEngine, open_async
 from torchrl_modules.engines.engine import push_weights
 from torchrl_modules.policies.async_policy import AsyncPolicy
+from torchrl_modules.weights.adapter_weights import AdapterWeights
 
 from .ledger_service import WHO, Scored, built
 from .ray_door import load_ray
@@ -44,6 +45,15 @@ class WorkerSettings(NamedTuple):
     """That the ledger admits."""
 
 
+class Opened(NamedTuple):
+    """What a collector says once it is made."""
+
+    version: int
+    """Of the weights that serve."""
+    max_adapters: int
+    """Sets of adapters that its engine draws with at once; 0: it takes whole weights."""
+
+
 class CollectorWorker:
     """Runs the groups that the ledger hands out, and keeps their rows where it is.
 
@@ -59,8 +69,8 @@ class CollectorWorker:
         self._cap: GroupCap | None
         self._recompute: bool
 
-    async def open(self) -> int:
-        """Make environment and policy; gives the version of the weights that serve.
+    async def open(self) -> Opened:
+        """Make environment and policy.
 
         Raises:
             ValueError: they don't fit together, or the engine can't do what is asked of it.
@@ -79,7 +89,8 @@ class CollectorWorker:
         most, asked = settings.most_groups, settings.max_inflight_tasks
         self._cap = cap_of(serves, most, asked, who=WHO)
         self._recompute = recomputes(serves, settings.staleness, who=WHO)
-        return self._policy.version
+        check_adapters(serves, settings.staleness)
+        return Opened(self._policy.version, getattr(serves, "max_adapters", 0))
 
     async def load(self) -> dict[str, float]:
         """Metrics of its engine, see :meth:`GroupCap.metrics`; empty where it is not followed."""
@@ -151,7 +162,9 @@ class CollectorWorker:
         """
         if self._policy.version != version:
             # Ray's tensors lie in memory that nobody may write to.
-            own = {name: value.clone() for name, value in state_dict.items()}
+            own: Mapping[str, Tensor] = {name: x.clone() for name, x in state_dict.items()}
+            if isinstance(state_dict, AdapterWeights):
+                own = state_dict.on_cpu()
             engine = self._policy.engine
             await push_weights(engine, own, version=version, recompute=self._recompute)
         for functions in self._env.transforms_of(RewardFunctions):

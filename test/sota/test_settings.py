@@ -234,8 +234,8 @@ def test_the_same_model_has_the_same_defaults_whatever_it_is_called(compose, tmp
         ),
         (["engine=vllm", f"+{ADAPTERS_ALONE}"], "enable_lora needs policy.lora_rank"),
         (
-            ["engine=vllm", f"+{ADAPTERS_ALONE}", "policy.lora_rank=4", "engine.num_engines=2"],
-            "servers get merged weights",
+            ["engine=vllm", f"+{ADAPTERS_ALONE}", "policy.lora_rank=4", "engine.url=a"],
+            "start the servers with --enable-lora",
         ),
         (["engine=vllm", "engine.url=a", "engine.urls=[b]"], "give one of them"),
         (

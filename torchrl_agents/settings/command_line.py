@@ -601,8 +601,8 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
     own_adapters = engine.engine_kwargs.get("enable_lora")
     if own_adapters and cfg.policy.lora_rank is None:
         yield "engine.engine_kwargs.enable_lora needs policy.lora_rank."
-    if own_adapters and _has_servers(cfg):
-        yield "engine.engine_kwargs.enable_lora: servers get merged weights. Leave it out."
+    if own_adapters and (engine.url or engine.urls):
+        yield "engine.engine_kwargs.enable_lora: start the servers with --enable-lora instead."
     if engine.name == "chat" and not (engine.url and cfg.policy.model):
         yield "engine=chat needs engine.url=http://.../v1 and policy.model=, its name there."
 

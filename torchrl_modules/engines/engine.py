@@ -278,7 +278,7 @@ class EngineOver:
 
     @property
     def max_adapters(self) -> int:
-        """See `VLLMEngine.max_adapters`; 0 over an engine that takes none or is a process."""
+        """See `VLLMEngine.max_adapters`; 0 over an engine that takes none."""
         return getattr(self._inside, "max_adapters", 0)
 
     def check_sampling(self, params: SamplingParameters) -> None:

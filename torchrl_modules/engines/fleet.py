@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, cast
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
 from torchrl_modules.weights.lazy_weights import copied
 
@@ -415,6 +417,10 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
         if not errors and len(sizes) > 1:
             what = f"but these have vocabularies of {sorted(sizes)} tokens"
             errors.append(ValueError(f"EngineFleet: all engines serve the same model, {what}."))
+        adapters = {getattr(each, "max_adapters", 0) > 0 for each in opened}
+        if not errors and len(adapters) > 1:
+            how = "some take adapters alone (enable_lora) and others whole weights. Start all alike"
+            errors.append(ValueError(f"EngineFleet: {how}."))
         if errors:
             for engine in opened:
                 close_engine(engine)
@@ -462,6 +468,11 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
         """In which type all take weights that are sent; ``None`` where they differ."""
         dtypes = {getattr(member.engine, "update_dtype", None) for member in self._members}
         return dtypes.pop() if len(dtypes) == 1 else None
+
+    @property
+    def max_adapters(self) -> int:
+        """Sets of adapters that every engine draws with at once; 0: they take whole weights."""
+        return self._least("max_adapters") or 0
 
     def _least(self, name: str) -> int | None:
         known = [getattr(member.engine, name, None) for member in self._members]
@@ -642,7 +653,10 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
     ) -> None:
         async with self._updating:
             number = next_version(version, self._version, who="EngineFleet.update_weights")
-            copying = asyncio.create_task(asyncio.to_thread(copied, state_dict, device="cpu"))
+            keep: Callable[[], Mapping[str, Tensor]] = partial(copied, state_dict, device="cpu")
+            if isinstance(state_dict, AdapterWeights):
+                keep = state_dict.on_cpu
+            copying = asyncio.create_task(asyncio.to_thread(keep))
             serving: Collection[Member] = ()
             try:
                 while not any(member.known.served == number for member in serving):

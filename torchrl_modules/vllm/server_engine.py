@@ -15,15 +15,17 @@ from torch import Tensor
 
 from torchrl_data.checks import one_of
 from torchrl_modules.engines.bridges import gather_rows
-from torchrl_modules.engines.engine import EngineDied, Generation, check_prompt
+from torchrl_modules.engines.engine import EngineDied, Generation, VersionSpan, check_prompt
 from torchrl_modules.engines.json_client import AnswerTimeout, JSONClient
 from torchrl_modules.engines.supervision import ProgressWatch, is_near, is_stopped
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weight_transfer.file import weights_file
+from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
 
 from .access_control import TOKEN_VARIABLE
-from .requests import check_labels, read_answer, sampling_fields, version_number
+from .requests import StaleWeights, check_labels, read_answer, sampling_fields, version_number
+from .server_adapters import ServerAdapters
 from .server_routes import ServerRoutes, Turnstile
 from .whole_batch_engine import Row, WholeBatchEngine
 
@@ -125,6 +127,11 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             self.close()
             raise
         self._own_ends = frozenset(limits.get("own_ends", ()))
+        self.max_adapters: int = limits.get("max_adapters", 0)
+        """Versions of adapters (LoRA) that can be drawn from at once; 0: it takes whole weights."""
+        self._adapters: ServerAdapters | None = None
+        if self.max_adapters:
+            self._adapters = ServerAdapters(self._rpc, self._post, limits, self._labels[-1])
         self._is_near = all(map(is_near, self._workers))
         self._broadcasts = {"file": False, "c10d": True}.get(weight_transfer, not self._is_near)
         self.vocab_size: int | None = limits["vocab_size"]
@@ -209,7 +216,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
     @asynccontextmanager
     async def _by_known_weights(self) -> AsyncIterator[None]:
         """While no update is made, where the server does not say which weights drew a token."""
-        if self._tells_versions:
+        if self._tells_versions or self._adapters is not None:
             yield
             return
         async with self._turnstile:
@@ -232,12 +239,37 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             }
         except ValueError as error:
             return Generation([], [], "error", str(error))
+        if self._adapters is not None:
+            return await self._ask_adapted(body, self._adapters)
         first = self._labels[-1]
         body["cache_salt"] = first  # Cached prefixes of other weights are never met.
         status, answer = await self._rows.ask("POST", "/inference/v1/generate", body)
         if status == 200:
             labels = self._labels
             return read_answer(answer, labels[labels.index(first) if first in labels else 0 :])
+        return await self._refused(status, answer)
+
+    async def _ask_adapted(self, body: dict[str, Any], adapters: ServerAdapters) -> Generation:
+        """Ask for a row by the adapters that serve now, to its end."""
+        with adapters.used() as served:
+            body["cache_salt"] = served.label
+            if served.name is not None:
+                body["model"] = served.name
+            status, answer = await self._rows.ask("POST", "/inference/v1/generate", body)
+        if status == 404 and served.name is not None:
+            raise StaleWeights(
+                f"VLLMServerEngine: the server at {self._client.url} has no adapters of version "
+                f"{served.label}: it was restarted, or another client removed them. Send the "
+                "weights again."
+            )
+        if status != 200:
+            return await self._refused(status, answer)
+        drawn = read_answer(answer, [adapters.base_label])
+        spans = [VersionSpan(version_number(served.label), 0, len(drawn.ids))]
+        return drawn._replace(versions=spans if drawn.ids else [])
+
+    async def _refused(self, status: int, answer: Any) -> Generation:
+        """The row of a request that the server did not take."""
         if status >= 500:
             await asyncio.to_thread(self._check_health)
         message = f"the server answers {status}: {answer}"
@@ -281,7 +313,8 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         Args:
             state_dict: as for `VLLMEngine.update_weights`.
             version: as for `VLLMEngine.update_weights`.
-            recompute: as for `AsyncVLLMEngine.update_weights`.
+            recompute: as for `AsyncVLLMEngine.update_weights`. Adapters are served to requests that
+                come from now on, and nothing waits for them.
 
         Raises:
             EngineDied: the server is gone, stopped for ``stall_timeout_s``, or stuck for
@@ -339,6 +372,20 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             self._rows.loop.run(self._turnstile.release())
 
     def _load(self, state_dict: Mapping[str, Tensor], label: str, recompute: bool) -> None:
+        if self._adapters is None:
+            self._load_whole(state_dict, label, recompute)
+            return
+        if self._sleeps:
+            self._post("/wake_up")
+            self._sleeps = False
+        self._adapters.load(state_dict, label)
+        self._labels = [*self._labels[1 - _MAX_LABELS :], label]
+        self.mixed = False
+
+    def _load_whole(self, state_dict: Mapping[str, Tensor], label: str, recompute: bool) -> None:
+        if isinstance(state_dict, AdapterWeights):
+            needed = "a server that was started with --enable-lora"
+            raise UpdateRefused(f"VLLMServerEngine.update_weights: adapters alone go to {needed}.")
         with ExitStack() as stack:
             if self._broadcasts:
                 if self._transfer is None or self._transfer.is_closed:  # an update broke off

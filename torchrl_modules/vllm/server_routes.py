@@ -52,6 +52,7 @@ class ServerRoutes:
     _missing = ""
     _lock: threading.Lock
     mixed = _sleeps = _broadcasts = False
+    max_adapters = 0
     _transfer: C10dWeightTransfer | None = None
     _meeting: Mapping[str, Any] = {}
 
@@ -157,7 +158,8 @@ class ServerRoutes:
     def sleep(self) -> None:
         """Lend the memory of the weights and the cache, until the next update wakes it.
 
-        The weights are forgotten (vLLM's level 2). The server of a GPU has to be started with
+        The weights are forgotten (vLLM's level 2); those under adapters wait in the host's memory
+        (level 1). The server of a GPU has to be started with
         ``--enable-sleep-mode``.
 
         Raises:
@@ -166,5 +168,5 @@ class ServerRoutes:
         """
         self._check_updatable()
         with self._lock:
-            self._post("/sleep", level="2")
+            self._post("/sleep", level="1" if self.max_adapters else "2")
             self.mixed = self._sleeps = True

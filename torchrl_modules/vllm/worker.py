@@ -4,9 +4,14 @@ vLLM takes it with ``worker_extension_cls="torchrl_modules.vllm.worker.vLLMWorke
 ``VLLMEngine`` and ``python -m torchrl_modules.vllm.server`` add. Nobody else imports it.
 """
 
+import base64
 import os
+import re
+import shutil
+import tempfile
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file
@@ -20,8 +25,17 @@ from torchrl_modules.weight_transfer.layout import WeightLayout
 
 from .releases import tells_versions
 from .requests import own_ends
-from .runtime import import_vllm
+from .runtime import FOLDER_VARIABLE, import_vllm
 from .weights import expected_weights, load_all_or_none, load_weights
+
+_ADAPTER_FILES: Final = {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def _folder_of(name: str) -> Path:
+    if not re.fullmatch(r"version-\w+-\w+", name):
+        raise ValueError(f"{name!r} is no name of adapters.")
+    # The server's own folder goes with it, however it ends.
+    return Path(os.environ.get(FOLDER_VARIABLE, tempfile.gettempdir()), name)
 
 
 class vLLMWorker:
@@ -45,8 +59,11 @@ class vLLMWorker:
             ``vocab_size``, ``max_model_len``, the model's ``own_ends`` and ``dtype``, on which
             kind of ``device`` it computes, how many workers there are, ``num_workers``, whether
             responses say which weights drew them, ``tells_versions``, and of the weights that
-            serve the ``label``, which vLLM itself knows where they do.
+            serve the ``label``, which vLLM itself knows where they do; how many sets of adapters
+            may be drawn with at once, ``max_adapters``, and their ``max_lora_rank``, 0 where it
+            takes none.
         """
+        lora = self.vllm_config.lora_config
         return {
             "label": self._torchrl_label,
             "tells_versions": tells_versions(),
@@ -56,6 +73,8 @@ class vLLMWorker:
             "max_model_len": self.model_config.max_model_len,
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "own_ends": own_ends(self.model_config),
+            "max_adapters": lora.max_loras if lora else 0,
+            "max_lora_rank": lora.max_lora_rank if lora else 0,
         }
 
     def torchrl_process(self) -> dict[str, Any]:
@@ -75,6 +94,42 @@ class vLLMWorker:
         if label is not None:
             self._torchrl_label = label
         return {"label": self._torchrl_label}
+
+    def torchrl_expected_weights(self) -> dict[str, Any]:
+        """``ExpectedWeights.message`` of the model's own weights."""
+        return expected_weights(self.model_config).message
+
+    def torchrl_keep_adapters(self, name: str, file: str, start: int, piece: str) -> dict[str, str]:
+        """Write a piece of a file of adapters, which vLLM loads when it is whole.
+
+        Args:
+            name: of the adapters.
+            file: ``adapter_config.json`` or ``adapter_model.safetensors``.
+            start: where in the file the piece begins.
+            piece: in base 64.
+
+        Returns:
+            The ``path`` of their folder.
+        """
+        folder = _folder_of(name)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if file not in _ADAPTER_FILES:
+            raise ValueError(f"adapters have the files {sorted(_ADAPTER_FILES)}, not {file!r}.")
+        # Several workers of one machine write the same to the same place.
+        descriptor = os.open(folder / file, os.O_CREAT | os.O_WRONLY, 0o600)
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.seek(start)
+            opened.write(base64.b64decode(piece))
+        return {"path": str(folder)}
+
+    def torchrl_drop_adapters(self, name: str) -> dict[str, str]:
+        """Remove the files of adapters.
+
+        Args:
+            name: of the adapters.
+        """
+        shutil.rmtree(_folder_of(name), ignore_errors=True)
+        return {}
 
     def torchrl_load_weights(self, path: str) -> dict[str, str]:
         """Check the weights of a file as a whole, then load them, between two steps.

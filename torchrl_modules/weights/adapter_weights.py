@@ -63,6 +63,12 @@ class AdapterWeights(dict[str, Tensor]):
         factors = f"{tuple(up.shape)} and {tuple(down.shape)}"
         return f"the adapter of {layer} has factors {factors} for a weight of {tuple(shape)}"
 
+    def on_cpu(self) -> "AdapterWeights":
+        """A copy in the host's memory."""
+        copy = AdapterWeights({})
+        copy.update((name, value.detach().to("cpu", copy=True)) for name, value in self.items())
+        return copy
+
     def save(self, folder: Path) -> None:
         """Write them as PEFT does, so that an engine can load them.
 
