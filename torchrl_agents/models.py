@@ -201,7 +201,7 @@ def _engine_kwargs(cfg: RecipeConfig) -> dict[str, Any]:
         trained = cfg.policy.lora_rank or 1
         ranks = (rank for rank in ADAPTER_RANKS if rank >= trained)
         engine_kwargs.setdefault("max_lora_rank", next(ranks, trained))
-        if isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "streaming":
+        if isinstance(cfg, RolloutsConfig) and cfg.collector.mode != "sync":
             engine_kwargs.setdefault("max_loras", cfg.collector.max_staleness + 2)
     return engine_kwargs
 

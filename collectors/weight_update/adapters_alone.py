@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused
+from torchrl_modules.weights.quantized_weights import quantized_layers
 
 from .merged_adapters import AdapterNames, has_adapters, tuner_layers, whole
 from .plain_weights import unwrapped_module
@@ -21,6 +22,8 @@ def adapter_weights(source: nn.Module) -> AdapterWeights:
     model = unwrapped_module(source)
     if not has_adapters(model):
         _refuse(f"{type(model).__name__} has no adapters")
+    if quantized_layers(model):
+        _refuse("the model's own weights have 4 bits, and those of the engine are others")
     layers = tuner_layers(model)
     names = AdapterNames(model, layers)
     factors: dict[str, tuple[Tensor, Tensor]] = {}

@@ -11,15 +11,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from collectors.weight_update.adapters_alone import adapter_weights
 from collectors.weight_update.plain_weights import gathered_state_dict
 from torchrl_modules import SamplingParameters
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.policies.loading import load_causal_lm
+from torchrl_modules.weights.expected_weights import UpdateRefused
 from torchrl_modules.weights.quantized_weights import (
     declared_whole,
     four_bit_config,
     quantization_of,
     quantized_layers,
+    settle_quantized_layers,
     whole_weight,
 )
 
@@ -53,6 +56,7 @@ def model(folder):
     for name, value in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(value, std=0.1)
+    settle_quantized_layers(adapted)  # as an engine over it does
     return adapted
 
 
@@ -89,6 +93,11 @@ def test_whole_weights_are_the_same_model(model, folder):
             expected = model(ids).logits
         plain.load_state_dict(frozen)
         torch.testing.assert_close(plain(ids).logits, expected, atol=2e-5, rtol=0)
+
+
+def test_adapters_do_not_go_alone_to_an_engine_with_other_weights(model):
+    with pytest.raises(UpdateRefused, match="weights have 4 bits, and those of the engine are oth"):
+        adapter_weights(model)
 
 
 def test_what_is_saved_says_that_it_is_whole(model, tmp_path):

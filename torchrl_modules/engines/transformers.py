@@ -34,6 +34,7 @@ from torchrl_modules.weights.expected_weights import (
     weights_fingerprint,
 )
 from torchrl_modules.weights.lazy_weights import LazyWeights
+from torchrl_modules.weights.quantized_weights import settle_quantized_layers
 
 from .decoding import KeptCaches, PromptReader, SlotReader, decode
 from .decoding import tokens_per_look as default_tokens_per_look
@@ -114,8 +115,8 @@ class TransformersEngine(ChecksAttributes):
     Raises:
         TypeError: the model has adapters that are not layers of it, such as prompts.
         ValueError: ``max_model_len`` or ``tokens_per_look`` is not positive, or ``max_model_len``
-            above the positions that the model has; ``max_cached_tokens`` is negative; or the model
-            can't be sampled from.
+            above the positions that the model has; ``max_cached_tokens`` is negative; bitsandbytes
+            has packed weights of 4 bits for this CPU; or the model can't be sampled from.
 
     Example:
         >>> from torchrl_modules.tiny_model import tiny_qwen3
@@ -144,6 +145,7 @@ class TransformersEngine(ChecksAttributes):
         who = "TransformersEngine"
         self.inside = inside = unwrapped(model, who=who)
         """The model itself, without wrappers."""
+        settle_quantized_layers(inside)
         own = num_positions(inside)
         check_counts(who, max_model_len=max_model_len, tokens_per_look=tokens_per_look)
         check_counts(who, 0, max_cached_tokens=max_cached_tokens)

@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from torchrl_data.pretrained import load_pretrained
-from torchrl_modules.weights.quantized_weights import settle_quantized_layers
 
 OF_BOTH: Final = ("revision", "trust_remote_code", "cache_dir", "token", "local_files_only")
 """Arguments that say where files are, for the tokenizer too."""
@@ -97,7 +96,6 @@ def load_causal_lm(
             f"Weights of {path!r} can't be used: {'; '.join(wrong[:_SHOWN_KEYS])}{more}. Is the "
             "checkpoint whole, and the model's class that of its config?"
         )
-    settle_quantized_layers(model)
     return model
 
 

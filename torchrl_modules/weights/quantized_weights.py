@@ -54,12 +54,23 @@ def quantized_layers(model: nn.Module) -> dict[str, Any]:
 def settle_quantized_layers(model: nn.Module) -> None:
     """Let layers of 4 bits compute alike in training and out of it.
 
-    On CPUs with AVX512-BF16 bitsandbytes packs the weights of a layer anew once it is in evaluation
-    mode, rounds their scales to bfloat16 and multiplies in bfloat16: a token would be drawn from
-    other weights than those that score it. And ``state_dict()`` (of 0.50) gives such a layer its
-    scales back in the wrong order, after which it computes something else.
+    On CPUs with AVX512-BF16 bitsandbytes packs the weights of a layer anew once it computes in
+    evaluation mode, rounds their scales to bfloat16 and multiplies in bfloat16: a token would be
+    drawn from other weights than those that score it. And ``state_dict()`` (of 0.50) gives such a
+    layer its scales back in the wrong order, after which it computes something else.
+
+    Args:
+        model: of Transformers, with layers of 4 bits or without.
+
+    Raises:
+        ValueError: its weights are packed already.
     """
-    for layer in quantized_layers(model).values():
+    for name, layer in quantized_layers(model).items():
+        if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
+            raise ValueError(
+                f"{name}: bitsandbytes has packed weights of 4 bits for this CPU, because the "
+                "model computed in evaluation mode. Load it again, and make a policy of it first."
+            )
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
 
