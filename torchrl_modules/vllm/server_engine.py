@@ -42,7 +42,8 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
 
     Weights are updated where ``torchrl_modules.vllm.server`` started it; a ``vllm serve
     --enable-scale-out`` can be drawn from. Any number of threads may call it. The server may be
-    shared for generation; only one client may update its weights.
+    shared for generation; only one client may update its weights. Of a server that was started
+    with ``--enable-lora`` each client has its own adapters, over weights that nobody updates.
 
     Args:
         url: ``unix:///path/of/the/socket`` or ``http://host:port``.

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from contextlib import closing
 from functools import partial
 
 import psutil
@@ -17,6 +18,7 @@ from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.tiny_model import tiny_qwen3
 from torchrl_modules.vllm.bridges import OwnServerEngine
 from torchrl_modules.vllm.server import start_server
+from torchrl_modules.vllm.server_engine import VLLMServerEngine
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused
 
@@ -138,6 +140,21 @@ def test_what_it_cannot_apply_changes_nothing(fleet, model_directory):
             asyncio.run(fleet.update_weights(weights))
     assert fleet.version == version
     assert largest_gap(serving, PROMPTS[0], draw(fleet, PROMPTS[0])) < 1e-4
+
+
+def test_each_of_several_runs_has_its_adapters_in_one_server(fleet, model_directory):
+    serving = adapted(model_directory, 7)
+    asyncio.run(fleet.update_weights(adapter_weights(serving)))
+    with closing(VLLMServerEngine(client_of(fleet)._client.url)) as other:
+        plain = other.generate(PROMPTS, ENDLESS)  # of a run that has pushed nothing yet
+        own = adapted(model_directory, 8)
+        other.update_weights(adapter_weights(own))
+        drawn = other.generate(PROMPTS, ENDLESS)
+        with own.disable_adapter():
+            assert largest_gap(own, PROMPTS[0], plain[0]) < 1e-4
+        assert largest_gap(own, PROMPTS[0], drawn[0]) < 1e-4
+        assert largest_gap(serving, PROMPTS[0], draw(fleet, PROMPTS[0])) < 1e-4
+        assert [tuple(span) for span in drawn[0].versions] == [(1, 0, 40)]
 
 
 @pytest.mark.timeout(600)
