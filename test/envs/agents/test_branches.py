@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchrl_data import ConversationEncoder, Conversations
 from torchrl_data.conversation import Turn
 from torchrl_envs import Episode
-from torchrl_envs.agents.agent_program import Branches
+from torchrl_envs.agents.branches import Branches
 from torchrl_envs.agents.turns import RequestError, TurnRequest, comparable
 
 REFUSED = "not this"
@@ -74,9 +74,9 @@ def test_each_answer_is_in_one_row_and_what_fits_goes_on(chatml_tokenizer, seed,
         request = TurnRequest(messages, tools, None)
         refused = TurnRequest([*messages, {"role": "user", "content": REFUSED}], tools, None)
         with pytest.raises(RequestError):  # as if it had not come
-            branches.go_on(episode, refused) if number else branches.begin(refused)
+            branches.go_on(episode, refused) if number else branches.begin(episode, refused)
         if number == 0:
-            branches.begin(request)
+            branches.begin(episode, request)
             episode.conversation = Conversations.from_messages([messages], [tools])
         else:
             branches.go_on(episode, request)
