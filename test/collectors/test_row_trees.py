@@ -57,7 +57,8 @@ class Played:
 
     @staticmethod
     def key(messages, tools):
-        return str(tools), *((message["role"], message["content"]) for message in messages)
+        told = ((m["role"], m["content"], bool(m.get("tool_calls"))) for m in messages)
+        return str(tools), *told
 
     def check_read(self, ids, messages, tools):
         """What the policy has said is read with the tokens that it was said with."""
