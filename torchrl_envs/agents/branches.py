@@ -41,9 +41,9 @@ class Branches:
     """The conversations of an episode, as its program knows them.
 
     A request whose messages begin as one of them did, with the same tools, goes on with it: only
-    what is new is encoded. Any other one begins a conversation of its own, in a row of its own. If
-    it shares turns of the policy with another row, it begins with the very tokens that were sampled
-    there; they are context here, and are trained in the other row alone.
+    what is new is encoded. Any other one begins a conversation of its own, in a row of its own, and
+    so does one that shares more turns of the policy with another conversation. It begins with the
+    very tokens that were sampled there; they are context here, and trained in the other row alone.
 
     Args:
         encode: gives the policy's prompt, or raises where it can't be one.
@@ -88,9 +88,11 @@ class Branches:
         known = [b for b in self._known if b.tools == request.tools and len(b.told) < len(shown)]
         begun = [b for b in known if b.told == shown[: len(b.told)]]
         found = max(begun, key=lambda b: len(b.told), default=None)
-        if found is None:
-            before, origin = self._branched(episode, request, shown)
+        points = self._points(request, shown)
+        if found is None or max(points, default=0) > len(found.told):
+            origin = self._origin(episode, request, shown)
             found = _Branch(request.tools, [], origin)
+            before = _begun(request, points)
         else:
             at = episode.origins.index(found.origin)
             before = episode.rows[at].append_messages([request.messages[len(found.told) :]])
@@ -113,27 +115,22 @@ class Branches:
         self._known[-1].waits = bool(message.get("tool_calls"))
         self._known[-1].said = str(message.get("content") or "").strip()
 
-    def _branched(
-        self, episode: Episode, request: turns.TurnRequest, shown: list[Any]
-    ) -> tuple[Conversations, RowOrigin]:
-        """A conversation that begins with a request, and where it comes from."""
-        kind, parent = self._kind_and_parent(request, shown)
-        at = episode.origins.index(parent.origin)
-        left_at = None if kind == PARALLEL else episode.rows[at].num_tokens(0)
-        origin = episode.next_origin(kind, parent.origin, left_at, author_of(request))
-        # The turns that it shares with any row of the same tools are context as they were sampled.
-        points = {
+    def _points(self, request: turns.TurnRequest, shown: list[Any]) -> dict[int, Conversations]:
+        """Where conversations stood that a request begins with, by how many messages they had."""
+        return {
             size: point
             for branch in self._known
             if branch.tools == request.tools
             for size, point in branch.points.items()
             if size <= _shared(branch.told, shown)
         }
-        if not points:
-            return Conversations.from_messages([request.messages], [request.tools]), origin
-        size = max(points)
-        context = points[size].as_context().append_messages([request.messages[size:]])
-        return context, origin
+
+    def _origin(self, episode: Episode, request: turns.TurnRequest, shown: list[Any]) -> RowOrigin:
+        """Where a row comes from that begins with a request."""
+        kind, parent = self._kind_and_parent(request, shown)
+        at = episode.origins.index(parent.origin)
+        left_at = None if kind == PARALLEL else episode.rows[at].num_tokens(0)
+        return episode.next_origin(kind, parent.origin, left_at, author_of(request))
 
     def _kind_and_parent(
         self, request: turns.TurnRequest, shown: list[Any]
@@ -169,6 +166,14 @@ class _Branch:
     """Its last turn called tools, and nothing has come after it."""
     said: str = ""
     """The text of its last turn."""
+
+
+def _begun(request: turns.TurnRequest, points: Mapping[int, Conversations]) -> Conversations:
+    """A conversation that begins with a request; what the policy said is there as it said it."""
+    if not points:
+        return Conversations.from_messages([request.messages], [request.tools])
+    size = max(points)
+    return points[size].as_context().append_messages([request.messages[size:]])
 
 
 def _shared(told: Sequence[Any], shown: Sequence[Any]) -> int:

@@ -38,7 +38,10 @@ def requests_of(seed, answers):
 
 
 def reference_rows(requests):
-    """Tools, texts and the answers that are trained of each row: the longest that fits goes on."""
+    """Tools, texts and the answers that are trained of each row: the longest that fits goes on.
+
+    It does not where another row shares more turns.
+    """
     rows = []
     for messages, tools, answer in requests:
         texts = [message["content"] for message in messages]
@@ -48,12 +51,19 @@ def reference_rows(requests):
             if row[0] == tools and row[1] == texts[: len(row[1])] and len(row[1]) < len(texts)
         ]
         row = max(fitting, key=lambda row: len(row[1]), default=None)
-        if row is None:
-            row = (tools, [], [])
+        ends = [
+            end
+            for row in rows
+            for end in row[3]
+            if row[0] == tools and row[1][:end] == texts[:end] and end < len(texts)
+        ]
+        if row is None or len(row[1]) < max(ends, default=0):
+            row = (tools, [], [], [])
             rows.append(row)
         row[1][:] = [*texts, answer]
         row[2].append(answer)
-    return Counter((str(tools), *texts, *trained) for tools, texts, trained in rows)
+        row[3].append(len(row[1]))
+    return Counter((str(tools), *texts, *trained) for tools, texts, trained, _ in rows)
 
 
 @settings(max_examples=60, deadline=None)
