@@ -66,7 +66,7 @@ class RowTree(NamedTuple):
 
     @property
     def children(self) -> list[list[int]]:
-        """Of each row the numbers of those that left it."""
+        """The numbers of the rows that left each row."""
         found: list[list[int]] = [[] for _ in self.rows]
         for number, parent in enumerate(self.parents):
             if parent >= 0:
@@ -74,7 +74,7 @@ class RowTree(NamedTuple):
         return found
 
     def with_descendants(self, values: list[float]) -> list[float]:
-        """Of each row the sum of a value over the row and all rows that come from it.
+        """Sum a value over each row and all rows that come from it.
 
         Args:
             values: one per row.
@@ -129,7 +129,7 @@ def read_dense(tree: RowTree, reward_key: NestedKey, mask_key: NestedKey, credit
 
 
 def _turn_ends(mask: Tensor) -> Tensor:
-    """Of each sampled token the last one of its turn, int64 ``[T]``."""
+    """The last token of the turn of each sampled one, int64 ``[T]``."""
     place = torch.arange(len(mask))
     ends = torch.where(mask, len(mask), place - 1)  # of what is not sampled: the token before it
     after = torch.cat([ends, torch.tensor([len(mask) - 1])])

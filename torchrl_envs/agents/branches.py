@@ -116,7 +116,7 @@ class Branches:
         self._known[-1].said = str(message.get("content") or "").strip()
 
     def _points(self, request: turns.TurnRequest, shown: list[Any]) -> dict[int, Conversations]:
-        """Where conversations stood that a request begins with, by how many messages they had."""
+        """Conversations that a request begins with, by how many messages they had then."""
         return {
             size: point
             for branch in self._known
@@ -126,7 +126,7 @@ class Branches:
         }
 
     def _origin(self, episode: Episode, request: turns.TurnRequest, shown: list[Any]) -> RowOrigin:
-        """Where a row comes from that begins with a request."""
+        """The origin of a row that begins with a request."""
         kind, parent = self._kind_and_parent(request, shown)
         at = episode.origins.index(parent.origin)
         left_at = None if kind == PARALLEL else episode.rows[at].num_tokens(0)
@@ -135,7 +135,7 @@ class Branches:
     def _kind_and_parent(
         self, request: turns.TurnRequest, shown: list[Any]
     ) -> tuple[str, "_Branch"]:
-        """How a conversation begins that goes on with none, and which one it leaves."""
+        """Tell how a conversation begins that goes on with none, and which one it leaves."""
         author, newest = author_of(request), self._known[::-1]
         own = [branch for branch in newest if branch.origin.agent == author]
         others = [b for b in newest if b.waits and b.origin.agent != author]
@@ -177,13 +177,13 @@ def _begun(request: turns.TurnRequest, points: Mapping[int, Conversations]) -> C
 
 
 def _shared(told: Sequence[Any], shown: Sequence[Any]) -> int:
-    """How many messages two conversations begin with alike."""
+    """Count the messages that two conversations begin with alike."""
     pairs = zip(told, shown, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(told), len(shown)))
 
 
 def _is_rewritten(told: Sequence[Any], shown: Sequence[Any], num_shared: int) -> bool:
-    """Whether a conversation is another one without some of it, or with some of it changed."""
+    """Return whether a conversation is another one with some of it left out or changed."""
     if num_shared in (len(told), len(shown)):
         return False  # the same question again, or the whole with other tools
     role = turns.KEPT.index("role")

@@ -35,7 +35,7 @@ class RowOrigin(NamedTuple):
 
 
 def shared_beginning(row: Conversations, parent: Conversations) -> int:
-    """How many tokens a row begins with as its parent does, before the policy samples in it.
+    """Count the tokens that a row begins with as its parent does, before the policy samples in it.
 
     Args:
         row: a conversation.

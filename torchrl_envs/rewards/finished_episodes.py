@@ -54,7 +54,7 @@ def finished_episodes(
 
 
 def _origin(row: TensorDictBase, number: int) -> RowOrigin:
-    """Where a row comes from; one that does not say so is a rewritten history of that before it."""
+    """The origin of a row; one that has none is the rewritten history of that before it."""
     if row.get(keys.PARENT_SEGMENT, None) is None:
         return RowOrigin(number, number - 1, None, COMPACTION) if number else RowOrigin()
     parent, num_tokens = int(row[keys.PARENT_SEGMENT]), int(row[keys.PARENT_TOKENS])
