@@ -16,7 +16,8 @@ from torchrl_envs.audit.model_groups import ModelGroups
 
 EMBEDDED: Final = "embedded"
 """Names the model of 0.1 million parameters that is built here."""
-_TAIL: Final = 400
+_ERROR: Final = "torchrl-agents evaluate:"
+_MOST_SHOWN: Final = 600
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,8 +66,9 @@ def play_with_model(
             env={**os.environ, "PYTHONPATH": _path()},
         )
         if done.returncode:
-            said = (done.stderr or done.stdout).strip()[-_TAIL:]
-            raise ValueError(f"{name}: the model {model} can't play it: {said}")
+            said = (done.stderr or done.stdout).strip()
+            why = said[max(0, said.rfind(_ERROR)) :].removeprefix(_ERROR)[:_MOST_SHOWN].strip()
+            raise ValueError(f"{name}: the model {model} can't play it: {why}")
         result = json.loads(done.stdout.strip().splitlines()[-1])
         record = RunRecord(result["output_dir"])
         groups: dict[str, list[float]] = {}
@@ -111,6 +113,13 @@ def task_words(name: str, settings: Mapping[str, Any]) -> list[str]:
     return [f"task={task}", *(f"task.{key}={_value(value)}" for key, value in own.items())]
 
 
-def _value(value: Any) -> str:
-    """A value as settings are written."""
-    return value if isinstance(value, str) else json.dumps(value).replace('"', "'")
+def _value(value: Any, *, inside: bool = False) -> str:
+    """A value as settings are written; texts inside of others are quoted."""
+    if isinstance(value, Mapping):
+        pairs = (f"{key}: {_value(each, inside=True)}" for key, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_value(each, inside=True) for each in value)}]"
+    if isinstance(value, str):
+        return json.dumps(value) if inside else value
+    return json.dumps(value)

@@ -1,6 +1,7 @@
 """Scripted agents: those that deserve nothing, those that act by chance, and their words."""
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,13 +100,15 @@ def hinted(view: AgentView) -> str | None:
     """Text after words such as ``answer is`` in what was shown, if there is any."""
     shown = f"{view.opening}\n{view.observation}\n{json.dumps(list(view.tools))}"
     found = _HINT.findall(shown)
-    return found[-1].strip().rstrip(".,;)") if found else None
+    texts = [text for each in found if (text := each.strip().rstrip(".,;) \t"))]
+    return texts[-1] if texts else None
 
 
 def hinted_word(view: AgentView) -> str | None:
     """The first word of :func:`hinted`."""
     text = hinted(view)
-    return None if text is None else text.split()[0].rstrip(".,;)")
+    words = [] if text is None else [word.rstrip(".,;)") for word in text.split()]
+    return next(filter(None, words), None)
 
 
 def words_of(view: AgentView) -> list[str]:
@@ -207,9 +210,10 @@ def _typed(kind: str, text: str) -> Any:
     if kind == "string":
         return text
     try:
-        return int(text) if kind == "integer" else float(text) if kind == "number" else None
+        value = int(text) if kind == "integer" else float(text) if kind == "number" else None
     except ValueError:
         return None
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _value(shape: Mapping[str, Any], words: Sequence[str], rng: Random) -> Any:
