@@ -91,6 +91,24 @@ def said(text_of: Callable[[AgentView], str | None], form: str = "{}") -> Say:
     return say
 
 
+def after_calls(text_of: Callable[[AgentView], str | None], form: str = "{}") -> Say:
+    """An agent that calls each tool, and then does what :func:`said` does with what it was told.
+
+    Args:
+        text_of: what it says of what was shown; ``None`` where it has nothing to say.
+        form: of :data:`FORMS`.
+    """
+    say_text = said(text_of, form)
+
+    def say(view: AgentView, rng: Random) -> str | None:
+        asked = [call for tool in view.tools if (call := _call_with(tool, CONSTANTS[-1]))]
+        if view.turn < len(asked):
+            return asked[view.turn]
+        return say_text(view._replace(turn=view.turn - len(asked)), rng)
+
+    return say
+
+
 def echoed(view: AgentView) -> str:
     """The prompt, or what was said last."""
     return view.observation or view.opening
