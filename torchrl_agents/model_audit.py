@@ -82,7 +82,7 @@ def play_with_model(
 
 
 def _path() -> str:
-    """Where modules are found that the user named: here, too."""
+    """The path by which modules of the user are found: this folder, too."""
     return os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
 
 

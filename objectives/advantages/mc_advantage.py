@@ -175,7 +175,7 @@ class ByGroups(ChecksAttributes, Transform):
             self.queue.load_state({"segments": state.get("segments", []), **state["queue"]})
 
     def _return(self, member: TensorDictBase) -> float:
-        """What an episode was given; of dense rewards each row has those of its own tokens."""
+        """The return of an episode; of dense rewards each row has those of its own tokens."""
         rewards = [read_entry(row, self.reward_key, self._get_name()) for row in rows_of(member)]
         is_dense = any(reward.numel() > 1 for reward in rewards)
         reward = torch.cat([each.reshape(-1) for each in rewards]) if is_dense else rewards[-1]

@@ -23,7 +23,7 @@ class ModelGroups(NamedTuple):
 
     @property
     def solve_rates(self) -> list[float]:
-        """Of each prompt the share of its rollouts that are right."""
+        """The share of the rollouts of each prompt that are right."""
         return [sum(r >= self.solved_at for r in group) / len(group) for group in self.rewards]
 
     @property
@@ -33,7 +33,7 @@ class ModelGroups(NamedTuple):
 
     @property
     def spread(self) -> list[tuple[str, int]]:
-        """How many prompts have a solve rate of 0, of each quarter between, and of 1."""
+        """Counts of the prompts with a solve rate of 0, of each quarter between, and of 1."""
         rates = self.solve_rates
         inside = [rate for rate in rates if 0 < rate < 1]
         counts = [0] * _BINS
@@ -44,7 +44,7 @@ class ModelGroups(NamedTuple):
         return [("0", rates.count(0)), *between, ("1", rates.count(1))]
 
     def lines(self) -> Iterator[str]:
-        """What is printed."""
+        """Lines to print."""
         rates = self.solve_rates
         if not rates:
             yield f"{self.task}: by {self.model}: no rollout could be scored"

@@ -1,4 +1,4 @@
-"""Where a row of an episode comes from: the rows of an episode are a tree.
+"""Origins of the rows of an episode, which are a tree.
 
 Shape legend: T tokens of a row.
 """
