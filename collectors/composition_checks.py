@@ -9,12 +9,20 @@ from torchrl.data import ReplayBuffer, TensorStorage
 from torchrl.envs.transforms import Compose
 
 from objectives import DecoupledSources
-from objectives.advantages.estimators import GroupMean, LeaveOneOut, MaxRL, PassAtK
+from objectives.advantages.estimators import (
+    GroupMean,
+    LeaveOneOut,
+    MaxRL,
+    PassAtK,
+    TurnCredit,
+)
 from objectives.advantages.mc_advantage import MCAdvantage
 from objectives.advantages.top_k_reward_selector import TopKRewardSelector
+from objectives.advantages.tree_credit import AgentCredit, BranchCredit, FunctionCredit
 from torchrl_data import page
 from torchrl_data.keys import REWARD
 from torchrl_data.templates.rendering_identity import check_same_rendering
+from torchrl_envs.agents.agent_program import AgentProgram
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries.rewards import RewardSource
 from torchrl_envs.episode.episode_env import EpisodeEnv
@@ -23,7 +31,10 @@ from torchrl_envs.episode.episode_transform import EpisodeTransform, overrides
 from torchrl_envs.rewards.metrics import names_that_solve
 from torchrl_modules.policies.base import LLMWrapperBase
 
-_COMPARE: Final = (GroupMean, LeaveOneOut, MaxRL, DecoupledSources, PassAtK)
+_COMPARE: Final = (
+    *(GroupMean, LeaveOneOut, MaxRL, DecoupledSources, PassAtK),
+    *(AgentCredit, BranchCredit, TurnCredit),
+)
 """Estimators that give a rollout an advantage over others of its group."""
 
 
@@ -64,6 +75,7 @@ def check_composition(
         check_groups([loader.group_size for loader in loaders], buffer, who=who)
         check_storage(buffer, env.batch_size.numel(), who=who)
         check_rewards(env, buffer, who=who)
+        check_credit(env, buffer, who=who)
     return loaders
 
 
@@ -169,7 +181,10 @@ def check_groups(sizes: Sequence[int], buffer: ReplayBuffer | None, *, who: str)
                     "parts in a Compose the last one gets the rows first."
                 )
             coming = getattr(part, "topk_size", coming)
-            if coming == 1 and isinstance(getattr(part, "estimator", None), _COMPARE):
+            estimator = getattr(part, "estimator", None)
+            if isinstance(estimator, FunctionCredit):
+                estimator = estimator.estimator
+            if coming == 1 and isinstance(estimator, _COMPARE):
                 raise ValueError(
                     f"{who}: MCAdvantage compares the rollouts of a group with each other, and "
                     "each group has one, whose advantage is always 0: nothing would be learnt. "
@@ -225,6 +240,28 @@ def check_rewards(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> 
             "which would get rows without a reward: what comes in passes the last transform first. "
             "Put MCAdvantage first in the Compose."
         )
+
+
+def check_credit(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> None:
+    """Check that there is what advantages are told apart by within an episode.
+
+    Raises:
+        ValueError: no source gives rewards by turn or token, or no program has agents.
+    """
+    for part in advantages_of(buffer):
+        credit = getattr(part, "credit", None)
+        given = [*env.episode_transforms(), *_transforms(buffer)]
+        if credit in ("branch", "turn") and not any(getattr(p, "by_token", False) for p in given):
+            raise ValueError(
+                f"{who}: credit={credit!r} needs rewards by turn or token, and each source gives "
+                "one for the whole episode. Give RewardFunctions([...], level='turn'), or take "
+                "credit='episode'."
+            )
+        if credit == "agent" and not any(isinstance(p, AgentProgram) for p in given):
+            raise ValueError(
+                f"{who}: credit='agent' compares each agent of a program with itself, and the "
+                "environment has no AgentProgram. Take credit='episode'."
+            )
 
 
 def advantages_of(buffer: ReplayBuffer | None) -> list[MCAdvantage]:

@@ -24,6 +24,7 @@ from objectives.batching.non_finite_gate import StepOutcome
 from torchrl_data.batched_object import read_objects
 from torchrl_data.keys import (
     ASSISTANT_MASK,
+    EPISODE_ID,
     GROUP_ID,
     LOG_PROBS_FULL,
     NUM_TOOL_CALLS,
@@ -33,6 +34,7 @@ from torchrl_data.keys import (
     REWARDS,
     ROUTED_EXPERTS,
     ROW,
+    ROW_KIND,
     SAMPLING_MASK,
     SEGMENT,
     STOP_REASON,
@@ -42,6 +44,7 @@ from torchrl_data.ragged.packed import read_experts, read_sampling_masks
 from torchrl_data.routed_experts import unknown_expert
 from torchrl_data.stop_reason import kind_of
 from torchrl_envs.entries.rewards import solving_rewards
+from torchrl_envs.episode.row_origin import ROW_KINDS
 from torchrl_envs.rewards.metrics import reward_metrics
 from torchrl_envs.rewards.scoring_call import LOGGED_METRICS
 
@@ -80,6 +83,8 @@ def rollout_metrics(
         ``groups/without_signal_fraction`` for its ``reward/zero_std_fraction``; of the groups
         ``groups/solve_none_fraction`` and ``groups/solve_all_fraction`` (of the scored rows), NaN
         where rollouts have several rewards, and ``solved_by`` names none of them;
+        ``rows_per_episode``, and of the rows the fractions that are branches of their episode,
+        ``rows/parallel_fraction``, ``rows/sub_agent_fraction`` and ``rows/compaction_fraction``;
         ``turns``, ``sampled_tokens`` and ``sampled_tokens/max`` of a rollout, ``tool_calls`` and
         ``tool_errors`` where there are tools; ``truncated_fraction`` and ``stop/<reason>``, the
         fraction of the rollouts that ended so; ``entropy``, the mean of minus the log-prob of the
@@ -149,6 +154,16 @@ def _expert_metrics(rows: Sequence[TensorDictBase]) -> dict[str, float]:
     }
 
 
+def _tree_metrics(rows: Sequence[TensorDictBase]) -> dict[str, float]:
+    """Metrics of the trees of rows; none of rows of no collector's."""
+    if rows[0].get(ROW_KIND, None) is None:
+        return {}
+    kinds = Counter(read_objects(row, ROW_KIND)[0] for row in rows)
+    num_episodes = len({int(row.get(EPISODE_ID)) for row in rows})
+    shares = {f"rows/{kind}_fraction": kinds[kind] / len(rows) for kind in ROW_KINDS[1:]}
+    return {"rows_per_episode": len(rows) / num_episodes, **shares}
+
+
 def _metrics_of(
     trajectories: TensorDictBase,
     rows: Sequence[TensorDictBase],
@@ -169,6 +184,7 @@ def _metrics_of(
     metrics["groups/solve_none_fraction"] = _mean([float(not any(g)) for g in solved])
     metrics["groups/solve_all_fraction"] = _mean([float(all(g)) for g in solved])
     counts = [int(row.get(ASSISTANT_MASK).sum()) for row in rows]
+    metrics |= _tree_metrics(rows)
     metrics["turns"] = _mean([float(row.get("num_turns")) for row in rows])
     metrics["sampled_tokens"] = _mean(counts)
     metrics["sampled_tokens/max"] = float(max(counts))

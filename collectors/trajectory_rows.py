@@ -12,6 +12,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torchrl_data.batched_object import read_objects
 from torchrl_data.conversation_io import row_tensordicts, write_conversations
 from torchrl_data.keys import (
+    AGENT,
     DONE,
     EPISODE_ID,
     FINISH_REASON,
@@ -20,10 +21,13 @@ from torchrl_data.keys import (
     NUM_SEGMENTS,
     NUM_TOOL_CALLS,
     NUM_TOOL_ERRORS,
+    PARENT_SEGMENT,
+    PARENT_TOKENS,
     POLICY_VERSION,
     REWARD,
     REWARDS,
     ROW,
+    ROW_KIND,
     SCORABLE,
     SEGMENT,
     STOP_CODE,
@@ -124,7 +128,7 @@ def _object(value: Any) -> NonTensorData:
 
 def _rows_of(episode: Episode, shared: dict[str, Any], last: dict) -> list[TensorDict]:
     """The rows of one episode; ``last`` are the entries by token of the last of them."""
-    out, start = [], 0
+    out, start, places = [], 0, episode.row_places()
     for number, part in enumerate(episode.rows):
         end, own = start + part.num_tokens(0), last
         if number < len(episode.segments):
@@ -135,7 +139,16 @@ def _rows_of(episode: Episode, shared: dict[str, Any], last: dict) -> list[Tenso
         (row,) = row_tensordicts(part)
         write_conversations(row, FULL, part)
         # All of them have the shape of a row, so that each need not be looked at once more.
-        entries = {**dict(row.items()), **shared, SEGMENT: torch.tensor(number)}
+        origin, (parent, parent_tokens) = episode.origins[number], places[number]
+        entries = {
+            **dict(row.items()),
+            **shared,
+            SEGMENT: torch.tensor(number),
+            PARENT_SEGMENT: torch.tensor(parent),
+            PARENT_TOKENS: torch.tensor(parent_tokens),
+            ROW_KIND: _object(origin.kind),
+            AGENT: _object(origin.agent),
+        }
         row = TensorDict._new_unsafe(entries, batch_size=_NO_BATCH)
         for key, value in own.items():
             row.set(key, value)

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from .advantages.mc_advantage import MCAdvantage as MCAdvantage
     from .advantages.ray_mc_advantage import RayMCAdvantage as RayMCAdvantage
     from .advantages.role_baseline import RoleBaseline as RoleBaseline
+    from .advantages.row_tree import RowTree as RowTree
     from .advantages.top_k_reward_selector import TopKRewardSelector as TopKRewardSelector
+    from .advantages.tree_credit import AgentCredit as AgentCredit
+    from .advantages.tree_credit import BranchCredit as BranchCredit
+    from .advantages.tree_credit import FunctionCredit as FunctionCredit
     from .batching.non_finite_gate import NonFiniteGate as NonFiniteGate
     from .batching.non_finite_gate import NonFiniteStepError as NonFiniteStepError
     from .batching.non_finite_gate import StepOutcome as StepOutcome

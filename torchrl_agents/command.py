@@ -42,7 +42,7 @@ file in its ``config/experiment/``, and one line for the help."""
 
 COMMANDS: Final = {
     "audit": (
-        "torchrl_envs.audit.command:main",
+        "torchrl_agents.model_audit:main",
         "let agents that deserve nothing do a task, and say what is wrong with it",
     ),
     "completion": (

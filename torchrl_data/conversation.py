@@ -541,6 +541,22 @@ class Conversations:
 
     # How it grows -------------------------------------------------------------------------------
 
+    def as_context(self) -> Self:
+        """A snapshot of the same tokens, of which the policy sampled none.
+
+        For a row that begins as another one does: what was sampled there is read here, and trained
+        there alone. The stream of random numbers is to be named anew.
+        """
+        records = []
+        for record, at in zip(self._records, self._positions, strict=True):
+            own = ConversationRecord(record.tools)
+            content = bytes([Source.CONTENT])
+            sources = record.sources[: at.num_tokens].replace(bytes([Source.MODEL]), content)
+            own.extend_tokens(record.ids[: at.num_tokens], sources)
+            own.messages = record.messages[: at.num_messages]
+            records.append(own)
+        return type(self)(records, self._positions)
+
     def append_messages(self, rows: Sequence[Sequence[Message]]) -> Self:
         """A snapshot with messages added to each row; they are encoded when someone asks.
 

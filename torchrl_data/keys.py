@@ -118,3 +118,15 @@ SEGMENT: Final = "segment"
 rewritten (a summary, dropped reasoning). Written by the collector."""
 NUM_SEGMENTS: Final = "num_segments"
 """int64 ``[B]``: how many rows its episode has. Written by the collector."""
+PARENT_SEGMENT: Final = "parent_segment"
+"""int64 ``[B]``: the ``segment`` of the row that it left; -1 for the row that opens its episode.
+Written by the collector."""
+PARENT_TOKENS: Final = "parent_tokens"
+"""int64 ``[B]``: how many tokens of that row come before it; what a parallel row begins with alike.
+0 without a parent. Written by the collector."""
+ROW_KIND: Final = "row_kind"
+"""How a row began, a string per row: main, parallel, sub_agent or compaction. Written by the
+collector."""
+AGENT: Final = "agent"
+"""The author of a row, a string per row, see :class:`~torchrl_envs.AgentProgram`; empty where the
+policy has no program. Written by the collector."""

@@ -93,6 +93,56 @@ def write_atif(sample: RolloutSample, *, agent: str, version: str = "unknown") -
     return json.loads(json_line(trajectory, vars))
 
 
+def write_atif_episode(
+    samples: Sequence[RolloutSample], *, agent: str, version: str = "unknown"
+) -> dict[str, Any]:
+    """All rows of a recorded episode as one trajectory, with the rows that left others inside.
+
+    Args:
+        samples: the rows of one episode.
+        agent: a name for what ran, such as the run's; rows whose author is known have that one.
+        version: of it.
+
+    Returns:
+        The trajectory of the row that opened the episode. Rows that left a row are its
+        ``subagent_trajectories``; the call of a sub-agent refers to it. :func:`read_episode` gives
+        the samples again.
+    """
+    rows = {
+        sample.segment: write_atif(sample, agent=sample.agent or agent, version=version)
+        for sample in samples
+    }
+    root = next((s for s in samples if s.parent_segment not in rows), samples[0])
+    rows[root.segment]["agent"]["name"] = agent
+    for sample in samples:
+        if sample is root:
+            continue
+        own, parent = rows[sample.segment], rows.get(sample.parent_segment, rows[root.segment])
+        parent.setdefault("subagent_trajectories", []).append(own)
+        if sample.row_kind == "sub_agent":
+            _refer(parent, own["trajectory_id"], sample.parent_tokens)
+    return rows[root.segment]
+
+
+def _refer(parent: dict[str, Any], trajectory_id: str, num_tokens: int) -> None:
+    """Let the results of the last call before a token name the trajectory of a sub-agent."""
+    before = [
+        step
+        for step in parent["steps"]
+        if step.get("tool_calls") and _num_tokens_until(step) <= num_tokens
+    ]
+    results = before[-1].get("observation", {}).get("results") if before else None
+    if results:
+        references = results[0].setdefault("subagent_trajectory_ref", [])
+        references.append({"trajectory_id": trajectory_id})
+
+
+def _num_tokens_until(step: Mapping[str, Any]) -> int:
+    """Tokens that a turn read and sampled; 0 where they are not known."""
+    metrics = step.get("metrics", {})
+    return metrics.get("prompt_tokens", 0) + metrics.get("completion_tokens", 0)
+
+
 def _steps(sample: RolloutSample) -> list[dict[str, Any]]:
     turns = dict(_turns(sample))
     steps: list[dict[str, Any]] = []
@@ -122,6 +172,8 @@ def _steps(sample: RolloutSample) -> list[dict[str, Any]]:
                 step["reasoning_content"] = message["reasoning_content"]
             if number in turns:
                 step |= {"metrics": _metrics(sample, *turns[number]), "llm_call_count": 1}
+            elif sample.parent_segment >= 0:  # another row's turn
+                step["is_copied_context"] = True
         steps.append(step)
     return steps
 
@@ -189,6 +241,20 @@ def read_rollout(trajectory: Mapping[str, Any]) -> RolloutSample:
     ids = own["token_ids"] if "token_ids" in own else [*ids, *own["tail_token_ids"]]
     tokens = {**own["tokens"], "ids": ids}
     return RolloutSample.from_json({**own["sample"], "messages": messages, "tokens": tokens})
+
+
+def read_episode(trajectory: Mapping[str, Any]) -> list[RolloutSample]:
+    """The rows that :func:`write_atif_episode` wrote, in the order of ``segment``.
+
+    Args:
+        trajectory: parsed JSON.
+
+    Raises:
+        TrajectoryError: another program wrote it; :func:`rows_of_atif` reads it as rows.
+    """
+    inside = trajectory.get("subagent_trajectories") or ()
+    rows = [read_rollout(trajectory), *(row for each in inside for row in read_episode(each))]
+    return sorted(rows, key=lambda row: row.segment)
 
 
 # A trajectory of anybody, as rows.

@@ -9,7 +9,15 @@ from typing import Any
 
 from collectors.record.run_record import RunRecord
 
-from .atif import TokenRow, TrajectoryError, Turn, rows_of_atif, rows_of_turns, write_atif
+from .atif import (
+    TokenRow,
+    TrajectoryError,
+    Turn,
+    rows_of_atif,
+    rows_of_turns,
+    write_atif_episode,
+)
+from .samples import RolloutSample
 
 USAGE = """\
 torchrl-agents convert RUN FOLDER      a run's recorded rollouts as ATIF, a file each
@@ -55,10 +63,14 @@ def _write_record(record: RunRecord, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     number = 0
     for step in record.steps:
+        episodes: dict[tuple[str, int], list[RolloutSample]] = {}
         for sample in record.samples(step.step):
+            episodes.setdefault((sample.group_id, sample.index), []).append(sample)
+        for rows in episodes.values():
             number += 1
             path = folder / f"step-{step.step:06}-{number:06}.json"
-            path.write_text(json.dumps(write_atif(sample, agent=record.name)), encoding="utf-8")
+            written = write_atif_episode(rows, agent=record.name)
+            path.write_text(json.dumps(written), encoding="utf-8")
     print(f"{number} rollouts of {len(record.steps)} steps as ATIF in {folder}")
     for each in record.damage:
         print(f"not read: {each}", file=sys.stderr)

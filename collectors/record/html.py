@@ -173,6 +173,7 @@ def _sample(sample: RolloutSample) -> dict[str, Any]:
         "reward_errors": visible(sample.reward_errors),
         "end": visible(end_text(sample.stop_reason, sample.stop_limit)),
         "policy_version": sample.policy_version,
+        "place": visible(sample.place),
         "prompt_tokens": sample.prompt_tokens,
         "tool_calls": [[visible(tool), *rest] for tool, *rest in sample.tool_calls],
         "messages": [

@@ -97,6 +97,14 @@ class RolloutSample(_Recorded):
     """In its group, from 0."""
     segment: int = 0
     num_segments: int = 1
+    parent_segment: int = -1
+    """Which row of the episode it left; -1 for the one that opens it."""
+    parent_tokens: int = 0
+    """How many tokens of that row come before it."""
+    row_kind: str = "main"
+    """How it began: main, parallel, sub_agent or compaction."""
+    agent: str = ""
+    """Its author; empty where the policy has no program."""
     reward: float | None
     """Of the episode; ``None`` where it could not be scored."""
     rewards: dict[str, float | None]
@@ -128,6 +136,16 @@ class RolloutSample(_Recorded):
     logged: dict[str, Any] = field(default_factory=dict)
     """What reward functions logged of it."""
     tokens: SampleTokens
+
+    @property
+    def place(self) -> str:
+        """The place of the row in the tree of its episode; empty where that is one row."""
+        if self.num_segments == 1:
+            return ""
+        text = f"row {self.segment}: {self.row_kind.replace('_', '-')}"
+        if self.parent_segment >= 0:
+            text += f" of row {self.parent_segment} at token {self.parent_tokens}"
+        return f"{text} by {self.agent}" if self.agent else text
 
 
 @dataclass(kw_only=True)

@@ -158,7 +158,7 @@ def group_table(
             continue
         keys.append(place)
         cells = (
-            str(sample.index),
+            visible(f"{sample.index} {sample.place}".strip()),
             number_text(sample.reward),
             number_text(sample.advantage),
             str(sample.num_turns),
@@ -184,9 +184,10 @@ def group_columns(samples: Sequence[RolloutSample], colour: str) -> RenderableTy
     panels = []
     for sample in samples:
         said = _tokens(sample, colour, scale, sample.prompt_tokens)
-        title = f"sample {sample.index}: {number_text(sample.reward)}"
+        name = f"{sample.index} {sample.place}".strip()
+        title = visible(f"sample {name}: {number_text(sample.reward)}")
         panels.append(
-            Panel(said, title=title, subtitle=Text(visible(sample.stop_reason)), width=46)
+            Panel(said, title=Text(title), subtitle=Text(visible(sample.stop_reason)), width=46)
         )
     return Group(Panel(prompt, title="prompt"), Columns(panels), legend(colour, scale))
 
@@ -205,6 +206,7 @@ def sample_view(sample: RolloutSample, colour: str) -> RenderableType:
         ("turns", sample.num_turns),
         ("tokens", f"{sample.sampled_tokens} sampled of {sample.total_tokens}"),
         ("version", sample.policy_version),
+        *([("place", sample.place)] if sample.place else []),
     ]
     for call in sample.tool_calls:
         took = "not run" if call.seconds is None else f"{1e3 * call.seconds:.3g} ms"

@@ -22,6 +22,9 @@ from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import check_counts, check_numbers, one_of
 from torchrl_data.missing_entry import MissingEntryError
 
+from .group_queue import num_rows
+from .row_tree import RowTree, read_dense
+
 WHO: Final = "MCAdvantage"
 TrajectoryReturn = Literal["sum", "mean", "max"]
 TRAJECTORY_RETURNS: Final[tuple[TrajectoryReturn, ...]] = ("sum", "mean", "max")
@@ -62,6 +65,19 @@ class AdvantageEstimator(ChecksAttributes):
         wide = torch.tensor(returns, dtype=torch.float64)
         estimate = self._estimate(wide, _group_index(groups), groups)
         return estimate.float().view(-1, 1, 1).unbind(0)
+
+    def by_row(self, groups: Sequence[RewardedGroup]) -> Sequence[Sequence[Tensor]]:
+        """The advantages of the rows of each episode of all groups, in order.
+
+        Args:
+            groups: all that are released at once.
+
+        Returns:
+            For each episode one per row of it, as :meth:`advantages` gives them.
+        """
+        members = [row for group in groups for row in group.rows]
+        pairs = zip(members, self.advantages(groups), strict=True)
+        return [[advantage] * num_rows(member) for member, advantage in pairs]
 
     def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
         raise NotImplementedError
@@ -255,37 +271,43 @@ class PassAtK(AdvantageEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnCredit(AdvantageEstimator):
-    """Process supervision from dense rewards, see :func:`~objectives.functional.turn_advantage`."""
+    """Process supervision from dense rewards, see :func:`~objectives.functional.turn_advantage`.
+
+    In a tree of rows, the turns of a row that left another one after a turn are later turns, too.
+    """
 
     reward_key: NestedKey = keys.REWARD
     assistant_mask_key: NestedKey = keys.ASSISTANT_MASK
 
-    def advantages(self, groups: Sequence[RewardedGroup]) -> Sequence[Tensor]:
+    def by_row(self, groups: Sequence[RewardedGroup]) -> Sequence[Sequence[Tensor]]:
         """See the base class; ``[T, 1]`` each."""
-        rows = [row for group in groups for row in group.rows]
-        masks = [read_entry(row, self.assistant_mask_key, WHO).view(-1) for row in rows]
-        rewards = [read_entry(row, self.reward_key, WHO).view(-1) for row in rows]
-        for mask, reward in zip(masks, rewards, strict=True):
-            if len(mask) != len(reward):
-                raise ValueError(
-                    f"credit 'turn' needs a reward for each token: found {len(reward)} rewards "
-                    f"at {self.reward_key!r} for {len(mask)} tokens."
-                )
+        trees = [RowTree.of(row, WHO) for group in groups for row in group.rows]
+        dense = [read_dense(t, self.reward_key, self.assistant_mask_key, "turn") for t in trees]
+        sizes = torch.tensor([len(tree.rows) for tree in trees])
+        rewards = [reward for own, _ in dense for reward in own]
+        masks = [mask.bool() for _, own in dense for mask in own]
         lengths = torch.tensor([len(mask) for mask in masks])
-        advantage = F.turn_advantage(
+        valid = torch.tensor([valid for group in groups for valid in group.valid])
+        to_go = F.turn_advantage(
             torch.cat(rewards).double(),
-            torch.cat(masks).bool(),
+            torch.cat(masks),
             lengths,
-            _group_index(groups),
-            torch.tensor([valid for group in groups for valid in group.valid]),
-        )
-        return [part.unsqueeze(-1) for part in advantage.float().split(lengths.tolist())]
+            _group_index(groups).repeat_interleave(sizes),
+            valid.repeat_interleave(sizes),
+        ).split(lengths.tolist())
+        found, start = [], 0
+        for tree in trees:
+            end = start + len(tree.rows)
+            later = tree.later(list(to_go[start:end]), masks[start:end])
+            found.append([values.float().unsqueeze(-1) for values in later])
+            start = end
+        return found
 
     def is_flat(self, group: RewardedGroup) -> bool:
         """See the base class; here, every turn of every row had the same reward."""
         if sum(group.valid) < 2:
             return True
-        return not any(bool(part.any()) for part in self.advantages([group]))
+        return not any(bool(part.any()) for own in self.by_row([group]) for part in own)
 
 
 def _group_index(groups: Sequence[RewardedGroup]) -> Tensor:

@@ -27,6 +27,7 @@ from .estimators import (
     read_entry,
 )
 from .group_queue import rows_of
+from .tree_credit import TREE_CREDITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,8 @@ class LengthPenalty(AdvantageEstimator):
     def __post_init__(self) -> None:
         check_numbers("LengthPenalty", POSITIVE, coeff=self.coeff)
         check_numbers("LengthPenalty", success_threshold=self.success_threshold)
-        if isinstance(self.estimator, DecoupledSources | PassAtK | TurnCredit | LengthPenalty):
+        others = (DecoupledSources, PassAtK, TurnCredit, LengthPenalty, *TREE_CREDITS)
+        if isinstance(self.estimator, others):
             raise TypeError(
                 "LengthPenalty changes the return of a row, by which "
                 f"{type(self.estimator).__name__} does not go: use another estimator."

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from itertools import compress
 from typing import Any, Final, Literal
 
+import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack
 from torchrl.envs.transforms import Transform
 
@@ -37,16 +38,23 @@ from .estimators import (
 )
 from .group_queue import GroupQueue, GroupStats, Waiting, member_of, num_rows, row_place, rows_of
 from .group_refill import MAX_DRAWS, GroupRefill
+from .tree_credit import (
+    TREE_CREDITS,
+    AgentCredit,
+    BranchCredit,
+    CreditFunction,
+    FunctionCredit,
+)
 
 Estimator = Literal["group", "rloo", "gdpo", "maxrl", "batch_mean", "running_mean"]
-Credit = Literal["trajectory", "turn"]
+Credit = Literal["episode", "branch", "turn", "agent"]
 NoSignal = Literal["keep", "drop", "refill"]
 OnExpiry = Literal["drop", "release"]
 ESTIMATORS: Final[tuple[Estimator, ...]] = (
     *("group", "rloo", "gdpo", "maxrl"),
     *("batch_mean", "running_mean"),
 )
-CREDITS: Final[tuple[Credit, ...]] = ("trajectory", "turn")
+CREDITS: Final[tuple[Credit, ...]] = ("episode", "branch", "turn", "agent")
 NO_SIGNAL: Final[tuple[NoSignal, ...]] = ("keep", "drop", "refill")
 ON_EXPIRY: Final[tuple[OnExpiry, ...]] = ("drop", "release")
 
@@ -166,9 +174,13 @@ class ByGroups(ChecksAttributes, Transform):
             # Incomplete episodes were beside the queue once, and are in runs that were saved then.
             self.queue.load_state({"segments": state.get("segments", []), **state["queue"]})
 
-    def _return(self, row: TensorDictBase) -> float:
-        reward = read_entry(row, self.reward_key, self._get_name())
-        return trajectory_return(reward, row.get(self.scorable_key, None), self.trajectory_return)
+    def _return(self, member: TensorDictBase) -> float:
+        """The return of an episode; of dense rewards each row has those of its own tokens."""
+        rewards = [read_entry(row, self.reward_key, self._get_name()) for row in rows_of(member)]
+        is_dense = any(reward.numel() > 1 for reward in rewards)
+        reward = torch.cat([each.reshape(-1) for each in rewards]) if is_dense else rewards[-1]
+        scorable = member.get(self.scorable_key, None)
+        return trajectory_return(reward, scorable, self.trajectory_return)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_lock": None}
@@ -211,8 +223,12 @@ class MCAdvantage(ByGroups):
         scale: the standard deviation of ``"group"``: that of the ``"group"``; of the ``"batch"``,
             all rows released at once; or ``"none"`` (Dr. GRPO). Of ``"batch_mean"``, the same, and
             what is not given is the batch's.
-        credit: ``"trajectory"``, one advantage per row; ``"turn"``, one per turn, from dense
-            rewards (process supervision).
+        credit: what is paid for a reward, over the tree of an episode's rows. ``"episode"``: all
+            rows have the advantage of the episode. ``"agent"``: each agent of a program is compared
+            with itself, see :class:`AgentCredit`. From dense rewards, ``"branch"``: each row by
+            what was rewarded in it and in the rows that come from it, see :class:`BranchCredit`;
+            and ``"turn"``: one advantage per turn (process supervision), see :class:`TurnCredit`.
+            Or a function of the tree and the episode's advantage, see :class:`FunctionCredit`.
         trajectory_return: how a dense reward becomes one number: ``"sum"``, ``"mean"``,
             ``"max"``.
         zero_variance: what becomes of a group without a signal (all rewards equal, or fewer than
@@ -261,7 +277,7 @@ class MCAdvantage(ByGroups):
         assistant_mask_key: NestedKey = keys.ASSISTANT_MASK,
         estimator: Estimator | str | AdvantageEstimator = "group",
         scale: F.Scale | str = "group",
-        credit: Credit | str = "trajectory",
+        credit: Credit | str | CreditFunction = "episode",
         trajectory_return: TrajectoryReturn | str = "sum",
         zero_variance: NoSignal | GroupRefill | str = "keep",
         unscorable: NoSignal | str = "keep",
@@ -282,7 +298,7 @@ class MCAdvantage(ByGroups):
         )
         self.advantage_key = advantage_key
         self.assistant_mask_key = assistant_mask_key
-        self.credit = one_of("credit", credit, CREDITS)
+        self.credit = credit if callable(credit) else one_of("credit", credit, CREDITS)
         self._refills: Counter[Hashable] = Counter()
         self.estimator: AdvantageEstimator = self._build_estimator(estimator, scale)
         self.zero_variance: NoSignal | GroupRefill = self._checked_change(
@@ -332,8 +348,26 @@ class MCAdvantage(ByGroups):
         if self.credit == "turn":
             if (estimator, scale) != ("group", "group"):
                 raise ValueError("credit 'turn' goes with estimator 'group' and scale 'group'.")
-            mask = self.assistant_mask_key
-            return TurnCredit(reward_key=self.reward_key, assistant_mask_key=mask)
+            return TurnCredit(**self._read)
+        if self.credit != "episode":
+            return self._tree_credit(estimator, scale)
+        return self._of_episodes(estimator, scale)
+
+    @property
+    def _read(self) -> dict[str, Any]:
+        return {"reward_key": self.reward_key, "assistant_mask_key": self.assistant_mask_key}
+
+    def _tree_credit(self, estimator: str | AdvantageEstimator, scale: str) -> AdvantageEstimator:
+        """Credit over the tree of rows, by what makes advantages of returns."""
+        if isinstance(estimator, TREE_CREDITS):
+            raise ValueError(f"credit={self.credit!s:.60} is given twice: {estimator!s:.80}.")
+        inner = self._of_episodes(estimator, scale)
+        if callable(self.credit):
+            return FunctionCredit(function=self.credit, estimator=inner)
+        kind = {"agent": AgentCredit, "branch": BranchCredit}[self.credit]
+        return kind(estimator=inner, **self._read)
+
+    def _of_episodes(self, estimator: str | AdvantageEstimator, scale: str) -> AdvantageEstimator:
         if estimator == "batch_mean":
             return BatchMean(scale="batch" if scale == "group" else scale)
         if scale != "group" and estimator != "group":
@@ -420,11 +454,6 @@ class MCAdvantage(ByGroups):
         complete: list[RewardedGroup] = []
         for row in rows:
             group_id = int(read_entry(row, self.group_key, "MCAdvantage"))
-            if self.credit == "turn" and row_place(row)[1] > 1:
-                raise ValueError(
-                    "MCAdvantage: credit='turn' needs the turns of an episode in one row, and an "
-                    "episode whose past was rewritten has several. Use credit='trajectory'."
-                )
             if self.unscorable == "refill" and math.isnan(self._return(row)):
                 self.stats.rows_in += 1
                 self.stats.rows_dropped_unscorable += 1
@@ -451,11 +480,11 @@ class MCAdvantage(ByGroups):
             if not groups:
                 return []
             complete = [row for group in groups for row in group.rows]
-            advantages = self.estimator.advantages(groups)
+            advantages = self.estimator.by_row(groups)
             keep = [kept for group in groups for kept in self._kept(group)]
             released = []
-            for row, advantage, kept in zip(complete, advantages, keep, strict=True):
-                for part in rows_of(row) if kept else ():
+            for row, own, kept in zip(complete, advantages, keep, strict=True):
+                for part, advantage in zip(rows_of(row), own, strict=True) if kept else ():
                     part.set(self.advantage_key, advantage)
                     released.append(part)
             return released

@@ -68,6 +68,10 @@ class LossConfig:
     advantage_scale: str | None = None
     """What the group's advantage is divided by: group, batch or none; of batch_mean: batch or
     none."""
+    credit: str = "episode"
+    """What is paid for a reward in an episode of several rows: episode (all of it), agent (each
+    agent of a program is compared with itself), branch or turn (from rewards by turn); or mine:f, a
+    function of the tree of rows and the episode's advantage."""
     length_penalty: float = 0.0
     """What the longest output of a group costs; the others pay by their share of its length."""
     observation_coeff: float = 0.0
@@ -257,16 +261,19 @@ def build_advantage(
             f"length_penalty compares the outputs of a group, which {cfg.advantage} does not look "
             "at. Leave it out."
         )
-    advantages = objectives.MCAdvantage(
-        group_size,
-        estimator=cfg.advantage,
-        scale=cfg.advantage_scale or "group",
-        zero_variance=flat,
-    )
+    credit: Any = import_callable("credit", cfg.credit) if ":" in cfg.credit else cfg.credit
+    if group_size == 1 and credit in ("agent", "branch", "turn"):
+        raise ValueError(
+            f"credit={credit} compares the rollouts of a group, which has one: "
+            "collector.group_size=1. Raise it, or take credit=episode."
+        )
+    scale = cfg.advantage_scale or "group"
+    options: dict[str, Any] = {"estimator": cfg.advantage, "scale": scale}
     if cfg.length_penalty:
-        priced = objectives.LengthPenalty(coeff=cfg.length_penalty, estimator=advantages.estimator)
-        return objectives.MCAdvantage(group_size, estimator=priced, zero_variance=flat)
-    return advantages
+        plain = objectives.MCAdvantage(group_size, **options).estimator
+        priced = objectives.LengthPenalty(coeff=cfg.length_penalty, estimator=plain)
+        options = {"estimator": priced}
+    return objectives.MCAdvantage(group_size, **options, credit=credit, zero_variance=flat)
 
 
 def build_pools(

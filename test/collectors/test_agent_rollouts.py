@@ -7,12 +7,13 @@ from itertools import chain
 import openai
 import pytest
 import torch
+from tensordict import lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from collectors import LLMCollector, StreamingCollector
+from collectors import LLMCollector, StreamingCollector, rollout_metrics
 from objectives import GRPOLoss, MCAdvantage
-from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, StepCounter
+from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper
 
 GROUP, SIZE = 2, 4
@@ -168,3 +169,77 @@ def test_each_sampled_token_is_trained_once_with_ratio_one(kind, make_tiny_model
     # The ratio is 1 at each of them, so that its divergence is 0.
     torch.testing.assert_close(output.ratio_mean, torch.ones(()), rtol=0, atol=1e-4)
     torch.testing.assert_close(output.kl_approx, torch.zeros(()), rtol=0, atol=1e-6)
+
+
+def leads_and_helps(endpoint, *, prompt):
+    """One agent, named by its system prompt, asks another one, named by a header, or does not."""
+    with openai.OpenAI(
+        base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0
+    ) as client:
+
+        def ask(*chat, **more):
+            reply = client.chat.completions.create(model=endpoint.model, messages=chat, **more)
+            return reply.choices[0].message
+
+        lead = {"role": "system", "content": "You lead."}
+        said = ask(lead, {"role": "user", "content": prompt})
+        if "0" in prompt:
+            question = {"role": "user", "content": "help"}
+            ask(question, extra_headers={"x-agent-name": "helper"})
+        ask(lead, {"role": "user", "content": prompt}, said, {"role": "user", "content": "so?"})
+        return float(len(said.content))
+
+
+def test_rows_know_their_author_and_agents_are_compared_with_themselves(
+    make_tiny_model, chatml_tokenizer
+):
+    torch.manual_seed(0)
+    policy = TransformersWrapper(
+        make_tiny_model(), tokenizer=chatml_tokenizer, generate_kwargs={"max_new_tokens": 9}
+    )
+    rows = [{"prompt": "What is 0 + 2?"}, {"prompt": "What is 1 + 2?"}]
+    env = ChatEnv(batch_size=4, tokenizer=chatml_tokenizer).append_transform(
+        Compose(DataLoadingPrimer(rows, group_size=2), AgentProgram(leads_and_helps, timeout_s=60))
+    )
+    advantage = MCAdvantage(2, credit="agent", scale="none")
+    buffer = ReplayBuffer(storage=LazyStackStorage(100), transform=advantage)
+    with LLMCollector(env, policy, replay_buffer=buffer) as collector:
+        batch = collector.collect().unbind(0)
+    found = [(row["row_kind"], row["agent"], int(row["parent_segment"])) for row in batch]
+    helped, alone = (
+        [("sub_agent", "helper", 1), ("main", "You lead.", -1)],
+        ("main", "You lead.", -1),
+    )
+    assert found == [*helped, *helped, alone, alone]
+    metrics = rollout_metrics(lazy_stack(list(batch)))
+    assert metrics["rows_per_episode"] == 6 / 4
+    assert metrics["rows/sub_agent_fraction"] == 2 / 6
+    rewards = [float(row["reward"]) for row in batch]
+    for row, reward in zip(buffer[:].unbind(0), rewards, strict=True):
+        own = [
+            r
+            for each, r in zip(batch, rewards, strict=True)
+            if int(each["group_id"]) == int(row["group_id"]) and each["agent"] == row["agent"]
+        ]
+        assert float(row["advantage"]) == pytest.approx(reward - sum(own) / len(own))
+
+
+@pytest.mark.parametrize(
+    ("credit", "said"),
+    [
+        ("turn", "needs rewards by turn or token"),
+        ("branch", "needs rewards by turn or token"),
+        ("agent", "has no AgentProgram"),
+    ],
+)
+def test_credit_without_what_it_needs_is_refused_before_anything_is_sampled(
+    make_tiny_model, chatml_tokenizer, credit, said
+):
+    policy = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer)
+    loader = DataLoadingPrimer([{"prompt": "x"}], group_size=2)
+    env = ChatEnv(batch_size=2, tokenizer=chatml_tokenizer).append_transform(
+        Compose(loader, RewardFunctions([lambda completions: [0.0] * len(completions)]))
+    )
+    buffer = ReplayBuffer(storage=LazyStackStorage(9), transform=MCAdvantage(2, credit=credit))
+    with pytest.raises(ValueError, match=said):
+        LLMCollector(env, policy, replay_buffer=buffer)

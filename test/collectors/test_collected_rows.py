@@ -260,7 +260,9 @@ def test_a_row_has_what_is_documented_and_nothing_else(policy, collector):
     numbers = [
         *("reward", "scorable", "done", "terminated", "truncated", "group_id", "policy_version"),
         *("num_turns", "episode_id", "segment", "num_segments", "stop_code", "stop_limit"),
+        *("parent_segment", "parent_tokens"),
     ]
     assert set(row.keys(include_nested=True, leaves_only=True)) == {*ragged, *numbers}
     objects = {"row", "stop_reason", "finish_reason", "reward_errors", "history"}
+    objects |= {"row_kind", "agent"}
     assert set(row.keys()) == {key[0] for key in ragged} | set(numbers) | objects

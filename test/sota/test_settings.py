@@ -1,6 +1,7 @@
 """Settings: every choice composes and builds; what makes no sense is refused before any loading."""
 
 import json
+import math
 import re
 import sys
 from dataclasses import asdict
@@ -119,6 +120,23 @@ def test_the_newer_losses_are_settings(check, training):
     cfg, _ = build("loss.length_penalty=0.1", "loss.advantage_scale=none")
     penalty = training.build_advantage(cfg.loss, 4).estimator
     assert (penalty.coeff, penalty.estimator.scale) == (0.1, "none")
+    cfg, _ = build("loss.credit=agent", "loss.advantage=rloo")
+    credit = training.build_advantage(cfg.loss, 4).estimator
+    assert [type(each).__name__ for each in (credit, credit.estimator)] == [
+        "AgentCredit",
+        "LeaveOneOut",
+    ]
+    cfg, _ = build("loss.credit=math:pow", "loss.length_penalty=0.1")
+    credit = training.build_advantage(cfg.loss, 4).estimator
+    assert (credit.function, type(credit.estimator).__name__) == (math.pow, "LengthPenalty")
+    for wrong, said in (
+        (["loss.credit=agent", "loss.advantage=gdpo"], "AgentCredit compares parts"),
+        (["loss.credit=rows"], "credit must be one of"),
+        (["loss.credit=mine:f"], "can't be found"),
+        (["loss.credit=branch", "loss.advantage=batch_mean", "collector.group_size=1"], "has one"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            check(*wrong)
     corrected = ("loss.sampler_correction=k3", "loss.max_k3=0.01", "train.num_epochs=1")
     correction = build(*corrected, "loss.normalize_correction=true")[1].options.sampler_correction
     assert (correction.level, correction.max_k3, correction.normalize) == ("k3", 0.01, True)

@@ -15,7 +15,6 @@ from urllib.request import getproxies, proxy_bypass
 
 from torchrl_data.checks import check_counts, check_numbers
 from torchrl_data.conversation import Conversations, waiting_rows
-from torchrl_data.messages import Message
 from torchrl_data.stop_reason import StopReason
 from torchrl_data.templates.content_shown import ToolsNotShownError
 from torchrl_data.templates.encoder import ConversationEncoder
@@ -32,6 +31,7 @@ from torchrl_envs.transforms.thinking_prompt import AddThinkingPrompt
 from torchrl_envs.transforms.token_budget import TokenBudget
 
 from . import programs, turns
+from .branches import Branches
 from .programs import Program
 from .server import AgentServer, AgentSession, ProgramEnd
 
@@ -100,91 +100,6 @@ def _check_length(
             raise turns.PromptTooLongError(num_tokens, max_tokens)
 
 
-# Which conversation of an episode a request goes on with.
-
-
-class Branches:
-    """The conversations of an episode, as its program knows them.
-
-    A request whose messages begin as one of them did, with the same tools, goes on with it: only
-    what is new is encoded. Any other one begins a conversation of its own, in a row of its own;
-    what the policy has sampled in the others stays as it is, and none of it is trained again.
-
-    Args:
-        encode: gives the policy's prompt, or raises where it can't be one.
-    """
-
-    def __init__(self, encode: Callable[[Conversations], Conversations]) -> None:
-        self._encode = encode
-        self._known: list[_Branch] = []
-        """The one that the episode is in comes last."""
-
-    def begin(self, request: turns.TurnRequest) -> None:
-        """The episode opens with this request.
-
-        Args:
-            request: the program's first one.
-
-        Raises:
-            RequestError: it can't be a prompt; as if it had not come.
-        """
-        self._encode(Conversations.from_messages([request.messages], [request.tools]))
-        told = [turns.comparable(message) for message in request.messages]
-        self._known.append(_Branch(request.tools, told))
-
-    def go_on(self, episode: Episode, request: turns.TurnRequest) -> None:
-        """Take an episode to where a request wants it.
-
-        Args:
-            episode: the policy has answered the request before this one.
-            request: the program's next one.
-
-        Raises:
-            RequestError: it can't be a prompt; as if it had not come.
-        """
-        shown = [turns.comparable(message) for message in request.messages]
-        current = self._known[-1]
-        # A conversation ends with a reply, and no request does: it never has as many as are shown.
-        known = [b for b in self._known if b.tools == request.tools and len(b.told) < len(shown)]
-        begun = [b for b in known if b.told == shown[: len(b.told)]]
-        found = max(begun, key=lambda b: len(b.told), default=None)
-        if found is None:
-            found = _Branch(request.tools, [])
-            conversation = Conversations.from_messages([request.messages], [request.tools])
-        else:
-            before = episode.conversation if found is current else found.left_at
-            assert before is not None
-            conversation = before.append_messages([request.messages[len(found.told) :]])
-        conversation = self._encode(conversation)  # nothing has changed if that raises
-        self._known = [branch for branch in self._known if branch is not found]
-        if found is not current:
-            # What is left is a row of its own, and what is entered is none.
-            current.left_at, entered = episode.conversation, found.left_at
-            others = (s for s in episode.segments if s is not entered)
-            episode.segments = (*others, current.left_at)
-        episode.conversation = conversation
-        found.told = shown
-        self._known.append(found)
-
-    def add_reply(self, message: Message) -> None:
-        """The program is told of the policy's turn.
-
-        Args:
-            message: as it is told.
-        """
-        self._known[-1].told.append(turns.comparable(message))
-
-
-@dataclass
-class _Branch:
-    """A conversation of an episode, as its program was told of it."""
-
-    tools: Sequence[Any] | None
-    told: list[Any]
-    left_at: Conversations | None = None
-    """Where the episode left it for another one."""
-
-
 # An agent that owns its loop is trained as it is: its requests are the episode's turns.
 
 _SPEAKERS: Final = (ToolSource, FoldContext, AddThinkingPrompt)
@@ -201,8 +116,10 @@ class AgentProgram(ToolSource, RewardSource):
     whose key it has, so the tokens that are trained are those that were sampled: of a request that
     goes on with an earlier one only the new messages are encoded. One that does not (another
     system prompt, a history that was summarised, a second agent of the program) begins a row of
-    its own, with the episode's group, reward and advantage; the program can come back to the
-    earlier one. Requests that come at the same time are answered one after the other.
+    its own, with the episode's group and reward; the program can come back to the earlier one. Each
+    row knows the row that it left, how it began (``row_kind``: parallel, sub_agent or compaction)
+    and its author (``agent``): the header ``x-agent-name``, or else the first line of the system
+    prompt. Requests that come at the same time are answered one after the other.
 
     The program gets ``AgentEndpoint(base_url, api_key, model)``, and by name the columns of the
     data and the group's ``seed``. What it returns is the reward: a number, or ``None`` where other
@@ -392,7 +309,7 @@ class AgentProgram(ToolSource, RewardSource):
         agent = _Agent(session, Branches(encode))
         episode.resources.add(self, agent, closing=partial(agent.close, server), name=self.name)
         agent.running = programs.RunningProgram(self.program, endpoint, columns, session)
-        outcome = await self._next(agent, agent.branches.begin)
+        outcome = await self._next(agent, partial(agent.branches.begin, episode))
         event = outcome.value
         if isinstance(event, turns.TurnRequest):
             episode.query, episode.tools = event.messages, event.tools

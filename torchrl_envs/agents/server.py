@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from torchrl_data import import_package
 from torchrl_envs.datasets.row_checks import is_text
 
+from .branches import named_by_header
 from .protocols import Protocol, anthropic_messages, chat_completions, openai_responses
 from .turns import Accepted, RequestError, RequestTooLargeError, TurnReply, TurnRequest
 
@@ -296,6 +297,7 @@ class AgentServer:
             if not is_text(body):
                 raise RequestError("the body holds half of a character, which is no text")
             asked = protocol.read_request(body, self._accepted)
+            asked = asked._replace(agent=named_by_header(request.headers))
             del body
             reply = await _reply(session, asked, request)
         except RequestError as error:

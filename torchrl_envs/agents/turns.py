@@ -68,6 +68,8 @@ class TurnRequest(NamedTuple):
     """Texts that end the turn and that the program does not want to see."""
     failed: tuple[Any, ...] = ()
     """The ids of calls whose results are said to be errors; Anthropic's protocol alone says so."""
+    agent: str = ""
+    """The author that a header names; empty where none does."""
 
 
 class TurnReply(NamedTuple):

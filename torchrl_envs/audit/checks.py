@@ -18,6 +18,7 @@ from .scripted_agents import (
     FORMS,
     GARBAGE,
     Explorer,
+    after_calls,
     by_chance,
     by_chance_from,
     constant,
@@ -122,6 +123,8 @@ class _Audit:
             self.do(f"constant {name}", say)
         self.do("echo", said(echoed))
         self.copy_hints()
+        if tools:
+            self.copy_what_tools_tell()
         for name, text in GARBAGE.items():
             self.do(f"garbage: {name}", constant(text))
             if tools:
@@ -141,6 +144,15 @@ class _Audit:
                     del self.played[agent]  # it had nothing to copy
                     return
                 self.do(agent, said(text_of, form), self.seeds[1:])
+
+    def copy_what_tools_tell(self) -> None:
+        """Let an agent call each tool once, and copy what stands after such words in an answer."""
+        for form in FORMS[:2]:
+            agent = f"hint told by a tool {form.format('...')}"
+            played = self.do(agent, after_calls(hinted_word, form))
+            if not any(each.answers and each.answers[-1] for each in played):
+                del self.played[agent]
+                return
 
     def explore(self) -> None:
         """Let an agent that learns what it has tried play, as long as that is cheap."""

@@ -5,7 +5,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,23 +18,30 @@ from .checks import audit
 from .findings import Finding, Report
 from .harbor_task import audit_task
 from .kinds import audited_task
+from .model_groups import ModelGroups
 
+PlayWithModel = Callable[[str, Mapping[str, Any], str, Sequence[str], int, int], ModelGroups]
+"""Lets a model play a task: its name, its settings, the model, further settings, prompts and
+rollouts of each."""
 _PREFIX: Final = "task."
+_OF_MODEL: Final = ("policy.", "engine.", "engine=")
 _HELD: Final = ("nothing", "solution")
 _NAME_WIDTH: Final = 40
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, play: PlayWithModel | None = None) -> int:
     """Audit tasks, and print a table and what is wrong.
 
     Args:
         arguments: of the command line.
+        play: lets a model play, for ``--model``.
 
     Returns:
         0; 1 where a defect was found; 2 where nothing could be audited.
     """
     given = _parser().parse_intermixed_args(list(arguments))
-    names = [word for word in given.words if not word.startswith(_PREFIX)]
+    further = [word for word in given.words if word.startswith(_OF_MODEL)]
+    names = [word for word in given.words if not word.startswith((_PREFIX, *_OF_MODEL))]
     try:
         settings = _settings([word for word in given.words if word.startswith(_PREFIX)])
         if not names:
@@ -44,12 +51,26 @@ def main(arguments: Sequence[str]) -> int:
                 raise ValueError(f"--{option} is at least 1, got {getattr(given, option)}.")
         if str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))  # a module beside the user
+        if given.model is None and further:
+            raise ValueError(f"{further[0]} is a setting of a model: give --model, too.")
+        if given.model is not None and play is None:
+            raise ValueError("--model needs the program: torchrl-agents audit.")
         reports, wrong = _audited(names, settings, given)
+        sizes = (given.episodes, given.rollouts)
+        played = [
+            play(name, settings, given.model, further, *sizes)
+            for name in names
+            if play is not None and given.model is not None
+        ]
     except (ValueError, TypeError, ImportError, OSError, TaskFolderError) as error:
         print(f"torchrl-agents audit: {error}", file=sys.stderr)
         return 2
     found = [*wrong, *(finding for report in reports for finding in report.findings)]
-    for line in _findings(reports, found):
+    found += [finding for groups in played for finding in groups.findings()]
+    for line in (
+        *(line for groups in played for line in groups.lines()),
+        *_findings(reports, found),
+    ):
         print(line)
     num_defects = sum(finding.is_defect for finding in found)
     num_tasks = len({*(r.task for r in reports), *(finding.task for finding in wrong)})
@@ -57,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.json is not None:
         written = [report.as_json() for report in reports]
         written += [Report(f.task, {}, [f], {}).as_json() for f in wrong]
+        written += [groups.as_json() for groups in played]
         given.json.write_text(json.dumps(written, indent=1), encoding="utf-8")
     return int(num_defects > 0) if num_tasks else 2
 
@@ -74,13 +96,18 @@ def _parser() -> argparse.ArgumentParser:
         help="a folder or an archive of tasks in Harbor's format; gymnasium:NAME; openenv:URL; "
         "verifiers:TASKSET; module:name of what makes an environment or a task; a name of "
         "the registry (gcd, catch, ...). "
-        "Settings of the task as in a recipe: task.KEY=VALUE",
+        "Settings of the task, and of the model, as in a recipe: task.KEY=VALUE",
     )
     parser.add_argument(
         "--solution", help="module:name of a function from what is shown to the right answer"
     )
     parser.add_argument("--episodes", type=int, default=12, help="seeds, or rows, of each agent")
     parser.add_argument("--rollouts", type=int, default=8, help="of a group, for its signal")
+    parser.add_argument(
+        "--model",
+        help="plays --rollouts of --episodes held-out prompts, too: what policy.model takes, or "
+        "embedded; with settings of evaluate, such as policy.max_new_tokens=64",
+    )
     parser.add_argument("--machine", default="bubblewrap", help="of Harbor's tasks")
     parser.add_argument("--repeats", type=int, default=2, help="runs of Harbor's tasks that agree")
     parser.add_argument("--json", type=Path, help="where the reports are written, too")

@@ -23,6 +23,8 @@ REMEDIES: Final[dict[str, str]] = {
     "endless": "End the episode: at the goal, at a failure, or after a number of steps.",
     "after the end": "Give no reward, or raise, when a step comes after the end.",
     "capacity": "Let the server hold several sessions at once (max_concurrent_envs).",
+    "no signal": "Take easier prompts where the solve rate is near 0, or show the form of an "
+    "answer first (warm_start.num_steps); harder ones where it is near 1; or give partial rewards.",
     "broken": "Mend the task: it can't be read, started or scored.",
 }
 """What to change, by the defect."""

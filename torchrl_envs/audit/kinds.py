@@ -23,7 +23,7 @@ OPENENV: Final = "openenv:"
 VERIFIERS: Final = "verifiers:"
 _NUM_SESSIONS: Final = 16
 _CAPACITY_S: Final = 2.0
-_TEXT: Final = "torchrl_envs.tools.gymnasium_text:make"
+GYMNASIUM_TEXT: Final = "torchrl_envs.tools.gymnasium_text:make"
 _SIZES: Final = {"num_rows": 128, "num_held_out": 8, "num_demonstrations": 512}
 """Of tasks that make their data: an audit needs few."""
 
@@ -52,7 +52,7 @@ def audited_task(
     given = dict(settings)
     if name.startswith(GYMNASIUM):
         arguments = {"id": name.removeprefix(GYMNASIUM), **(given.pop("arguments", None) or {})}
-        task = environment_task(factory=_TEXT, arguments=arguments, **given)
+        task = environment_task(factory=GYMNASIUM_TEXT, arguments=arguments, **given)
         return _of_task(task, name, "Gymnasium", known, is_own=False)
     if name.startswith(VERIFIERS):
         return VerifiersTask(name.removeprefix(VERIFIERS), given, known)

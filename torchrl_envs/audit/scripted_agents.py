@@ -1,6 +1,7 @@
 """Scripted agents: those that deserve nothing, those that act by chance, and their words."""
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,6 +91,24 @@ def said(text_of: Callable[[AgentView], str | None], form: str = "{}") -> Say:
     return say
 
 
+def after_calls(text_of: Callable[[AgentView], str | None], form: str = "{}") -> Say:
+    """An agent that calls each tool, and then does what :func:`said` does with what it was told.
+
+    Args:
+        text_of: what it says of what was shown; ``None`` where it has nothing to say.
+        form: of :data:`FORMS`.
+    """
+    say_text = said(text_of, form)
+
+    def say(view: AgentView, rng: Random) -> str | None:
+        asked = [call for tool in view.tools if (call := _call_with(tool, CONSTANTS[-1]))]
+        if view.turn < len(asked):
+            return asked[view.turn]
+        return say_text(view._replace(turn=view.turn - len(asked)), rng)
+
+    return say
+
+
 def echoed(view: AgentView) -> str:
     """The prompt, or what was said last."""
     return view.observation or view.opening
@@ -99,13 +118,15 @@ def hinted(view: AgentView) -> str | None:
     """Text after words such as ``answer is`` in what was shown, if there is any."""
     shown = f"{view.opening}\n{view.observation}\n{json.dumps(list(view.tools))}"
     found = _HINT.findall(shown)
-    return found[-1].strip().rstrip(".,;)") if found else None
+    texts = [text for each in found if (text := each.strip().rstrip(".,;) \t"))]
+    return texts[-1] if texts else None
 
 
 def hinted_word(view: AgentView) -> str | None:
     """The first word of :func:`hinted`."""
     text = hinted(view)
-    return None if text is None else text.split()[0].rstrip(".,;)")
+    words = [] if text is None else [word.rstrip(".,;)") for word in text.split()]
+    return next(filter(None, words), None)
 
 
 def words_of(view: AgentView) -> list[str]:
@@ -207,9 +228,10 @@ def _typed(kind: str, text: str) -> Any:
     if kind == "string":
         return text
     try:
-        return int(text) if kind == "integer" else float(text) if kind == "number" else None
+        value = int(text) if kind == "integer" else float(text) if kind == "number" else None
     except ValueError:
         return None
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _value(shape: Mapping[str, Any], words: Sequence[str], rng: Random) -> Any:

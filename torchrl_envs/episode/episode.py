@@ -20,10 +20,12 @@ from torchrl_data.stop_reason import FinishReason, StopReason, stop_reason_of
 from torchrl_envs.entries.rewards import Score
 
 from .resources import Resources
+from .row_origin import COMPACTION, RowOrigin, shared_beginning
 
 _CUT: Final = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
 _NOTHING: Final = Conversations.from_messages([[]])
 _NO_MEMORY: Final[Mapping[str, Any]] = {}
+_MAIN: Final = (RowOrigin(),)
 _ids = itertools.count()
 
 
@@ -99,6 +101,8 @@ class Episode:
         self._turn_bound: tuple[str, int] | None = None
         self.segments: tuple[Conversations, ...] = ()
         """What was said before the past was rewritten, see :meth:`rewrite`; one of a row each."""
+        self.origins: tuple[RowOrigin, ...] = _MAIN
+        """Where each of its :attr:`rows` comes from, in their order."""
         self.max_new_tokens: int | None = None
         """Most tokens of the next turn; ``None`` leaves it to the policy."""
         self.max_turns: int | None = None
@@ -274,8 +278,52 @@ class Episode:
             conversation: one; none of its tokens is trained again.
         """
         if self._snapshot.was_sampled(self._index):
+            here = self.origins[-1]
+            origin = self.next_origin(COMPACTION, here, self.conversation.num_tokens(0), here.agent)
+            self.origins = (*self.origins, origin)
             self.segments = (*self.segments, self.conversation)
         self.conversation = conversation
+
+    def next_origin(
+        self, kind: str, parent: RowOrigin, parent_tokens: int | None, agent: str
+    ) -> RowOrigin:
+        """The origin of a row that begins now.
+
+        Args:
+            kind: how it begins, one of ``ROW_KINDS``.
+            parent: the row that it leaves.
+            parent_tokens: see :class:`RowOrigin`.
+            agent: its author.
+        """
+        number = 1 + max(origin.number for origin in self.origins)
+        return RowOrigin(number, parent.number, parent_tokens, kind, agent)
+
+    def go_to_row(self, origin: RowOrigin, conversation: Conversations) -> None:
+        """Leave this row, in which the policy has taken a turn, for another one.
+
+        Args:
+            origin: of a row that was left before, or of one that begins now.
+            conversation: how it goes on from here.
+        """
+        left = zip([*self.segments, self.conversation], self.origins, strict=True)
+        rows = [(row, its) for row, its in left if its != origin]
+        self.segments = tuple(row for row, _ in rows)
+        self.origins = (*(its for _, its in rows), origin)
+        self.conversation = conversation
+
+    def row_places(self) -> list[tuple[int, int]]:
+        """Each row's parent, as its place in :attr:`rows`, and how many tokens of it come before.
+
+        -1 and 0 for a row without a parent.
+        """
+        places = {origin.number: place for place, origin in enumerate(self.origins)}
+        found = []
+        for row, origin in zip(self.rows, self.origins, strict=True):
+            parent, num_tokens = places.get(origin.parent, -1), origin.parent_tokens
+            if parent >= 0 and num_tokens is None:
+                num_tokens = shared_beginning(row, self.rows[parent])
+            found.append((parent, num_tokens if parent >= 0 and num_tokens is not None else 0))
+        return found
 
     def start_turn(self) -> None:
         """Forget the bounds of the turn before."""
@@ -308,7 +356,7 @@ class Episode:
         """Leave a row out that began anew, and which the policy took no turn in."""
         if self.segments and not self._snapshot.was_sampled(self._index):
             *before, self.conversation = self.segments
-            self.segments = tuple(before)
+            self.segments, self.origins = tuple(before), self.origins[:-1]
 
     # How it ends --------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torchrl_data.conversation_io import read_conversations
 from torchrl_envs.datasets.row_checks import PROMPT_COLUMNS
 from torchrl_envs.entries.rewards import REWARD_ERRORS, dense_reward
 from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.row_origin import COMPACTION, RowOrigin
 
 from .scoring_call import LOGGED_EXTRA, LOGGED_METRICS
 
@@ -40,6 +41,7 @@ def finished_episodes(
         conversations = [read_conversations(row, keys.FULL, who=who) for row in parts]
         *earlier, episode.conversation = conversations
         episode.segments = tuple(earlier)
+        episode.origins = tuple(_origin(row, number) for number, row in enumerate(parts))
         episode.example = read_objects(first, keys.ROW)[0]
         episode.stop_reason = read_objects(first, keys.STOP_REASON, "")[0]
         episode.num_turns = int(first.get("num_turns", 1))
@@ -49,6 +51,15 @@ def finished_episodes(
         episode.query = (episode.example or {})[columns[0]] if columns else None
         found.append((episode, parts))
     return found
+
+
+def _origin(row: TensorDictBase, number: int) -> RowOrigin:
+    """The origin of a row; one that has none is the rewritten history of that before it."""
+    if row.get(keys.PARENT_SEGMENT, None) is None:
+        return RowOrigin(number, number - 1, None, COMPACTION) if number else RowOrigin()
+    parent, num_tokens = int(row[keys.PARENT_SEGMENT]), int(row[keys.PARENT_TOKENS])
+    kind, agent = (read_objects(row, key)[0] for key in (keys.ROW_KIND, keys.AGENT))
+    return RowOrigin(number, parent, num_tokens, kind, agent)
 
 
 def write_finished(episode: Episode, rows: Sequence[TensorDictBase], names: Sequence[str]) -> None:

@@ -81,7 +81,8 @@ class SpacesAsText:
         if self._kind == "MultiDiscrete" and not all(value.is_integer() for value in values):
             return None
         numpy = import_package("numpy", who="SpacesAsText", install="pip install numpy")
-        array = numpy.array(values).astype(space.dtype).reshape(space.shape)
+        with numpy.errstate(invalid="ignore", over="ignore"):  # what is too large is no action
+            array = numpy.array(values).astype(space.dtype).reshape(space.shape)
         return array if space.contains(array) else None
 
 

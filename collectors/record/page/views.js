@@ -214,7 +214,7 @@ function sidePanels(full, sample) {
   return [
     panel(h("div", { class: "head" }, h("span", { class: "reward" }, text(full.reward)), h("span", { class: "soft" }, `reward, ${numTokens(full)}`), h("span", { class: "grow" }), chips(full)),
       factList([["advantage", full.advantage === null ? "not trained" : text(full.advantage)], ...full.rewards.map(([name, value]) => [name, value === null ? "does not apply" : text(value)]),
-        ["turns", text(sample.turns)], ["prompt, all tokens", `${text(full.prompt_tokens)}, ${text(full.tokens.ids.length)}`], ["version at the start", text(full.policy_version)],
+        ["turns", text(sample.turns)], ["prompt, all tokens", `${text(full.prompt_tokens)}, ${text(full.tokens.ids.length)}`], ["version at the start", text(full.policy_version)], ...(full.place ? [["place in the episode", full.place]] : []),
         ...full.logged.map(([name, value]) => [name, value])]),
       full.reward_errors && [h("h2", {}, "Errors of the rewards"), h("pre", {}, full.reward_errors)]),
     calls.length > 0 && panel(h("h2", {}, `Tool calls`), calls.map(([tool, turn, took, isError]) => h("div", { class: `call${isError ? " error" : ""}` },

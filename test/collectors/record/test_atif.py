@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from made_records import sample, write_record
 
 from collectors.record import SampleTokens, TokenSpan
-from collectors.record.atif import TrajectoryError, read_rollout, rows_of_atif, write_atif
+from collectors.record.atif import (
+    TrajectoryError,
+    read_episode,
+    read_rollout,
+    rows_of_atif,
+    write_atif,
+    write_atif_episode,
+)
 from collectors.record.convert import main, rows_of
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -113,6 +120,35 @@ def test_a_history_that_was_rewritten_begins_a_row_and_copies_are_not_trained():
         [False, False, True, False, False],
     )
     assert (second.token_ids, second.sampled) == ([1, 9, 8], [False, False, True])
+
+
+def test_an_episode_of_several_rows_is_one_trajectory():
+    """The first row calls a helper, which asks another one; its own turn is sampled twice."""
+    calls = [{"id": "c", "function": {"name": "ask", "arguments": {}}}]
+    messages = [dict(message) for message in sample().messages]
+    messages[1]["tool_calls"], messages[2]["tool_call_id"] = calls, "c"
+    places = [(-1, 0, "main", "lead"), (0, 4, "sub_agent", "help"), (1, 7, "sub_agent", "look"),
+              (0, 5, "parallel", "lead")]  # fmt: skip
+    rows = [
+        sample(messages=messages, segment=n, num_segments=4, parent_segment=parent,
+               parent_tokens=at, row_kind=kind, agent=agent)
+        for n, (parent, at, kind, agent) in enumerate(places)
+    ]  # fmt: skip
+    only_the_last = [*rows[3].tokens.spans[:2], TokenSpan("context", "assistant", 1, 2)]
+    rows[3].tokens.spans[:3] = only_the_last
+    written = json.loads(json.dumps(write_atif_episode(rows, agent="run")))
+    assert [vars(row) for row in read_episode(written)] == list(map(vars, rows))
+    assert written["agent"]["name"] == "run"
+    helper, other = written["subagent_trajectories"]
+    assert (helper["agent"]["name"], other["agent"]["name"]) == ("help", "lead")
+    assert [each["trajectory_id"][-1] for each in helper["subagent_trajectories"]] == ["2"]
+    (result,) = written["steps"][1]["observation"]["results"]
+    assert result["subagent_trajectory_ref"] == [{"trajectory_id": helper["trajectory_id"]}]
+    copied = [step.get("is_copied_context", False) for step in other["steps"]]
+    assert copied == [False, True, False]
+    found = rows_of_atif(written, source="a")
+    assert [row.source.count("#") for row in found] == [0, 1, 2, 1]
+    assert found[3].sampled == [False] * 5 + [True] * 2
 
 
 def test_sub_agents_are_rows_of_their_own():

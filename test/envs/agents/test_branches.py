@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchrl_data import ConversationEncoder, Conversations
 from torchrl_data.conversation import Turn
 from torchrl_envs import Episode
-from torchrl_envs.agents.agent_program import Branches
+from torchrl_envs.agents.branches import Branches
 from torchrl_envs.agents.turns import RequestError, TurnRequest, comparable
 
 REFUSED = "not this"
@@ -38,7 +38,10 @@ def requests_of(seed, answers):
 
 
 def reference_rows(requests):
-    """Tools, texts and the answers that are trained of each row: the longest that fits goes on."""
+    """Tools, texts and the answers that are trained of each row: the longest that fits goes on.
+
+    It does not where another row shares more turns.
+    """
     rows = []
     for messages, tools, answer in requests:
         texts = [message["content"] for message in messages]
@@ -48,12 +51,19 @@ def reference_rows(requests):
             if row[0] == tools and row[1] == texts[: len(row[1])] and len(row[1]) < len(texts)
         ]
         row = max(fitting, key=lambda row: len(row[1]), default=None)
-        if row is None:
-            row = (tools, [], [])
+        ends = [
+            end
+            for row in rows
+            for end in row[3]
+            if row[0] == tools and row[1][:end] == texts[:end] and end < len(texts)
+        ]
+        if row is None or len(row[1]) < max(ends, default=0):
+            row = (tools, [], [], [])
             rows.append(row)
         row[1][:] = [*texts, answer]
         row[2].append(answer)
-    return Counter((str(tools), *texts, *trained) for tools, texts, trained in rows)
+        row[3].append(len(row[1]))
+    return Counter((str(tools), *texts, *trained) for tools, texts, trained, _ in rows)
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,9 +84,9 @@ def test_each_answer_is_in_one_row_and_what_fits_goes_on(chatml_tokenizer, seed,
         request = TurnRequest(messages, tools, None)
         refused = TurnRequest([*messages, {"role": "user", "content": REFUSED}], tools, None)
         with pytest.raises(RequestError):  # as if it had not come
-            branches.go_on(episode, refused) if number else branches.begin(refused)
+            branches.go_on(episode, refused) if number else branches.begin(episode, refused)
         if number == 0:
-            branches.begin(request)
+            branches.begin(episode, request)
             episode.conversation = Conversations.from_messages([messages], [tools])
         else:
             branches.go_on(episode, request)

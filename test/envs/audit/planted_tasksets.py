@@ -66,8 +66,66 @@ DEFECTS = {
 """The defect of each."""
 
 
+_WITH_TOOLS = """
+import verifiers.v1 as vf
+
+__all__ = ["Vaults"]
+
+
+class Data(vf.TaskData):
+    answer: str
+
+
+class Notes(vf.State):
+    opened: list[str] = []
+
+
+class Vault(vf.Toolset[vf.ToolsetConfig, Notes]):
+    async def setup_task(self, task):
+        self.code = task.answer
+
+    @vf.tool
+    async def open(self, code: str) -> str:
+        \"\"\"Try to open the vault.
+
+        Args:
+            code: of it.
+        \"\"\"
+        self.state.opened.append(code)
+        return {told}
+
+
+class Open(vf.Task[Data, Notes, vf.TaskConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Vault(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def is_open(self, trace):
+        tried = trace.state.opened
+        return float({score})
+
+
+class Vaults(vf.Taskset[Open, vf.TasksetConfig]):
+    def load(self):
+        for n in range(20, 52):
+            yield Open(Data(prompt=f"The code is twice {n}.", answer=str(2 * n)), self.config.task)
+"""
+_EQUAL = "'open' if code == self.code else 'closed'"
+_TOOL_PARTS = {
+    "vault": (_EQUAL, "tried[:1] == [self.data.answer]"),
+    "any_call": (_EQUAL, "bool(tried)"),
+    "telling": ("f'wrong, the answer is {self.code}'", "self.data.answer in tried"),
+}
+TOOL_DEFECTS = {"any_call": "constants", "telling": "leak"}
+"""The defect of each taskset with tools; ``vault`` has none."""
+
+
 def write_tasksets(folder: Path) -> None:
     """Write a module ``planted_NAME_v1`` for each."""
     for name, (score, prompt, answer) in _PARTS.items():
         text = _TASKSET.replace("{score}", score).replace("{prompt}", prompt)
         (folder / f"planted_{name}_v1.py").write_text(text.replace("{answer}", answer))
+    for name, (told, score) in _TOOL_PARTS.items():
+        text = _WITH_TOOLS.replace("{told}", told).replace("{score}", score)
+        (folder / f"planted_{name}_v1.py").write_text(text)

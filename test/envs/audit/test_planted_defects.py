@@ -14,6 +14,7 @@ import planted_tasksets
 from process import ServerProcess
 
 from torchrl_envs.audit.command import main
+from torchrl_envs.audit.scripted_agents import tool_call_text
 
 OPENENV = {
     "SilencePays": "nothing",
@@ -144,7 +145,29 @@ def test_a_defect_of_a_taskset_of_verifiers_is_found(tmp_path, monkeypatch, name
     planted = planted_tasksets.DEFECTS.get(name)
     assert status == (planted is not None)
     assert (planted in defects(report)) if planted else not report["findings"]
-    assert "agent that calls none" in report["not_asked"]["tools"]
+    assert report["not_asked"]["tools"] == "its tasks have no toolsets"
+
+
+def opens(view):
+    """The call that is right, and then a word."""
+    if view.turn:
+        return "done" if view.turn == 1 else None
+    code = 2 * int(view.opening.split()[-1].rstrip("."))
+    return tool_call_text("vault_open", {"code": str(code)})
+
+
+@pytest.mark.parametrize("name", ["vault", *planted_tasksets.TOOL_DEFECTS])
+def test_tools_of_a_taskset_of_verifiers_are_called(tmp_path, monkeypatch, name):
+    """A reward for any call, and a tool that tells the answer; both by the state of the tools."""
+    planted_tasksets.write_tasksets(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    solution = f"{Path(__file__).stem}:opens"
+    _, report = audited(tmp_path, f"verifiers:planted_{name}_v1", "--solution", solution)
+    planted = planted_tasksets.TOOL_DEFECTS.get(name)
+    assert report["rewards"]["solution"] == 1.0
+    assert report["rewards"]["nothing"] == 0.0
+    assert (planted in defects(report)) if planted else not defects(report)
+    assert "tools" not in report["not_asked"]
 
 
 @pytest.mark.slow
