@@ -86,6 +86,7 @@ class Recorder:
                 collector.policy.tokenizer,
                 every=cfg.record.every,
                 max_groups_per_step=cfg.record.max_groups_per_step,
+                replay=cfg.record.replay,
                 after=max(after, 0),
             )
             self._rollouts.watch(loss)

@@ -48,6 +48,7 @@ from torchrl_envs.rewards.scoring_call import LOGGED_EXTRA, LOGGED_METRICS
 
 from .files import write_lines
 from .provenance import token_spans
+from .replay_columns import experts_to_json, masks_to_json
 from .row_values import (
     column_values,
     group_name,
@@ -96,6 +97,8 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
             and what the ledger tells are recorded in each.
         max_groups_per_step: record the samples of so many groups; ``None``: of all. Which ones
             follows from their prompts, so those that come again are recorded again.
+        replay: also record the sampling masks and the routed experts of rows that have them, from
+            which each token can be computed again.
         after: the run goes on behind this step: what was recorded of later ones is removed.
 
     Raises:
@@ -110,6 +113,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
         *,
         every: int = 1,
         max_groups_per_step: int | None = None,
+        replay: bool = True,
         after: int | None = None,
     ) -> None:
         check_counts(_WHO, every=every)
@@ -117,6 +121,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
         self.folder = Path(folder) / FOLDER
         self.every = every
         self.max_groups_per_step = max_groups_per_step
+        self.replay = replay
         self._tokenizer = tokenizer
         self._known_texts: dict[int, str] = {}
         # What the loss scored of each row: which tokens, log-probs and entropies of these.
@@ -344,6 +349,8 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
             trainer_log_probs=columns[0],
             entropy=columns[1] if entropy is None else column_values(entropy, mask),
             kept_counts=None if kept is None else column_values(kept.long(), mask),
+            sampling_masks=masks_to_json(conversation.sampling_masks(0)) if self.replay else None,
+            routed_experts=experts_to_json(conversation.routed_experts(0)) if self.replay else None,
             advantages=column_values(advantages, mask) if len(advantages) > 1 else None,
         )
 

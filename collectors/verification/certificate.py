@@ -6,10 +6,38 @@ Nothing here needs torch.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from .row_verdict import RowVerdict
+
+
+class Replayed(NamedTuple):
+    """How much of what agrees does so by what was recorded beside it."""
+
+    cause: str
+    """``truncation``: by the set that each token was drawn from; ``routing``: by its experts."""
+    num_tokens: int
+    """That agree, and have it recorded."""
+    num_others: int
+    """Of these the ones that would not agree with what the settings leave, or the routers choose.
+    """
+    largest: float
+    """The largest gap that these would have, in nats; 0 where there are none."""
+
+    def line(self) -> str:
+        """For people."""
+        kept, other = {
+            "truncation": ("in the recorded sets", "what the settings leave"),
+            "routing": ("by the recorded experts", "the routers' own choice"),
+        }[self.cause]
+        told = f"{self.cause}: {self.num_tokens} tokens were computed {kept}; "
+        if not self.num_others:
+            return told + f"{other} gives the same"
+        return told + (
+            f"{self.num_others} of them have another log-prob by {other}, with gaps of up to "
+            f"{self.largest:.4f} nats"
+        )
 
 
 @dataclass(kw_only=True)
@@ -23,6 +51,8 @@ class Certificate:
     """The largest difference between ways to compute the same token here, in nats."""
     conditions: str = ""
     """How tokens were computed again, in words."""
+    replayed: list[Replayed] = field(default_factory=list)
+    """What the recorded sets and experts are to the tokens that agree, where there are any."""
 
     @property
     def checked(self) -> list[RowVerdict]:
@@ -71,6 +101,7 @@ class Certificate:
             "num_checked": len(self.checked),
             "num_tokens": self.num_tokens,
             "causes": dict(self.counts),
+            "replayed": [each._asdict() for each in self.replayed],
             "rows": [
                 {
                     **vars(row),
@@ -96,6 +127,7 @@ class Certificate:
                 f"{_at(quiet, 0.99):.1e}, largest {quiet[-1]:.1e} nats (tolerance "
                 f"{self.tolerance:.1e}; ways to compute the same differ by {self.rounding:.1e})"
             )
+        text += [each.line() for each in self.replayed]
         left_out = Counter(row.not_checked for row in self.rows if row.not_checked)
         for why, number in left_out.items():
             text.append(f"not checked, {number} rows: {why}")

@@ -21,7 +21,7 @@ from torchrl_modules import SamplingParameters
 from torchrl_modules.scoring.expert_routes import ExpertRoutes
 
 from .cause import UNEXPLAINED, Cause
-from .certificate import Certificate
+from .certificate import Certificate, Replayed
 from .conditions import Conditions, Numbers
 from .recomputation import Recomputation
 from .row_verdict import RowVerdict
@@ -179,6 +179,7 @@ def verify_rows(
             each.causes[k] = UNEXPLAINED
     verdicts = iter(map(_verdict, found))
     return Certificate(
+        replayed=_replayed(found, recomputation, rounding),
         rows=[
             _left_out(row, skipped[i]) if i in skipped else next(verdicts)
             for i, row in enumerate(rows)
@@ -257,6 +258,31 @@ def _differences(
         again = recomputation.log_probs([row for row, _ in some], way, alone=alone)
         parts += [(own - other).abs() for (_, own), other in zip(some, again, strict=True)]
     return torch.cat(parts)
+
+
+def _replayed(
+    found: Sequence[_Row], recomputation: Recomputation, rounding: Rounding
+) -> list[Replayed]:
+    """What the recorded sets and experts are to rows: the tokens that agree by them alone."""
+    without = {
+        Cause.TRUNCATION: (replace(recomputation.recorded, sets=False), "sampling_masks"),
+        Cause.ROUTING: (replace(recomputation.recorded, experts=False), "experts"),
+    }
+    told = []
+    for cause, (conditions, column) in without.items():
+        have = [one for one in found if getattr(one.row, column)]
+        again = recomputation.log_probs([one.row for one in have], conditions)
+        gaps = [torch.zeros(0, dtype=torch.float64)]
+        for one, values in zip(have, again, strict=True):
+            agrees = torch.tensor([each is None for each in one.causes], dtype=torch.bool)
+            gaps.append((one.recorded - values).abs()[agrees])
+        beyond = torch.cat(gaps)
+        beyond = beyond[beyond > rounding.limit]
+        if have:
+            largest = float(beyond.max()) if len(beyond) else 0.0
+            total = sum(len(each) for each in gaps)
+            told.append(Replayed(cause, total, len(beyond), largest))
+    return told
 
 
 class _Search:
@@ -409,7 +435,12 @@ class _Search:
     def _truncation(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
         targets = self._targets(one)
         said = truncation_words(base.sampling)
+        is_recorded = base.sets and bool(one.row.sampling_masks)
         base = replace(base, sets=False)  # what was recorded does not give the log-probs
+        if is_recorded:
+            left = truncation_words(base.sampling)
+            words = f"drawn from what the settings leave ({left}), not from the recorded sets"
+            yield _Candidate(Cause.TRUNCATION, base, words, is_of_all=True)
         if base.sampling.truncates:
             whole = replace(base, sampling=_untruncated(base))
             words = f"the log-probs are those without truncation; the settings say {said}"
@@ -473,8 +504,9 @@ class _Search:
             return
         way = replace(base, experts=True)
         if one.row.experts is not None:
-            words = "the tokens went to the experts that were recorded, not to those of the routers"
-            yield _Candidate(Cause.ROUTING, way, words, one.row)
+            words = "the tokens went to the experts of the routers, not to those that were recorded"
+            of_routers = replace(base, experts=False)
+            yield _Candidate(Cause.ROUTING, of_routers, words, is_of_all=True)
             return
         if len({one.row.versions[t] for t in one.row.targets}) > 1:
             return

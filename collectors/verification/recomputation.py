@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from torchrl_data import SamplingMasks
+from torchrl_data.routed_experts import unknown_expert
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.sampling.distribution import warped_log_prob
 from torchrl_modules.sampling.token_history import TargetHistory, changed_logits, too_early
-from torchrl_modules.scoring.expert_routes import ExpertRoutes, expert_counts
+from torchrl_modules.scoring.expert_routes import ExpertRoutes, expert_counts, replayed_layers
 from torchrl_modules.scoring.models import evaluation_mode, precision, unwrapped
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.transformers_releases import cache_name, with_cache
@@ -122,7 +122,6 @@ class Recomputation:
             return [self._of_kept(row, conditions) for row in rows]
         for version in sorted({v for each in own for v in each}, key=lambda v: (v is None, v or 0)):
             here = [i for i, each in enumerate(own) if version in each and i not in kept]
-            alone = alone or conditions.experts
             groups = [[i] for i in here] if alone else [here]
             for group in groups:
                 scores = self._scores([rows[i] for i in group], conditions, version)
@@ -142,7 +141,9 @@ class Recomputation:
         parts: dict[int | None, Tensor] = {}
         for version in set(own):
             with self._ready(conditions, version) as scorer:
-                parts[version] = scorer.logits(*_packed([row], conditions, 0)).cpu()
+                packed = _packed([row], conditions, 0)
+                with _replayed(scorer, _experts([row], conditions)):
+                    parts[version] = scorer.logits(*packed).cpu()
         logits = torch.stack([parts[version][k] for k, version in enumerate(own)])
         if not conditions.sampling.changes_logits:
             return logits
@@ -186,15 +187,15 @@ class Recomputation:
         with self._ready(conditions, version) as scorer:
             ids, lengths, mask = _packed(rows, conditions, pad)
             sampling = conditions.sampling
-            with self._routes(rows, conditions, scorer):
-                scores = scorer.score_packed(
-                    ids,
-                    lengths,
-                    mask,
-                    temperature=sampling.temperature,
-                    truncation=sampling,
-                    sampling_masks=_sets(rows, conditions),
-                )
+            scores = scorer.score_packed(
+                ids,
+                lengths,
+                mask,
+                temperature=sampling.temperature,
+                truncation=sampling,
+                sampling_masks=_sets(rows, conditions),
+                routed_experts=_experts(rows, conditions),
+            )
         return list(scores.log_prob.double().cpu().split(counts))
 
     def _of_kept(self, row: SampledRow, conditions: Conditions) -> Tensor:
@@ -209,16 +210,6 @@ class Recomputation:
         mass = ordered.masked_fill(left_out, -torch.inf).logsumexp(-1)
         return (logits.gather(1, targets).squeeze(1) - mass).where(counts > 0, torch.nan)
 
-    def _routes(
-        self, rows: Sequence[SampledRow], conditions: Conditions, scorer: PackedScorer
-    ) -> AbstractContextManager[Any]:
-        """Where the experts are those of a row, what sees to it."""
-        if not conditions.experts or rows[0].experts is None:
-            return nullcontext()
-        [row] = rows
-        own = [F.pad(layer, (0, 0, conditions.padding, 0), value=-1) for layer in row.experts or ()]
-        return ExpertRoutes(scorer.model, own)
-
     def _with_cache(
         self, row: SampledRow, conditions: Conditions, own: Sequence[int | None]
     ) -> Tensor:
@@ -232,12 +223,14 @@ class Recomputation:
             readers[before:place] = [version] * (place - before)
         readers[:cached] = [conditions.cache_version] * min(cached, last)
         ids = torch.tensor([row.ids[:last]], device=self.policy.scorer.model.device)
+        experts = _experts([row], conditions)
         parts, start, cache = [], 0, None
         for version, run in groupby(readers):
             end = start + sum(1 for _ in run)
             with (
                 self._ready(conditions, version) as scorer,
                 precision(scorer.model, conditions.numbers.autocast),
+                _replayed(scorer, None if experts is None else experts[start:end]),
             ):
                 model: Any = scorer.model
                 goes_on = {"use_cache": True} if cache is None else with_cache(model, cache)
@@ -313,6 +306,35 @@ def _sets(rows: Sequence[SampledRow], conditions: Conditions) -> SamplingMasks |
     return SamplingMasks.of(
         row.sampling_masks[t] if row.sampling_masks else b"" for row in rows for t in row.targets
     )
+
+
+def _experts(rows: Sequence[SampledRow], conditions: Conditions) -> Tensor | None:
+    """The experts of all tokens of rows, int16 ``[N, L, S]``, where they count and there are any.
+
+    Those of padding, and of rows without any, are left to the routers.
+    """
+    if not conditions.experts or not any(row.experts for row in rows):
+        return None
+    parts: list[Tensor | None] = [
+        torch.stack(list(row.experts), 1).short() if row.experts else None for row in rows
+    ]
+    shape = next(part for part in parts if part is not None).shape[1:]
+    unknown = unknown_expert(torch.int16)
+    full = [
+        torch.full((conditions.padding + len(row.ids), *shape), unknown, dtype=torch.int16)
+        for row in rows
+    ]
+    for whole, part in zip(full, parts, strict=True):
+        if part is not None:
+            whole[conditions.padding :] = part
+    return torch.cat(full)
+
+
+def _replayed(scorer: PackedScorer, experts: Tensor | None) -> AbstractContextManager[Any]:
+    """What sends the tokens of one sequence to experts ``[N, L, S]``, while it is entered."""
+    if experts is None:
+        return nullcontext()
+    return ExpertRoutes(scorer.model, replayed_layers(experts), margins=False)
 
 
 def _goes_on(conditions: Conditions, versions: Sequence[int | None]) -> bool:

@@ -266,6 +266,7 @@ def test_the_same_model_has_the_same_defaults_whatever_it_is_called(compose, tmp
         (["collector.verify_every=0"], "collector.verify_every must be at least 1"),
         (["record.kept_counts=true"], "record.kept_counts is for policy.top_k, top_p or min_p"),
         (["record.kept_counts=true", "engine=vllm"], "kept_counts needs engine=transformers"),
+        (["record.replay=false"], "record.replay=false leaves out what policy.sampling_mask and"),
         (
             ["policy.routed_experts=true", "collector=streaming"],
             "policy.routed_experts is for engine=transformers and collector=sync",

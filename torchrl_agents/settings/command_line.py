@@ -640,6 +640,11 @@ def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:
     served = cfg.engine.starts_servers or urls or collects_on_ray(cfg)
     if cfg.policy.sampling_mask and cfg.engine.name == "vllm" and served:
         yield "policy.sampling_mask needs an engine of this process: leave servers of vLLM out."
+    if not cfg.record.replay and not (cfg.policy.sampling_mask or cfg.policy.routed_experts):
+        yield (
+            "record.replay=false leaves out what policy.sampling_mask and policy.routed_experts "
+            "record, and neither is on: leave it out."
+        )
     if cfg.record.kept_counts and not truncates:
         yield "record.kept_counts is for policy.top_k, top_p or min_p: nothing is left out."
 

@@ -253,6 +253,9 @@ class RecordConfig:
     kept_counts: bool = False
     """Also how many tokens top-k, top-p and min-p left, of which each was drawn; of
     engine=transformers."""
+    replay: bool = True
+    """Also the sets of policy.sampling_mask and the experts of policy.routed_experts, with which
+    torchrl-agents verify computes each token again (docs/verify.md has what it costs)."""
 
 
 @dataclass
