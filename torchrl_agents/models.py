@@ -608,6 +608,7 @@ def transformers_policy(
         max_model_len=cfg.policy.max_model_len,
         autocast_dtype=torch.bfloat16 if autocast else None,
         compile_layers=None if train is None else train.compile_layers,
+        batch_invariant=cfg.engine.batch_invariant and cfg.engine.name == "transformers",
         **arguments,
     )
 

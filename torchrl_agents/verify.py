@@ -2,6 +2,7 @@
 
     torchrl-agents verify RUN
     torchrl-agents verify RUN --step 11 --device cuda --json certificate.json
+    torchrl-agents verify RUN --bits                 # of engine.batch_invariant=true
     torchrl-agents verify BATCH.pt --model MODEL     # rollouts of TRL or verl
 
 Each recorded token is computed again with the weights of its version: those of a checkpoint, or of
@@ -77,6 +78,11 @@ def main(arguments: Sequence[str]) -> int:
         help="to compute in; autocast is bfloat16 over float32 (as the run's settings say)",
     )
     parser.add_argument("--tolerance", type=float, help="of a log-prob, in nats")
+    parser.add_argument(
+        "--bits",
+        action="store_true",
+        help="every log-prob has to be the recorded one to the bit; of engine.batch_invariant=true",
+    )
     parser.add_argument("--json", type=Path, help="write all that was found into this file")
     parser.add_argument("--html", type=Path, help="write a page with the gaps into this folder")
     foreign = parser.add_argument_group("of rollouts of TRL or verl, which are files")
@@ -92,10 +98,13 @@ def main(arguments: Sequence[str]) -> int:
         if given.run.is_file():
             if given.html is not None:
                 raise SettingsError("--html shows the record of a run, not a file of rollouts.")
+            if given.bits:
+                raise SettingsError("--bits is for a run of this library, not a file of rollouts.")
             certificate = verify_file(given.run, given.model, sampling=sampling, **options)
         else:
             _refuse_foreign(given.model, sampling)
-            certificate = verify_run(given.run, steps=given.step, most_rows=given.rows, **options)
+            options |= {"most_rows": given.rows, "bits": given.bits}
+            certificate = verify_run(given.run, steps=given.step, **options)
         if given.html is not None:
             write_html([VerifiedRecord(given.run, certificate)], given.html)
         if given.json is not None:
@@ -107,7 +116,8 @@ def main(arguments: Sequence[str]) -> int:
     print("\n".join(certificate.lines()))
     if not certificate.num_tokens:
         return 2
-    return 0 if certificate.is_clean else 1
+    differs = given.bits and (certificate.bits is None or certificate.bits.num_differing > 0)
+    return 0 if certificate.is_clean and not differs else 1
 
 
 def _refuse_foreign(model: str | None, sampling: Mapping[str, Any]) -> None:
@@ -167,6 +177,7 @@ def verify_run(
     device: str = "cpu",
     dtype: str | None = None,
     tolerance: float | None = None,
+    bits: bool = False,
 ) -> Certificate:
     """Verify the recorded rollouts of a run.
 
@@ -178,6 +189,7 @@ def verify_run(
         dtype: to compute in: a type of torch, or ``"autocast"``; that of the settings when not
             given.
         tolerance: see :func:`~collectors.verification.verify_rows`.
+        bits: refuse a run whose log-probs can't be had to the bit.
 
     Raises:
         FileNotFoundError: the folder holds no record.
@@ -189,6 +201,8 @@ def verify_run(
         raise ValueError(f"--rows must be positive, got {most_rows}.")
     record = RunRecord(folder)
     settings = read_settings(record.run_folder)
+    if bits:
+        _check_bits(folder, settings, device=device, dtype=dtype)
     known = [summary.step for summary in record.steps]
     for step in steps or ():
         if step not in known:
@@ -223,6 +237,24 @@ def verify_run(
     have = "; ".join(f"version {v}: {weights.where[v]}" for v in used)
     certificate.conditions = f"in {weights.numbers} on {device}; {have or 'no weights of any row'}"
     return certificate
+
+
+def _check_bits(
+    folder: Path, settings: Mapping[str, Any], *, device: str, dtype: str | None
+) -> None:
+    """Refuse what can't be computed to the bit."""
+    engine = settings.get("engine") or {}
+    if engine.get("name") != "transformers" or not engine.get("batch_invariant"):
+        raise SettingsError(
+            f"--bits: {folder} was drawn by engine={engine.get('name')}, engine.batch_invariant="
+            f"{str(bool(engine.get('batch_invariant'))).lower()}, so that the last bits of a "
+            "log-prob depend on the rows beside it, and are not recorded. Run with "
+            "engine=transformers engine.batch_invariant=true."
+        )
+    if device != "cpu" or dtype not in (None, "float32"):
+        raise SettingsError(
+            f"--bits: the run was drawn in float32 on a CPU, got --device {device} --dtype {dtype}."
+        )
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -260,6 +292,7 @@ def weights_of(
         chat_template_name=cfg.chat_template_name,
         max_model_len=cfg.max_model_len,
         autocast_dtype=numbers.autocast,
+        batch_invariant=_is_batch_invariant(settings, numbers, device),
     )
     load: dict[int, Callable[[nn.Module], None]] = {}
     where: dict[int, str] = {}
@@ -296,6 +329,13 @@ def weights_of(
             "checkpoint.every=N checkpoint.keep_last=M, and verify the steps after a checkpoint."
         )
     return _Weights(policy, load, where, numbers)
+
+
+def _is_batch_invariant(settings: Mapping[str, Any], numbers: Numbers, device: str) -> bool:
+    """Whether a run was drawn so by Transformers, and is computed so."""
+    engine = settings.get("engine") or {}
+    is_own = engine.get("name") == "transformers" and bool(engine.get("batch_invariant"))
+    return is_own and numbers == Numbers(torch.float32) and torch.device(device).type == "cpu"
 
 
 def _numbers(settings: Mapping[str, Any], cfg: PolicyConfig, dtype: str | None) -> Numbers:

@@ -40,6 +40,24 @@ class Replayed(NamedTuple):
         )
 
 
+class Bits(NamedTuple):
+    """How many log-probs were computed again to the bit, in float32."""
+
+    num_tokens: int
+    num_differing: int
+    most_steps: int
+    """By so many of the numbers that float32 has a log-prob is off at most."""
+
+    def line(self) -> str:
+        """For people."""
+        if not self.num_differing:
+            return f"bits: all {self.num_tokens} log-probs are the recorded ones to the bit"
+        return (
+            f"bits: {self.num_differing} of {self.num_tokens} log-probs are not the recorded ones, "
+            f"by up to {self.most_steps} steps of float32"
+        )
+
+
 @dataclass(kw_only=True)
 class Certificate:
     """What was found of all rows."""
@@ -53,6 +71,8 @@ class Certificate:
     """How tokens were computed again, in words."""
     replayed: list[Replayed] = field(default_factory=list)
     """What the recorded sets and experts are to the tokens that agree, where there are any."""
+    bits: Bits | None = None
+    """Of a policy whose log-probs do not depend on the batch; ``None`` of others."""
 
     @property
     def checked(self) -> list[RowVerdict]:
@@ -102,6 +122,7 @@ class Certificate:
             "num_tokens": self.num_tokens,
             "causes": dict(self.counts),
             "replayed": [each._asdict() for each in self.replayed],
+            "bits": None if self.bits is None else self.bits._asdict(),
             "rows": [
                 {
                     **vars(row),
@@ -127,6 +148,8 @@ class Certificate:
                 f"{_at(quiet, 0.99):.1e}, largest {quiet[-1]:.1e} nats (tolerance "
                 f"{self.tolerance:.1e}; ways to compute the same differ by {self.rounding:.1e})"
             )
+        if self.bits is not None and self.bits.num_tokens:
+            text.append(self.bits.line())
         text += [each.line() for each in self.replayed]
         left_out = Counter(row.not_checked for row in self.rows if row.not_checked)
         for why, number in left_out.items():

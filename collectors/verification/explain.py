@@ -21,7 +21,7 @@ from torchrl_modules import SamplingParameters
 from torchrl_modules.scoring.expert_routes import ExpertRoutes
 
 from .cause import UNEXPLAINED, Cause
-from .certificate import Certificate, Replayed
+from .certificate import Bits, Certificate, Replayed
 from .conditions import Conditions, Numbers
 from .recomputation import Recomputation
 from .row_verdict import RowVerdict
@@ -180,6 +180,7 @@ def verify_rows(
     verdicts = iter(map(_verdict, found))
     return Certificate(
         replayed=_replayed(found, recomputation, rounding),
+        bits=_bits(found) if recomputation.is_batch_invariant else None,
         rows=[
             _left_out(row, skipped[i]) if i in skipped else next(verdicts)
             for i, row in enumerate(rows)
@@ -258,6 +259,18 @@ def _differences(
         again = recomputation.log_probs([row for row, _ in some], way, alone=alone)
         parts += [(own - other).abs() for (_, own), other in zip(some, again, strict=True)]
     return torch.cat(parts)
+
+
+def _bits(found: Sequence[_Row]) -> Bits:
+    """How many log-probs are the recorded ones in float32, to the bit."""
+    nothing = [torch.zeros(0, dtype=torch.float64)]
+    recorded = torch.cat([one.recorded for one in found] or nothing).float()
+    computed = torch.cat([one.computed for one in found] or nothing).float()
+    # As whole numbers that grow with them, so that neighbours differ by 1.
+    whole = [x.view(torch.int32).long() for x in (recorded, computed)]
+    ordered = [torch.where(x < 0, -(x & 0x7FFFFFFF), x) for x in whole]
+    steps = (ordered[0] - ordered[1]).abs()
+    return Bits(len(steps), int((steps > 0).sum()), int(steps.max()) if len(steps) else 0)
 
 
 def _replayed(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchrl_data import SamplingMasks
 from torchrl_data.routed_experts import unknown_expert
 from torchrl_modules import TransformersWrapper
+from torchrl_modules.batch_invariance import BatchInvariance
 from torchrl_modules.sampling.distribution import warped_log_prob
 from torchrl_modules.sampling.token_history import TargetHistory, changed_logits, too_early
 from torchrl_modules.scoring.expert_routes import ExpertRoutes, expert_counts, replayed_layers
@@ -83,6 +84,11 @@ class Recomputation:
     def has_experts(self) -> bool:
         """Whether the model is a mixture of experts."""
         return expert_counts(self.policy.scorer.model) is not None
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether rows are computed as they were drawn, to the bit, whatever stands beside them."""
+        return self.policy.scorer.batch_invariant and self.numbers == Numbers(torch.float32)
 
     @property
     def recorded(self) -> Conditions:
@@ -229,7 +235,9 @@ class Recomputation:
             end = start + sum(1 for _ in run)
             with (
                 self._ready(conditions, version) as scorer,
-                precision(scorer.model, conditions.numbers.autocast),
+                BatchInvariance()
+                if scorer.batch_invariant
+                else precision(scorer.model, conditions.numbers.autocast),
                 _replayed(scorer, None if experts is None else experts[start:end]),
             ):
                 model: Any = scorer.model
@@ -276,6 +284,7 @@ class Recomputation:
                 model,
                 micro_batch_tokens=self.policy.scorer.micro_batch_tokens or _MICRO_BATCH_TOKENS,
                 autocast_dtype=numbers.autocast,
+                batch_invariant=self.is_batch_invariant and numbers == self.numbers,
             )
         return self._scorers[numbers]
 

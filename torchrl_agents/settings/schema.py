@@ -116,6 +116,9 @@ class EngineConfig:
     devices one engine is a server, too."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of vLLM: +engine.engine_kwargs.gpu_memory_utilization=0.4."""
+    batch_invariant: bool = False
+    """A token's log-prob does not depend on the rows beside it. transformers, in float32 on a CPU:
+    what is scored is what was drawn, to the bit; vllm: its own mode, on a GPU (docs/verify.md)."""
     colocate: bool = False
     """vLLM shares the training GPUs and frees its memory during a training step. A server at
     engine.url has to be started with --enable-sleep-mode."""
