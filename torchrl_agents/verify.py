@@ -13,10 +13,12 @@ looked for and named.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,6 +32,7 @@ from collectors.record.html import write_html
 from collectors.record.run_record import RunRecord
 from collectors.verification.certificate import Certificate
 from collectors.verification.conditions import Numbers
+from collectors.verification.engine_check import EngineCheck, check_engine_can
 from collectors.verification.explain import verify_rows
 from collectors.verification.foreign_rows import read_foreign_rows
 from collectors.verification.recomputation import Recomputation
@@ -79,6 +82,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--tolerance", type=float, help="of a log-prob, in nats")
     parser.add_argument(
+        "--engine",
+        choices=("transformers", "vllm"),
+        default="transformers",
+        help="vllm: compute by vLLM in this process, too, beside Transformers (transformers)",
+    )
+    parser.add_argument(
         "--bits",
         action="store_true",
         help="every log-prob has to be the recorded one to the bit; of engine.batch_invariant=true",
@@ -98,12 +107,16 @@ def main(arguments: Sequence[str]) -> int:
         if given.run.is_file():
             if given.html is not None:
                 raise SettingsError("--html shows the record of a run, not a file of rollouts.")
+            if given.engine != "transformers":
+                raise SettingsError(
+                    "--engine is for a run of this library, not a file of rollouts."
+                )
             if given.bits:
                 raise SettingsError("--bits is for a run of this library, not a file of rollouts.")
             certificate = verify_file(given.run, given.model, sampling=sampling, **options)
         else:
             _refuse_foreign(given.model, sampling)
-            options |= {"most_rows": given.rows, "bits": given.bits}
+            options |= {"most_rows": given.rows, "bits": given.bits, "engine": given.engine}
             certificate = verify_run(given.run, steps=given.step, **options)
         if given.html is not None:
             write_html([VerifiedRecord(given.run, certificate)], given.html)
@@ -153,6 +166,7 @@ def verify_file(
     """
     if model is None:
         raise SettingsError(f"{path} is a file of rollouts: say which model drew them, --model=.")
+    check_device(device)
     rows = read_foreign_rows(path)
     cfg = PolicyConfig(model=model, device=device, max_new_tokens=1, **sampling)
     numbers = _numbers({}, cfg, dtype)
@@ -177,6 +191,7 @@ def verify_run(
     device: str = "cpu",
     dtype: str | None = None,
     tolerance: float | None = None,
+    engine: str = "transformers",
     bits: bool = False,
 ) -> Certificate:
     """Verify the recorded rollouts of a run.
@@ -189,6 +204,7 @@ def verify_run(
         dtype: to compute in: a type of torch, or ``"autocast"``; that of the settings when not
             given.
         tolerance: see :func:`~collectors.verification.verify_rows`.
+        engine: ``"vllm"`` computes by vLLM, too.
         bits: refuse a run whose log-probs can't be had to the bit.
 
     Raises:
@@ -217,17 +233,18 @@ def verify_run(
         raise ValueError(f"{folder}: no sampled token is recorded in the steps {steps or known}.")
     weights = weights_of(record.run_folder, settings, device=device, dtype=dtype)
     coeff = (settings.get("loss") or {}).get("observation_coeff") or 0.0
-    certificate = verify_rows(
-        rows,
-        Recomputation(
-            weights.policy,
-            weights.load,
-            numbers=weights.numbers,
-            keeps_cache=not (settings.get("collector") or {}).get("recompute", True),
-        ),
-        tolerance=tolerance,
-        check_trained=not coeff,
+    recomputation = Recomputation(
+        weights.policy,
+        weights.load,
+        numbers=weights.numbers,
+        keeps_cache=not (settings.get("collector") or {}).get("recompute", True),
     )
+    checks = {"tolerance": tolerance, "check_trained": not coeff}
+    if engine == "vllm":
+        with _vllm_check(weights, recomputation, rows, device) as check:
+            certificate = verify_rows(rows, recomputation, engine=check, **checks)
+    else:
+        certificate = verify_rows(rows, recomputation, **checks)
     for damage in dict.fromkeys(record.damage):
         why = "of the record this can't be read"
         certificate.rows.append(
@@ -237,6 +254,26 @@ def verify_run(
     have = "; ".join(f"version {v}: {weights.where[v]}" for v in used)
     certificate.conditions = f"in {weights.numbers} on {device}; {have or 'no weights of any row'}"
     return certificate
+
+
+@contextmanager
+def _vllm_check(
+    weights: _Weights, recomputation: Recomputation, rows: Sequence[SampledRow], device: str
+) -> Iterator[EngineCheck]:
+    """An engine of vLLM over the run's model, while it is entered."""
+    from torchrl_modules import VLLMEngine
+    from torchrl_modules.vllm.runtime import import_vllm
+
+    check_engine_can(recomputation)
+    found = import_vllm().current_platform.device_type
+    if torch.device(device).type != found:
+        raise SettingsError(f"--engine vllm: the vLLM here runs on {found}, got --device {device}.")
+    dtype = str(weights.numbers.weights).removeprefix("torch.")
+    longest = max(len(row.ids) for row in rows) + 1
+    with TemporaryDirectory() as folder:
+        weights.policy.model.save_pretrained(folder)
+        with closing(VLLMEngine(folder, max_model_len=longest, dtype=dtype)) as engine:
+            yield EngineCheck(engine, recomputation)
 
 
 def _check_bits(
@@ -269,6 +306,21 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
+def check_device(device: str) -> None:
+    """Check that there is a device to compute on.
+
+    Raises:
+        SettingsError: there is not, or torch does not know it.
+    """
+    try:
+        torch.zeros(1, device=device).sum().item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        told = str(error).partition("\n")[0]
+        raise SettingsError(
+            f"--device {device}: torch can't compute on it here ({told})."
+        ) from error
+
+
 def weights_of(
     folder: Path, settings: Mapping[str, Any], *, device: str, dtype: str | None
 ) -> _Weights:
@@ -280,9 +332,7 @@ def weights_of(
     known = {each.name for each in fields(PolicyConfig)}
     cfg = PolicyConfig(**{n: v for n, v in settings["policy"].items() if n in known})
     numbers = _numbers(settings, cfg, dtype)
-    torch_device = torch.device(device)
-    if torch_device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(f"--device {device}: torch finds no GPU here.")
+    check_device(device)
     model, tokenizer, of_adapters = _model_of(folder, cfg, device)
     policy = TransformersWrapper(
         model,

@@ -40,6 +40,28 @@ class Replayed(NamedTuple):
         )
 
 
+class ByEngine(NamedTuple):
+    """What an inference engine says of the tokens, computed beside Transformers."""
+
+    name: str
+    num_tokens: int
+    median: float
+    """Of the distances of its log-probs from the recorded ones, in nats."""
+    largest: float
+    apart: float
+    """The largest distance of its log-probs from those of Transformers, in nats."""
+    num_only: int
+    """Tokens that agree with it and not with Transformers; they have no gap."""
+
+    def line(self) -> str:
+        """For people."""
+        return (
+            f"by {self.name}: {self.num_tokens} tokens, gap median {self.median:.1e}, largest "
+            f"{self.largest:.1e} nats; up to {self.apart:.1e} from Transformers; "
+            f"{self.num_only} tokens agree with it alone"
+        )
+
+
 class Bits(NamedTuple):
     """How many log-probs were computed again to the bit, in float32."""
 
@@ -71,6 +93,8 @@ class Certificate:
     """How tokens were computed again, in words."""
     replayed: list[Replayed] = field(default_factory=list)
     """What the recorded sets and experts are to the tokens that agree, where there are any."""
+    by_engine: ByEngine | None = None
+    """Where an engine computed the tokens, too."""
     bits: Bits | None = None
     """Of a policy whose log-probs do not depend on the batch; ``None`` of others."""
 
@@ -122,6 +146,7 @@ class Certificate:
             "num_tokens": self.num_tokens,
             "causes": dict(self.counts),
             "replayed": [each._asdict() for each in self.replayed],
+            "by_engine": None if self.by_engine is None else self.by_engine._asdict(),
             "bits": None if self.bits is None else self.bits._asdict(),
             "rows": [
                 {
@@ -148,6 +173,8 @@ class Certificate:
                 f"{_at(quiet, 0.99):.1e}, largest {quiet[-1]:.1e} nats (tolerance "
                 f"{self.tolerance:.1e}; ways to compute the same differ by {self.rounding:.1e})"
             )
+        if self.by_engine is not None:
+            text.append(self.by_engine.line())
         if self.bits is not None and self.bits.num_tokens:
             text.append(self.bits.line())
         text += [each.line() for each in self.replayed]

@@ -21,8 +21,9 @@ from torchrl_modules import SamplingParameters
 from torchrl_modules.scoring.expert_routes import ExpertRoutes
 
 from .cause import UNEXPLAINED, Cause
-from .certificate import Bits, Certificate, Replayed
+from .certificate import Bits, ByEngine, Certificate, Replayed
 from .conditions import Conditions, Numbers
+from .engine_check import EngineCheck
 from .recomputation import Recomputation
 from .row_verdict import RowVerdict
 from .sampled_row import SampledRow
@@ -139,6 +140,7 @@ def verify_rows(
     tolerance: float | None = None,
     check_trained: bool = True,
     most_searched: int = 32,
+    engine: EngineCheck | None = None,
 ) -> Certificate:
     """Compute every sampled token again, and say why those that differ do.
 
@@ -153,6 +155,7 @@ def verify_rows(
         most_searched: of so many rows all causes are looked for; of further ones with a gap those
             alone that were found before, and what these leave stays unexplained, which the words
             of the row say.
+        engine: computes the rows, too; a token that agrees with either has no gap.
 
     Returns:
         What was found, row by row in the order of ``rows``.
@@ -172,6 +175,7 @@ def verify_rows(
         _begin(row, values, encoder, rounding, check_trained)
         for row, values in zip(here, computed, strict=True)
     ]
+    by_engine = None if engine is None else _by_engine(found, engine, rounding)
     differing = [each for each in found if bool(each.open.any())]
     _Search(recomputation, rounding, here, most_searched).explain(differing)
     for each in differing:
@@ -180,6 +184,7 @@ def verify_rows(
     verdicts = iter(map(_verdict, found))
     return Certificate(
         replayed=_replayed(found, recomputation, rounding),
+        by_engine=by_engine,
         bits=_bits(found) if recomputation.is_batch_invariant else None,
         rows=[
             _left_out(row, skipped[i]) if i in skipped else next(verdicts)
@@ -259,6 +264,28 @@ def _differences(
         again = recomputation.log_probs([row for row, _ in some], way, alone=alone)
         parts += [(own - other).abs() for (_, own), other in zip(some, again, strict=True)]
     return torch.cat(parts)
+
+
+def _by_engine(found: Sequence[_Row], engine: EngineCheck, rounding: Rounding) -> ByEngine:
+    """What an engine says of the rows; gaps that it has not are none."""
+    gaps, apart = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
+    num_only = 0
+    for one, values in zip(found, engine.log_probs([one.row for one in found]), strict=True):
+        closed = one.open & rounding.fits(one.recorded - values, one.open)
+        num_only += int(closed.sum())
+        one.open &= ~closed
+        gaps.append((one.recorded - values).abs())
+        apart.append((values - one.computed).abs())
+    every, others = torch.cat(gaps), torch.cat(apart)
+    every = every[every.isfinite()]
+    return ByEngine(
+        engine.name,
+        len(every),
+        float(every.median()) if len(every) else 0.0,
+        float(every.max()) if len(every) else 0.0,
+        float(others.max()) if len(others) else 0.0,
+        num_only,
+    )
 
 
 def _bits(found: Sequence[_Row]) -> Bits:

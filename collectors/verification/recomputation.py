@@ -62,7 +62,8 @@ class Recomputation:
         own = unwrapped(policy.model, who="Recomputation").dtype
         self.numbers = numbers or Numbers(own)
         """What the settings say that the model computes in."""
-        self._keeps_cache = keeps_cache
+        self.keeps_cache = keeps_cache
+        """Whether the settings let a row go on with what older weights have read."""
         self._load = dict(load_weights or {})
         self._own = own
         self._loaded: int | None = None
@@ -95,7 +96,11 @@ class Recomputation:
         """As the rows are recorded and the settings say."""
         sampling = self.policy.sampling
         sampling = replace(sampling, temperature=sampling.temperature or 1.0)
-        return Conditions(sampling=sampling, numbers=self.numbers, keeps_cache=self._keeps_cache)
+        return Conditions(sampling=sampling, numbers=self.numbers, keeps_cache=self.keeps_cache)
+
+    def versions_of(self, row: SampledRow) -> list[int | None]:
+        """Whose weights drew each sampled token as it is recorded; ``None``: the model's own."""
+        return self._versions_of(row, self.recorded)
 
     def missing(self, row: SampledRow) -> list[int]:
         """The versions of a row that there are no weights of."""
