@@ -45,7 +45,8 @@ def test_only_a_gpu_has_the_batch_invariant_mode(monkeypatch):
     gpu = SimpleNamespace(is_cuda_alike=lambda: True)
     check_batch_invariance(gpu, who="A test")
     monkeypatch.setattr(runtime, "import_vllm", lambda: SimpleNamespace(current_platform=gpu))
-    monkeypatch.delenv(BATCH_INVARIANT, raising=False)
+    monkeypatch.setenv(BATCH_INVARIANT, "0")  # so that it is put back as it was
+    monkeypatch.delenv(BATCH_INVARIANT)
     monkeypatch.delitem(sys.modules, "vllm.envs", raising=False)
     request_batch_invariance(who="A test")
     assert os.environ[BATCH_INVARIANT] == "1"
