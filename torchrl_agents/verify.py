@@ -271,7 +271,8 @@ def _vllm_check(
     dtype = str(weights.numbers.weights).removeprefix("torch.")
     longest = max(len(row.ids) for row in rows) + 1
     with TemporaryDirectory() as folder:
-        weights.policy.model.save_pretrained(folder)
+        model: Any = weights.policy.model
+        model.save_pretrained(folder)
         with closing(VLLMEngine(folder, max_model_len=longest, dtype=dtype)) as engine:
             yield EngineCheck(engine, recomputation)
 
