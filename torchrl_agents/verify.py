@@ -50,7 +50,7 @@ _MOST_ROWS = 64
 
 
 class _Weights(NamedTuple):
-    """What there is to compute a run with."""
+    """Model and weights to compute a run with."""
 
     policy: TransformersWrapper
     load: dict[int, Callable[[nn.Module], None]]
@@ -383,14 +383,14 @@ def weights_of(
 
 
 def _is_batch_invariant(settings: Mapping[str, Any], numbers: Numbers, device: str) -> bool:
-    """Whether a run was drawn so by Transformers, and is computed so."""
+    """Return whether a run was drawn so by Transformers, and is computed so."""
     engine = settings.get("engine") or {}
     is_own = engine.get("name") == "transformers" and bool(engine.get("batch_invariant"))
     return is_own and numbers == Numbers(torch.float32) and torch.device(device).type == "cpu"
 
 
 def _numbers(settings: Mapping[str, Any], cfg: PolicyConfig, dtype: str | None) -> Numbers:
-    """What the policy computed in, by the settings, or what is asked for."""
+    """Numbers that the policy computed in, by the settings, or what is asked for."""
     own = getattr(torch, cfg.dtype)
     if dtype == "autocast":
         return Numbers(torch.float32, torch.bfloat16)

@@ -175,7 +175,7 @@ def invariant_attention(
 
 
 def _seen(query: Tensor, key: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
-    """Which keys each query sees, bool ``[B, Q, K]``."""
+    """Keys that each query sees, bool ``[B, Q, K]``."""
     shape = (len(query), query.shape[2], key.shape[2])
     if mask is None:
         seen = torch.ones(shape, dtype=torch.bool, device=query.device)
@@ -306,7 +306,7 @@ def check_batch_invariance(model: PreTrainedModel) -> None:
 
 
 def _last_results(model: nn.Module, run: Callable[[], Any], num_tokens: int) -> dict[str, Tensor]:
-    """What each module gives for the last token of the first row, in the order of computation."""
+    """Results of each module for the last token of the first row, in the order of computation."""
     found: dict[str, Tensor] = {}
     modes = [(module, module.training) for module in model.modules()]
 

@@ -13,7 +13,7 @@ from .row_verdict import RowVerdict
 
 
 class Replayed(NamedTuple):
-    """How much of what agrees does so by what was recorded beside it."""
+    """Share of what agrees does so by what was recorded beside it."""
 
     cause: str
     """``truncation``: by the set that each token was drawn from; ``routing``: by its experts."""
@@ -41,7 +41,7 @@ class Replayed(NamedTuple):
 
 
 class ByEngine(NamedTuple):
-    """What an inference engine says of the tokens, computed beside Transformers."""
+    """Log-probs of an inference engine, computed beside Transformers."""
 
     name: str
     num_tokens: int
@@ -63,7 +63,7 @@ class ByEngine(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """How many log-probs were computed again to the bit, in float32."""
+    """Number of log-probs that were computed again to the bit, in float32."""
 
     num_tokens: int
     num_differing: int

@@ -267,7 +267,7 @@ def _differences(
 
 
 def _by_engine(found: Sequence[_Row], engine: EngineCheck, rounding: Rounding) -> ByEngine:
-    """What an engine says of the rows; gaps that it has not are none."""
+    """Compare rows with an engine; gaps that it has not are none."""
     gaps, apart = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
     num_only = 0
     for one, values in zip(found, engine.log_probs([one.row for one in found]), strict=True):
@@ -289,7 +289,7 @@ def _by_engine(found: Sequence[_Row], engine: EngineCheck, rounding: Rounding) -
 
 
 def _bits(found: Sequence[_Row]) -> Bits:
-    """How many log-probs are the recorded ones in float32, to the bit."""
+    """Count the log-probs that are the recorded ones in float32, to the bit."""
     nothing = [torch.zeros(0, dtype=torch.float64)]
     recorded = torch.cat([one.recorded for one in found] or nothing).float()
     computed = torch.cat([one.computed for one in found] or nothing).float()
@@ -303,7 +303,7 @@ def _bits(found: Sequence[_Row]) -> Bits:
 def _replayed(
     found: Sequence[_Row], recomputation: Recomputation, rounding: Rounding
 ) -> list[Replayed]:
-    """What the recorded sets and experts are to rows: the tokens that agree by them alone."""
+    """Compute rows without their recorded sets and experts: the tokens that agree by them alone."""
     without = {
         Cause.TRUNCATION: (replace(recomputation.recorded, sets=False), "sampling_masks"),
         Cause.ROUTING: (replace(recomputation.recorded, experts=False), "experts"),

@@ -88,7 +88,7 @@ class Recomputation:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether rows are computed as they were drawn, to the bit, whatever stands beside them."""
+        """Return whether rows are computed as they were drawn, to the bit, in any batch."""
         return self.policy.scorer.batch_invariant and self.numbers == Numbers(torch.float32)
 
     @property
@@ -99,7 +99,7 @@ class Recomputation:
         return Conditions(sampling=sampling, numbers=self.numbers, keeps_cache=self.keeps_cache)
 
     def versions_of(self, row: SampledRow) -> list[int | None]:
-        """Whose weights drew each sampled token as it is recorded; ``None``: the model's own."""
+        """Versions that drew each sampled token as it is recorded; ``None``: the model's own."""
         return self._versions_of(row, self.recorded)
 
     def missing(self, row: SampledRow) -> list[int]:
@@ -180,7 +180,7 @@ class Recomputation:
     # How it is done -----------------------------------------------------------------------------
 
     def _versions_of(self, row: SampledRow, conditions: Conditions) -> list[int | None]:
-        """Whose weights compute each sampled token."""
+        """Versions that compute each sampled token."""
         if not self._load:
             return [None] * len(row.targets)
         if conditions.version is not None:
@@ -345,7 +345,7 @@ def _experts(rows: Sequence[SampledRow], conditions: Conditions) -> Tensor | Non
 
 
 def _replayed(scorer: PackedScorer, experts: Tensor | None) -> AbstractContextManager[Any]:
-    """What sends the tokens of one sequence to experts ``[N, L, S]``, while it is entered."""
+    """Context that sends the tokens of one sequence to experts ``[N, L, S]``."""
     if experts is None:
         return nullcontext()
     return ExpertRoutes(scorer.model, replayed_layers(experts), margins=False)

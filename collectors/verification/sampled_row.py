@@ -145,7 +145,7 @@ class SampledRow:
 
 
 def place_of_sample(sample: RolloutSample) -> str:
-    """Where a sample is in its run, for people.
+    """Place of a sample in its run, for people.
 
     Args:
         sample: of a record.

@@ -619,7 +619,7 @@ class PackedScorer(ChecksAttributes):
             return run_inside(self._wrapped, read)
 
     def _kernels(self) -> AbstractContextManager[Any]:
-        """What computes products and attention."""
+        """Kernels of products and attention."""
         return BatchInvariance() if self.batch_invariant else nullcontext()
 
     def _check_experts(

@@ -109,7 +109,7 @@ def request_batch_invariance(*, who: str) -> None:
     """
     if "vllm.envs" in sys.modules and os.environ.get(BATCH_INVARIANT) != "1":
         # Where there is none anyway, that is what has to be said.
-        check_batch_invariance(import_vllm().current_platform, who=who)
+        check_has_batch_invariance(import_vllm().current_platform, who=who)
         raise RuntimeError(
             f"{who}: batch_invariant=True is for a vLLM that is imported for it, and here it was "
             f"imported without {BATCH_INVARIANT}=1. Set that before, or build this engine first."
@@ -117,14 +117,14 @@ def request_batch_invariance(*, who: str) -> None:
     before = os.environ.get(BATCH_INVARIANT)
     os.environ[BATCH_INVARIANT] = "1"
     try:
-        check_batch_invariance(import_vllm().current_platform, who=who)
+        check_has_batch_invariance(import_vllm().current_platform, who=who)
     except ValueError:
         if before is None:
             del os.environ[BATCH_INVARIANT]
         raise
 
 
-def check_batch_invariance(platform: Any, *, who: str) -> None:
+def check_has_batch_invariance(platform: Any, *, who: str) -> None:
     """Check that a device has vLLM's batch-invariant mode, which it leaves out without a word.
 
     Args:

@@ -24,7 +24,13 @@ from typing import Any, Final
 from torchrl_modules.engines.json_client import JSONClient
 
 from .access_control import TOKEN_VARIABLE
-from .runtime import BATCH_INVARIANT, PARENT_VARIABLE, check_batch_invariance, import_vllm, serve
+from .runtime import (
+    BATCH_INVARIANT,
+    PARENT_VARIABLE,
+    check_has_batch_invariance,
+    import_vllm,
+    serve,
+)
 from .settings import CPU_DEFAULTS, FIXED, WORKER, as_options
 
 _PARENT: Final = PARENT_VARIABLE
@@ -96,7 +102,7 @@ def main() -> None:
         os.environ.update({n: v for n, v in _ENVIRONMENT.items() if n not in os.environ})
         if os.environ.get(BATCH_INVARIANT, "0") != "0":
             try:
-                check_batch_invariance(vllm.current_platform, who="torchrl_modules.vllm.server")
+                check_has_batch_invariance(vllm.current_platform, who="torchrl_modules.vllm.server")
             except ValueError as error:
                 raise SystemExit(str(error)) from error
         if is_cpu := vllm.current_platform.is_cpu():

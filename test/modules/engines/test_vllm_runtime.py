@@ -13,7 +13,7 @@ import torch
 from torchrl_modules.vllm import runtime
 from torchrl_modules.vllm.runtime import (
     BATCH_INVARIANT,
-    check_batch_invariance,
+    check_has_batch_invariance,
     preserved_globals,
     request_batch_invariance,
 )
@@ -43,7 +43,7 @@ def test_random_generators_and_thread_settings_are_put_back():
 
 def test_only_a_gpu_has_the_batch_invariant_mode(monkeypatch):
     gpu = SimpleNamespace(is_cuda_alike=lambda: True)
-    check_batch_invariance(gpu, who="A test")
+    check_has_batch_invariance(gpu, who="A test")
     monkeypatch.setattr(runtime, "import_vllm", lambda: SimpleNamespace(current_platform=gpu))
     monkeypatch.setenv(BATCH_INVARIANT, "0")  # so that it is put back as it was
     monkeypatch.delenv(BATCH_INVARIANT)
