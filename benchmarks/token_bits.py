@@ -2,9 +2,9 @@
 
     python benchmarks/token_bits.py --model smollm2
 
-For batches of 1 and of many rows, in float32 and in bfloat16 by autocast: rows are drawn by the
-Transformers engine, and scored again packed (all rows beside each other), each row alone, and by
-the model's own forward of a row, without anything of ours.
+For batches of 1 and of many rows, in float32, in float32 with ``batch_invariant``, and in bfloat16
+by autocast: rows are drawn by the Transformers engine, and scored again packed (all rows beside
+each other), each row alone, and by the model's own forward of a row, without anything of ours.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def scored(policy, rows):
 
 
 @torch.no_grad()
-def by_the_model(policy, ids, mask, dtype):
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+def by_the_model(policy, ids, mask):
+    with policy.engine.precision():
         logits = policy.model(input_ids=ids[None]).logits[0].float()
     log_p = logits[:-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
     return log_p[mask[1:]]
@@ -63,20 +63,22 @@ def main():
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32)
     given = parser.parse_args()
-    for dtype in (None, torch.bfloat16):
+    for dtype, is_invariant in ((None, False), (None, True), (torch.bfloat16, False)):
         policy = TransformersWrapper(
             given.model,
             device="cpu",
             autocast_dtype=dtype,
+            batch_invariant=is_invariant,
             generate_kwargs={"max_new_tokens": given.tokens, "seed": 0},
         )
         for count in (1, given.rows):
             rows = drawn_rows(policy, count)
             drawn = torch.cat([log_probs[mask] for _, mask, log_probs in rows])
-            print(f"{dtype or torch.float32}, {count} rows, {len(drawn)} tokens:")
+            numbers = f"{dtype or torch.float32}{', batch invariant' if is_invariant else ''}"
+            print(f"{numbers}, {count} rows, {len(drawn)} tokens:")
             told("packed", drawn, scored(policy, rows))
             told("alone", drawn, torch.cat([scored(policy, [row]) for row in rows]))
-            own = [by_the_model(policy, ids, mask, dtype) for ids, mask, _ in rows]
+            own = [by_the_model(policy, ids, mask) for ids, mask, _ in rows]
             told("bare forward", drawn, torch.cat(own))
 
 

@@ -60,7 +60,7 @@ from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
 from torchrl_modules.policies.loading import OF_BOTH, load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
-from torchrl_modules.vllm.runtime import import_vllm
+from torchrl_modules.vllm.runtime import import_vllm, request_batch_invariance
 from torchrl_modules.vllm.settings import ADAPTER_RANKS, mask_settings
 from torchrl_modules.weights.quantized_weights import four_bit_config, quantization_of
 
@@ -190,8 +190,12 @@ def _server(source: Source, **options: Any) -> Iterator[str]:
 def _engine_kwargs(cfg: RecipeConfig) -> dict[str, Any]:
     engine_kwargs = dict(cfg.engine.engine_kwargs)
     if cfg.policy.sampling_mask:
+        if cfg.engine.batch_invariant and not cfg.engine.starts_servers:
+            request_batch_invariance(who="engine.batch_invariant")  # before vLLM is imported
         is_cpu = import_vllm().current_platform.is_cpu()
         engine_kwargs = {**mask_settings(is_cpu=is_cpu), **engine_kwargs}
+    if cfg.engine.batch_invariant:
+        engine_kwargs["batch_invariant"] = True
     if cfg.engine.colocate and not (cfg.engine.url or cfg.engine.urls):
         engine_kwargs["enable_sleep_mode"] = True
     if cfg.policy.max_model_len is not None:
@@ -626,6 +630,7 @@ def transformers_policy(
         max_model_len=cfg.policy.max_model_len,
         autocast_dtype=torch.bfloat16 if autocast else None,
         compile_layers=None if train is None else train.compile_layers,
+        batch_invariant=cfg.engine.batch_invariant and cfg.engine.name == "transformers",
         **arguments,
     )
 

@@ -86,6 +86,8 @@ class Recorder:
                 collector.policy.tokenizer,
                 every=cfg.record.every,
                 max_groups_per_step=cfg.record.max_groups_per_step,
+                replay=cfg.record.replay,
+                exact=cfg.engine.batch_invariant,
                 after=max(after, 0),
             )
             self._rollouts.watch(loss)

@@ -2,6 +2,7 @@
 
     torchrl-agents verify RUN
     torchrl-agents verify RUN --step 11 --device cuda --json certificate.json
+    torchrl-agents verify RUN --bits                 # of engine.batch_invariant=true
     torchrl-agents verify BATCH.pt --model MODEL     # rollouts of TRL or verl
 
 Each recorded token is computed again with the weights of its version: those of a checkpoint, or of
@@ -12,10 +13,12 @@ looked for and named.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,6 +32,7 @@ from collectors.record.html import write_html
 from collectors.record.run_record import RunRecord
 from collectors.verification.certificate import Certificate
 from collectors.verification.conditions import Numbers
+from collectors.verification.engine_check import EngineCheck, check_engine_can
 from collectors.verification.explain import verify_rows
 from collectors.verification.foreign_rows import read_foreign_rows
 from collectors.verification.recomputation import Recomputation
@@ -46,7 +50,7 @@ _MOST_ROWS = 64
 
 
 class _Weights(NamedTuple):
-    """What there is to compute a run with."""
+    """Model and weights to compute a run with."""
 
     policy: TransformersWrapper
     load: dict[int, Callable[[nn.Module], None]]
@@ -77,6 +81,17 @@ def main(arguments: Sequence[str]) -> int:
         help="to compute in; autocast is bfloat16 over float32 (as the run's settings say)",
     )
     parser.add_argument("--tolerance", type=float, help="of a log-prob, in nats")
+    parser.add_argument(
+        "--engine",
+        choices=("transformers", "vllm"),
+        default="transformers",
+        help="vllm: compute by vLLM in this process, too, beside Transformers (transformers)",
+    )
+    parser.add_argument(
+        "--bits",
+        action="store_true",
+        help="every log-prob has to be the recorded one to the bit; of engine.batch_invariant=true",
+    )
     parser.add_argument("--json", type=Path, help="write all that was found into this file")
     parser.add_argument("--html", type=Path, help="write a page with the gaps into this folder")
     foreign = parser.add_argument_group("of rollouts of TRL or verl, which are files")
@@ -92,10 +107,17 @@ def main(arguments: Sequence[str]) -> int:
         if given.run.is_file():
             if given.html is not None:
                 raise SettingsError("--html shows the record of a run, not a file of rollouts.")
+            if given.engine != "transformers":
+                raise SettingsError(
+                    "--engine is for a run of this library, not a file of rollouts."
+                )
+            if given.bits:
+                raise SettingsError("--bits is for a run of this library, not a file of rollouts.")
             certificate = verify_file(given.run, given.model, sampling=sampling, **options)
         else:
             _refuse_foreign(given.model, sampling)
-            certificate = verify_run(given.run, steps=given.step, most_rows=given.rows, **options)
+            options |= {"most_rows": given.rows, "bits": given.bits, "engine": given.engine}
+            certificate = verify_run(given.run, steps=given.step, **options)
         if given.html is not None:
             write_html([VerifiedRecord(given.run, certificate)], given.html)
         if given.json is not None:
@@ -107,7 +129,8 @@ def main(arguments: Sequence[str]) -> int:
     print("\n".join(certificate.lines()))
     if not certificate.num_tokens:
         return 2
-    return 0 if certificate.is_clean else 1
+    differs = given.bits and (certificate.bits is None or certificate.bits.num_differing > 0)
+    return 0 if certificate.is_clean and not differs else 1
 
 
 def _refuse_foreign(model: str | None, sampling: Mapping[str, Any]) -> None:
@@ -143,6 +166,7 @@ def verify_file(
     """
     if model is None:
         raise SettingsError(f"{path} is a file of rollouts: say which model drew them, --model=.")
+    check_device(device)
     rows = read_foreign_rows(path)
     cfg = PolicyConfig(model=model, device=device, max_new_tokens=1, **sampling)
     numbers = _numbers({}, cfg, dtype)
@@ -167,6 +191,8 @@ def verify_run(
     device: str = "cpu",
     dtype: str | None = None,
     tolerance: float | None = None,
+    engine: str = "transformers",
+    bits: bool = False,
 ) -> Certificate:
     """Verify the recorded rollouts of a run.
 
@@ -178,6 +204,8 @@ def verify_run(
         dtype: to compute in: a type of torch, or ``"autocast"``; that of the settings when not
             given.
         tolerance: see :func:`~collectors.verification.verify_rows`.
+        engine: ``"vllm"`` computes by vLLM, too.
+        bits: refuse a run whose log-probs can't be had to the bit.
 
     Raises:
         FileNotFoundError: the folder holds no record.
@@ -189,6 +217,8 @@ def verify_run(
         raise ValueError(f"--rows must be positive, got {most_rows}.")
     record = RunRecord(folder)
     settings = read_settings(record.run_folder)
+    if bits:
+        _check_bits(folder, settings, device=device, dtype=dtype)
     known = [summary.step for summary in record.steps]
     for step in steps or ():
         if step not in known:
@@ -203,17 +233,18 @@ def verify_run(
         raise ValueError(f"{folder}: no sampled token is recorded in the steps {steps or known}.")
     weights = weights_of(record.run_folder, settings, device=device, dtype=dtype)
     coeff = (settings.get("loss") or {}).get("observation_coeff") or 0.0
-    certificate = verify_rows(
-        rows,
-        Recomputation(
-            weights.policy,
-            weights.load,
-            numbers=weights.numbers,
-            keeps_cache=not (settings.get("collector") or {}).get("recompute", True),
-        ),
-        tolerance=tolerance,
-        check_trained=not coeff,
+    recomputation = Recomputation(
+        weights.policy,
+        weights.load,
+        numbers=weights.numbers,
+        keeps_cache=not (settings.get("collector") or {}).get("recompute", True),
     )
+    checks = {"tolerance": tolerance, "check_trained": not coeff}
+    if engine == "vllm":
+        with _vllm_check(weights, recomputation, rows, device) as check:
+            certificate = verify_rows(rows, recomputation, engine=check, **checks)
+    else:
+        certificate = verify_rows(rows, recomputation, **checks)
     for damage in dict.fromkeys(record.damage):
         why = "of the record this can't be read"
         certificate.rows.append(
@@ -223,6 +254,45 @@ def verify_run(
     have = "; ".join(f"version {v}: {weights.where[v]}" for v in used)
     certificate.conditions = f"in {weights.numbers} on {device}; {have or 'no weights of any row'}"
     return certificate
+
+
+@contextmanager
+def _vllm_check(
+    weights: _Weights, recomputation: Recomputation, rows: Sequence[SampledRow], device: str
+) -> Iterator[EngineCheck]:
+    """An engine of vLLM over the run's model, while it is entered."""
+    from torchrl_modules import VLLMEngine
+    from torchrl_modules.vllm.runtime import import_vllm
+
+    check_engine_can(recomputation)
+    found = import_vllm().current_platform.device_type
+    if torch.device(device).type != found:
+        raise SettingsError(f"--engine vllm: the vLLM here runs on {found}, got --device {device}.")
+    dtype = str(weights.numbers.weights).removeprefix("torch.")
+    longest = max(len(row.ids) for row in rows) + 1
+    with TemporaryDirectory() as folder:
+        model: Any = weights.policy.model
+        model.save_pretrained(folder)
+        with closing(VLLMEngine(folder, max_model_len=longest, dtype=dtype)) as engine:
+            yield EngineCheck(engine, recomputation)
+
+
+def _check_bits(
+    folder: Path, settings: Mapping[str, Any], *, device: str, dtype: str | None
+) -> None:
+    """Refuse what can't be computed to the bit."""
+    engine = settings.get("engine") or {}
+    if engine.get("name") != "transformers" or not engine.get("batch_invariant"):
+        raise SettingsError(
+            f"--bits: {folder} was drawn by engine={engine.get('name')}, engine.batch_invariant="
+            f"{str(bool(engine.get('batch_invariant'))).lower()}, so that the last bits of a "
+            "log-prob depend on the rows beside it, and are not recorded. Run with "
+            "engine=transformers engine.batch_invariant=true."
+        )
+    if device != "cpu" or dtype not in (None, "float32"):
+        raise SettingsError(
+            f"--bits: the run was drawn in float32 on a CPU, got --device {device} --dtype {dtype}."
+        )
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -237,6 +307,21 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
+def check_device(device: str) -> None:
+    """Check that there is a device to compute on.
+
+    Raises:
+        SettingsError: there is not, or torch does not know it.
+    """
+    try:
+        torch.zeros(1, device=device).sum().item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        told = str(error).partition("\n")[0]
+        raise SettingsError(
+            f"--device {device}: torch can't compute on it here ({told})."
+        ) from error
+
+
 def weights_of(
     folder: Path, settings: Mapping[str, Any], *, device: str, dtype: str | None
 ) -> _Weights:
@@ -248,9 +333,7 @@ def weights_of(
     known = {each.name for each in fields(PolicyConfig)}
     cfg = PolicyConfig(**{n: v for n, v in settings["policy"].items() if n in known})
     numbers = _numbers(settings, cfg, dtype)
-    torch_device = torch.device(device)
-    if torch_device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(f"--device {device}: torch finds no GPU here.")
+    check_device(device)
     model, tokenizer, of_adapters = _model_of(folder, cfg, device)
     policy = TransformersWrapper(
         model,
@@ -260,6 +343,7 @@ def weights_of(
         chat_template_name=cfg.chat_template_name,
         max_model_len=cfg.max_model_len,
         autocast_dtype=numbers.autocast,
+        batch_invariant=_is_batch_invariant(settings, numbers, device),
     )
     load: dict[int, Callable[[nn.Module], None]] = {}
     where: dict[int, str] = {}
@@ -298,8 +382,15 @@ def weights_of(
     return _Weights(policy, load, where, numbers)
 
 
+def _is_batch_invariant(settings: Mapping[str, Any], numbers: Numbers, device: str) -> bool:
+    """Return whether a run was drawn so by Transformers, and is computed so."""
+    engine = settings.get("engine") or {}
+    is_own = engine.get("name") == "transformers" and bool(engine.get("batch_invariant"))
+    return is_own and numbers == Numbers(torch.float32) and torch.device(device).type == "cpu"
+
+
 def _numbers(settings: Mapping[str, Any], cfg: PolicyConfig, dtype: str | None) -> Numbers:
-    """What the policy computed in, by the settings, or what is asked for."""
+    """Numbers that the policy computed in, by the settings, or what is asked for."""
     own = getattr(torch, cfg.dtype)
     if dtype == "autocast":
         return Numbers(torch.float32, torch.bfloat16)

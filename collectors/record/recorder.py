@@ -52,6 +52,7 @@ from torchrl_envs.rewards.scoring_call import LOGGED_EXTRA, LOGGED_METRICS
 
 from .files import write_lines
 from .provenance import token_spans
+from .replay_columns import experts_to_json, masks_to_json
 from .row_values import (
     column_values,
     group_name,
@@ -100,6 +101,9 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
             and what the ledger tells are recorded in each.
         max_groups_per_step: record the samples of so many groups; ``None``: of all. Which ones
             follows from their prompts, so those that come again are recorded again.
+        exact: log-probs of the sampler are recorded to the bit of float32, and not to five digits.
+        replay: also record the sampling masks and the routed experts of rows that have them, from
+            which each token can be computed again.
         after: the run goes on behind this step: what was recorded of later ones is removed.
 
     Raises:
@@ -114,6 +118,8 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
         *,
         every: int = 1,
         max_groups_per_step: int | None = None,
+        replay: bool = True,
+        exact: bool = False,
         after: int | None = None,
     ) -> None:
         check_counts(_WHO, every=every)
@@ -121,6 +127,8 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
         self.folder = Path(folder) / FOLDER
         self.every = every
         self.max_groups_per_step = max_groups_per_step
+        self.replay = replay
+        self.exact = exact
         self._tokenizer = tokenizer
         self._known_texts: dict[int, str] = {}
         # What the loss scored of each row: which tokens, log-probs and entropies of these.
@@ -347,11 +355,13 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
             ids=ids.tolist(),
             texts=texts,
             spans=token_spans(conversation.sources(0).tolist(), texts, conversation.messages(0)),
-            log_probs=column_values(conversation.log_probs(0), mask),
+            log_probs=column_values(conversation.log_probs(0), mask, exact=self.exact),
             versions=column_values(conversation.policy_versions(0), mask),
             trainer_log_probs=columns[0],
             entropy=columns[1] if entropy is None else column_values(entropy, mask),
             kept_counts=None if kept is None else column_values(kept.long(), mask),
+            sampling_masks=masks_to_json(conversation.sampling_masks(0)) if self.replay else None,
+            routed_experts=experts_to_json(conversation.routed_experts(0)) if self.replay else None,
             advantages=column_values(advantages, mask) if len(advantages) > 1 else None,
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -38,12 +39,27 @@ _DIGITS = 5
 _PROMPT_CHARACTERS = 160
 
 
-def column_values(values: Tensor, mask: Tensor) -> list[Any]:
-    """A value per token, ``None`` outside of the mask."""
+def column_values(values: Tensor, mask: Tensor, *, exact: bool = False) -> list[Any]:
+    """A value per token, ``None`` outside of the mask.
+
+    Args:
+        values: ``[T]``.
+        mask: bool ``[T]``.
+        exact: with the digits that tell each number of float32 from its neighbours.
+    """
     pairs = zip(values.tolist(), mask.tolist(), strict=True)
+    if exact:
+        return [
+            _shortest(value) if here and math.isfinite(value) else None for value, here in pairs
+        ]
     if values.is_floating_point():
         return [rounded(value) if here else None for value, here in pairs]
     return [value if here else None for value, here in pairs]
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal of which float32 makes the same number."""
+    return float(str(np.float32(value)))
 
 
 def rounded(value: float) -> float | None:

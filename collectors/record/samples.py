@@ -77,6 +77,14 @@ class SampleTokens(_Recorded):
     kept_counts: list[int | None] | None = None
     """How many tokens top-k, top-p and min-p left, of which each was drawn; ``None`` where the
     engine did not write it."""
+    sampling_masks: dict[str, Any] | None = None
+    """The set that each token was drawn from: ``lengths``, T numbers of bytes, 0 where there is no
+    set, and ``bytes``, the sets of all tokens in base64, each as
+    :class:`~torchrl_data.SamplingMasks` has it. ``None`` where they are not recorded."""
+    routed_experts: dict[str, Any] | None = None
+    """The experts of a mixture that each token went to: ``shape`` T, layers and experts of a token,
+    ``dtype`` uint8 or int16, and ``bytes`` in base64, little endian; 255 in uint8, and negative
+    numbers in int16, where it is not known. ``None`` where they are not recorded."""
     advantages: list[float | None] | None = None
     """Where they differ from token to token."""
     gaps: list[float | None] | None = None

@@ -6,10 +6,78 @@ Nothing here needs torch.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from .row_verdict import RowVerdict
+
+
+class Replayed(NamedTuple):
+    """Share of what agrees does so by what was recorded beside it."""
+
+    cause: str
+    """``truncation``: by the set that each token was drawn from; ``routing``: by its experts."""
+    num_tokens: int
+    """That agree, and have it recorded."""
+    num_others: int
+    """Of these the ones that would not agree with what the settings leave, or the routers choose.
+    """
+    largest: float
+    """The largest gap that these would have, in nats; 0 where there are none."""
+
+    def line(self) -> str:
+        """For people."""
+        kept, other = {
+            "truncation": ("in the recorded sets", "what the settings leave"),
+            "routing": ("by the recorded experts", "the routers' own choice"),
+        }[self.cause]
+        told = f"{self.cause}: {self.num_tokens} tokens were computed {kept}; "
+        if not self.num_others:
+            return told + f"{other} gives the same"
+        return told + (
+            f"{self.num_others} of them have another log-prob by {other}, with gaps of up to "
+            f"{self.largest:.4f} nats"
+        )
+
+
+class ByEngine(NamedTuple):
+    """Log-probs of an inference engine, computed beside Transformers."""
+
+    name: str
+    num_tokens: int
+    median: float
+    """Of the distances of its log-probs from the recorded ones, in nats."""
+    largest: float
+    apart: float
+    """The largest distance of its log-probs from those of Transformers, in nats."""
+    num_only: int
+    """Tokens that agree with it and not with Transformers; they have no gap."""
+
+    def line(self) -> str:
+        """For people."""
+        return (
+            f"by {self.name}: {self.num_tokens} tokens, gap median {self.median:.1e}, largest "
+            f"{self.largest:.1e} nats; up to {self.apart:.1e} from Transformers; "
+            f"{self.num_only} tokens agree with it alone"
+        )
+
+
+class Bits(NamedTuple):
+    """Number of log-probs that were computed again to the bit, in float32."""
+
+    num_tokens: int
+    num_differing: int
+    most_steps: int
+    """By so many of the numbers that float32 has a log-prob is off at most."""
+
+    def line(self) -> str:
+        """For people."""
+        if not self.num_differing:
+            return f"bits: all {self.num_tokens} log-probs are the recorded ones to the bit"
+        return (
+            f"bits: {self.num_differing} of {self.num_tokens} log-probs are not the recorded ones, "
+            f"by up to {self.most_steps} steps of float32"
+        )
 
 
 @dataclass(kw_only=True)
@@ -23,6 +91,12 @@ class Certificate:
     """The largest difference between ways to compute the same token here, in nats."""
     conditions: str = ""
     """How tokens were computed again, in words."""
+    replayed: list[Replayed] = field(default_factory=list)
+    """What the recorded sets and experts are to the tokens that agree, where there are any."""
+    by_engine: ByEngine | None = None
+    """Where an engine computed the tokens, too."""
+    bits: Bits | None = None
+    """Of a policy whose log-probs do not depend on the batch; ``None`` of others."""
 
     @property
     def checked(self) -> list[RowVerdict]:
@@ -71,6 +145,9 @@ class Certificate:
             "num_checked": len(self.checked),
             "num_tokens": self.num_tokens,
             "causes": dict(self.counts),
+            "replayed": [each._asdict() for each in self.replayed],
+            "by_engine": None if self.by_engine is None else self.by_engine._asdict(),
+            "bits": None if self.bits is None else self.bits._asdict(),
             "rows": [
                 {
                     **vars(row),
@@ -96,6 +173,11 @@ class Certificate:
                 f"{_at(quiet, 0.99):.1e}, largest {quiet[-1]:.1e} nats (tolerance "
                 f"{self.tolerance:.1e}; ways to compute the same differ by {self.rounding:.1e})"
             )
+        if self.by_engine is not None:
+            text.append(self.by_engine.line())
+        if self.bits is not None and self.bits.num_tokens:
+            text.append(self.bits.line())
+        text += [each.line() for each in self.replayed]
         left_out = Counter(row.not_checked for row in self.rows if row.not_checked)
         for why, number in left_out.items():
             text.append(f"not checked, {number} rows: {why}")

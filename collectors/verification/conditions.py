@@ -48,5 +48,6 @@ class Conditions:
     """So many tokens at the start of the row were read by the weights of ``cache_version``, and
     what they read was kept."""
     cache_version: int | None = None
-    experts: bool = False
-    """Whether each token goes to the experts that the row says."""
+    experts: bool = True
+    """Whether each token goes to the experts that were recorded with it, where they were, whatever
+    the routers of the weights would choose."""

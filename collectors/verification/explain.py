@@ -21,8 +21,9 @@ from torchrl_modules import SamplingParameters
 from torchrl_modules.scoring.expert_routes import ExpertRoutes
 
 from .cause import UNEXPLAINED, Cause
-from .certificate import Certificate
+from .certificate import Bits, ByEngine, Certificate, Replayed
 from .conditions import Conditions, Numbers
+from .engine_check import EngineCheck
 from .recomputation import Recomputation
 from .row_verdict import RowVerdict
 from .sampled_row import SampledRow
@@ -139,6 +140,7 @@ def verify_rows(
     tolerance: float | None = None,
     check_trained: bool = True,
     most_searched: int = 32,
+    engine: EngineCheck | None = None,
 ) -> Certificate:
     """Compute every sampled token again, and say why those that differ do.
 
@@ -153,6 +155,7 @@ def verify_rows(
         most_searched: of so many rows all causes are looked for; of further ones with a gap those
             alone that were found before, and what these leave stays unexplained, which the words
             of the row say.
+        engine: computes the rows, too; a token that agrees with either has no gap.
 
     Returns:
         What was found, row by row in the order of ``rows``.
@@ -172,6 +175,7 @@ def verify_rows(
         _begin(row, values, encoder, rounding, check_trained)
         for row, values in zip(here, computed, strict=True)
     ]
+    by_engine = None if engine is None else _by_engine(found, engine, rounding)
     differing = [each for each in found if bool(each.open.any())]
     _Search(recomputation, rounding, here, most_searched).explain(differing)
     for each in differing:
@@ -179,6 +183,9 @@ def verify_rows(
             each.causes[k] = UNEXPLAINED
     verdicts = iter(map(_verdict, found))
     return Certificate(
+        replayed=_replayed(found, recomputation, rounding),
+        by_engine=by_engine,
+        bits=_bits(found) if recomputation.is_batch_invariant else None,
         rows=[
             _left_out(row, skipped[i]) if i in skipped else next(verdicts)
             for i, row in enumerate(rows)
@@ -257,6 +264,65 @@ def _differences(
         again = recomputation.log_probs([row for row, _ in some], way, alone=alone)
         parts += [(own - other).abs() for (_, own), other in zip(some, again, strict=True)]
     return torch.cat(parts)
+
+
+def _by_engine(found: Sequence[_Row], engine: EngineCheck, rounding: Rounding) -> ByEngine:
+    """Compare rows with an engine; gaps that it has not are none."""
+    gaps, apart = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
+    num_only = 0
+    for one, values in zip(found, engine.log_probs([one.row for one in found]), strict=True):
+        closed = one.open & rounding.fits(one.recorded - values, one.open)
+        num_only += int(closed.sum())
+        one.open &= ~closed
+        gaps.append((one.recorded - values).abs())
+        apart.append((values - one.computed).abs())
+    every, others = torch.cat(gaps), torch.cat(apart)
+    every = every[every.isfinite()]
+    return ByEngine(
+        engine.name,
+        len(every),
+        float(every.median()) if len(every) else 0.0,
+        float(every.max()) if len(every) else 0.0,
+        float(others.max()) if len(others) else 0.0,
+        num_only,
+    )
+
+
+def _bits(found: Sequence[_Row]) -> Bits:
+    """Count the log-probs that are the recorded ones in float32, to the bit."""
+    nothing = [torch.zeros(0, dtype=torch.float64)]
+    recorded = torch.cat([one.recorded for one in found] or nothing).float()
+    computed = torch.cat([one.computed for one in found] or nothing).float()
+    # As whole numbers that grow with them, so that neighbours differ by 1.
+    whole = [x.view(torch.int32).long() for x in (recorded, computed)]
+    ordered = [torch.where(x < 0, -(x & 0x7FFFFFFF), x) for x in whole]
+    steps = (ordered[0] - ordered[1]).abs()
+    return Bits(len(steps), int((steps > 0).sum()), int(steps.max()) if len(steps) else 0)
+
+
+def _replayed(
+    found: Sequence[_Row], recomputation: Recomputation, rounding: Rounding
+) -> list[Replayed]:
+    """Compute rows without their recorded sets and experts: the tokens that agree by them alone."""
+    without = {
+        Cause.TRUNCATION: (replace(recomputation.recorded, sets=False), "sampling_masks"),
+        Cause.ROUTING: (replace(recomputation.recorded, experts=False), "experts"),
+    }
+    told = []
+    for cause, (conditions, column) in without.items():
+        have = [one for one in found if getattr(one.row, column)]
+        again = recomputation.log_probs([one.row for one in have], conditions)
+        gaps = [torch.zeros(0, dtype=torch.float64)]
+        for one, values in zip(have, again, strict=True):
+            agrees = torch.tensor([each is None for each in one.causes], dtype=torch.bool)
+            gaps.append((one.recorded - values).abs()[agrees])
+        beyond = torch.cat(gaps)
+        beyond = beyond[beyond > rounding.limit]
+        if have:
+            largest = float(beyond.max()) if len(beyond) else 0.0
+            total = sum(len(each) for each in gaps)
+            told.append(Replayed(cause, total, len(beyond), largest))
+    return told
 
 
 class _Search:
@@ -409,7 +475,12 @@ class _Search:
     def _truncation(self, one: _Row, base: Conditions) -> Iterator[_Candidate]:
         targets = self._targets(one)
         said = truncation_words(base.sampling)
+        is_recorded = base.sets and bool(one.row.sampling_masks)
         base = replace(base, sets=False)  # what was recorded does not give the log-probs
+        if is_recorded:
+            left = truncation_words(base.sampling)
+            words = f"drawn from what the settings leave ({left}), not from the recorded sets"
+            yield _Candidate(Cause.TRUNCATION, base, words, is_of_all=True)
         if base.sampling.truncates:
             whole = replace(base, sampling=_untruncated(base))
             words = f"the log-probs are those without truncation; the settings say {said}"
@@ -473,8 +544,9 @@ class _Search:
             return
         way = replace(base, experts=True)
         if one.row.experts is not None:
-            words = "the tokens went to the experts that were recorded, not to those of the routers"
-            yield _Candidate(Cause.ROUTING, way, words, one.row)
+            words = "the tokens went to the experts of the routers, not to those that were recorded"
+            of_routers = replace(base, experts=False)
+            yield _Candidate(Cause.ROUTING, of_routers, words, is_of_all=True)
             return
         if len({one.row.versions[t] for t in one.row.targets}) > 1:
             return

@@ -12,13 +12,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from torchrl_data import SamplingMasks
+from torchrl_data.routed_experts import unknown_expert
 from torchrl_modules import TransformersWrapper
+from torchrl_modules.batch_invariance import BatchInvariance
 from torchrl_modules.sampling.distribution import warped_log_prob
 from torchrl_modules.sampling.token_history import TargetHistory, changed_logits, too_early
-from torchrl_modules.scoring.expert_routes import ExpertRoutes, expert_counts
+from torchrl_modules.scoring.expert_routes import ExpertRoutes, expert_counts, replayed_layers
 from torchrl_modules.scoring.models import evaluation_mode, precision, unwrapped
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.transformers_releases import cache_name, with_cache
@@ -61,7 +62,8 @@ class Recomputation:
         own = unwrapped(policy.model, who="Recomputation").dtype
         self.numbers = numbers or Numbers(own)
         """What the settings say that the model computes in."""
-        self._keeps_cache = keeps_cache
+        self.keeps_cache = keeps_cache
+        """Whether the settings let a row go on with what older weights have read."""
         self._load = dict(load_weights or {})
         self._own = own
         self._loaded: int | None = None
@@ -85,11 +87,20 @@ class Recomputation:
         return expert_counts(self.policy.scorer.model) is not None
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """Return whether rows are computed as they were drawn, to the bit, in any batch."""
+        return self.policy.scorer.batch_invariant and self.numbers == Numbers(torch.float32)
+
+    @property
     def recorded(self) -> Conditions:
         """As the rows are recorded and the settings say."""
         sampling = self.policy.sampling
         sampling = replace(sampling, temperature=sampling.temperature or 1.0)
-        return Conditions(sampling=sampling, numbers=self.numbers, keeps_cache=self._keeps_cache)
+        return Conditions(sampling=sampling, numbers=self.numbers, keeps_cache=self.keeps_cache)
+
+    def versions_of(self, row: SampledRow) -> list[int | None]:
+        """Versions that drew each sampled token as it is recorded; ``None``: the model's own."""
+        return self._versions_of(row, self.recorded)
 
     def missing(self, row: SampledRow) -> list[int]:
         """The versions of a row that there are no weights of."""
@@ -122,7 +133,6 @@ class Recomputation:
             return [self._of_kept(row, conditions) for row in rows]
         for version in sorted({v for each in own for v in each}, key=lambda v: (v is None, v or 0)):
             here = [i for i, each in enumerate(own) if version in each and i not in kept]
-            alone = alone or conditions.experts
             groups = [[i] for i in here] if alone else [here]
             for group in groups:
                 scores = self._scores([rows[i] for i in group], conditions, version)
@@ -142,7 +152,9 @@ class Recomputation:
         parts: dict[int | None, Tensor] = {}
         for version in set(own):
             with self._ready(conditions, version) as scorer:
-                parts[version] = scorer.logits(*_packed([row], conditions, 0)).cpu()
+                packed = _packed([row], conditions, 0)
+                with _replayed(scorer, _experts([row], conditions)):
+                    parts[version] = scorer.logits(*packed).cpu()
         logits = torch.stack([parts[version][k] for k, version in enumerate(own)])
         if not conditions.sampling.changes_logits:
             return logits
@@ -168,7 +180,7 @@ class Recomputation:
     # How it is done -----------------------------------------------------------------------------
 
     def _versions_of(self, row: SampledRow, conditions: Conditions) -> list[int | None]:
-        """Whose weights compute each sampled token."""
+        """Versions that compute each sampled token."""
         if not self._load:
             return [None] * len(row.targets)
         if conditions.version is not None:
@@ -186,15 +198,15 @@ class Recomputation:
         with self._ready(conditions, version) as scorer:
             ids, lengths, mask = _packed(rows, conditions, pad)
             sampling = conditions.sampling
-            with self._routes(rows, conditions, scorer):
-                scores = scorer.score_packed(
-                    ids,
-                    lengths,
-                    mask,
-                    temperature=sampling.temperature,
-                    truncation=sampling,
-                    sampling_masks=_sets(rows, conditions),
-                )
+            scores = scorer.score_packed(
+                ids,
+                lengths,
+                mask,
+                temperature=sampling.temperature,
+                truncation=sampling,
+                sampling_masks=_sets(rows, conditions),
+                routed_experts=_experts(rows, conditions),
+            )
         return list(scores.log_prob.double().cpu().split(counts))
 
     def _of_kept(self, row: SampledRow, conditions: Conditions) -> Tensor:
@@ -209,16 +221,6 @@ class Recomputation:
         mass = ordered.masked_fill(left_out, -torch.inf).logsumexp(-1)
         return (logits.gather(1, targets).squeeze(1) - mass).where(counts > 0, torch.nan)
 
-    def _routes(
-        self, rows: Sequence[SampledRow], conditions: Conditions, scorer: PackedScorer
-    ) -> AbstractContextManager[Any]:
-        """Where the experts are those of a row, what sees to it."""
-        if not conditions.experts or rows[0].experts is None:
-            return nullcontext()
-        [row] = rows
-        own = [F.pad(layer, (0, 0, conditions.padding, 0), value=-1) for layer in row.experts or ()]
-        return ExpertRoutes(scorer.model, own)
-
     def _with_cache(
         self, row: SampledRow, conditions: Conditions, own: Sequence[int | None]
     ) -> Tensor:
@@ -232,12 +234,16 @@ class Recomputation:
             readers[before:place] = [version] * (place - before)
         readers[:cached] = [conditions.cache_version] * min(cached, last)
         ids = torch.tensor([row.ids[:last]], device=self.policy.scorer.model.device)
+        experts = _experts([row], conditions)
         parts, start, cache = [], 0, None
         for version, run in groupby(readers):
             end = start + sum(1 for _ in run)
             with (
                 self._ready(conditions, version) as scorer,
-                precision(scorer.model, conditions.numbers.autocast),
+                BatchInvariance()
+                if scorer.batch_invariant
+                else precision(scorer.model, conditions.numbers.autocast),
+                _replayed(scorer, None if experts is None else experts[start:end]),
             ):
                 model: Any = scorer.model
                 goes_on = {"use_cache": True} if cache is None else with_cache(model, cache)
@@ -283,6 +289,7 @@ class Recomputation:
                 model,
                 micro_batch_tokens=self.policy.scorer.micro_batch_tokens or _MICRO_BATCH_TOKENS,
                 autocast_dtype=numbers.autocast,
+                batch_invariant=self.is_batch_invariant and numbers == self.numbers,
             )
         return self._scorers[numbers]
 
@@ -313,6 +320,35 @@ def _sets(rows: Sequence[SampledRow], conditions: Conditions) -> SamplingMasks |
     return SamplingMasks.of(
         row.sampling_masks[t] if row.sampling_masks else b"" for row in rows for t in row.targets
     )
+
+
+def _experts(rows: Sequence[SampledRow], conditions: Conditions) -> Tensor | None:
+    """The experts of all tokens of rows, int16 ``[N, L, S]``, where they count and there are any.
+
+    Those of padding, and of rows without any, are left to the routers.
+    """
+    if not conditions.experts or not any(row.experts for row in rows):
+        return None
+    parts: list[Tensor | None] = [
+        torch.stack(list(row.experts), 1).short() if row.experts else None for row in rows
+    ]
+    shape = next(part for part in parts if part is not None).shape[1:]
+    unknown = unknown_expert(torch.int16)
+    full = [
+        torch.full((conditions.padding + len(row.ids), *shape), unknown, dtype=torch.int16)
+        for row in rows
+    ]
+    for whole, part in zip(full, parts, strict=True):
+        if part is not None:
+            whole[conditions.padding :] = part
+    return torch.cat(full)
+
+
+def _replayed(scorer: PackedScorer, experts: Tensor | None) -> AbstractContextManager[Any]:
+    """Context that sends the tokens of one sequence to experts ``[N, L, S]``."""
+    if experts is None:
+        return nullcontext()
+    return ExpertRoutes(scorer.model, replayed_layers(experts), margins=False)
 
 
 def _goes_on(conditions: Conditions, versions: Sequence[int | None]) -> bool:

@@ -1,11 +1,11 @@
-"""What was found of one row: the gap of each token, and why."""
+"""Findings of one row: the gap of each token, and why."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(kw_only=True)
 class RowVerdict:
-    """What was found of one row; columns are of its tokens that were computed, K."""
+    """Findings of one row; columns are of its tokens that were computed, K."""
 
     name: str
     places: list[int]

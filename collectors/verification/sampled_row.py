@@ -12,6 +12,7 @@ from typing import Any, Self
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from collectors.record.replay_columns import experts_from_json, masks_from_json
 from collectors.record.samples import RolloutSample
 from torchrl_data.conversation_io import read_conversations
 from torchrl_data.keys import FULL, KEPT_COUNTS
@@ -122,10 +123,11 @@ class SampledRow:
             sample: of a :class:`~collectors.record.RunRecord`.
 
         Raises:
-            ValueError: nothing of it was sampled.
+            ValueError: nothing of it was sampled, or its sets or experts are damaged.
         """
         tokens = sample.tokens
         scored = tokens.trainer_log_probs
+        experts = experts_from_json(tokens.routed_experts, len(tokens.ids))
         return cls(
             name=place_of_sample(sample),
             ids=tokens.ids,
@@ -135,13 +137,15 @@ class SampledRow:
             messages=sample.messages,
             tools=sample.tools,
             kept_counts=tokens.kept_counts,
+            experts=None if experts is None else replayed_layers(experts),
+            sampling_masks=masks_from_json(tokens.sampling_masks, len(tokens.ids)),
             trained=None if scored is None else [each is not None for each in scored],
             batch=f"step {sample.step}",
         )
 
 
 def place_of_sample(sample: RolloutSample) -> str:
-    """Where a sample is in its run, for people.
+    """Place of a sample in its run, for people.
 
     Args:
         sample: of a record.

@@ -119,7 +119,7 @@ def _between(low: float, high: float) -> float | None:
 
 
 def truncation_words(sampling: SamplingParameters) -> str:
-    """Which tokens are left out, in words."""
+    """Name the tokens that are left out, in words."""
     named: Sequence[str] = [
         *([f"top_k={sampling.top_k}"] if sampling.top_k else []),
         *([f"top_p={sampling.top_p:g}"] if sampling.top_p < 1 else []),

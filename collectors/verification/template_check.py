@@ -118,7 +118,12 @@ def _rendered(row: SampledRow, encoder: ConversationEncoder) -> tuple[SampledRow
     count = len(ids)
     columns: dict[str, list[Any]] = {"sampled": [False] * count}
     columns |= {"log_probs": [float("nan")] * count, "versions": [None] * count}
+    if row.kept_counts is not None:
+        columns["kept_counts"] = [None] * count
+    if row.sampling_masks:
+        columns["sampling_masks"] = [b""] * count
     for place, t in zip(places, given, strict=True):
         for name, column in columns.items():
             column[place] = getattr(row, name)[t]
-    return replace(row, ids=ids, trained=None, **columns), ""
+    # Experts are those of the tokens that were read, and these are others.
+    return replace(row, ids=ids, trained=None, experts=None, **columns), ""

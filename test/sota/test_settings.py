@@ -284,6 +284,18 @@ def test_the_same_model_has_the_same_defaults_whatever_it_is_called(compose, tmp
         (["collector.verify_every=0"], "collector.verify_every must be at least 1"),
         (["record.kept_counts=true"], "record.kept_counts is for policy.top_k, top_p or min_p"),
         (["record.kept_counts=true", "engine=vllm"], "kept_counts needs engine=transformers"),
+        (["engine.batch_invariant=true", "policy.dtype=bfloat16"], "got policy.dtype=bfloat16"),
+        (["engine.batch_invariant=true", "policy.device=cuda"], "got policy.device=cuda"),
+        (["engine.batch_invariant=true", "train.autocast=true"], "got train.autocast=true"),
+        (
+            ["engine.batch_invariant=true", "policy.gradient_checkpointing=true"],
+            "set policy.gradient_checkpointing=false",
+        ),
+        (
+            ["engine.batch_invariant=true", "engine=vllm", "engine.url=http://localhost:1"],
+            "start it with VLLM_BATCH_INVARIANT=1",
+        ),
+        (["record.replay=false"], "record.replay=false leaves out what policy.sampling_mask and"),
         (
             ["policy.routed_experts=true", "collector=streaming"],
             "policy.routed_experts is for engine=transformers and collector=sync",

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -25,7 +26,7 @@ def left(forks, tmp_path_factory):
     """The folder of a run of three steps; there are checkpoints of the last two."""
     cwd = tmp_path_factory.mktemp("run")
     arguments = ["debug=tiny", "train.num_steps=3", "checkpoint.every=1"]
-    arguments += ["collector.verify_every=2"]
+    arguments += ["collector.verify_every=2", "engine.batch_invariant=true"]
     done = forks([RECIPE, *arguments], cwd, {**os.environ})
     assert done.returncode == 0, done.stderr
     [folder] = cwd.glob("outputs/grpo/calculator/tiny-*")
@@ -65,6 +66,39 @@ def test_what_a_run_left_is_verified_where_its_weights_are(folder, tmp_path, cap
     assert f"all {tokens} tokens explained" in text
     assert "there are no weights of version 1 (there are 3, 4)" in text
     assert "version 3: the checkpoint of step 2" in text
+
+
+def test_log_probs_are_the_recorded_ones_to_the_bit(folder, tmp_path, capsys):
+    told = tmp_path / "told.json"
+    assert main([str(folder), "--bits", "--json", str(told)]) == 0
+    certificate = json.loads(told.read_text())
+    assert certificate["bits"] == {
+        "num_tokens": certificate["num_tokens"],
+        "num_differing": 0,
+        "most_steps": 0,
+    }
+
+    def change(tokens):  # one log-prob of each row, to its neighbour in float32
+        place = max(t for t, value in enumerate(tokens["log_probs"]) if value is not None)
+        value = np.float32(tokens["log_probs"][place])
+        tokens["log_probs"][place] = float(str(np.nextafter(value, np.float32(-100))))
+
+    rewrite(folder, 3, change)
+    assert main([str(folder), "--step", "3"]) == 0
+    assert main([str(folder), "--step", "3", "--bits"]) == 1
+    assert "bits: 4 of " in capsys.readouterr().out
+    for arguments in (["--dtype", "bfloat16"], ["--device", "meta"]):
+        assert main([str(folder), "--bits", *arguments]) == 2
+    assert "drawn in float32 on a CPU, got --device meta" in capsys.readouterr().err
+
+
+def test_of_a_run_that_is_not_batch_invariant_no_bits_are_told(folder, capsys):
+    settings = folder / "config.yaml"
+    settings.write_text(settings.read_text().replace("invariant: true", "invariant: false"))
+    assert main([str(folder), "--step", "3"]) == 0
+    assert "bits:" not in capsys.readouterr().out
+    assert main([str(folder), "--step", "3", "--bits"]) == 2
+    assert "engine.batch_invariant=false" in capsys.readouterr().err
 
 
 def test_some_rows_are_verified_beside_training(left):
@@ -144,6 +178,8 @@ def test_what_is_torn_of_a_record_is_said_and_the_rest_verified(folder, capsys):
         (lambda f: shutil.rmtree(f / "model"), [], "has no model/ yet"),
         (Path.exists, ["--step", "9"], "there is no step 9"),
         (Path.exists, ["--rows", "0"], "--rows must be positive"),
+        (Path.exists, ["--device", "somewhere"], "torch can't compute on it here"),
+        (Path.exists, ["--engine", "vllm", "--dtype", "autocast"], "by autocast over float32"),
     ],
 )
 def test_what_can_not_be_verified_is_said(spoil, arguments, words, folder, capsys):

@@ -228,7 +228,7 @@ def _facts(place: RolloutId, sample: RolloutSample) -> RolloutFacts:
     sample.messages, sample.row = [], None
     tokens.ids, tokens.texts, tokens.spans = [], [], []
     tokens.log_probs, tokens.versions, tokens.trainer_log_probs = [], [], None
-    tokens.entropy = tokens.advantages = None
+    tokens.entropy = tokens.advantages = tokens.sampling_masks = tokens.routed_experts = None
     return facts
 
 

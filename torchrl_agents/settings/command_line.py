@@ -462,7 +462,7 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
     for key, known in {**recipe.choices, **listed}.items():
         if (value := OmegaConf.select(settings, key)) not in (None, *known):
             raise SettingsError(f"{key} must be one of {', '.join(known)}, got {value!r}.")
-    faults = [_policy_faults(cfg), _engine_faults(cfg)]
+    faults = [_policy_faults(cfg), _engine_faults(cfg), _invariance_faults(cfg)]
     if isinstance(cfg, TrainingConfig):
         faults.append(_training_faults(recipe, cfg))
     if isinstance(cfg, RolloutsConfig):
@@ -576,6 +576,36 @@ def _has_servers(cfg: RecipeConfig) -> bool:
     return bool(engine.url or engine.urls or engine.starts_servers) or collects_on_ray(cfg)
 
 
+def _invariance_faults(cfg: RecipeConfig) -> Iterator[str]:
+    engine, policy = cfg.engine, cfg.policy
+    if not engine.batch_invariant:
+        return
+    if engine.name == "chat":
+        yield "engine.batch_invariant is for engine=transformers or vllm, not for a chat server."
+    if engine.url or engine.urls:
+        yield (
+            "engine.batch_invariant can't reach a server that runs already: start it with "
+            "VLLM_BATCH_INVARIANT=1 in its environment, and leave engine.batch_invariant out."
+        )
+    if engine.name != "transformers":
+        return
+    why = "engine.batch_invariant of engine=transformers is for float32 on a CPU, got"
+    if policy.dtype != "float32":
+        yield f"{why} policy.dtype={policy.dtype}."
+    if policy.device is not None and policy.device != "cpu":
+        yield f"{why} policy.device={policy.device}."
+    if policy.gradient_checkpointing:
+        yield (
+            "engine.batch_invariant: layers that are computed again in the backward pass would "
+            "take other kernels: set policy.gradient_checkpointing=false."
+        )
+    train = cfg.train if isinstance(cfg, TrainingConfig) else None
+    if train is not None and train.autocast:
+        yield f"{why} train.autocast=true."
+    if train is not None and train.compile_layers:
+        yield "engine.batch_invariant goes without train.compile_layers: leave one of them out."
+
+
 def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
     engine, longest = cfg.engine, cfg.policy.max_model_len
     is_vllm = engine.name == "vllm"
@@ -664,6 +694,11 @@ def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:
     served = cfg.engine.starts_servers or urls or collects_on_ray(cfg)
     if cfg.policy.sampling_mask and cfg.engine.name == "vllm" and served:
         yield "policy.sampling_mask needs an engine of this process: leave servers of vLLM out."
+    if not cfg.record.replay and not (cfg.policy.sampling_mask or cfg.policy.routed_experts):
+        yield (
+            "record.replay=false leaves out what policy.sampling_mask and policy.routed_experts "
+            "record, and neither is on: leave it out."
+        )
     if cfg.record.kept_counts and not truncates:
         yield "record.kept_counts is for policy.top_k, top_p or min_p: nothing is left out."
 

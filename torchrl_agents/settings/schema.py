@@ -119,6 +119,9 @@ class EngineConfig:
     devices one engine is a server, too."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of vLLM: +engine.engine_kwargs.gpu_memory_utilization=0.4."""
+    batch_invariant: bool = False
+    """A token's log-prob does not depend on the rows beside it. transformers, in float32 on a CPU:
+    what is scored is what was drawn, to the bit; vllm: its own mode, on a GPU (docs/verify.md)."""
     colocate: bool = False
     """vLLM shares the training GPUs and frees its memory during a training step. A server at
     engine.url has to be started with --enable-sleep-mode."""
@@ -256,6 +259,9 @@ class RecordConfig:
     kept_counts: bool = False
     """Also how many tokens top-k, top-p and min-p left, of which each was drawn; of
     engine=transformers."""
+    replay: bool = True
+    """Also the sets of policy.sampling_mask and the experts of policy.routed_experts, with which
+    torchrl-agents verify computes each token again (docs/verify.md has what it costs)."""
 
 
 @dataclass

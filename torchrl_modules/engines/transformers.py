@@ -14,6 +14,11 @@ from transformers import PreTrainedModel
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import check_counts
 from torchrl_data.templates.image_processor import ImageProcessor
+from torchrl_modules.batch_invariance import (
+    BatchInvariance,
+    check_batch_invariance,
+    refuse_beside_invariance,
+)
 from torchrl_modules.compiled_layers import settle_compilation
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.scoring.expert_routes import expert_counts
@@ -109,6 +114,8 @@ class TransformersEngine(ChecksAttributes):
             nothing, and 8 on an accelerator.
         compile_layers: see :func:`~torchrl_modules.compiled_layers.compile_layers`; drawing takes
             the norms.
+        batch_invariant: a row has the same log-probs to the bit whatever is drawn beside it, see
+            :class:`~torchrl_modules.batch_invariance.BatchInvariance`; in float32 on a CPU.
         check: try the model now; ``False`` tries it before the first token is drawn, for an engine
             that may draw none.
 
@@ -116,7 +123,8 @@ class TransformersEngine(ChecksAttributes):
         TypeError: the model has adapters that are not layers of it, such as prompts.
         ValueError: ``max_model_len`` or ``tokens_per_look`` is not positive, or ``max_model_len``
             above the positions that the model has; ``max_cached_tokens`` is negative; bitsandbytes
-            has packed weights of 4 bits for this CPU; or the model can't be sampled from.
+            has packed weights of 4 bits for this CPU; the model can't be sampled from, or not
+            ``batch_invariant``, or autocast is asked for beside that.
 
     Example:
         >>> from torchrl_modules.tiny_model import tiny_qwen3
@@ -140,6 +148,7 @@ class TransformersEngine(ChecksAttributes):
         images: ImageProcessor | None = None,
         tokens_per_look: int | None = None,
         compile_layers: bool | None = None,
+        batch_invariant: bool = False,
         check: bool = True,
     ) -> None:
         who = "TransformersEngine"
@@ -161,6 +170,10 @@ class TransformersEngine(ChecksAttributes):
         self.max_model_len = max_model_len or own or 1 << 62
         """Most tokens of a prompt and its response together."""
         self._autocast_dtype = autocast_dtype
+        self.batch_invariant = batch_invariant
+        """Whether a row has the same log-probs to the bit whatever is drawn beside it."""
+        if batch_invariant:
+            refuse_beside_invariance(autocast_dtype=autocast_dtype, compile_layers=compile_layers)
         self.tokens_per_look = tokens_per_look or default_tokens_per_look(inside.device)
         """So many tokens of each row are drawn before the host looks at them."""
         self.max_cached_tokens = max_cached_tokens
@@ -181,6 +194,8 @@ class TransformersEngine(ChecksAttributes):
         self._is_mixed = False
         if check and not is_sharded(model):
             self.reader  # noqa: B018
+            if batch_invariant:
+                check_batch_invariance(inside)
             if images is not None:
                 find_image_reader(inside, images)
         self._compile_layers = compile_layers
@@ -379,12 +394,15 @@ class TransformersEngine(ChecksAttributes):
             images=self.images,
             tokens_per_look=self.tokens_per_look,
             compile_layers=self._compile_layers,
+            batch_invariant=self.batch_invariant,
         )
         engine.version = self.version
         return engine
 
     def precision(self) -> Any:
-        """Return what the model computes in, as a context manager."""
+        """Return what the model computes in, and how, as a context manager."""
+        if self.batch_invariant:
+            return BatchInvariance()
         return precision(self.inside, self._autocast_dtype)
 
     def refusal(self, prompt: Sequence[int], budget: int) -> str | None:

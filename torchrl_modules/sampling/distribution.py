@@ -5,6 +5,7 @@ They are applied in this order, which is vLLM's, each to what the one before has
 Shape legend: K positions, V vocabulary.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -108,12 +109,14 @@ def warped_head_log_prob(
     history: TargetHistory | None = None,
     masks: SamplingMasks | None = None,
     compute_dtype: torch.dtype | None = None,
+    linear: Callable[..., Tensor] = torch.nn.functional.linear,
 ) -> tuple[Tensor, Tensor]:
     """:func:`warped_log_prob` of ``hidden @ weight.T``, a tile of about 32 MB of logits at a time.
 
     A truncation needs a position's whole vocabulary at once, sorted, and a penalty its history:
     slower than the plain head. Recorded sets need no order. Hidden states are ``[K, D]``, the
-    weight ``[V, D]``; the products are computed in ``compute_dtype``, if one is given.
+    weight ``[V, D]``; the products are computed in ``compute_dtype``, if one is given, and by
+    ``linear``.
     """
     num_rows = max(1, _TILE_BYTES // (4 * len(weight)))
     if history is not None and params.penalises:
@@ -125,7 +128,7 @@ def warped_head_log_prob(
             hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
         own_bias = bias if bias is None or compute_dtype is None else bias.to(compute_dtype)
         with torch.autocast(hidden.device.type, enabled=False) if compute_dtype else nullcontext():
-            logits = torch.nn.functional.linear(hidden, weight, own_bias).to(dtype)
+            logits = linear(hidden, weight, own_bias).to(dtype)
         part = slice(start, start + len(hidden))
         some = history and history.part(part)
         tokens = some and some.read(len(weight), params, logits.device)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, NamedTuple
@@ -21,6 +22,12 @@ from torchrl_data.ragged.packed import cumulative_lengths, pack
 from torchrl_data.sampling_masks import SamplingMasks
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_data.token_scorer import TokenScores
+from torchrl_modules.batch_invariance import (
+    BatchInvariance,
+    check_batch_invariance,
+    invariant_linear,
+    refuse_beside_invariance,
+)
 from torchrl_modules.compilation import Compiled
 from torchrl_modules.compiled_layers import settle_compilation
 from torchrl_modules.sampling.distribution import warped_head_log_prob, warped_log_prob
@@ -397,11 +404,14 @@ class PackedScorer(ChecksAttributes):
         images: what the images of a vision-language model become. Rows with images are read by the
             model's own forward, those of one length together.
         compile_layers: see :func:`~torchrl_modules.compiled_layers.compile_layers`.
+        batch_invariant: log-probs are the same to the bit whatever is scored beside a row, and the
+            same that an engine with this setting reports. Rows are read padded, and not packed.
 
     Raises:
         TypeError: a wrapper around the model can't be gone through, or is around a part of it.
         ValueError: ``micro_batch_tokens`` is not positive, or the model is none that can be scored:
-            it has no weights, its own forward fails, or it sees what comes after a token.
+            it has no weights, its own forward fails, or it sees what comes after a token; or it is
+            not ``batch_invariant``, or something is asked for beside that which can't be.
     """
 
     def __init__(
@@ -416,9 +426,20 @@ class PackedScorer(ChecksAttributes):
         max_model_len: int | None = None,
         images: ImageProcessor | None = None,
         compile_layers: bool | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.model = unwrapped(model, who="PackedScorer")
         check_wrapped_whole(model, who="PackedScorer")
+        if batch_invariant:
+            refuse_beside_invariance(
+                autocast_dtype=autocast_dtype,
+                head_dtype=head_dtype,
+                compile_layers=compile_layers,
+                images=images,
+                **{"gradient checkpointing": getattr(model, "is_gradient_checkpointing", False)},
+            )
+            check_batch_invariance(self.model)
+        self.batch_invariant = batch_invariant
         self.micro_batch_tokens: int | None = self._checked_change(
             "micro_batch_tokens", micro_batch_tokens
         )
@@ -426,7 +447,7 @@ class PackedScorer(ChecksAttributes):
         self._autocast_dtype = autocast_dtype
         self._head_dtype = head_dtype
         self._longest = settle_rope_factors(self.model, max_model_len, who="PackedScorer")
-        self.reading = find_reading(self._wrapped, self.model, pack=pack)
+        self.reading = find_reading(self._wrapped, self.model, pack=pack and not batch_invariant)
         """How the model is read, and how far its scores are from its own."""
         self._reader = ModelReader(
             self.model,
@@ -594,7 +615,12 @@ class PackedScorer(ChecksAttributes):
             bias = None if bias is None else bias.to(dtype)
             return nn.functional.linear(hidden.to(dtype), weight.to(dtype), bias).float()
 
-        return run_inside(self._wrapped, read)
+        with self._kernels():
+            return run_inside(self._wrapped, read)
+
+    def _kernels(self) -> AbstractContextManager[Any]:
+        """Kernels of products and attention."""
+        return BatchInvariance() if self.batch_invariant else nullcontext()
 
     def _check_experts(
         self, experts: Tensor, num_tokens: int, images: Sequence[Sequence[str]] | None
@@ -673,7 +699,8 @@ class PackedScorer(ChecksAttributes):
                         untempered, _ = self._head_scores(outputs, targets, SamplingParameters())
             return TokenScores(log_prob, entropy if drawn_from.entropy else None, untempered)
 
-        return run_inside(self._wrapped, score)
+        with self._kernels():
+            return run_inside(self._wrapped, score)
 
     def _head_scores(
         self,
@@ -690,7 +717,10 @@ class PackedScorer(ChecksAttributes):
             return warped_log_prob(outputs, targets, drawn_from, tokens, masks)
         hidden, weight, bias = head_product(head, outputs)
         options: dict[str, Any] = {"bias": bias, "compute_dtype": self._head_dtype}
-        if drawn_from.truncates or drawn_from.changes_logits or masks is not None:
+        is_plain = not (drawn_from.truncates or drawn_from.changes_logits or masks is not None)
+        if self.batch_invariant:  # the softmax that an engine takes, over whole rows of logits
+            options["linear"] = invariant_linear
+        if not is_plain or self.batch_invariant:
             options |= {"history": history, "masks": masks}
             return warped_head_log_prob(hidden, weight, targets, drawn_from, **options)
         return chunked_log_prob(

@@ -5,9 +5,10 @@ install them, and `torchrl_modules.vllm.runtime` for what an engine changes in t
 """
 
 import itertools
+import math
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from torchrl_modules.weights.expected_weights import ExpectedWeights, UpdateRefu
 
 from .releases import end_engine_core, label_weights
 from .requests import MaskSource, own_ends, read_output, sampling_fields
-from .runtime import import_vllm, preserved_globals
+from .runtime import import_vllm, preserved_globals, request_batch_invariance
 from .settings import check_built, engine_settings, mask_settings
 from .weights import ServedAdapters, check_updatable, expected_weights, load_weights
 from .whole_batch_engine import Row, WholeBatchEngine
@@ -54,11 +55,14 @@ class VLLMEngine(WholeBatchEngine):
             precision defaults to float32, and the last two to 1 GiB and ``True``. With
             ``enable_lora=True`` it is pushed adapters alone: ``max_lora_rank`` is the largest rank,
             ``max_loras`` (4) how many versions may be drawn from at once.
+        batch_invariant: ask for vLLM's batch-invariant mode, ``VLLM_BATCH_INVARIANT=1``: a token's
+            log-prob does not depend on the rows beside it. The variable stays set in this process.
 
     Raises:
         ImportError: vLLM is not installed.
         RuntimeError: the environment asks for an engine in a process of its own, or vLLM cannot
-            run the model on this device.
+            run the model on this device, or was imported without the mode that is asked for.
+        ValueError: the device has no batch-invariant mode.
         TypeError: ``engine_kwargs`` holds a setting that the engine fixes.
 
     Example:
@@ -71,7 +75,16 @@ class VLLMEngine(WholeBatchEngine):
     """An update reads each weight once, in this thread: they may be lazy."""
     has_masks = True
 
-    def __init__(self, model: str, *, max_model_len: int = -1, **engine_kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_model_len: int = -1,
+        batch_invariant: bool = False,
+        **engine_kwargs: Any,
+    ) -> None:
+        if batch_invariant:
+            request_batch_invariance(who="VLLMEngine")
         self._names = import_vllm()
         is_cpu = self._names.current_platform.is_cpu()
         settings = engine_settings(engine_kwargs, is_cpu=is_cpu, who="VLLMEngine")
@@ -186,6 +199,51 @@ class VLLMEngine(WholeBatchEngine):
                 self._llm.llm_engine.abort_request(list(running))
                 raise
         return [results[index] for index in range(len(rows))]
+
+    def prompt_log_probs(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Compute the log-probs of tokens that are there, under the model's own softmax.
+
+        vLLM gives those of prompts without a temperature, a truncation or penalties, whatever a
+        request says.
+
+        Args:
+            rows: token ids, at least one each and one fewer than the engine's longest row.
+
+        Returns:
+            Of each row float64 ``[T]`` in nats, on the host; NaN of its first token.
+
+        Raises:
+            ValueError: a row can't be served.
+            RuntimeError: the engine is closed or in use elsewhere.
+        """
+        sampling = self._names.SamplingParams(
+            prompt_logprobs=0,
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            output_kind=self._names.RequestOutputKind.FINAL_ONLY,
+        )
+        found: dict[str, Tensor] = {}
+        order: list[str] = []
+        with self.used_by("prompt_log_probs"):
+            try:
+                for row in rows:
+                    ids = check_prompt(
+                        list(row), vocab_size=self.vocab_size, max_model_len=self.max_model_len
+                    )
+                    order.append(str(next(self._request_ids)))
+                    prompt = self._names.tokens_input(ids, cache_salt=str(self.version))
+                    self._llm.llm_engine.add_request(order[-1], prompt, sampling)
+                while len(found) < len(order):
+                    for output in self._llm.llm_engine.step():
+                        told = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+                        values = [math.nan if of is None else of[i].logprob for i, of in told]
+                        found[output.request_id] = torch.tensor(values, dtype=torch.float64)
+            except self._names.client_error as error:
+                raise ValueError(f"vLLM refuses a row: {error}.") from error
+            finally:
+                self._llm.llm_engine.abort_request([x for x in order if x not in found])
+        return [found[request_id] for request_id in order]
 
     def submit(self, row: Row, params: SamplingParameters, *, stream: bool = False) -> str:
         """Queue one request and give its id; for whoever steps the engine.

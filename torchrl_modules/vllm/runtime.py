@@ -21,6 +21,7 @@ import importlib
 import os
 import random
 import runpy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -45,6 +46,9 @@ ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """Set before vLLM is imported, where the user has not set them."""
+
+BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
+"""1 asks vLLM for kernels whose results do not depend on the batch."""
 
 PARENT_VARIABLE: Final = "TORCHRL_VLLM_PARENT"
 FOLDER_VARIABLE: Final = "TORCHRL_VLLM_FOLDER"
@@ -90,6 +94,53 @@ def import_vllm(*, in_process: bool = True) -> SimpleNamespace:
     warn_untested("vllm")
     found["client_error"] = releases.client_error()
     return SimpleNamespace(**found)
+
+
+def request_batch_invariance(*, who: str) -> None:
+    """Ask vLLM for its batch-invariant mode, before an engine is built in this process.
+
+    vLLM reads the variable as it is imported, and in its workers, so it stays set.
+
+    Args:
+        who: asks, for the message.
+
+    Raises:
+        RuntimeError: vLLM was imported before without it, and has read it.
+        ValueError: the device has no such mode.
+    """
+    if "vllm.envs" in sys.modules and os.environ.get(BATCH_INVARIANT) != "1":
+        # Where there is none anyway, that is what has to be said.
+        check_has_batch_invariance(import_vllm().current_platform, who=who)
+        raise RuntimeError(
+            f"{who}: batch_invariant=True is for a vLLM that is imported for it, and here it was "
+            f"imported without {BATCH_INVARIANT}=1. Set that before, or build this engine first."
+        )
+    before = os.environ.get(BATCH_INVARIANT)
+    os.environ[BATCH_INVARIANT] = "1"
+    try:
+        check_has_batch_invariance(import_vllm().current_platform, who=who)
+    except ValueError:
+        if before is None:
+            del os.environ[BATCH_INVARIANT]
+        raise
+
+
+def check_has_batch_invariance(platform: Any, *, who: str) -> None:
+    """Check that a device has vLLM's batch-invariant mode, which it leaves out without a word.
+
+    Args:
+        platform: vLLM's ``current_platform``.
+        who: asks, for the message.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if not platform.is_cuda_alike():
+        raise ValueError(
+            f"{who}: vLLM has its batch-invariant mode ({BATCH_INVARIANT}=1) on GPUs alone, and "
+            f"here it runs on {platform.device_name or 'another device'}. Leave batch_invariant "
+            "out; engine=transformers has one of its own, in float32 on a CPU."
+        )
 
 
 def serve() -> None:

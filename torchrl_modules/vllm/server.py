@@ -24,7 +24,14 @@ from typing import Any, Final
 from torchrl_modules.engines.json_client import JSONClient
 
 from .access_control import TOKEN_VARIABLE
-from .runtime import FOLDER_VARIABLE, PARENT_VARIABLE, import_vllm, serve
+from .runtime import (
+    BATCH_INVARIANT,
+    FOLDER_VARIABLE,
+    PARENT_VARIABLE,
+    check_has_batch_invariance,
+    import_vllm,
+    serve,
+)
 from .settings import CPU_DEFAULTS, FIXED, LORA_DEFAULTS, WORKER, as_options
 
 _PARENT: Final = PARENT_VARIABLE
@@ -95,6 +102,11 @@ def main() -> None:
         vllm = import_vllm(in_process=False)
         os.environ.update({n: v for n, v in _ENVIRONMENT.items() if n not in os.environ})
         os.environ[FOLDER_VARIABLE] = folder
+        if os.environ.get(BATCH_INVARIANT, "0") != "0":
+            try:
+                check_has_batch_invariance(vllm.current_platform, who="torchrl_modules.vllm.server")
+            except ValueError as error:
+                raise SystemExit(str(error)) from error
         if is_cpu := vllm.current_platform.is_cpu():
             # Its processes are forks, which need not import everything again as those would that
             # vLLM spawns on a CPU. One that waits for another one spins for 2 ms, in the place of
@@ -161,6 +173,7 @@ def start_server(
     *,
     devices: Sequence[int | str] | None = None,
     start_timeout_s: float = 600.0,
+    batch_invariant: bool = False,
     **options: Any,
 ) -> Iterator[str]:
     """Run a vLLM server beside this process, and end it on leaving.
@@ -173,6 +186,8 @@ def start_server(
         devices: the GPUs that it may use, by number or UUID, with one shard of the model on each
             unless ``options`` say otherwise; those of this process when not given.
         start_timeout_s: how long it may take to start.
+        batch_invariant: ask for vLLM's batch-invariant mode, ``VLLM_BATCH_INVARIANT=1`` in the
+            server's environment; a device without one is refused.
         options: of ``vllm serve``, for instance ``dtype="float32"``, ``max_model_len=512``,
             ``tensor_parallel_size=2``; ``True`` for a flag.
 
@@ -195,6 +210,8 @@ def start_server(
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
         socket_path, log_path = Path(folder, "socket"), Path(folder, "log")
         environment = os.environ | {_PARENT: str(os.getpid()), "TMPDIR": folder}
+        if batch_invariant:
+            environment[BATCH_INVARIANT] = "1"
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
             options = {"tensor_parallel_size": max(1, len(devices))} | options

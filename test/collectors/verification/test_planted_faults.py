@@ -175,15 +175,26 @@ def test_rows_with_recorded_sets_are_computed_in_them_whatever_the_settings(poli
     _, conversations, _ = policy.respond(conversations)
     plain = row_of(conversations, 0, 1)
     row = replace(plain, sampling_masks=conversations.sampling_masks(0))
-    assert verified("dense", [row]).is_clean
-    assert causes_of(verified("dense", [plain])) != set()
+    certificate = verified("dense", [row])
+    assert certificate.is_clean
+    [told] = certificate.replayed
+    untruncated = verified("dense", [plain])
+    assert causes_of(untruncated) != set()
+    beyond = [gap for gap in untruncated.rows[0].gaps if abs(gap) > certificate.tolerance]
+    assert (told.cause, told.num_others) == ("truncation", len(beyond))
+    assert told.largest == pytest.approx(max(map(abs, beyond)), abs=1e-6)
     # Sets of the token alone would give each the probability 1.
     alone = [
         b"\x02" + i.to_bytes(2, "little") if here else b""
         for i, here in zip(row.ids, row.sampled, strict=True)
     ]
-    wrong = verified("dense", [replace(row, sampling_masks=alone)])
-    assert wrong.counts
+    wrong = verified(
+        "dense", [replace(row, sampling_masks=alone)], sampling={"top_p": 0.9, "top_k": 12}
+    )
+    assert causes_of(wrong) == {Cause.TRUNCATION}
+    assert wrong.rows[0].words[Cause.TRUNCATION] == (
+        "drawn from what the settings leave (top_k=12, top_p=0.9), not from the recorded sets"
+    )
     policy = policy_of("experts", sampling={"routed_experts": True})
     conversations = Conversations.from_messages([[{"role": "user", "content": QUESTIONS[0]}]])
     _, conversations, _ = policy.respond(conversations)
@@ -359,8 +370,8 @@ class OtherExperts(ExpertRoutes):
         return result
 
 
-@pytest.mark.parametrize("is_recorded", [True, False])
-def test_experts_that_another_router_chose_are_named(is_recorded, policy_of, verified):
+@pytest.mark.parametrize("recorded", ["right", "nothing", "wrong"])
+def test_experts_that_another_router_chose_are_named(recorded, policy_of, verified):
     policy = policy_of("experts")
     rows, found = drawn(policy, answers=()), []
     for row in rows:
@@ -369,11 +380,30 @@ def test_experts_that_another_router_chose_are_named(is_recorded, policy_of, ver
         log_probs = [
             float(log_p[t - 1, i]) if row.sampled[t] else math.nan for t, i in enumerate(row.ids)
         ]
-        experts = routes.layers if is_recorded else None
+        if recorded == "wrong":  # the routers' own choice drew it
+            log_probs = row.log_probs
+        experts = None if recorded == "nothing" else routes.layers
         found.append(replace(row, log_probs=log_probs, experts=experts))
     certificate = verified("experts", found)
+    if recorded == "right":
+        assert certificate.is_clean
+        [told] = certificate.replayed
+        own = verified("experts", [replace(row, experts=None) for row in found])
+        beyond = [abs(g) for r in own.rows for g in r.gaps if abs(g) > own.tolerance]
+        assert (told.cause, told.num_tokens, told.num_others) == (
+            *("routing", certificate.num_tokens),
+            len(beyond),
+        )
+        assert told.largest == pytest.approx(max(beyond), abs=1e-6)
+        assert f"{len(beyond)} of them have another log-prob by the routers' own choice" in (
+            "\n".join(certificate.lines())
+        )
+        return
     assert causes_of(certificate) == {Cause.ROUTING}
-    said = "that were recorded" if is_recorded else "1 choices of experts fell the other way"
+    said = {
+        "wrong": "the experts of the routers, not to those that were recorded",
+        "nothing": "1 choices of experts fell the other way",
+    }[recorded]
     assert said in certificate.rows[0].words[Cause.ROUTING]
 
 

@@ -87,6 +87,18 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(vllm_engine, model
     assert_from(model, vllm_engine.generate(prompts, params), params, prompts)
 
 
+def test_tokens_that_are_there_get_the_log_probs_of_the_models_softmax(vllm_engine, model):
+    rows = [*PROMPTS, [7]]
+    for ids, found in zip(rows, vllm_engine.prompt_log_probs(rows), strict=True):
+        with torch.no_grad():
+            log_p = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        own = log_p[:-1].gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
+        assert found[:1].isnan().all()
+        torch.testing.assert_close(found[1:], own, atol=5e-5, rtol=0)
+    with pytest.raises(ValueError, match="token"):
+        vllm_engine.prompt_log_probs([[5, 1 << 30]])
+
+
 def test_tokens_follow_the_distribution(vllm_engine, model):
     params = parameters(temperature=0.7, top_k=5, max_new_tokens=1)
     torch.manual_seed(0)

@@ -4,12 +4,20 @@ import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from torchrl_modules.vllm.runtime import preserved_globals
+from torchrl_modules.vllm import runtime
+from torchrl_modules.vllm.runtime import (
+    BATCH_INVARIANT,
+    check_has_batch_invariance,
+    preserved_globals,
+    request_batch_invariance,
+)
+from torchrl_modules.vllm.server import start_server
 
 
 def test_random_generators_and_thread_settings_are_put_back():
@@ -33,6 +41,52 @@ def test_random_generators_and_thread_settings_are_put_back():
     assert torch.get_num_threads() == num_threads
 
 
+def test_only_a_gpu_has_the_batch_invariant_mode(monkeypatch):
+    gpu = SimpleNamespace(is_cuda_alike=lambda: True)
+    check_has_batch_invariance(gpu, who="A test")
+    monkeypatch.setattr(runtime, "import_vllm", lambda: SimpleNamespace(current_platform=gpu))
+    monkeypatch.setenv(BATCH_INVARIANT, "0")  # so that it is put back as it was
+    monkeypatch.delenv(BATCH_INVARIANT)
+    monkeypatch.delitem(sys.modules, "vllm.envs", raising=False)
+    request_batch_invariance(who="A test")
+    assert os.environ[BATCH_INVARIANT] == "1"
+    monkeypatch.delenv(BATCH_INVARIANT)
+    monkeypatch.setitem(sys.modules, "vllm.envs", SimpleNamespace())
+    with pytest.raises(RuntimeError, match="imported without VLLM_BATCH_INVARIANT=1"):
+        request_batch_invariance(who="A test")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has the mode")
+def test_a_server_hears_of_the_batch_invariant_mode_and_refuses_it_on_a_cpu(tmp_path):
+    pytest.importorskip("vllm")
+    # The words are those of the server's own process, which has the variable from here.
+    said = "torchrl_modules.vllm.server: vLLM has its batch-invariant mode .* on GPUs alone"
+    with (
+        pytest.raises(RuntimeError, match=said),
+        start_server(str(tmp_path), batch_invariant=True),
+    ):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has the mode")
+def test_an_engine_refuses_the_batch_invariant_mode_on_a_cpu_and_leaves_no_variable():
+    pytest.importorskip("vllm")
+    run = [sys.executable, "-c", INVARIANT]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+INVARIANT = """
+import os
+from torchrl_modules.vllm.engine import VLLMEngine
+try:
+    VLLMEngine("anything", batch_invariant=True)
+except ValueError as error:
+    assert "VLLMEngine: vLLM has its batch-invariant mode" in str(error), error
+else:
+    raise AssertionError
+assert "VLLM_BATCH_INVARIANT" not in os.environ
+"""
 WITHOUT_VLLM = """
 import sys
 sys.modules["vllm"] = None
