@@ -10,7 +10,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: install train control train-smollm2 control-smollm2 check test lint tests fast-tests mutants \
+.PHONY: install train control train-smollm2 control-smollm2 check test lint tests fast-tests weekly-tests mutants \
 	benchmarks gpu versions release docs docs-serve clean
 
 install: .venv/.installed-train
@@ -85,6 +85,10 @@ fast-tests: .venv/.installed-test
 # A flaky test fails here too, unless test/house/known_flaky.txt names it with a reason.
 tests: .venv/.installed-test
 	$(BIN)/python test/run_tests.py $(ARGS)
+
+# Once a week, and before a release: what trains until something is learnt, and other long tests.
+weekly-tests: .venv/.installed-test
+	$(BIN)/python test/run_tests.py --weekly $(ARGS)
 
 mutants: .venv/.installed-test
 	$(BIN)/python test/objectives/mutate.py

@@ -25,7 +25,7 @@ OURS = (
     *("torchrl_data", "torchrl_modules", "torchrl_envs", "objectives", "collectors"),
     *("torchrl_agents", "sota-implementations", "examples", "benchmarks", "test"),
 )
-MARKS = "not slow and not vllm"
+MARKS = "not slow and not vllm and not weekly"
 SECONDS = 120.0
 
 

@@ -1,6 +1,7 @@
 """Runs all tests, in parts: an engine inside a process changes its globals.
 
-    python test/run_tests.py [arguments of pytest]
+    python test/run_tests.py [arguments of pytest]            all but those marked `weekly`
+    python test/run_tests.py --weekly [arguments of pytest]   these
 
 Three parts run at a time, those first that take longest: much of their time is waiting for servers,
 so that three keep two cores busy. What a part prints comes when it is over.
@@ -54,15 +55,16 @@ FOLDERS = {
 """Marks and folders of each part, those first that take longest; what is in another is left out."""
 
 
-def _part(name: str) -> Part:
+def _part(name: str, *, weekly: bool = False) -> Part:
     marks, *paths = FOLDERS[name]
     others = [path for own, *all_of_it in FOLDERS.values() if own == marks for path in all_of_it]
     inside = [path for path in others if any(path.startswith(f"{own}/") for own in paths)]
     left_out = [f"--ignore={path}" for path in inside if path not in paths]
-    return Part(name, ("-m", marks, *paths, *left_out))
+    return Part(name, ("-m", f"{marks} and {'' if weekly else 'not '}weekly", *paths, *left_out))
 
 
 PARTS = tuple(map(_part, FOLDERS))
+WEEKLY_PARTS = tuple(_part(name, weekly=True) for name in FOLDERS)
 
 
 class Outcome(NamedTuple):
@@ -174,11 +176,17 @@ def summary(outcomes: Sequence[Outcome], known: dict[str, str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs all parts; 1 if one failed."""
+    """Runs all parts; 1 if one failed.
+
+    Args:
+        arguments: ``--weekly``, if anything; and those of pytest.
+    """
     # What a shell starts in the background ignores it, and so would the runs that are interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     known = known_flaky()
-    outcomes = run_parts(PARTS, known, more=arguments)
+    is_weekly = "--weekly" in arguments
+    more = [each for each in arguments if each != "--weekly"]
+    outcomes = run_parts(WEEKLY_PARTS if is_weekly else PARTS, known, more=more)
     sys.stdout.write(summary(outcomes, known) + "\n")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 

@@ -90,24 +90,30 @@ def test_no_failure_is_lost(source, failed, broken, outcome_of):
     assert not outcome.passed
 
 
-def test_main_fails_with_any_part(monkeypatch, capsys):
+@pytest.mark.parametrize("weekly", [False, True])
+def test_main_fails_with_any_part(weekly, monkeypatch, capsys):
     def run_parts(parts, known, more):
         assert more == ["-x"]
+        marks = {part.arguments[1].endswith(" and weekly") for part in parts}
+        assert marks == {weekly}
         return [run_tests.Outcome(part.name, ["x"] * (part.name == "of units")) for part in parts]
 
     monkeypatch.setattr(run_tests, "run_parts", run_parts)
-    assert run_tests.main(["-x"]) == 1
+    assert run_tests.main(["--weekly", "-x"] if weekly else ["-x"]) == 1
     told = capsys.readouterr().out
     assert "tests of units: FAILED" in told
     assert "tests of engines: passed" in told
 
 
-def test_each_file_is_in_one_part():
+@pytest.mark.parametrize("weekly", [False, True])
+def test_each_file_is_in_one_part(weekly):
     """And what needs vLLM in one of those besides."""
+    all_parts = run_tests.WEEKLY_PARTS if weekly else run_tests.PARTS
     for path in (run_tests.ROOT / "test").rglob("test_*.py"):
         name = str(path.relative_to(run_tests.ROOT))
-        for marks in ("not vllm", *["vllm"] * ("mark.vllm" in path.read_text(encoding="utf-8"))):
-            parts = [part.name for part in run_tests.PARTS if is_in(name, marks, part.arguments)]
+        for engine in ("not vllm", *["vllm"] * ("mark.vllm" in path.read_text(encoding="utf-8"))):
+            marks = f"{engine} and {'' if weekly else 'not '}weekly"
+            parts = [part.name for part in all_parts if is_in(name, marks, part.arguments)]
             assert path == Path(__file__) or len(parts) == 1, (name, marks, parts)
 
 

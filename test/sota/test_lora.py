@@ -17,7 +17,9 @@ from torchrl_agents.models import WithoutAdapters, frozen_weights
 from torchrl_agents.settings.command_line import prepare
 from torchrl_agents.settings.schema import SettingsError
 from torchrl_modules import TransformersWrapper
+from torchrl_modules.policies.loading import load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
+from torchrl_modules.weights.quantized_weights import four_bit_config, settle_quantized_layers
 
 TINY = (
     *(
@@ -94,6 +96,29 @@ def test_a_run_trains_saves_and_resumes_adapters_alone(given, run):
         merged = AutoModelForCausalLM.from_pretrained(cut / "model")(IDS).logits
         torch.testing.assert_close(adapted(IDS).logits, merged)
     assert all("lora_" in name for name in load_file(cut / "adapter/adapter_model.safetensors"))
+
+
+@pytest.mark.slow
+def test_adapters_over_4_bits_are_trained_resumed_and_left_whole(run):
+    first = run("policy.lora_rank=null", "optim.learning_rate=1e-30", "name=first")
+    more = (f"policy.model={first}", "policy.load_in_4bit=true")
+    whole = run(*more, "name=whole")
+    cut = run(*more, "name=cut", "train.num_steps=2")
+    record = json.loads((cut / "run.json").read_text())
+    (cut / "run.json").write_text(json.dumps(record | {"status": "interrupted"}))
+    assert run(*more, "name=cut", "resume=auto") == cut
+    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (cut / file).read_bytes() == (whole / file).read_bytes()
+    assert "quantization_config" not in json.loads((cut / "model/config.json").read_text())
+    four_bits = {"quantization_config": four_bit_config(torch.float32)}
+    base = load_causal_lm(str(first / "model"), dtype=torch.float32, **four_bits)
+    settle_quantized_layers(base)
+    with torch.no_grad():
+        before = base(IDS).logits
+        left = AutoModelForCausalLM.from_pretrained(cut / "model")(IDS).logits
+        trained = peft.PeftModel.from_pretrained(base, cut / "adapter")(IDS).logits
+    torch.testing.assert_close(left, trained, atol=2e-4, rtol=0)
+    assert (left - before).abs().max() > 0.01  # the adapters were trained
 
 
 def test_frozen_weights_are_told_from_others():
