@@ -129,7 +129,8 @@ class SelfTeacher:
             return
         pairs = zip(self._own.model.parameters(), self._actor.model.parameters(), strict=True)
         for own, new in pairs:
-            own.lerp_(new.to(own.dtype), 1.0 - self._decay)
+            if new.requires_grad:  # what is frozen, in 4 bits perhaps, is the same in both
+                own.lerp_(new.to(own.dtype), 1.0 - self._decay)
 
     def state_dict(self) -> dict[str, Any]:
         """The weights of a teacher that are not the student's."""

@@ -1,9 +1,11 @@
 """Several teachers: as a mixture, by hand, and each for the rows of its name."""
 
+import copy
 import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from torchrl_data.token_scorer import TokenScores
 from torchrl_envs import RetrieveLogProb
+from torchrl_modules import TransformersWrapper
+from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 IDS = torch.arange(5)
 LENGTHS = torch.tensor([3, 2])
@@ -163,3 +167,31 @@ def test_a_run_with_a_teacher_for_each_task(run_recipe, tmp_path, monkeypatch):
     # The student is the teacher: where it samples alone, both say the same.
     for name in ("kl_to_teacher", "kl_to_teacher/echo", "kl_to_teacher/spell_backward"):
         assert first[name] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_a_teacher_follows_its_student_by_the_decay_and_goes_on_from_its_state(panel):
+    self_teacher = sys.modules["self_teacher"]
+    tokenizer = train_tokenizer(["a"], vocab_size=300)
+    cfg = SimpleNamespace(
+        teacher=panel.TeacherConfig(model="self", prompt="feedback", ema_decay=0.75),
+        policy=SimpleNamespace(chat_template_name=None, max_model_len=None, temperature=1.0),
+        evaluate=SimpleNamespace(solved_at=1.0),
+    )
+    actor = TransformersWrapper(tiny_qwen3(300), tokenizer=tokenizer, generate=False)
+    frozen = actor.model.model.embed_tokens.weight.requires_grad_(False)
+    teacher, weight = self_teacher.SelfTeacher(cfg, actor), actor.model.model.norm.weight
+    with torch.no_grad():
+        weight.fill_(5.0)  # norms begin at 1
+        frozen.add_(1.0)  # which nobody does
+    own = teacher._own.model.model
+    expected = 1.0
+    for _ in range(3):
+        teacher._follow()
+        expected = 0.75 * expected + 0.25 * 5.0
+        torch.testing.assert_close(own.norm.weight, torch.full_like(own.norm.weight, expected))
+    assert not torch.equal(own.embed_tokens.weight, frozen)
+    again = self_teacher.SelfTeacher(cfg, actor)  # it begins with the student as it is
+    assert torch.equal(again._own.model.model.norm.weight, weight)
+    again.load_state_dict(copy.deepcopy(teacher.state_dict()))
+    assert torch.equal(again._own.model.model.norm.weight, own.norm.weight)
+    assert expected == pytest.approx(5.0 - 4.0 * 0.75**3)
