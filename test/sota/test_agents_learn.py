@@ -13,6 +13,8 @@ import pytest
 
 from torchrl_agents.models import warm_start
 
+pytestmark = pytest.mark.weekly
+
 THINGS = ("lamp", "key", "ball", "book", "coin", "ring", "drum", "kite")
 PLACES = ("hall", "barn", "cave", "port", "yard", "shop", "lake", "tower")
 WHERE = dict(zip(THINGS, PLACES, strict=True))
@@ -128,7 +130,7 @@ def late(result, name, count=4):
     return sum(json.loads(line)[name] for line in lines) / count
 
 
-@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_search_agent(run):
     task = ("task=search", *(f"task.{each.replace(': ', '=')}" for each in SEARCH.split(", ")))
     task += ("optim.learning_rate=2e-3", "collector.num_prompts=8", "evaluate.num_prompts=16")
@@ -141,7 +143,7 @@ def test_search_agent(run):
     assert late(control, "reward") < 0.4
 
 
-@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_multi_environment(run):
     """Each of its tasks is learnt, one with a tool and one by a program that owns its loop."""
     task = (*WITH_AGENT, "optim.learning_rate=1.4e-3", "evaluate.num_prompts=32")
@@ -155,7 +157,7 @@ def test_multi_environment(run):
         assert late(control, f"{part}/reward") < 0.29
 
 
-@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_self_play(run):
     """Against others; a game of the policy against itself is always won and lost."""
     task = ("task.largest=8", "optim.learning_rate=1e-3", "train.baseline_decay=0.9")

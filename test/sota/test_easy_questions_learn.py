@@ -6,7 +6,7 @@ Its control, whose rewards are dealt out at random, does not.
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_easy_questions_are_learnt(run_recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     common = (
