@@ -37,7 +37,10 @@ GROUP = 2
 
 
 class Trace:
-    """The files of the library in which functions run, on any thread, and the stays on this one."""
+    """The files of the library in which functions run, on any thread; stays and functions on this.
+
+    A thread that runs already is not seen, so those of a pool count by chance.
+    """
 
     def __init__(self) -> None:
         self.files: Counter[str] = Counter()
@@ -57,7 +60,8 @@ class Trace:
     def _see(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and (name := _file(frame)):
             self.files[name] += 1
-            if not frame.f_code.co_name.endswith(("comp>", "genexpr>")):
+            is_named = not frame.f_code.co_name.endswith(("comp>", "genexpr>"))
+            if is_named and threading.get_ident() == self._thread:
                 self.functions[f"{name}:{frame.f_code.co_qualname}"] += 1
             self._stay(name)
         elif event == "return" and _file(frame):
