@@ -346,6 +346,7 @@ def write_own_parts(folder):
     (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": c}) for c in chats))
 
 
+@pytest.mark.weekly
 def test_own_tools_rewards_data_and_environments_need_no_code_but_their_own(command, tmp_path):
     """From demonstrations to a trained model, its test and its page, in the folder of mine.py."""
     write_own_parts(tmp_path)
@@ -412,6 +413,7 @@ def test_what_a_wheel_does_without_its_extras(command, tmp_path):
     assert plain("view", run).returncode == 0
 
 
+@pytest.mark.weekly
 def test_what_make_train_smollm2_installs_is_enough_for_it(command, tmp_path):
     """Everything but the two lists that the command installs is hidden."""
     pins = "".join((ROOT / f"requirements/{name}.txt").read_text() for name in ("train", "smollm2"))

@@ -98,6 +98,7 @@ def test_time_that_is_over_is_told(tmp_path):
     assert {name: row["note"] for (name, _), row in rows.items()} == told
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_all_of_it_is_right_on_a_cpu(tmp_path):
     # Copied, as beside an installed wheel.

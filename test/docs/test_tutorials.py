@@ -155,6 +155,7 @@ def test_streaming_trains_every_group_and_no_token_that_is_too_old(run_tutorial)
     assert figures(cells) == 2
 
 
+@pytest.mark.weekly
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
@@ -171,6 +172,7 @@ def test_a_served_model_answers_as_it_does_here(run_tutorial):
     assert figures(cells) == 1
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_first_run_learns(run_tutorial):

@@ -67,6 +67,7 @@ def steps_of(result):
     return [json.loads(line) for line in metrics]
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
