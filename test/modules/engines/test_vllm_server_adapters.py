@@ -162,9 +162,9 @@ def test_a_server_that_was_killed_comes_back_with_the_adapters(fleet, model_dire
     serving = adapted(model_directory, 6)
     asyncio.run(fleet.update_weights(adapter_weights(serving)))
     version = fleet.version
-    for process in psutil.Process().children(recursive=True):
-        if "torchrl_modules.vllm.server" in " ".join(process.cmdline()):
-            os.kill(process.pid, signal.SIGKILL)
+    socket = client_of(fleet)._client.url.removeprefix("unix://")
+    (server,) = [p for p in psutil.Process().children() if socket in p.cmdline()]
+    os.kill(server.pid, signal.SIGKILL)
 
     async def again():
         while True:
