@@ -1,7 +1,6 @@
 """The trained model of a run, on the disk."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,7 +56,7 @@ def save_model(
 def _save(
     path: Path, model: Any, policy: TransformersWrapper, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    with declared_whole(model) if weights is not None else nullcontext():
+    with declared_whole(model):
         model.save_pretrained(path, state_dict=None if weights is None else dict(weights))
     tokenizer = policy.tokenizer
     own, tokenizer.chat_template = tokenizer.chat_template, policy.encoder.template

@@ -282,7 +282,7 @@ def _check_bits(
 ) -> None:
     """Refuse what can't be computed to the bit."""
     engine = settings.get("engine") or {}
-    if engine.get("name") != "transformers" or not engine.get("batch_invariant"):
+    if not _was_invariant(settings):
         raise SettingsError(
             f"--bits: {folder} was drawn by engine={engine.get('name')}, engine.batch_invariant="
             f"{str(bool(engine.get('batch_invariant'))).lower()}, so that the last bits of a "
@@ -382,11 +382,16 @@ def weights_of(
     return _Weights(policy, load, where, numbers)
 
 
+def _was_invariant(settings: Mapping[str, Any]) -> bool:
+    """Return whether Transformers drew a run so."""
+    engine = settings.get("engine") or {}
+    return engine.get("name") == "transformers" and bool(engine.get("batch_invariant"))
+
+
 def _is_batch_invariant(settings: Mapping[str, Any], numbers: Numbers, device: str) -> bool:
     """Return whether a run was drawn so by Transformers, and is computed so."""
-    engine = settings.get("engine") or {}
-    is_own = engine.get("name") == "transformers" and bool(engine.get("batch_invariant"))
-    return is_own and numbers == Numbers(torch.float32) and torch.device(device).type == "cpu"
+    is_plain = numbers == Numbers(torch.float32) and torch.device(device).type == "cpu"
+    return is_plain and _was_invariant(settings)
 
 
 def _numbers(settings: Mapping[str, Any], cfg: PolicyConfig, dtype: str | None) -> Numbers:

@@ -39,7 +39,7 @@ from torchrl_data.checks import check_counts
 from torchrl_envs.datasets.primer import DataExhaustedError
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules import LLMWrapperBase
-from torchrl_modules.weights.adapter_weights import AdapterWeights
+from torchrl_modules.weights.adapter_weights import mapped
 
 from .ledger_client import LedgerClient
 from .ledger_service import WHO, LedgerService
@@ -239,10 +239,7 @@ class RayLLMCollector(BackgroundCollector):
         snapshot = self._updater.snapshot(source)
         if self.policy is not None and not shares_memory(source, self.policy.engine):
             self.policy.update_weights(snapshot, version=number)
-        on_cpu: Mapping[str, Tensor] = {name: value.cpu() for name, value in snapshot.items()}
-        if isinstance(snapshot, AdapterWeights):
-            on_cpu = snapshot.on_cpu()
-        weights = load_ray().put(on_cpu)
+        weights = load_ray().put(mapped(snapshot, Tensor.cpu))
         used = [] if is_restored else self._ledger_client.used()
         step = self._ledger_client.ask("push", used, number)
         push = self._supervisor.push(Weights(weights, number, step))

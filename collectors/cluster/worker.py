@@ -22,7 +22,7 @@ from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase, TransformersEngine, open_async
 from torchrl_modules.engines.engine import push_weights
 from torchrl_modules.policies.async_policy import AsyncPolicy
-from torchrl_modules.weights.adapter_weights import AdapterWeights
+from torchrl_modules.weights.adapter_weights import mapped
 
 from .ledger_service import WHO, Scored, built
 from .ray_door import load_ray
@@ -162,9 +162,7 @@ class CollectorWorker:
         """
         if self._policy.version != version:
             # Ray's tensors lie in memory that nobody may write to.
-            own: Mapping[str, Tensor] = {name: x.clone() for name, x in state_dict.items()}
-            if isinstance(state_dict, AdapterWeights):
-                own = state_dict.on_cpu()
+            own = mapped(state_dict, Tensor.clone)
             engine = self._policy.engine
             await push_weights(engine, own, version=version, recompute=self._recompute)
         for functions in self._env.transforms_of(RewardFunctions):

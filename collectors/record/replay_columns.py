@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_TYPES: Final = {"uint8": torch.uint8, "int16": torch.int16}
+_TYPES: Final = ("uint8", "int16")
 
 
 def masks_to_json(sets: Sequence[bytes]) -> dict[str, Any] | None:

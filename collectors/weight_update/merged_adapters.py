@@ -75,9 +75,7 @@ def whole(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def merged_layer(name: str, layer: Any) -> dict[str, Tensor]:
     """Return what merging a layer changes, by the names of the state dict."""
-    base, prefix = layer, name
-    while hasattr(base, "base_layer"):
-        base, prefix = base.base_layer, f"{prefix}.base_layer"
+    base, prefix = _base_of(layer, name)
     with _whole_parameters(layer):
         parameters = dict(base.named_parameters())
         held = {key: value.data for key, value in parameters.items()}
@@ -98,11 +96,11 @@ def merged_layer(name: str, layer: Any) -> dict[str, Tensor]:
                     value.data = held[key].copy_(originals[key])
 
 
-def _base_of(layer: Any) -> Any:
-    """The layer of the model inside those of its adapters."""
+def _base_of(layer: Any, name: str) -> tuple[Any, str]:
+    """The layer of the model inside those of its adapters, and its name."""
     while hasattr(layer, "base_layer"):
-        layer = layer.base_layer
-    return layer
+        layer, name = layer.base_layer, f"{name}.base_layer"
+    return layer, name
 
 
 def _whole_layer(
@@ -225,7 +223,7 @@ def lazy_merge(model: Any) -> tuple[list[Maker], dict[str, Tensor]]:
 
     makers: list[Maker] = []
     quantized = quantized_layers(model)
-    over = {id(_base_of(layer)): layer for layer in layers.values()}
+    over = {id(_base_of(layer, prefix)[0]): layer for prefix, layer in layers.items()}
     for prefix, base in quantized.items():
         weight = f"{prefix}.weight"
         for name in [name for name in state if name.startswith(weight)]:
@@ -234,7 +232,7 @@ def lazy_merge(model: Any) -> tuple[list[Maker], dict[str, Tensor]]:
     in_four_bits = {id(base) for base in quantized.values()}
     for prefix, layer in layers.items():
         is_as_merged = layer.merged or layer.disable_adapters
-        if is_as_merged or id(_base_of(layer)) in in_four_bits:
+        if is_as_merged or id(_base_of(layer, prefix)[0]) in in_four_bits:
             continue
         own = {name: state.pop(name) for name in list(state) if name.startswith(f"{prefix}.")}
         makers.append(partial(merge, prefix, own))

@@ -58,12 +58,8 @@ def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("given", [False, True], ids=["embedded", "policy.model"])
-def test_a_run_trains_saves_and_resumes_adapters_alone(given, run):
-    # At such a rate no bit changes: the model that a run begins with.
-    first = run("policy.lora_rank=null", "optim.learning_rate=1e-30", "name=first")
-    more = [f"policy.model={first}"] if given else []
+def whole_and_resumed(run, more):
+    """A run, the same cut and resumed, which leaves the same bytes, and the record of the cut."""
     whole = run(*more, "name=whole")
     cut = run(*more, "name=cut", "train.num_steps=2")
     record = json.loads((cut / "run.json").read_text())
@@ -71,6 +67,16 @@ def test_a_run_trains_saves_and_resumes_adapters_alone(given, run):
     assert run(*more, "name=cut", "resume=auto") == cut
     for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
         assert (cut / file).read_bytes() == (whole / file).read_bytes()
+    return whole, cut, record
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [False, True], ids=["embedded", "policy.model"])
+def test_a_run_trains_saves_and_resumes_adapters_alone(given, run):
+    # At such a rate no bit changes: the model that a run begins with.
+    first = run("policy.lora_rank=null", "optim.learning_rate=1e-30", "name=first")
+    more = [f"policy.model={first}"] if given else []
+    whole, cut, record = whole_and_resumed(run, more)
     size = sum(f.stat().st_size for f in (cut / "checkpoints").rglob("*") if f.is_file())
     two_models = 2 * (cut / "model/model.safetensors").stat().st_size
     assert (size < two_models) == given  # of two steps, with the optimizer's state of the adapters
@@ -102,13 +108,7 @@ def test_a_run_trains_saves_and_resumes_adapters_alone(given, run):
 def test_adapters_over_4_bits_are_trained_resumed_and_left_whole(run):
     first = run("policy.lora_rank=null", "optim.learning_rate=1e-30", "name=first")
     more = (f"policy.model={first}", "policy.load_in_4bit=true")
-    whole = run(*more, "name=whole")
-    cut = run(*more, "name=cut", "train.num_steps=2")
-    record = json.loads((cut / "run.json").read_text())
-    (cut / "run.json").write_text(json.dumps(record | {"status": "interrupted"}))
-    assert run(*more, "name=cut", "resume=auto") == cut
-    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (cut / file).read_bytes() == (whole / file).read_bytes()
+    _, cut, _ = whole_and_resumed(run, more)
     assert "quantization_config" not in json.loads((cut / "model/config.json").read_text())
     four_bits = {"quantization_config": four_bit_config(torch.float32)}
     base = load_causal_lm(str(first / "model"), dtype=torch.float32, **four_bits)

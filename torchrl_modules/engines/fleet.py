@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_modules.sampling.parameters import SamplingParameters
-from torchrl_modules.weights.adapter_weights import AdapterWeights
+from torchrl_modules.weights.adapter_weights import AdapterWeights, mapped
 from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
 from torchrl_modules.weights.lazy_weights import copied
 
@@ -655,7 +655,7 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
             number = next_version(version, self._version, who="EngineFleet.update_weights")
             keep: Callable[[], Mapping[str, Tensor]] = partial(copied, state_dict, device="cpu")
             if isinstance(state_dict, AdapterWeights):
-                keep = state_dict.on_cpu
+                keep = partial(mapped, state_dict, lambda x: x.detach().to("cpu", copy=True))
             copying = asyncio.create_task(asyncio.to_thread(keep))
             serving: Collection[Member] = ()
             try:

@@ -19,6 +19,7 @@ from torchrl_data.pretrained import load_pretrained
 from torchrl_data.templates.registry import own_template
 from torchrl_data.templates.rendering import render_template
 from torchrl_modules.compilation import cache_folder
+from torchrl_modules.weights.quantized_weights import declared_whole
 
 _LOG = logging.getLogger("torchrl_agents")
 
@@ -93,9 +94,8 @@ def _convert(path: Path, folder: Path) -> None:
             model = load_pretrained(AutoModelForCausalLM, path.parent, dtype=dtype, **source)
             # The weights are plain now, and what says otherwise would be saved; Transformers before
             # 5.18 says nothing.
-            vars(model.config).pop("quantization_config", None)
-            model.hf_quantizer, model.is_quantized = None, False
-            model.save_pretrained(made)
+            with declared_whole(model):
+                model.save_pretrained(made)
             template = own_template(tokenizer)
             if adds_bos and tokenizer.bos_token is None:  # Qwen2's, before Transformers 5.18
                 first = check_gguf_header(path).get("tokenizer.ggml.bos_token_id")

@@ -112,10 +112,8 @@ class TransformersWrapper(LLMWrapperBase):
         compile_layers: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        processor, batch_invariant = (
-            kwargs.pop("processor", None),
-            bool(kwargs.pop("batch_invariant", False)),
-        )
+        processor = kwargs.pop("processor", None)
+        batch_invariant = bool(kwargs.pop("batch_invariant", False))
         sampling = kwargs.get("generate_kwargs")
         if not isinstance(sampling, SamplingParameters):  # checked before a model is loaded
             kwargs["generate_kwargs"] = SamplingParameters.from_kwargs(sampling or {})

@@ -51,8 +51,9 @@ BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
 """1 asks vLLM for kernels whose results do not depend on the batch."""
 
 PARENT_VARIABLE: Final = "TORCHRL_VLLM_PARENT"
-FOLDER_VARIABLE: Final = "TORCHRL_VLLM_FOLDER"
 """Names the process that a server ends with."""
+FOLDER_VARIABLE: Final = "TORCHRL_VLLM_FOLDER"
+"""Names the folder of a server, which goes with it."""
 
 INSTALL: Final = (
     "On a machine with a GPU: pip install 'vllm>=0.26'. "

@@ -52,20 +52,15 @@ class ServerAdapters:
     ) -> None:
         self._call = call
         self._post = post
-        self.most: int = limits["max_adapters"]
-        """Sets that requests may be drawn with at once."""
         self._max_rank: int = limits["max_lora_rank"]
-        self._base = self.current = Served(label, None)
+        self.base_label = label
+        """The label of the weights under all adapters."""
+        self.current = Served(label, None)
         self._lock = threading.Lock()
         self._in_use: Counter[str] = Counter()
         self._names: list[str] = []
         self.bytes_sent = 0
         """Of adapters, since this was made."""
-
-    @property
-    def base_label(self) -> str:
-        """The label of the weights under all adapters."""
-        return self._base.label
 
     @contextmanager
     def used(self) -> Iterator[Served]:
@@ -100,13 +95,8 @@ class ServerAdapters:
                 f"{_WHO}: a server that was started with --enable-lora is pushed models with LoRA "
                 "adapters, which go alone. Start it without for whole weights."
             )
-        faults = weights.faults(self._own)
-        if not faults and weights.rank > self._max_rank:
-            faults = [
-                f"adapters of rank {weights.rank}, but the server was started with "
-                f"--max-lora-rank {self._max_rank}: give it a larger one"
-            ]
-        refuse(faults, who=_WHO)
+        limit = "the server was started with --max-lora-rank "
+        weights.check(self._own, self._max_rank, limit=limit, who=_WHO)
         name = f"version-{label}-{uuid.uuid4().hex[:12]}"
         path = self._send(weights, name)
         try:

@@ -124,13 +124,8 @@ class ServedAdapters:
         Raises:
             UpdateRefused: the engine can't apply them; those before keep serving.
         """
-        faults = weights.faults(self._own)
-        if not faults and weights.rank > self._max_rank:
-            faults = [
-                f"adapters of rank {weights.rank}, but the engine was built with max_lora_rank="
-                f"{self._max_rank}: give it a larger one"
-            ]
-        refuse(faults, who=_WHO)
+        limit = "the engine was built with max_lora_rank="
+        weights.check(self._own, self._max_rank, limit=limit, who=_WHO)
         self._count += 1
         folder = Path(self._folder.name) / str(self._count)
         folder.mkdir()

@@ -1,13 +1,13 @@
 """Low-rank adapters on their way to an engine that applies them beside the weights it has."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .expected_weights import all_finite, value_faults
+from .expected_weights import all_finite, refuse, value_faults
 
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -63,11 +63,22 @@ class AdapterWeights(dict[str, Tensor]):
         factors = f"{tuple(up.shape)} and {tuple(down.shape)}"
         return f"the adapter of {layer} has factors {factors} for a weight of {tuple(shape)}"
 
-    def on_cpu(self) -> "AdapterWeights":
-        """A copy in the host's memory."""
-        copy = AdapterWeights({})
-        copy.update((name, value.detach().to("cpu", copy=True)) for name, value in self.items())
-        return copy
+    def check(self, own: Mapping[str, Tensor], max_rank: int, *, limit: str, who: str) -> None:
+        """Check that an engine can apply them.
+
+        Args:
+            own: weights of the engine's model, by name.
+            max_rank: the largest rank that it takes.
+            limit: how it was told so, for the message.
+            who: refuses them.
+
+        Raises:
+            UpdateRefused: it can't.
+        """
+        faults = self.faults(own)
+        if not faults and self.rank > max_rank:
+            faults = [f"adapters of rank {self.rank}, but {limit}{max_rank}: give it a larger one"]
+        refuse(faults, who=who)
 
     def save(self, folder: Path) -> None:
         """Write them as PEFT does, so that an engine can load them.
@@ -86,3 +97,20 @@ class AdapterWeights(dict[str, Tensor]):
             "task_type": "CAUSAL_LM",
         }
         (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def mapped(
+    weights: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]
+) -> Mapping[str, Tensor]:
+    """The same weights with each value changed; adapters stay adapters.
+
+    Args:
+        weights: whole weights, or adapters.
+        change: of a value.
+    """
+    changed = {name: change(value) for name, value in weights.items()}
+    if not isinstance(weights, AdapterWeights):
+        return changed
+    adapters = AdapterWeights({})
+    adapters.update(changed)
+    return adapters

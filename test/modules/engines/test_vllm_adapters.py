@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted_models import adapted, largest_gap
 
 from collectors.weight_update.adapters_alone import adapter_weights
 from collectors.weight_update.in_process_updater import InProcessUpdater
@@ -15,7 +16,6 @@ from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused
 
-peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.vllm,
     # Building an engine collects garbage, whoever left it.
@@ -23,24 +23,6 @@ pytestmark = [
 ]
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10]]
 ENDLESS = SamplingParameters(max_new_tokens=60, stop_token_ids=())
-
-
-def adapted(model, seed, *, rank=8, **settings):
-    """A model with adapters that change it much; some layers have other ranks and scales."""
-    config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=12,
-        target_modules="all-linear",
-        rank_pattern={"q_proj": 4},
-        alpha_pattern={"o_proj": 20},
-        **settings,
-    )
-    wrapped = peft.get_peft_model(copy.deepcopy(model), config)
-    generator = torch.Generator().manual_seed(seed)
-    for name, value in wrapped.named_parameters():
-        if "lora_B" in name:
-            value.data.normal_(std=0.1, generator=generator)
-    return wrapped.eval()
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +33,6 @@ def engine(model_directory):
         built = VLLMEngine(model_directory, enable_lora=True, **settings)
     with built:
         yield built
-
-
-@torch.no_grad()
-def largest_gap(model, prompt, generation, start=0, end=None):
-    logits = model(torch.tensor([prompt + generation.ids])).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1)[torch.arange(len(generation.ids)), generation.ids]
-    return (expected - torch.tensor(generation.log_probs))[start:end].abs().max().item()
 
 
 def test_pushed_adapters_give_the_log_probs_of_the_peft_model(engine, model, chatml_tokenizer):

@@ -9,36 +9,22 @@ from functools import partial
 import psutil
 import pytest
 import torch
+from adapted_models import adapted, largest_gap
 
 from collectors.weight_update.adapters_alone import adapter_weights
 from collectors.weight_update.in_process_updater import InProcessUpdater
 from collectors.weight_update.plain_weights import gathered_state_dict
 from torchrl_modules import EngineFleet, vLLMWrapper
 from torchrl_modules.sampling.parameters import SamplingParameters
-from torchrl_modules.tiny_model import tiny_qwen3
 from torchrl_modules.vllm.bridges import OwnServerEngine
 from torchrl_modules.vllm.server import start_server
 from torchrl_modules.vllm.server_engine import VLLMServerEngine
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused
 
-peft = pytest.importorskip("peft")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10]]
 ENDLESS = SamplingParameters(max_new_tokens=40, stop_token_ids=())
-
-
-def adapted(folder, seed, rank=4):
-    """The model with adapters that change it much."""
-    model = type(tiny_qwen3(32)).from_pretrained(folder, dtype=torch.float32)
-    wrapped = peft.get_peft_model(
-        model, peft.LoraConfig(r=rank, lora_alpha=12, target_modules="all-linear")
-    )
-    generator = torch.Generator().manual_seed(seed)
-    for name, value in wrapped.named_parameters():
-        if "lora_B" in name:
-            value.data.normal_(std=0.1, generator=generator)
-    return wrapped.eval()
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +52,11 @@ def draw(fleet, prompt, **options):
     return asyncio.run(fleet.respond(prompt, ENDLESS, **options))
 
 
-@torch.no_grad()
-def largest_gap(model, prompt, generation):
-    logits = model(torch.tensor([prompt + generation.ids])).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1)[torch.arange(len(generation.ids)), generation.ids]
-    return (expected - torch.tensor(generation.log_probs)).abs().max().item()
-
-
-def test_adapters_go_alone_and_draw_what_the_peft_model_would(
-    fleet, model_directory, chatml_tokenizer
-):
+def test_adapters_go_alone_and_draw_what_the_peft_model_would(fleet, model, chatml_tokenizer):
     assert fleet.max_adapters == 4
     policy = vLLMWrapper(fleet, tokenizer=chatml_tokenizer)
     updater, client = InProcessUpdater(policy), client_of(fleet)
-    first, second = (adapted(model_directory, seed) for seed in (1, 2))
+    first, second = (adapted(model, seed, rank=4) for seed in (1, 2))
     for trained, other in ((first, second), (second, first)):
         before = client._adapters.bytes_sent
         version = updater.push(trained)
@@ -94,8 +71,8 @@ def test_adapters_go_alone_and_draw_what_the_peft_model_would(
             assert largest_gap(other, prompt, drawn) > 0.05
 
 
-def test_a_row_in_flight_keeps_its_adapters_and_they_go_with_it(fleet, model_directory):
-    old, new = (adapted(model_directory, seed) for seed in (3, 4))
+def test_a_row_in_flight_keeps_its_adapters_and_they_go_with_it(fleet, model):
+    old, new = (adapted(model, seed) for seed in (3, 4))
     client = client_of(fleet)
 
     async def main():
@@ -122,15 +99,15 @@ def test_a_row_in_flight_keeps_its_adapters_and_they_go_with_it(fleet, model_dir
     assert client._adapters._names == [client._adapters.current.name]
 
 
-def test_what_it_cannot_apply_changes_nothing(fleet, model_directory):
-    serving = adapted(model_directory, 5)
+def test_what_it_cannot_apply_changes_nothing(fleet, model):
+    serving = adapted(model, 5)
     asyncio.run(fleet.update_weights(adapter_weights(serving)))
     version = fleet.version
-    broken = adapter_weights(adapted(model_directory, 5))
+    broken = adapter_weights(adapted(model, 5))
     broken[next(iter(broken))][0, 0] = float("nan")
     pair = (torch.zeros(8, 64), torch.zeros(64, 8))
     refused = {
-        "rank 16": adapter_weights(adapted(model_directory, 5, rank=16)),
+        "rank 16": adapter_weights(adapted(model, 5, rank=16)),
         "lora_A.weight holds NaN": broken,
         "the model has no model.layers.0.nothing": AdapterWeights({"model.layers.0.nothing": pair}),
         "LoRA adapters, which go alone": gathered_state_dict(serving),
@@ -142,12 +119,12 @@ def test_what_it_cannot_apply_changes_nothing(fleet, model_directory):
     assert largest_gap(serving, PROMPTS[0], draw(fleet, PROMPTS[0])) < 1e-4
 
 
-def test_each_of_several_runs_has_its_adapters_in_one_server(fleet, model_directory):
-    serving = adapted(model_directory, 7)
+def test_each_of_several_runs_has_its_adapters_in_one_server(fleet, model):
+    serving = adapted(model, 7)
     asyncio.run(fleet.update_weights(adapter_weights(serving)))
     with closing(VLLMServerEngine(client_of(fleet)._client.url)) as other:
         plain = other.generate(PROMPTS, ENDLESS)  # of a run that has pushed nothing yet
-        own = adapted(model_directory, 8)
+        own = adapted(model, 8)
         other.update_weights(adapter_weights(own))
         drawn = other.generate(PROMPTS, ENDLESS)
         with own.disable_adapter():
@@ -158,8 +135,8 @@ def test_each_of_several_runs_has_its_adapters_in_one_server(fleet, model_direct
 
 
 @pytest.mark.timeout(600)
-def test_a_server_that_was_killed_comes_back_with_the_adapters(fleet, model_directory):
-    serving = adapted(model_directory, 6)
+def test_a_server_that_was_killed_comes_back_with_the_adapters(fleet, model):
+    serving = adapted(model, 6)
     asyncio.run(fleet.update_weights(adapter_weights(serving)))
     version = fleet.version
     socket = client_of(fleet)._client.url.removeprefix("unix://")
