@@ -82,7 +82,7 @@ check: .venv/.installed-test
 fast-tests: .venv/.installed-test
 	$(BIN)/python test/changed.py $(FOR)
 
-# A flaky test fails here too, unless test/house/known_flaky.txt names it with a reason.
+# Flaky tests are named at the end; three of them fail, unless test/house/known_flaky.txt names them.
 tests: .venv/.installed-test
 	$(BIN)/python test/run_tests.py $(ARGS)
 

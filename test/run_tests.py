@@ -26,6 +26,8 @@ from typing import IO, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN_FLAKY = ROOT / "test/house/known_flaky.txt"
 MOST_TRIED_AGAIN = 30
+MOST_FLAKY = 2
+"""Tests of a run that may pass at their second try alone; none of a weekly run."""
 PASSED, SOME_FAILED, NOTHING_RUN = 0, 1, 5  # what pytest returns
 
 
@@ -78,7 +80,7 @@ class Outcome(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        return not (self.failed or self.flaky or self.broken)
+        return not (self.failed or self.broken)
 
 
 def known_flaky(path: Path = KNOWN_FLAKY) -> dict[str, str]:
@@ -159,7 +161,8 @@ def summary(outcomes: Sequence[Outcome], known: dict[str, str]) -> str:
     """What to read at the end."""
     lines = [""]
     for outcome in outcomes:
-        lines.append(f"tests {outcome.part}: {'passed' if outcome.passed else 'FAILED'}")
+        how = "FAILED" if not outcome.passed else "passed, flaky" if outcome.flaky else "passed"
+        lines.append(f"tests {outcome.part}: {how}")
         lines += [f"  failed twice, or not tried again: {name}" for name in outcome.failed]
         lines += [
             f"  FLAKY, passed at the second try only: {name} (mend it, or say in "
@@ -176,7 +179,7 @@ def summary(outcomes: Sequence[Outcome], known: dict[str, str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs all parts; 1 if one failed.
+    """Runs all parts; 1 if one failed, or more tests than may were flaky.
 
     Args:
         arguments: ``--weekly``, if anything; and those of pytest.
@@ -188,7 +191,9 @@ def main(arguments: Sequence[str]) -> int:
     more = [each for each in arguments if each != "--weekly"]
     outcomes = run_parts(WEEKLY_PARTS if is_weekly else PARTS, known, more=more)
     sys.stdout.write(summary(outcomes, known) + "\n")
-    return 0 if all(outcome.passed for outcome in outcomes) else 1
+    num_flaky = sum(len(outcome.flaky) for outcome in outcomes)
+    too_many = num_flaky > (0 if is_weekly else MOST_FLAKY)
+    return 0 if all(outcome.passed for outcome in outcomes) and not too_many else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A second try hides nothing: what passes then alone fails the run, but for a list with reasons."""
+"""A second try hides nothing: what passes then alone is named, and too much of it fails the run."""
 
 import sys
 from pathlib import Path
@@ -51,7 +51,7 @@ def outcome_of(tmp_path, monkeypatch):
     return run
 
 
-def test_flaky_fails_unless_known_and_broken_fails_though_known(outcome_of):
+def test_flaky_is_told_unless_known_and_broken_fails_though_known(outcome_of):
     outcome = outcome_of(FAILS_ONCE + BROKEN)
     assert outcome.failed == ["test_it.py::test_broken"]
     assert outcome.flaky == ["test_it.py::test_unsteady"]
@@ -103,6 +103,23 @@ def test_main_fails_with_any_part(weekly, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "tests of units: FAILED" in told
     assert "tests of engines: passed" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_flaky", "status"),
+    [([], 2, 0), ([], 3, 1), (["--weekly"], 1, 1), (["--weekly"], 0, 0)],
+)
+def test_main_fails_with_too_many_flaky_tests(arguments, num_flaky, status, monkeypatch, capsys):
+    def run_parts(parts, known, more):
+        names = ["x", "y", "z"][:num_flaky]
+        flaky = {"of units": names[:2], "of data": names[2:]}
+        return [run_tests.Outcome(part.name, flaky=flaky.get(part.name, ())) for part in parts]
+
+    monkeypatch.setattr(run_tests, "run_parts", run_parts)
+    assert run_tests.main(arguments) == status
+    told = capsys.readouterr().out
+    assert told.count("FLAKY") == num_flaky
+    assert ("tests of units: passed, flaky" in told) == (num_flaky > 0)
 
 
 @pytest.mark.parametrize("weekly", [False, True])

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar
@@ -27,6 +28,8 @@ _LOOK_S: Final = 1.0
 """Between two looks whether Ray's head is there."""
 AWAY_S: Final = 30.0
 """It may be away on a cluster, where it may be started again; Ray ends this process after 60 s."""
+_TELL_S: Final = 30.0
+"""Between two warnings that no collector serves yet."""
 GONE_S: Final = 3.0
 """The same of a Ray that this process has started, whose head never comes back."""
 _log = logging.getLogger(__name__)
@@ -69,8 +72,9 @@ class Supervisor(CollectionThread):
         """When it has ended; ``None`` where the ledger's actor is gone."""
         self._close_s = CLOSE_S
         self._settings = ray.put(settings)
+        self._asked_for = {"num_cpus": 1, **remote_config}
         self._actor = ray.remote(CollectorWorker).options(
-            **{"num_cpus": 1, **remote_config, "max_concurrency": 1000}
+            **{**self._asked_for, "max_concurrency": 1000}
         )
         self.known = [Supervision() for _ in range(num_collectors)]
         """What is known of each collector."""
@@ -285,9 +289,25 @@ class Supervisor(CollectionThread):
         return incarnation == self.known[index].incarnation
 
     async def ready(self) -> None:
-        """Wait until a collector serves, or the collection has failed."""
+        """Wait until a collector serves, or the collection has failed; warns while none does."""
+        begin_s = time.monotonic()
         while not any(known.may_serve for known in self.known):
-            await self._changed.wait()
+            try:
+                await asyncio.wait_for(self._changed.wait(), _TELL_S)
+            except TimeoutError:
+                ray = load_ray()
+                has = await asyncio.to_thread(ray.cluster_resources)
+                free = await asyncio.to_thread(ray.available_resources)
+                _log.warning(
+                    "%s: no collector serves after %.0f s: Ray has not started its actor, or its "
+                    "policy is not made yet. A collector asks for %s; Ray has %s, of which %s are "
+                    "free.",
+                    WHO,
+                    time.monotonic() - begin_s,
+                    self._asked_for,
+                    has,
+                    free,
+                )
 
     async def _end(self) -> None:
         with suppress(Exception):  # It may be gone.

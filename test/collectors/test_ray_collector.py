@@ -322,6 +322,26 @@ class TestRay:
         assert all(1 <= cap <= most for cap in caps), caps
         assert min(caps) < most
 
+    def test_ray_that_has_no_place_for_a_collector_is_told_of(
+        self, ray, chatml_tokenizer, make_tiny_model, monkeypatch, caplog
+    ):
+        monkeypatch.setattr("collectors.cluster.supervisor._TELL_S", 0.2)
+        policy = TransformersWrapper(make_tiny_model(0), tokenizer=chatml_tokenizer)
+        collector = RayLLMCollector(
+            make_env,
+            policy=policy,
+            replay_buffer=make_buffer(),
+            staleness=Wait(2),
+            remote_config={"num_cpus": 100},
+        )
+        with collector:
+            waiting = collector._supervisor.submit(collector._supervisor.ready())
+            while not caplog.messages:
+                time.sleep(0.05)
+            waiting.cancel()
+        assert "asks for {'num_cpus': 100}; Ray has {" in caplog.messages[0]
+        assert "'CPU': 4.0" in caplog.messages[0]
+
     def test_two_engines_one_killed_then_a_refused_update_then_the_ledger(
         self, ray, chatml_tokenizer, tmp_path, check_balance
     ):
