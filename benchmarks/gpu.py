@@ -627,7 +627,7 @@ def episodes(run: Run) -> None:
 
     from collectors import LLMCollector
     from objectives import GRPOLoss
-    from torchrl_envs.tasks.registry import make_task
+    from torchrl_envs.tasks.by_name import make_task
     from torchrl_envs.tasks.task import TaskEnv
 
     exactly()

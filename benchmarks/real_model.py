@@ -43,7 +43,7 @@ WITHOUT: Final = {
 
 
 def task_of(name: str) -> Any:
-    from torchrl_envs.tasks.registry import make_task
+    from torchrl_envs.tasks.by_name import make_task
 
     if name == "tools":
         return make_task("calculator", num_held_out=HELD_OUT, num_demonstrations=512)
@@ -209,7 +209,8 @@ def trl(name: str, folder: str, steps: int, every: int) -> list[dict[str, Any]]:
     from trl import GRPOConfig, GRPOTrainer
     from trl.chat_template_utils import add_response_schema, qwen2_5_chat_template
 
-    from torchrl_envs.tasks.reasoning_gym import TOOLS, score_answer
+    from torchrl_envs.tasks.calculator import TOOLS
+    from torchrl_envs.tasks.reasoning_gym import score_answer
 
     task, tokens = task_of(name), tokens_of(name)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)

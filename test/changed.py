@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 OURS = (
     *("torchrl_data", "torchrl_modules", "torchrl_envs", "objectives", "collectors"),
-    *("torchrl_agents", "sota-implementations", "examples", "benchmarks", "test"),
+    *("torchrl_agents", "torchrl_tasks", "sota-implementations", "examples", "benchmarks", "test"),
 )
 MARKS = "not slow and not vllm and not weekly"
 SECONDS = 120.0

@@ -21,7 +21,7 @@ import torchrl_data
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = ("torchrl_data", "torchrl_modules", "torchrl_envs", "objectives", "collectors")
-PACKAGES = (*LIBRARY, "torchrl_agents")
+PACKAGES = (*LIBRARY, "torchrl_agents", "torchrl_tasks")
 IMPORT_EVERYTHING = """
 import importlib, json, sys
 found = {}
@@ -93,7 +93,7 @@ def test_wheel_holds_the_packages_whole_and_nothing_else(wheel):
         p.relative_to(ROOT).as_posix() for k in PACKAGES for p in (ROOT / k).rglob("*") if counts(p)
     }
     ours.add("torchrl_data/torchrl-arguments.md")  # the page of docs/ that the classes answer from
-    ours |= {f"torchrl_envs/tasks/{name}" for name in ("terminal.py", "repository.toml")}
+    ours |= {f"torchrl_tasks/{name}" for name in ("terminal.py", "repository.toml")}
     scripts = ROOT / "sota-implementations"
     ours |= {
         f"torchrl_agents/recipes/{p.relative_to(scripts).as_posix()}"

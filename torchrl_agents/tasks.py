@@ -36,7 +36,7 @@ from torchrl_envs import DataLoadingPrimer, RewardErrorLimit, TokenBudget
 from torchrl_envs.entries.rewards import reward_of_row
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_envs.rewards.metrics import names_that_solve
-from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.by_name import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.weights.quantized_weights import quantization_of

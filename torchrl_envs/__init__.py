@@ -8,6 +8,12 @@ if TYPE_CHECKING:
     from torchrl.envs import LLMHashingEnv as LLMHashingEnv
     from torchrl.envs.transforms import StepCounter as StepCounter
 
+    from torchrl_tasks.ifeval.ifeval import IFEvalEnv as IFEvalEnv
+    from torchrl_tasks.ifeval.ifeval import IFEvalScoreData as IFEvalScoreData
+    from torchrl_tasks.ifeval.ifeval import IfEvalScorer as IfEvalScorer
+    from torchrl_tasks.mlgym.wrapper import MLGymWrapper as MLGymWrapper
+    from torchrl_tasks.mlgym.wrapper import make_mlgym as make_mlgym
+
     from .agents.agent_program import AgentProgram as AgentProgram
     from .agents.programs import AgentCommand as AgentCommand
     from .agents.programs import AgentEndpoint as AgentEndpoint
@@ -55,18 +61,13 @@ if TYPE_CHECKING:
     from .sandbox import SandboxLimits as SandboxLimits
     from .sandbox import SandboxResult as SandboxResult
     from .sandbox import SandboxSession as SandboxSession
-    from .tasks.ifeval import IFEvalEnv as IFEvalEnv
-    from .tasks.ifeval import IFEvalScoreData as IFEvalScoreData
-    from .tasks.ifeval import IfEvalScorer as IfEvalScorer
-    from .tasks.mlgym import MLGymWrapper as MLGymWrapper
-    from .tasks.mlgym import make_mlgym as make_mlgym
-    from .tasks.questions import CountdownEnv as CountdownEnv
-    from .tasks.questions import CountdownRewardParser as CountdownRewardParser
-    from .tasks.questions import GSM8KEnv as GSM8KEnv
-    from .tasks.questions import GSM8KPrepareQuestion as GSM8KPrepareQuestion
-    from .tasks.questions import GSM8KRewardParser as GSM8KRewardParser
-    from .tasks.questions import MATHEnv as MATHEnv
-    from .tasks.questions import make_gsm8k_env as make_gsm8k_env
+    from .tasks.countdown import CountdownEnv as CountdownEnv
+    from .tasks.countdown import CountdownRewardParser as CountdownRewardParser
+    from .tasks.gsm8k import GSM8KEnv as GSM8KEnv
+    from .tasks.gsm8k import GSM8KPrepareQuestion as GSM8KPrepareQuestion
+    from .tasks.gsm8k import GSM8KRewardParser as GSM8KRewardParser
+    from .tasks.gsm8k import make_gsm8k_env as make_gsm8k_env
+    from .tasks.math_problems import MATHEnv as MATHEnv
     from .testing.environment_rules import EnvironmentRuleError as EnvironmentRuleError
     from .testing.environment_rules import check_env as check_env
     from .tools.browser import BrowserTransform as BrowserTransform

@@ -57,7 +57,7 @@ _OWN: Final = {
     **dict.fromkeys(["ChatHistory", "LogProbs", "Masks", "Text", "Tokens"], "torchrl_data.layout"),
     "ContentBase": "torchrl_data.content",
     "History": "torchrl_data.history",
-    "IFEvalScoreData": "torchrl_envs.tasks.ifeval",
+    "IFEvalScoreData": "torchrl_tasks.ifeval.ifeval",
 }
 
 

@@ -32,6 +32,7 @@ OURS = {
     "torchrl_data",
     "torchrl_envs",
     "torchrl_modules",
+    "torchrl_tasks",
 }
 
 pytestmark = pytest.mark.slow

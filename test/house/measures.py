@@ -32,6 +32,7 @@ LIBRARY = (
     "objectives",
     "collectors",
     "torchrl_agents",
+    "torchrl_tasks",
 )
 RECIPES = "sota-implementations"
 _SILENT = {

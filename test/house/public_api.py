@@ -37,7 +37,7 @@ PUBLIC = (
 )
 UMBRELLA = "torchrl_agents"
 """Has all names of the packages that it star-imports, and no ``__all__``."""
-OURS = {package.partition(".")[0] for package in PUBLIC}
+OURS = {package.partition(".")[0] for package in PUBLIC} | {"torchrl_tasks"}
 SPECIAL = {"__init__", "__call__", "__len__", "__iter__", "__enter__", "__aenter__", "__getitem__"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -27,7 +27,15 @@ from mutate import survives  # noqa: E402
 
 TREES = (
     *("torchrl_data", "torchrl_modules", "torchrl_envs", "objectives", "collectors"),
-    *("torchrl_agents", "sota-implementations", "benchmarks", "docs", "examples", "test"),
+    *(
+        "torchrl_agents",
+        "torchrl_tasks",
+        "sota-implementations",
+        "benchmarks",
+        "docs",
+        "examples",
+        "test",
+    ),
 )
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from openenv.core.env_server import Action, Environment, Observation, State
 
-from torchrl_envs.tasks.games import CatchGame, WordleGame
+from torchrl_tasks.catch_game import CatchGame
+from torchrl_tasks.wordle_game import WordleGame
 
 
 class EchoAction(Action):

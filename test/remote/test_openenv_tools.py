@@ -7,7 +7,7 @@ from torchrl.envs.transforms import Compose
 from collectors import LLMCollector
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
 from torchrl_envs.openenv import OpenEnvConnectionError, OpenEnvSession, OpenEnvTools
-from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.by_name import make_task
 from torchrl_envs.tasks.task import TaskEnv
 
 SETTINGS = {"show_schemas": False}

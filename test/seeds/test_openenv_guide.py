@@ -17,7 +17,7 @@ from typed_clients import (
 
 from collectors import LLMCollector, RolloutFunctionCollector, generate_rollout_completions
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
-from torchrl_envs.tasks.games import CatchGame
+from torchrl_tasks.catch_game import CatchGame
 
 URLS = {}
 

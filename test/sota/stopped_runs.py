@@ -82,10 +82,10 @@ POINTS = {
     "first evaluation": Point(GENERATE, hangs=True),
     "collecting, in generate": Point(GENERATE, DRAW, 2, hangs=True),
     "collecting, in a tool": Point(
-        "torchrl_envs.tasks.reasoning_gym.Calculator.add", DRAW, 2, hangs=True
+        "torchrl_envs.tasks.calculator.Calculator.add", DRAW, 2, hangs=True
     ),
     "collecting, in a reward": Point(
-        "torchrl_envs.tasks.reasoning_gym.chose_right_tool", DRAW, 2, hangs=True
+        "torchrl_envs.tasks.calculator.chose_right_tool", DRAW, 2, hangs=True
     ),
     "between two passes": Point("torchrl_agents.training.Step.note", after=True),
     "in backward": Point("objectives.NonFiniteGate.backward"),
@@ -112,16 +112,16 @@ POINTS = {
     ),
     "streaming, in take": Point("collectors.streaming.producer.Producer.take"),
     "streaming, in a tool": Point(
-        "torchrl_envs.tasks.reasoning_gym.Calculator.add", DRAW, 2, hangs=True
+        "torchrl_envs.tasks.calculator.Calculator.add", DRAW, 2, hangs=True
     ),
     "streaming, in a reward": Point(
-        "torchrl_envs.tasks.reasoning_gym.chose_right_tool", DRAW, 2, hangs=True
+        "torchrl_envs.tasks.calculator.chose_right_tool", DRAW, 2, hangs=True
     ),
     "streaming, first evaluation": Point(
-        "torchrl_envs.tasks.reasoning_gym.Calculator.add", f"{HELD_OUT}.now", hangs=True
+        "torchrl_envs.tasks.calculator.Calculator.add", f"{HELD_OUT}.now", hangs=True
     ),
     "streaming, last evaluation": Point(
-        "torchrl_envs.tasks.reasoning_gym.Calculator.add", f"{HELD_OUT}.now", 2, hangs=True
+        "torchrl_envs.tasks.calculator.Calculator.add", f"{HELD_OUT}.now", 2, hangs=True
     ),
     "streaming, at the end": Point("collectors.streaming.producer.Producer.stop"),
     "on Ray, in take": Point("collectors.cluster.ledger_client.LedgerClient.take_batch", DRAW, 2),
@@ -244,7 +244,7 @@ def drop_groups() -> None:
     setattr(owner, name, respond)
     owner.tells_load, owner.measure_load = True, measure_load
     find("torchrl_agents.tasks.tasks_of")[0].tasks_of = lambda _: LoadCap(interval_s=0.02)
-    owner, name = find("torchrl_envs.tasks.reasoning_gym.Calculator.get_reward")
+    owner, name = find("torchrl_envs.tasks.calculator.Calculator.get_reward")
     setattr(owner, name, reward)
 
 

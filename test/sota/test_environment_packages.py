@@ -26,7 +26,7 @@ from pages_for_tests import FAST, call, command_of, lines_of, save_actor, write_
 from collectors.record import RunRecord
 from torchrl_data import read_conversations
 from torchrl_data.keys import PROMPT
-from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.by_name import make_task
 from torchrl_envs.tasks.task import TaskEnv
 
 PAGE = Path(__file__).parents[2] / "docs/environment-packages.md"

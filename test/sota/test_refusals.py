@@ -153,7 +153,7 @@ def test_a_command_that_is_right_imports_torch_and_reads_its_arguments_once(run)
 @pytest.mark.parametrize("name", [*TASKS, "textarena/2048-v0", "gcd", "reasoning_gym/countdown"])
 def test_settings_read_from_the_source_are_those_of_the_function(name):
     module, function, arguments = find_task(name)
-    made_by = getattr(import_module(f"torchrl_envs.tasks.{module}"), function)
+    made_by = getattr(import_module(module), function)
     wanted = inspect.signature(partial(made_by, *arguments)).parameters
     found = settings_of_task(name)
     by_keyword = [p for p in wanted.values() if p.kind is p.KEYWORD_ONLY]
@@ -178,7 +178,11 @@ def test_all_generators_are_found_without_the_package():
     from reasoning_gym.factory import DATASETS
 
     assert found == sorted(DATASETS) == generator_names()
-    assert find_task("gcd") == ("reasoning_gym", "question_task", ("gcd",))
+    assert find_task("gcd") == (
+        "torchrl_envs.tasks.reasoning_gym",
+        "question_task",
+        ("gcd",),
+    )
     assert find_task("reasoning_gym/countdown")[2] == ("countdown",)
 
 

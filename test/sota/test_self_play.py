@@ -18,11 +18,11 @@ from objectives import MCAdvantage, RoleBaseline
 from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig
 from torchrl_data import read_conversations
 from torchrl_data.keys import FULL
-from torchrl_envs.tasks.games import NimGame, is_won, perfect_move, random_move
-from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.by_name import make_task
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
+from torchrl_tasks.nim_game import NimGame, is_won, perfect_move, random_move
 
 
 @given(st.integers(1, 30), st.integers(0, 99))

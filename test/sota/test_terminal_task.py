@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pages_for_tests import FAST, call, lines_of, save_actor
 
 from collectors.record import RunRecord
-from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.by_name import make_task
 
 
 @pytest.fixture(scope="module")
 def terminal():
-    return import_module("torchrl_envs.tasks.terminal")
+    return import_module("torchrl_tasks.terminal")
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from typing import Any, Final
 from torchrl_data.import_path import import_callable
 from torchrl_envs.openenv import OpenEnvCapacityError, OpenEnvSession
 from torchrl_envs.tasks import settings_of_task
-from torchrl_envs.tasks.external import environment_task
-from torchrl_envs.tasks.registry import make_task
-from torchrl_envs.tasks.remote import openenv_task
+from torchrl_envs.tasks.by_name import make_task
+from torchrl_envs.tasks.environment_task import environment_task
+from torchrl_envs.tasks.openenv import openenv_task
 from torchrl_envs.tasks.task import Task
 from torchrl_envs.tools.step_environments import StepEnvironments
 

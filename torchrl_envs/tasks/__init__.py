@@ -17,28 +17,26 @@ from typing import Any, Final
 from torchrl_data import import_package
 
 TASKS: Final[dict[str, str]] = {
-    "agent": "external:agent_task",
-    "calculator": "reasoning_gym:calculator_task",
-    "calculator_agent": "external:calculator_agent_task",
-    "catch": "small_games:catch_task",
-    "countdown": "questions:countdown_task",
-    "echo": "small_games:echo_task",
-    "environment": "external:environment_task",
-    "gsm8k": "questions:gsm8k_task",
-    "harbor": "harbor:harbor_task",
-    "ifeval": "ifeval:ifeval_task",
-    "math": "questions:math_task",
-    "multi_env": "registry:multi_env_task",
-    "nim": "small_games:nim_task",
-    "number_guessing": "small_games:number_guessing_task",
-    "openenv": "remote:openenv_task",
-    "search": "search:search_task",
-    "terminal": "terminal:make_task",
-    "wordle": "small_games:wordle_task",
+    "agent": "torchrl_envs.tasks.agent_task:agent_task",
+    "calculator": "torchrl_envs.tasks.calculator:calculator_task",
+    "calculator_agent": "torchrl_tasks.calculator_agent:calculator_agent_task",
+    "catch": "torchrl_tasks.catch:catch_task",
+    "countdown": "torchrl_envs.tasks.countdown:countdown_task",
+    "echo": "torchrl_tasks.echo:echo_task",
+    "environment": "torchrl_envs.tasks.environment_task:environment_task",
+    "gsm8k": "torchrl_envs.tasks.gsm8k:gsm8k_task",
+    "harbor": "torchrl_envs.tasks.harbor:harbor_task",
+    "ifeval": "torchrl_tasks.ifeval.ifeval:ifeval_task",
+    "math": "torchrl_envs.tasks.math_problems:math_task",
+    "multi_env": "torchrl_envs.tasks.by_name:multi_env_task",
+    "nim": "torchrl_tasks.nim:nim_task",
+    "number_guessing": "torchrl_tasks.number_guessing:number_guessing_task",
+    "openenv": "torchrl_envs.tasks.openenv:openenv_task",
+    "search": "torchrl_tasks.search.search:search_task",
+    "terminal": "torchrl_tasks.terminal:make_task",
+    "wordle": "torchrl_tasks.wordle:wordle_task",
 }
-"""``module:function`` of what makes a task, by its name; the module is one of this package."""
-# One of them is an example to copy: a wheel has it here, a checkout where examples are.
-__path__.append(str(Path(__file__).parents[2] / "examples/terminal"))
+"""``module:function`` of what makes a task, by its name."""
 PREFIX: Final = "textarena/"
 """Begins the name of a game of TextArena."""
 GENERATOR_PREFIX: Final = "reasoning_gym/"
@@ -61,10 +59,10 @@ def find_task(name: str) -> tuple[str, str, tuple[str, ...]]:
         module, _, function = TASKS[name].partition(":")
         return module, function, ()
     if name.startswith(PREFIX):
-        return "remote", "textarena_task", (name.removeprefix(PREFIX),)
+        return f"{__name__}.textarena", "textarena_task", (name.removeprefix(PREFIX),)
     generators = generator_names()
     if (generator := name.removeprefix(GENERATOR_PREFIX)) in generators:
-        return "reasoning_gym", "question_task", (generator,)
+        return f"{__name__}.reasoning_gym", "question_task", (generator,)
     close = get_close_matches(name.rpartition("/")[2], [*TASKS, *generators], n=3, cutoff=0.6)
     guess = f" Did you mean {' or '.join(close)}?" if close else ""
     raise ValueError(
@@ -90,7 +88,7 @@ def settings_of_task(name: str) -> dict[str, tuple[str, Any, str]]:
         ImportError: see :func:`find_task`.
     """
     module, function, _ = find_task(name)
-    spec: Any = find_spec(f"{__name__}.{module}")
+    spec: Any = find_spec(module)
     body = _parsed(spec.origin).body
     constants = {ast.unparse(x.target): x.value for x in body if isinstance(x, ast.AnnAssign)}
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}

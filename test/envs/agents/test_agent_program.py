@@ -39,7 +39,7 @@ from torchrl_envs import (
     FoldContext,
     FunctionTools,
 )
-from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.by_name import make_task
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_envs.testing.scripted_turns import ScriptedTurns
 

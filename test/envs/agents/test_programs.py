@@ -23,7 +23,7 @@ from torchrl.envs.transforms import Compose
 
 from torchrl_envs import AgentCommand, AgentProgram, ChatEnv, DataLoadingPrimer, StepCounter
 from torchrl_envs.sandbox import SandboxUnavailableError, sandbox
-from torchrl_envs.tasks.external import agent_task
+from torchrl_envs.tasks.agent_task import agent_task
 from torchrl_envs.testing.scripted_turns import ScriptedTurns
 
 

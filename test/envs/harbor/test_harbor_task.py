@@ -12,8 +12,8 @@ from torchrl_data.keys import PROMPT
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, StepCounter
 from torchrl_envs.agents.known import AGENTS, find_agent
 from torchrl_envs.harbor.folders import load_tasks
+from torchrl_envs.tasks.by_name import make_task
 from torchrl_envs.tasks.harbor import named_program
-from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_envs.testing.scripted_turns import ScriptedTurns
 

@@ -5,10 +5,11 @@ from collections import Counter
 
 import pytest
 
-from torchrl_envs.tasks.games import guess_feedback
-from torchrl_envs.tasks.registry import make_task
-from torchrl_envs.tasks.small_games import NumberGuessing
-from torchrl_envs.tasks.task import TaskEnv, guesses_with_slips
+from torchrl_envs.tasks.by_name import make_task
+from torchrl_envs.tasks.demonstrations import guesses_with_slips
+from torchrl_envs.tasks.task import TaskEnv
+from torchrl_tasks.number_guessing import NumberGuessing
+from torchrl_tasks.wordle_game import guess_feedback
 
 
 def guesses(conversation):

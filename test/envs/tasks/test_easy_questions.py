@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_envs.tasks.reasoning_gym import EASY, Question, question_task, score_answer
-from torchrl_envs.tasks.registry import make_task
-from torchrl_envs.tasks.task import Slips, common_phrases
+from torchrl_envs.tasks.by_name import make_task
+from torchrl_envs.tasks.demonstrations import Slips, common_phrases
+from torchrl_envs.tasks.easy_generators import EASY
+from torchrl_envs.tasks.reasoning_gym import Question, question_task, score_answer
 from torchrl_modules.tiny_model import train_tokenizer
 
 MAX_PROMPT_TOKENS = 256

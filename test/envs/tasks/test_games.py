@@ -10,9 +10,11 @@ from torchrl.envs.transforms import Compose
 
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
 from torchrl_envs.concurrency.own_random import OwnRandom
-from torchrl_envs.tasks.games import WORDS, CatchGame, WordleGame, guess_feedback
-from torchrl_envs.tasks.registry import combine_tasks, make_task
-from torchrl_envs.tasks.remote import textarena_environment
+from torchrl_envs.tasks.by_name import make_task
+from torchrl_envs.tasks.combined import combine_tasks
+from torchrl_envs.tasks.textarena import textarena_environment
+from torchrl_tasks.catch_game import CatchGame
+from torchrl_tasks.wordle_game import WORDS, WordleGame, guess_feedback
 
 # Rules ------------------------------------------------------------------------------------------
 

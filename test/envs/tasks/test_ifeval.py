@@ -9,15 +9,9 @@ from hypothesis import strategies as st
 from collectors import LLMCollector
 from torchrl_data.batched_object import read_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, IFEvalEnv, IFEvalScoreData, IfEvalScorer
-from torchrl_envs.tasks.ifeval import (
-    INSTRUCTIONS,
-    SCRIPT_OF,
-    count_sentences,
-    follows,
-    loose_variants,
-    may_be_language,
-    score_instructions,
-)
+from torchrl_tasks.ifeval.ifeval import score_instructions
+from torchrl_tasks.ifeval.instructions import INSTRUCTIONS, count_sentences, follows, loose_variants
+from torchrl_tasks.ifeval.languages import SCRIPT_OF, may_be_language
 
 # Instruction, arguments, texts that follow it, texts that do not.
 CASES = [

@@ -8,7 +8,8 @@ import pytest
 
 from torchrl_data.batched_object import read_objects, write_objects
 from torchrl_envs import make_mlgym
-from torchrl_envs.tasks.mlgym import NO_ACTION, command_file, score_gain
+from torchrl_tasks.mlgym.session import command_file, score_gain
+from torchrl_tasks.mlgym.wrapper import NO_ACTION
 
 STAND_IN = Path(__file__).parent / "mlgym_stand_in"
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from collectors import LLMCollector, rollout_metrics
 from torchrl_envs import RewardFunctions
-from torchrl_envs.tasks.registry import combine_tasks, draw_schedule, make_task
+from torchrl_envs.tasks.by_name import make_task
+from torchrl_envs.tasks.combined import combine_tasks, draw_schedule
 from torchrl_envs.tasks.task import TaskEnv
 
 shares = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=4)

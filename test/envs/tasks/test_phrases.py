@@ -4,7 +4,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchrl_data.templates.registry import builtin_template
-from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.by_name import make_task
 from torchrl_modules.tiny_model import train_tokenizer
 
 SMALL = {"num_rows": 40, "num_held_out": 20, "num_demonstrations": 40, "seed": 3}

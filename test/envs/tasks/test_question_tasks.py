@@ -17,18 +17,15 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from collectors import LLMCollector
 from torchrl_envs import ChatEnv, DataLoadingPrimer
-from torchrl_envs.tasks.questions import (
-    CountdownEnv,
+from torchrl_envs.tasks.by_name import make_task
+from torchrl_envs.tasks.countdown import CountdownEnv, countdown_rows, evaluate
+from torchrl_envs.tasks.gsm8k import (
     GSM8KEnv,
     GSM8KPrepareQuestion,
     GSM8KRewardParser,
-    MATHEnv,
-    countdown_rows,
-    evaluate,
-    last_boxed,
     make_gsm8k_env,
 )
-from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.math_problems import MATHEnv, last_boxed
 from torchrl_envs.tasks.task import TaskEnv
 
 GSM8K = [

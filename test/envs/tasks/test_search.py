@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_envs.graders.short_answers import exact_match_of, f1_of
-from torchrl_envs.tasks.registry import make_task
-from torchrl_envs.tasks.search import BM25, make_world, questions_from
+from torchrl_envs.tasks.by_name import make_task
 from torchrl_envs.tasks.task import TaskEnv
+from torchrl_tasks.search.bm25 import BM25
+from torchrl_tasks.search.world import make_world, questions_from
 
 SMALL = {"num_pages": 48, "num_held_out": 40, "num_demonstrations": 50}
 

@@ -13,10 +13,11 @@ from torchrl_data import ConversationEncoder
 from torchrl_data.conversation_io import read_conversations
 from torchrl_data.tool_calls.parser import parse_tool_calls
 from torchrl_envs import FunctionTools
-from torchrl_envs.tasks.reasoning_gym import TOOLS, calculator_task, question_task
-from torchrl_envs.tasks.registry import make_task
-from torchrl_envs.tasks.small_games import NumberGuessing, number_guessing_task
+from torchrl_envs.tasks.by_name import make_task
+from torchrl_envs.tasks.calculator import TOOLS, calculator_task
+from torchrl_envs.tasks.reasoning_gym import question_task
 from torchrl_envs.tasks.task import Task, TaskEnv, load_task_rows, split_rows
+from torchrl_tasks.number_guessing import NumberGuessing, number_guessing_task
 
 SMALL = {"num_rows": 120, "num_held_out": 20, "num_demonstrations": 60}
 

@@ -11,7 +11,7 @@ from torchrl.envs.transforms import Compose
 from torchrl_data import read_conversations
 from torchrl_data.keys import PROMPT
 from torchrl_envs import ChatEnv, DataLoadingPrimer, StepCounter, StepEnvironments
-from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.by_name import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
 
 ROWS = [{"prompt": "Go.", "answer": "7", "size": 3}]

@@ -1,27 +1,21 @@
-"""Tasks by name, and several of them in one environment."""
+"""Several tasks in one run: each row belongs to one, and meets its tools, rewards and limits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from inspect import signature
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from torchrl.envs import Transform
 
-from torchrl_data.checks import check_columns, check_numbers
+from torchrl_data.checks import check_columns
 from torchrl_envs.datasets.loading import LazyRows
 from torchrl_envs.datasets.prompt_limit import opening_messages
 from torchrl_envs.datasets.row_checks import find_prompt_column
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 
-from . import find_task, settings_of_task
 from .task import ROUTE_COLUMN, Row, Task, is_of_tasks, scoring_of
-
-# Several tasks in one run: each row belongs to one, and meets its tools, rewards and limits.
 
 
 def combine_tasks(
@@ -185,68 +179,3 @@ def _check(task: Task) -> None:
 def _in_turn(parts: Sequence[Sequence[Any]]) -> list[Any]:
     """One of each part after the other, for as long as the shortest lasts."""
     return list(chain.from_iterable(zip(*parts, strict=False)))
-
-
-# Tasks by name.
-
-_DEFAULT_MIX: Final = {"echo": None, "catch": None, "wordle": None}
-
-
-def multi_env_task(
-    *,
-    tasks: Any = None,
-    level: str | None = None,
-    num_rows: int = 4096,
-    num_held_out: int = 256,
-    num_demonstrations: int = 3072,
-    seed: int = 0,
-) -> Task:
-    """Several tasks in one run, each with a share of the prompts.
-
-    Args:
-        tasks: the share of each by its name, {calculator: 0.7, gsm8k: 0.3}, or its share and
-            settings, {easy: {task: gcd, share: 1, num_rows: 100}}; Echo, Catch and Wordle in turn
-            when not given.
-        level: of those that are generators of reasoning-gym, easy or own; when not given easy for
-            the embedded model and own for others.
-        num_rows: training rows of all together, where the tasks make them.
-        num_held_out: held-out rows of all together, at least, as many of each task.
-        num_demonstrations: conversations of all together, as many of each task.
-        seed: of everything, the order too: which prompt is of which task.
-
-    Raises:
-        ValueError: there is no such task, or its settings, shares or data don't fit.
-    """
-    settings: dict[str, dict[str, Any]] = {}
-    for name, given in (tasks or _DEFAULT_MIX).items():
-        own = dict(given) if isinstance(given, Mapping) else {"share": given}
-        check_numbers("tasks", **{f"the share of {name}": own.setdefault("share", 1.0)})
-        settings[name] = {"task": name, **own}
-    shares = [own.pop("share") for own in settings.values()]
-    counts = {"num_rows": num_rows, "num_held_out": num_held_out}
-    counts["num_demonstrations"] = num_demonstrations
-    shared = {name: -(-count // len(settings)) for name, count in counts.items()}
-    parts = []
-    for name, own in settings.items():
-        kind = own.pop("task")
-        known = settings_of_task(kind)
-        given = {k: value for k, value in {"level": level, **shared}.items() if k in known}
-        parts.append(replace(make_task(kind, seed=seed, **{**given, **own}), name=name))
-    return combine_tasks("multi_env", parts, shares if tasks else None, seed=seed)
-
-
-def make_task(name: str, /, *, seed: int = 0, **settings: Any) -> Task:
-    """A task by its name.
-
-    Args:
-        name: see :func:`~torchrl_envs.tasks.find_task`.
-        seed: of its data, where the task makes them.
-        **settings: of the task's own function.
-
-    Raises:
-        ValueError: there is no such task, or a setting is out of range.
-    """
-    module, function, arguments = find_task(name)
-    factory = getattr(import_module(f"{__package__}.{module}"), function)
-    seeds = {"seed": seed} if "seed" in signature(factory).parameters else {}
-    return factory(*arguments, **seeds, **settings)

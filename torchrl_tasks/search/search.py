@@ -1,14 +1,15 @@
-"""Questions and a search tool: a retriever, pages that are made up, and the task."""
+"""Search: questions whose answer lies some pages away, and a tool that finds pages.
 
-import math
+Most demonstrations look up any facts one after the other, as many as they like: which to look up
+and when to answer is for the policy to find. In each the names are swapped, so that none tells a
+fact.
+"""
+
 import random
-import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torchrl_data.checks import check_columns, check_counts, check_numbers, one_of
 from torchrl_data.messages import Message
@@ -16,181 +17,10 @@ from torchrl_envs.datasets.loading import load_rows
 from torchrl_envs.datasets.prompt_limit import opening_messages
 from torchrl_envs.graders.answers import final_text, reads_messages
 from torchrl_envs.graders.short_answers import exact_match_of, f1_of
+from torchrl_envs.tasks.task import Task, load_task_rows
 
-from .task import Task, load_task_rows
-
-# A small world that is made up: things that refer to each other, and questions along the way.
-#
-# Nothing in it can be known by heart: the names are syllables drawn at random, and another seed
-# gives another world.
-
-NAME: Final = r"[A-Z][aeiou][a-z][aeiou]\b"
-"""A name, a regular expression."""
-RELATIONS: Final[Mapping[str, Mapping[str, str]]] = {
-    "book": {"author": "person", "setting": "town"},
-    "person": {"birthplace": "town", "teacher": "person"},
-    "town": {"country": "country", "mayor": "person"},
-    "country": {"capital": "town", "ruler": "person"},
-}
-"""Of each kind of page: what it tells, and of which kind that is."""
-_SHARES: Final = {"country": 1, "town": 4, "book": 5, "person": 6}
-"""Pages of each kind, of sixteen."""
-_CONSONANTS: Final = "bdfgklmnprst"
-
-
-class Page(NamedTuple):
-    """Something, and what is told of it."""
-
-    title: str
-    kind: str
-    facts: Mapping[str, str]
-    """The title of something else, by relation."""
-
-    def told(self, relation: str) -> str:
-        """A fact in words."""
-        return f"The {relation} of {self.title} is {self.facts[relation]}."
-
-
-class Hops(NamedTuple):
-    """A question: from page to page along some relations."""
-
-    start: str
-    relations: tuple[str, ...]
-    path: tuple[str, ...]
-    """The titles on the way, the answer last."""
-
-    @property
-    def question(self) -> str:
-        """In words: the last relation first."""
-        steps = "".join(f"the {relation} of " for relation in reversed(self.relations))
-        return f"What is {steps}{self.start}?"
-
-
-def make_world(num_pages: int, seed: int = 0) -> dict[str, Page]:
-    """Pages by title.
-
-    Args:
-        num_pages: of all kinds.
-        seed: of names and facts.
-
-    Raises:
-        ValueError: there are too few for each kind to have two, or more than there are names.
-    """
-    syllables = [consonant + vowel for consonant, vowel in product(_CONSONANTS, "aeiou")]
-    most = len(syllables) ** 2
-    if not 2 * sum(_SHARES.values()) <= num_pages <= most:
-        raise ValueError(
-            f"make_world: num_pages must be between {2 * sum(_SHARES.values())} and {most}, got "
-            f"{num_pages}."
-        )
-    rng = random.Random(seed)
-    pairs = rng.sample(list(product(syllables, repeat=2)), num_pages)
-    names = [first.capitalize() + second for first, second in pairs]
-    of_kind: dict[str, list[str]] = {}
-    for kind, share in _SHARES.items():
-        count = num_pages * share // sum(_SHARES.values())
-        of_kind[kind] = [names.pop() for _ in range(count)]
-    of_kind["person"] += names  # what is left of a number that can't be shared out
-    world = {}
-    for kind, titles in of_kind.items():
-        for title in titles:
-            facts = {}
-            for relation, target in RELATIONS[kind].items():
-                while (fact := rng.choice(of_kind[target])) == title:
-                    pass
-                facts[relation] = fact
-            world[title] = Page(title, kind, facts)
-    return world
-
-
-def questions_from(world: Mapping[str, Page], start: str, max_hops: int) -> Iterator[Hops]:
-    """Every question that starts at a page and never comes to one twice.
-
-    Args:
-        world: pages by title.
-        start: the title that the question names.
-        max_hops: most relations of one.
-    """
-    ways: list[tuple[tuple[str, ...], tuple[str, ...]]] = [((), ())]
-    for _ in range(max_hops):
-        ways = [
-            ((*relations, relation), (*path, title))
-            for relations, path in ways
-            for relation, title in world[path[-1] if path else start].facts.items()
-            if title not in (start, *path)
-        ]
-        for relations, path in ways:
-            yield Hops(start, relations, path)
-
-
-# BM25 over pages in memory.
-#
-# Robertson and Zaragoza, 2009, The Probabilistic Relevance Framework: BM25 and Beyond, equation
-# 3.8.
-
-
-_WORD: Final = re.compile(r"\w+")
-"""What is compared: letters and digits, in lower case."""
-
-
-class BM25:
-    """Finds the texts that a query is about.
-
-    A text's score is the sum over the words of the query of
-    ``idf (k1 + 1) n / (n + k1 (1 - b + b length / mean length))``, n being how often the text has
-    the word, and ``idf = ln(1 + (N - m + 0.5) / (m + 0.5))`` for a word that m of N texts have.
-
-    Args:
-        texts: what is searched.
-        k1: how soon a word that comes again counts no more.
-        b: how much longer texts pay for their length, in [0, 1].
-
-    Raises:
-        ValueError: there are no texts, or a number is out of range.
-    """
-
-    def __init__(self, texts: Sequence[str], *, k1: float = 1.2, b: float = 0.75) -> None:
-        check_numbers("BM25", "[0, inf)", k1=k1)
-        check_numbers("BM25", "[0, 1]", b=b)
-        if not texts:
-            raise ValueError("BM25: there are no texts to search.")
-        counts = [Counter(_WORD.findall(text.lower())) for text in texts]
-        mean_length = sum(each.total() for each in counts) / len(counts) or 1.0
-        postings: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        for index, each in enumerate(counts):
-            norm = k1 * (1 - b + b * each.total() / mean_length)
-            for word, n in each.items():
-                postings[word].append((index, (k1 + 1) * n / (n + norm)))
-        self._postings: dict[str, list[tuple[int, float]]] = {}
-        """Of each word: the texts that have it, and what it adds to their scores."""
-        for word, found in postings.items():
-            idf = math.log(1 + (len(texts) - len(found) + 0.5) / (len(found) + 0.5))
-            self._postings[word] = [(index, idf * share) for index, share in found]
-
-    def scores(self, query: str) -> dict[int, float]:
-        """The score of each text that has a word of the query, by its index."""
-        scores: dict[int, float] = defaultdict(float)
-        for word in _WORD.findall(query.lower()):
-            for index, score in self._postings.get(word, ()):
-                scores[index] += score
-        return scores
-
-    def search(self, query: str, limit: int) -> list[int]:
-        """The indices of the best texts, the best first; of equal ones the first in order.
-
-        Args:
-            query: words.
-            limit: most of them; texts without any of the words are never among them.
-        """
-        scores = self.scores(query)
-        return sorted(scores, key=lambda index: (-scores[index], index))[:limit]
-
-
-# Search: questions whose answer lies some pages away, and a tool that finds pages.
-#
-# Most demonstrations look up any facts one after the other, as many as they like: which to look up
-# and when to answer is for the policy to find. In each the names are swapped, so that none tells a
-# fact.
+from .bm25 import BM25
+from .world import NAME, Hops, Page, make_world, questions_from
 
 SYSTEM_PROMPT: Final = (
     "Look things up with the tool search, as often as needed. Then answer with nothing but the "

@@ -1,29 +1,19 @@
-"""Tasks of users: an environment or an agent by its entry point, and an agent as an example."""
+"""A function of the user's as a task: it makes an environment of any known protocol, or a task."""
 
 import functools
 import inspect
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from importlib import import_module
 from typing import Any, Final
 
-from torchrl_data import import_package
 from torchrl_data.checks import check_counts
 from torchrl_data.import_path import import_callable
-from torchrl_envs.agents.agent_program import AgentProgram
-from torchrl_envs.agents.programs import AgentCommand, AgentEndpoint
 from torchrl_envs.concurrency.calls import accepted_arguments
 from torchrl_envs.concurrency.own_random import OwnRandom
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.tools.functions import FunctionTools
 from torchrl_envs.tools.step_environments import StepEnvironments, protocol_of
 
-from .reasoning_gym import TOOLS, calculator_task, score_answer
 from .task import Task, load_task_rows
-
-# A function of the user's as a task: it makes an environment of any known protocol, or a task.
 
 PROMPT: Final = "Act in the environment: each of your messages is one action."
 _OF_TASK: Final = ("prompt_column", "skip_bad_rows", "system_prompt", "max_turns", "max_new_tokens")
@@ -193,151 +183,3 @@ def _refuse(why: str, settings: Mapping[str, Any]) -> None:
     changed = [name for name, value in settings.items() if value != usual[name].default]
     if changed:
         raise ValueError(f"{changed[0]} has no effect: {why}.")
-
-
-# An agent of the user's as a task: a program that owns its loop, see ``AgentProgram``.
-
-
-def agent_task(
-    *,
-    program: str | None = None,
-    command: Sequence[str] | None = None,
-    dataset: Any = None,
-    name: str | None = None,
-    split: str | None = None,
-    held_out_split: str | None = None,
-    prompt_column: str = "prompt",
-    skip_bad_rows: bool = False,
-    prints_reward: bool = True,
-    sandbox: bool | Sequence[str] = False,
-    error_reward: float | None = None,
-    cut_reward: float | None = 0.0,
-    ignored_parameters: Sequence[str] = (),
-    timeout_s: float = 300.0,
-    max_turns: int = 16,
-    max_new_tokens: int = 256,
-    num_held_out: int = 64,
-) -> Task:
-    """An agent, as a function or a command, and the data that it gets.
-
-    Args:
-        program: ``package.module:name`` of a function, see :class:`~torchrl_envs.AgentProgram`.
-        command: in its place, a command and its arguments, see
-            :class:`~torchrl_envs.AgentCommand`.
-        dataset: a hub id, a local path, or rows.
-        name: of the configuration, for a hub id.
-        split: which to train on.
-        held_out_split: which to test on; when not given, rows of ``split``.
-        prompt_column: the column that tells rows apart; what the policy reads is the agent's.
-        skip_bad_rows: leave out rows that can't be used, and log how many; else they are refused.
-        prints_reward: whether a command prints its reward.
-        sandbox: whether a command runs in one; or which folders it can read there besides.
-        error_reward: what an episode is given whose agent raised; none leaves it out of training.
-        cut_reward: the same of one that was cut by a limit.
-        ignored_parameters: of the agent's requests, such as ``temperature``.
-        timeout_s: longest time between an answer and the agent's next request.
-        max_turns: most requests of an episode.
-        max_new_tokens: most tokens of a turn, for the embedded model.
-        num_held_out: rows held out.
-
-    Raises:
-        ValueError: there is not one of ``program`` and ``command``, no such function, no data, or
-            too few rows.
-    """
-    check_counts("agent", max_turns=max_turns, max_new_tokens=max_new_tokens)
-    if (program is None) == (command is None):
-        raise ValueError(
-            "agent takes one of program (package.module:name) and command (a list of words)."
-        )
-    if dataset is None:
-        raise ValueError("agent needs a dataset: the rows that the agent works on.")
-    if program is not None and (sandbox is not False or not prints_reward):
-        raise ValueError("prints_reward and sandbox are for command: program runs in this process.")
-    run: Any = import_callable("program", program) if program is not None else None
-    if command is not None:
-        run = AgentCommand(list(command), prints_reward=prints_reward, sandbox=sandbox)
-    rewards: Any = {"error_reward": error_reward, "cut_reward": cut_reward}
-    rewards |= {"ignored_parameters": list(ignored_parameters), "timeout_s": timeout_s}
-    splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
-    splits |= {"num_held_out": num_held_out, "prompt_column": prompt_column}
-    splits |= {"name": name, "skip_bad_rows": skip_bad_rows}
-    train_rows, held_out_rows = load_task_rows(dataset, **splits)
-    return Task(
-        name="agent",
-        train_rows=train_rows,
-        held_out_rows=held_out_rows,
-        prompt_column=prompt_column,
-        skip_bad_rows=skip_bad_rows,
-        tools=lambda _: [AgentProgram(run, **rewards)],
-        max_turns=max_turns,
-        max_new_tokens=max_new_tokens,
-    )
-
-
-# The calculator's questions, answered by an agent that owns its loop; to copy for one of yours.
-#
-# ``answer`` is what somebody might have written for a hosted model: its own prompt, its own reading
-# of calls, its own tools, and OpenAI's client. Needs the package ``openai`` (``pip install torchrl-
-# agents[graders]``).
-
-MAX_REQUESTS: Final = 4
-_CALL: Final = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-
-
-@functools.lru_cache(maxsize=8)
-def _client(base_url: str) -> Any:
-    return import_module("openai").OpenAI(base_url=base_url, api_key="of each", max_retries=0)
-
-
-def answer(endpoint: AgentEndpoint, *, prompt: str, entry: dict[str, Any], generator: str) -> float:
-    """Answer one question with the calculator's tools.
-
-    Args:
-        endpoint: of the policy.
-        prompt: the question.
-        entry: reasoning-gym's, which scores.
-        generator: of the question.
-
-    Returns:
-        1 for a right answer and 0 for another one.
-    """
-    client = _client(endpoint.base_url).with_options(api_key=endpoint.api_key)
-    chat: list[Any] = [{"role": "user", "content": prompt}]
-    for _ in range(MAX_REQUESTS):
-        reply = client.chat.completions.create(model=endpoint.model, messages=chat)
-        text = reply.choices[0].message.content
-        chat.append({"role": "assistant", "content": text})
-        call = _CALL.search(text)
-        if call is None:
-            return float(score_answer(text, {"entry": entry, "generator": generator}) >= 1.0)
-        try:
-            asked = json.loads(call[1])
-            tool: Any = TOOLS[asked["name"]]
-            result = tool(None, **asked["arguments"])
-        except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-            result = f"error: {type(error).__name__}: {error}"
-        chat.append({"role": "tool", "content": result})
-    return 0.0
-
-
-def calculator_agent_task(
-    *, num_rows: int = 4096, num_held_out: int = 256, num_demonstrations: int = 8192, seed: int = 0
-) -> Task:
-    """The task ``calculator``, by an agent.
-
-    Args:
-        num_rows: most rows; as many for each tool.
-        num_held_out: rows held out.
-        num_demonstrations: conversations for the warm start.
-        seed: of everything.
-
-    Raises:
-        ValueError: too few different questions to hold so many out.
-        ImportError: the package ``openai`` is not installed.
-    """
-    install = "pip install 'torchrl-agents[graders]'"
-    import_package("openai", who="calculator_agent", install=install)
-    counts = {"num_held_out": num_held_out, "num_demonstrations": num_demonstrations}
-    task = calculator_task(num_rows=num_rows, seed=seed, **counts)
-    own: Any = {"name": "calculator_agent", "environment": None, "max_turns": MAX_REQUESTS}
-    return replace(task, tools=lambda _: [AgentProgram(answer, timeout_s=60.0)], **own)

@@ -1,0 +1,1 @@
+"""MLGym's research tasks."""
