@@ -17,7 +17,8 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
 from objectives import MCAdvantage
-from objectives.batching.packed_batch import Entries, GRPOLossKeys, pack_batch
+from objectives.batching.loss_keys import GRPOLossKeys
+from objectives.batching.packed_batch import Entries, pack_batch
 
 NUM_ROWS, GROUP_SIZE, REPEATS = 128, 8, 15
 

@@ -29,37 +29,37 @@ if TYPE_CHECKING:
     from .advantages.tree_credit import AgentCredit as AgentCredit
     from .advantages.tree_credit import BranchCredit as BranchCredit
     from .advantages.tree_credit import FunctionCredit as FunctionCredit
+    from .batching.loss_keys import DistillationLossKeys as DistillationLossKeys
+    from .batching.loss_keys import GRPOLossKeys as GRPOLossKeys
+    from .batching.loss_keys import SFTLossKeys as SFTLossKeys
     from .batching.non_finite_gate import NonFiniteGate as NonFiniteGate
     from .batching.non_finite_gate import NonFiniteStepError as NonFiniteStepError
     from .batching.non_finite_gate import StepOutcome as StepOutcome
-    from .batching.packed_batch import DistillationLossKeys as DistillationLossKeys
-    from .batching.packed_batch import GRPOLossKeys as GRPOLossKeys
     from .batching.packed_batch import MaskingStrategy as MaskingStrategy
     from .batching.packed_batch import PackedBatch as PackedBatch
-    from .batching.packed_batch import SFTLossKeys as SFTLossKeys
-    from .batching.packed_batch import write_streams as write_streams
     from .batching.ranks import RankFailedError as RankFailedError
     from .batching.ranks import Ranks as Ranks
+    from .batching.token_streams import write_streams as write_streams
     from .losses.base import DistillationLossOutput as DistillationLossOutput
     from .losses.base import GRPOLossOutput as GRPOLossOutput
     from .losses.base import SFTLossOutput as SFTLossOutput
-    from .losses.grpo import BNPO as BNPO
-    from .losses.grpo import CISPO as CISPO
-    from .losses.grpo import DAPO as DAPO
-    from .losses.grpo import DPPO as DPPO
-    from .losses.grpo import GMPO as GMPO
-    from .losses.grpo import GRPO as GRPO
-    from .losses.grpo import GSPO as GSPO
-    from .losses.grpo import IPO as IPO
-    from .losses.grpo import LUSPO as LUSPO
-    from .losses.grpo import SAPO as SAPO
-    from .losses.grpo import VESPO as VESPO
-    from .losses.grpo import CISPOLoss as CISPOLoss
-    from .losses.grpo import DrGRPO as DrGRPO
     from .losses.grpo import GRPOLoss as GRPOLoss
-    from .losses.grpo import KPop as KPop
-    from .losses.grpo import OriginalGRPO as OriginalGRPO
-    from .losses.grpo import PolicyDistillation as PolicyDistillation
+    from .losses.grpo_presets import BNPO as BNPO
+    from .losses.grpo_presets import CISPO as CISPO
+    from .losses.grpo_presets import DAPO as DAPO
+    from .losses.grpo_presets import DPPO as DPPO
+    from .losses.grpo_presets import GMPO as GMPO
+    from .losses.grpo_presets import GRPO as GRPO
+    from .losses.grpo_presets import GSPO as GSPO
+    from .losses.grpo_presets import IPO as IPO
+    from .losses.grpo_presets import LUSPO as LUSPO
+    from .losses.grpo_presets import SAPO as SAPO
+    from .losses.grpo_presets import VESPO as VESPO
+    from .losses.grpo_presets import CISPOLoss as CISPOLoss
+    from .losses.grpo_presets import DrGRPO as DrGRPO
+    from .losses.grpo_presets import KPop as KPop
+    from .losses.grpo_presets import OriginalGRPO as OriginalGRPO
+    from .losses.grpo_presets import PolicyDistillation as PolicyDistillation
     from .losses.mixed import MixedLoss as MixedLoss
     from .losses.mixed import MixedLossOutput as MixedLossOutput
     from .losses.options import CispoSurrogate as CispoSurrogate

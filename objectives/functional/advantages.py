@@ -1,4 +1,9 @@
-"""From rewards to advantages, of rollouts in groups and of turns."""
+"""Advantages of rollouts relative to the others of their group, without a critic.
+
+See :mod:`~objectives.functional.groups` for groups, and for rollouts that could not be scored.
+
+Shape legend: B rollouts, R reward functions.
+"""
 
 from typing import Final, Literal
 
@@ -6,29 +11,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .aggregation import sequence_index
-
-# Advantages of rollouts relative to the others of their group, without a critic.
-#
-# A group is the rollouts of one prompt draw, told apart by an id; its members may lie anywhere in
-# the batch, and groups may differ in size. All shapes are static, so the functions compile into one
-# graph. A rollout that could not be scored (``valid`` False, or a reward that is NaN or infinite)
-# is left out of all statistics and gets 0.
-#
-# Shape legend: B rollouts, R reward functions.
+from .groups import group_count, group_index, group_mean, group_std, is_uniform, scorable
 
 Scale = Literal["group", "batch", "none"]
 SCALES: Final[tuple[Scale, ...]] = ("group", "batch", "none")
 STD_OFFSET: Final = 1e-4
 """Added to a standard deviation before dividing by it."""
-
-
-def scorable(
-    reward: Float[Tensor, "*shape"], valid: Bool[Tensor, "*shape"] | None
-) -> Bool[Tensor, "*shape"]:
-    """True where a reward is finite and marked valid."""
-    finite = reward.isfinite()
-    return finite if valid is None else finite & valid
 
 
 def batch_std(values: Float[Tensor, " B"], valid: Bool[Tensor, " B"]) -> Float[Tensor, ""]:
@@ -223,139 +211,3 @@ def _choose_ratio(
     for i in range(k):
         ratio = ratio * (chosen - i) / (total - i)
     return ratio
-
-
-# Statistics of groups, each given back to every member -------------------------------------------
-
-
-def group_index(group: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """Number the groups from 0, in the order of their ids."""
-    ordered, order = group.sort(stable=True)
-    starts = torch.zeros_like(ordered)
-    starts[1:] = (ordered[1:] != ordered[:-1]).to(ordered.dtype)
-    return torch.zeros_like(starts).scatter(0, order, starts.cumsum(0)).to(torch.int64)
-
-
-def group_sum(
-    values: Float[Tensor, " B"], index: Int[Tensor, " B"], valid: Bool[Tensor, " B"]
-) -> Float[Tensor, " B"]:
-    """Sum over the valid members of the group, given to each member."""
-    values = values.masked_fill(~valid, 0.0)
-    return torch.zeros_like(values).index_add(0, index, values)[index]
-
-
-def group_count(
-    index: Int[Tensor, " B"], valid: Bool[Tensor, " B"], *, dtype: torch.dtype = torch.float32
-) -> Float[Tensor, " B"]:
-    """Number of valid members of the group, given to each member."""
-    return group_sum(valid.to(dtype), index, valid)
-
-
-def group_mean(
-    values: Float[Tensor, " B"], index: Int[Tensor, " B"], valid: Bool[Tensor, " B"]
-) -> Float[Tensor, " B"]:
-    """Mean over the valid members of the group, given to each member; 0 when there are none."""
-    count = group_count(index, valid, dtype=values.dtype)
-    return group_sum(values, index, valid) / count.clamp(min=1)
-
-
-def group_std(
-    values: Float[Tensor, " B"], index: Int[Tensor, " B"], valid: Bool[Tensor, " B"]
-) -> Float[Tensor, " B"]:
-    """Bessel-corrected standard deviation of the group, given to each member."""
-    deviation = values - group_mean(values, index, valid)
-    count = group_count(index, valid, dtype=values.dtype)
-    return (group_sum(deviation.square(), index, valid) / (count - 1).clamp(min=1)).sqrt()
-
-
-def is_uniform(
-    values: Float[Tensor, " B"], index: Int[Tensor, " B"], valid: Bool[Tensor, " B"]
-) -> Bool[Tensor, " B"]:
-    """Return whether all valid members of the group have the same value, exactly."""
-    # A mean of equal floats need not be equal to them, so the deviation cannot tell.
-    infinite = torch.full_like(values, torch.inf)
-    low = values.masked_fill(~valid, torch.inf)
-    high = values.masked_fill(~valid, -torch.inf)
-    low = infinite.scatter_reduce(0, index, low, "amin")[index]
-    high = (-infinite).scatter_reduce(0, index, high, "amax")[index]
-    return low >= high
-
-
-# Credit per turn: a rollout with a reward after each of its turns, trained turn by turn.
-#
-# Shape legend: B rollouts, N packed tokens of all of them.
-
-
-def turn_index(mask: Bool[Tensor, " N"], lengths: Int[Tensor, " B"]) -> Int[Tensor, " N"]:
-    """Number the turns of packed rollouts, over the whole batch.
-
-    A turn begins where the mask becomes True, and lasts until the next one begins: what a tool
-    or a user answers belongs to the turn that asked. What comes before a rollout's first turn
-    counts as that turn.
-
-    Args:
-        mask: True on the sampled tokens, ``[N]``.
-        lengths: ``[B]``.
-
-    Returns:
-        int64 ``[N]``, rising, below N. A rollout without sampled tokens is one turn.
-    """
-    sequence = sequence_index(lengths, mask.shape[0])
-    first = torch.ones_like(mask)
-    first[1:] = sequence[1:] != sequence[:-1]
-    before = torch.zeros_like(mask)
-    before[1:] = mask[:-1]
-    begins = mask & (first | ~before)
-    number = begins.to(torch.int64).cumsum(0)
-    # The number that the rollout had reached before it began, so that turns count within it.
-    at_start = (number - begins.to(torch.int64)).masked_fill(~first, 0)
-    base = torch.zeros_like(lengths).index_add(0, sequence, at_start)[sequence]
-    starts = first | (begins & (number - base > 1))
-    return starts.to(torch.int64).cumsum(0) - 1
-
-
-def turn_advantage(
-    reward: Float[Tensor, " N"],
-    mask: Bool[Tensor, " N"],
-    lengths: Int[Tensor, " B"],
-    group: Int[Tensor, " B"],
-    valid: Bool[Tensor, " B"] | None = None,
-) -> Float[Tensor, " N"]:
-    """GRPO with process supervision: the sum of the normalised rewards of this turn and later ones.
-
-    A turn's reward is the sum over its tokens. The rewards of all turns of all rollouts of a
-    group are normalised together, ``(r - mean) / (std + 1e-4)``, and summed from the turn to the
-    end of its rollout.
-
-    Args:
-        reward: dense, one per token (0 where nothing was given), ``[N]``.
-        mask: True on the sampled tokens, ``[N]``.
-        lengths: tokens of each rollout, ``[B]``.
-        group: any integer id, equal within a group, ``[B]``.
-        valid: False for a rollout without a reward, ``[B]``.
-
-    Returns:
-        ``[N]``, equal within a turn; 0 in rollouts that are not valid.
-
-    See Also:
-        Shao et al., 2024, arXiv:2402.03300, section 4.1.3.
-    """
-    sequence = sequence_index(lengths, reward.shape[0])
-    turn = turn_index(mask, lengths)
-    finite = torch.ones_like(lengths, dtype=torch.bool) if valid is None else valid
-    bad = torch.zeros_like(lengths).index_add(0, sequence, (~reward.isfinite()).long())
-    finite = finite & (bad == 0)
-    # One slot per turn; there are at most N of them, the rest stay empty.
-    total = torch.zeros_like(reward).index_add(0, turn, reward)
-    rollout_of = torch.zeros_like(turn).scatter(0, turn, sequence)
-    taken = torch.zeros_like(mask).scatter(0, turn, torch.ones_like(mask))
-    counts = taken & finite[rollout_of]
-    index = group_index(group[rollout_of])
-    mean, std = group_mean(total, index, counts), group_std(total, index, counts)
-    normal = ((total - mean) / (std + STD_OFFSET)).masked_fill(~counts, 0.0)
-    normal = normal.masked_fill(is_uniform(total, index, counts), 0.0)
-    # Sum from each turn to the end of its rollout: all that is to come, less what lies beyond.
-    later = normal.flip(0).cumsum(0).flip(0)
-    last = torch.zeros_like(lengths).scatter_reduce(0, sequence, turn, "amax")[sequence]
-    beyond = later[last] - normal[last]
-    return later[turn] - beyond

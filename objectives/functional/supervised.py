@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .aggregation import at_least_float32, masked
-from .surrogates import LOG_RATIO_LIMIT, kl_between, kl_estimate, log_ratio
+from .kl import kl_between, kl_estimate
+from .ratios import LOG_RATIO_LIMIT, log_ratio
+from .sequences import at_least_float32, masked
 
 KLDirection = Literal["forward", "reverse"]
 KL_DIRECTIONS: Final[tuple[KLDirection, ...]] = ("forward", "reverse")

@@ -17,11 +17,11 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from objectives import functional as F
+from objectives.batching.loss_keys import TokenKeys
 from objectives.batching.packed_batch import (
     Entries,
     MaskingStrategy,
     PackedBatch,
-    TokenKeys,
     pack_batch,
     resolve_masking_strategy,
 )

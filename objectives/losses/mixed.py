@@ -15,14 +15,14 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from objectives.batching.packed_batch import (
+from objectives.batching.packed_batch import PackedBatch
+from objectives.batching.ranks import Ranks
+from objectives.batching.token_streams import (
     STREAMS,
-    PackedBatch,
     leave_out_of_stream,
     pack_streams,
     stream_part,
 )
-from objectives.batching.ranks import Ranks
 from objectives.losses.base import Window
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import check_type

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from objectives import functional as F
-from objectives.batching.packed_batch import DistillationLossKeys, Entries, PackedBatch, SFTLossKeys
+from objectives.batching.loss_keys import DistillationLossKeys, SFTLossKeys
+from objectives.batching.packed_batch import Entries, PackedBatch
 from torchrl_data.token_scorer import TokenScorer, TokenScores
 
 from .base import DistillationLossOutput, SFTLossOutput, TokenLoss, Window, make_output

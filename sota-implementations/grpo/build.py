@@ -29,7 +29,7 @@ class LossConfig:
     """The loss and its advantages; see docs/losses.md. None takes the algorithm's own."""
 
     name: str = "dapo"
-    """The algorithm: a preset of objectives/losses/grpo.py in lower case."""
+    """The algorithm: a preset of objectives/losses/grpo_presets.py in lower case."""
     clip_low: float | None = None
     """The ratio is kept above 1 - clip_low."""
     clip_high: float | None = None

@@ -18,7 +18,8 @@ from objectives import (
     SFTLoss,
     TokenFilters,
 )
-from objectives.batching.packed_batch import Entries, GRPOLossKeys, pack_batch
+from objectives.batching.loss_keys import GRPOLossKeys
+from objectives.batching.packed_batch import Entries, pack_batch
 from objectives.losses.options import SURROGATES, surrogate_inputs
 
 

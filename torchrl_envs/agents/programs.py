@@ -24,7 +24,7 @@ from torchrl_envs.sandbox.bubblewrap import bubblewrap
 from torchrl_envs.sandbox.process import ENVIRONMENT
 from torchrl_envs.sandbox.users import starts_as
 
-from .server import AgentSession
+from .session import AgentSession
 
 _TAIL_BYTES: Final = 1 << 20
 _KILL_S: Final = 5.0

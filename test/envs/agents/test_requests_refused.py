@@ -20,7 +20,7 @@ from torchrl.envs.transforms import Compose
 from collectors import LLMCollector
 from torchrl_data import Conversations
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, TokenBudget
-from torchrl_envs.agents.agent_program import as_prompt
+from torchrl_envs.agents.program_prompt import as_prompt
 from torchrl_envs.agents.server import AgentServer
 from torchrl_envs.agents.turns import Accepted
 from torchrl_envs.testing.scripted_turns import ScriptedTurns

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from torchrl_envs.agents.server import AgentSession, ProgramEnd, SessionOver
+from torchrl_envs.agents.session import AgentSession, ProgramEnd, SessionOver
 from torchrl_envs.agents.turns import RequestError, TurnReply, TurnRequest
 
 ONE = TurnRequest([{"role": "user", "content": "one"}], None, None)

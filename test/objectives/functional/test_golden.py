@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import objectives.functional as F
-from objectives.functional.advantages import group_mean
+from objectives.functional.groups import group_mean
 
 LOG_PROB = torch.tensor(
     [[-0.5, -1, -2, -0.1], [-1.5, -0.2, -0.7, -3], [-0.9, -0.9, -0.3, -0.4]], dtype=torch.float64

@@ -1,0 +1,59 @@
+"""Entries that each loss reads: pass another instance as ``read=`` to rename them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from tensordict import NestedKey
+
+from torchrl_data import keys
+
+TEACHER_LOG_PROBS: Final = ("next", "teacher_log_probs", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenKeys:
+    """The entries that say which tokens there are, and which are trained."""
+
+    tokens: NestedKey = keys.TOKENS_FULL
+    """int64, ragged or padded ``[B, T]``."""
+    attention_mask: NestedKey = keys.ATTENTION_MASK
+    """bool, like the tokens; optional: without it every token is real."""
+    assistant_mask: NestedKey = keys.ASSISTANT_MASK
+    """bool, like the tokens: True on those that the policy sampled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOLossKeys(TokenKeys):
+    """The batch entries that :class:`~objectives.GRPOLoss` reads."""
+
+    log_probs: NestedKey = keys.LOG_PROBS_FULL
+    """float32, like the tokens: of the distribution that was sampled from; read where sampled."""
+    advantage: NestedKey = keys.ADVANTAGE
+    """float32 ``[B, 1, 1]`` or ``[B, T, 1]``."""
+    ref_log_probs: NestedKey = keys.REF_LOG_PROBS_FULL
+    """float32, like the tokens; read for a KL to the reference."""
+    old_log_probs: NestedKey = ("old_log_probs", "full")
+    """float32, like the tokens; the trainer's own scores from before the update; read for
+    ``old_policy="recomputed"``."""
+    truncated: NestedKey = keys.TRUNCATED
+    """bool ``[B, 1]``; read to drop rollouts that were cut off."""
+    teacher_log_probs: NestedKey = TEACHER_LOG_PROBS
+    """float32, like the tokens: the teacher's; read for ``teacher_coeff``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTLossKeys(TokenKeys):
+    """The batch entries that :class:`~objectives.SFTLoss` reads."""
+
+    ref_log_probs: NestedKey = keys.REF_LOG_PROBS_FULL
+    """float32, like the tokens; read for a KL to the reference, and for minor SFT."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationLossKeys(TokenKeys):
+    """The batch entries that :class:`~objectives.DistillationLoss` reads."""
+
+    teacher_log_probs: NestedKey = TEACHER_LOG_PROBS
+    """float32, like the tokens: the teacher's."""
