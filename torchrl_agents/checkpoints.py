@@ -16,8 +16,9 @@ from collectors import CheckpointMismatch, CheckpointStore, CheckpointWarning, R
 from collectors.streaming.background_collector import BackgroundCollector
 from objectives import Ranks
 
+from .found_run import CHECKPOINTS
 from .rank_jobs import RankJob, tell
-from .run import CHECKPOINTS, Failures
+from .run import Failures
 from .settings.schema import CheckpointConfig, SettingsError
 
 _LOG = logging.getLogger("torchrl_agents")

@@ -42,8 +42,9 @@ from .checkpoints import Checkpoints
 from .device_defaults import DEFAULT_TOKENS
 from .models import transformers_policy
 from .rank_jobs import RankJob, tell
-from .run import SIGNALS, Run
+from .run import Run
 from .settings.schema import Recipe, TrainingConfig
+from .stop_signals import SIGNALS
 
 
 @dataclass

@@ -38,18 +38,14 @@ from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.vllm.runtime import import_vllm
 
 from . import models
+from .collection import staleness_of
+from .found_run import CHECKPOINTS, plain_settings
+from .loggers import check_loggers, open_loggers
+from .model_card import reach_hub
+from .multirun import MultirunSummary
 from .parallel import follow, loading_device
-from .results import MultirunSummary, check_loggers, open_loggers, reach_hub
-from .run import (
-    CHECKPOINTS,
-    LastTestError,
-    Run,
-    RunLog,
-    StopSignals,
-    claim_folder,
-    plain_settings,
-    remove,
-)
+from .run import LastTestError, Run, claim_folder, remove
+from .run_log import RunLog
 from .settings.arguments import settings_text
 from .settings.command_line import check_rules, task_settings
 from .settings.schema import (
@@ -61,7 +57,8 @@ from .settings.schema import (
     collects_on_ray,
     refusing,
 )
-from .tasks import build_task, set_limits, staleness_of, tell_left_out
+from .setup import build_task, set_limits, tell_left_out
+from .stop_signals import StopSignals
 from .training import learn
 
 

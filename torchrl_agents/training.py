@@ -25,14 +25,17 @@ from torchrl_envs import DataLoadingPrimer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 
-from . import results
+from . import learning_curve
 from .checkpoints import Checkpoints
+from .collection import AnyCollector, HeldOut, end_collection
 from .live_verification import live_verification
+from .model_card import leave_card, push_to_hub
 from .models import build_optimizer, set_generation, set_learning_rate
 from .parallel import Follower, RankShare, combined, saved_parts, take_share, whole_model
 from .rank_jobs import RankJob, tell
-from .results import Recorder, push_to_hub
-from .run import LastTestError, Run, StopRequested, has_signal, tell_of_no_signal
+from .recorder import Recorder, show_rollouts
+from .run import LastTestError, Run
+from .run_log import has_signal, tell_of_no_signal
 from .saved_model import save_model
 from .settings.schema import (
     EpochsTrainConfig,
@@ -41,7 +44,8 @@ from .settings.schema import (
     TrainingConfig,
     compares_groups,
 )
-from .tasks import AnyCollector, HeldOut, Setup, end_collection
+from .setup import Setup
+from .stop_signals import StopRequested
 
 _LOG = logging.getLogger("torchrl_agents")
 
@@ -199,7 +203,7 @@ class Training:
     """Further metrics, of a step that is over."""
     parts: Mapping[str, Stateful] = field(default_factory=dict)
     """What else is saved, by name."""
-    curves: Mapping[str, str] = field(default_factory=lambda: results.REWARD_CURVES)
+    curves: Mapping[str, str] = field(default_factory=lambda: learning_curve.REWARD_CURVES)
     """What is drawn beside the reward: the label of each metric."""
     result: dict[str, Any] = field(default_factory=dict)
     """Of the run; empty until its steps are over."""
@@ -408,7 +412,7 @@ def _leave_results(
     }
     names = [function.__name__ for function in task.metrics]
     further = {name.replace("_", " "): f"rewards/{name}/mean" for name in names}
-    results.plot_learning_curve(
+    learning_curve.plot_learning_curve(
         run.folder / "learning_curve.png",
         history,
         held_out=recorder.held_out,
@@ -416,10 +420,10 @@ def _leave_results(
         further=further | {name: f"{name}/reward" for name in task.parts},
         beside=training.curves,
     )
-    results.show_rollouts(tests, cfg.evaluate.num_shown)
+    show_rollouts(tests, cfg.evaluate.num_shown)
     if history:
         estimates = {when: each for when, (_, each) in told.items()}
-        results.leave_card(cfg, run, len(history), estimates)
+        leave_card(cfg, run, len(history), estimates)
         if cfg.push_to_hub is not None:
             result["pushed_to"] = push_to_hub(cfg.push_to_hub, run.folder / "model")
     return result

@@ -42,8 +42,8 @@ from collectors.verification.verified_record import VerifiedRecord
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.policies.loading import load_causal_lm
 
+from .found_run import CHECKPOINTS
 from .models import frozen_weights, is_adapted, load_model, model_folder, sampling_of
-from .run import CHECKPOINTS
 from .settings.schema import PolicyConfig, SettingsError
 
 _MOST_ROWS = 64

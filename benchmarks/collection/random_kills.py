@@ -25,7 +25,7 @@ from collectors.checkpoint.errors import NoCheckpoint
 from collectors.ledger import GroupLedger
 from collectors.record import RunRecord
 from collectors.record.prompt_history import prompt_histories
-from torchrl_agents.run import CHECKPOINTS
+from torchrl_agents.found_run import CHECKPOINTS
 
 TESTS = Path(__file__).parents[2] / "test" / "sota"
 

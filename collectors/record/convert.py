@@ -9,15 +9,10 @@ from typing import Any
 
 from collectors.record.run_record import RunRecord
 
-from .atif import (
-    TokenRow,
-    TrajectoryError,
-    Turn,
-    rows_of_atif,
-    rows_of_turns,
-    write_atif_episode,
-)
+from .atif import write_atif_episode
+from .foreign_atif import rows_of_atif
 from .samples import RolloutSample
+from .token_row import TokenRow, TrajectoryError, Turn, rows_of_turns
 
 USAGE = """\
 torchrl-agents convert RUN FOLDER      a run's recorded rollouts as ATIF, a file each

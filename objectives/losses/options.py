@@ -364,7 +364,7 @@ class TokenFilters:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerCorrection:
-    """Settings of :func:`~objectives.functional.weights`.
+    """Settings of :func:`~objectives.functional.sampler_correction`.
 
     Args:
         level: ``"token"``, ``"sequence"``, or ``"k3"``: no weights, sequences are dropped.

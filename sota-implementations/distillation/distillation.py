@@ -41,16 +41,17 @@ if __name__ == "__main__":
     read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
 import torch
+from panel import SPANS, TEACHER, Panel, gaps_of
 from self_teacher import SelfTeacher
-from teachers import SPANS, TEACHER, Panel, gaps_of
 from tensordict import TensorDictBase, lazy_stack
 
 from objectives import GRPOLoss
+from torchrl_agents.collection import build_collector
 from torchrl_agents.models import outline
 from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
+from torchrl_agents.setup import Setup, build_task, load_models, warm_up
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Setup, build_collector, build_task, load_models, warm_up
 from torchrl_agents.training import Rollouts, Step, Training, learn
 from torchrl_data.keys import ADVANTAGE, ASSISTANT_MASK, LOG_PROBS_FULL
 

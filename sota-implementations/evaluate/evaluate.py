@@ -24,8 +24,6 @@ from torchrl_agents.settings.schema import (
     SettingsError,
 )
 
-# Settings, typed, with what they mean; ``evaluate.py --help`` shows all.
-
 ENGINES: Final = ("transformers", "vllm", "chat")
 
 
@@ -64,10 +62,10 @@ from collectors import Estimate, LLMCollector, RunState, rollout_metrics
 from collectors.record import RolloutRecorder
 from collectors.record.files import finite
 from torchrl_agents.checkpoints import Checkpoints
-from torchrl_agents.results import scores_of, show_rollouts
+from torchrl_agents.recorder import scores_of, show_rollouts
 from torchrl_agents.run import Run
+from torchrl_agents.setup import Setup, load_models
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Setup, load_models
 from torchrl_envs import DataLoadingPrimer
 
 _LOG = logging.getLogger("torchrl_agents")

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from torchrl_agents.settings.command_line import read_command_line
 from torchrl_agents.settings.schema import EpochsTrainConfig, Recipe, RolloutsConfig
 
-# Settings, typed, with what they mean; ``expert_iteration.py --help`` shows all.
-
 
 @dataclass
 class ExpertTrainConfig(EpochsTrainConfig):
@@ -49,17 +47,11 @@ if __name__ == "__main__":
     read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
 from objectives import SFTLoss, TopKRewardSelector
+from torchrl_agents.collection import before_buffer, build_collector, refill_of
 from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
+from torchrl_agents.setup import Setup, load_models, warm_up
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import (
-    Setup,
-    before_buffer,
-    build_collector,
-    load_models,
-    refill_of,
-    warm_up,
-)
 from torchrl_agents.training import Rollouts, Step, Training, learn
 
 

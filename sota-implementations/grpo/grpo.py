@@ -13,16 +13,13 @@ that was stopped goes on, as if it had not been, with ``resume=auto`` or ``resum
 """
 
 from build import (
-    ALGORITHMS,
-    PRESETS,
-    GRPOConfig,
-    LossConfig,
     build_advantage,
     build_loss,
     build_pools,
     build_postproc,
     check_correction,
 )
+from config import ALGORITHMS, PRESETS, GRPOConfig, LossConfig
 
 from torchrl_agents.settings.command_line import read_command_line
 from torchrl_agents.settings.schema import Recipe
@@ -65,11 +62,12 @@ if __name__ == "__main__":
     read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
 from objectives import NonFiniteGate
+from torchrl_agents.collection import build_collector, refill_of
 from torchrl_agents.models import build_optimizer
 from torchrl_agents.parallel import Follower, freeze_reference, share_model
 from torchrl_agents.run import Run
+from torchrl_agents.setup import Setup, load_models, warm_up
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Setup, build_collector, load_models, refill_of, warm_up
 from torchrl_agents.training import Rollouts, Training
 from torchrl_envs import RewardFunctions
 

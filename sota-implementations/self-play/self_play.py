@@ -38,20 +38,15 @@ RECIPE = Recipe(
 if __name__ == "__main__":
     read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
-from games import AGENT, PAST, SEATS, GameCollector, OpponentPool, check_opponents
+from game_collector import AGENT, PAST, SEATS, GameCollector
+from opponent_pool import OpponentPool, check_opponents
 
 from objectives import GRPOLoss, MCAdvantage, RoleBaseline
+from torchrl_agents.collection import before_buffer, rollout_buffer
 from torchrl_agents.parallel import freeze_reference, share_model
 from torchrl_agents.run import Run
+from torchrl_agents.setup import Setup, build_task, load_models, warm_up
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import (
-    Setup,
-    before_buffer,
-    build_task,
-    load_models,
-    rollout_buffer,
-    warm_up,
-)
 from torchrl_agents.training import Rollouts, Training, learn
 
 

@@ -19,8 +19,6 @@ from torchrl_agents.settings.schema import (
     refusing,
 )
 
-# Settings, typed, with what they mean; ``sft.py --help`` shows all.
-
 
 @dataclass
 class DemonstrationsConfig:
@@ -90,8 +88,8 @@ from torchrl_agents.device_defaults import DEFAULT_TOKENS
 from torchrl_agents.models import add_adapters
 from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
+from torchrl_agents.setup import Setup, build_task, load_models
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Setup, build_task, load_models
 from torchrl_agents.training import Rollouts, Step, Training, learn
 from torchrl_data import row_tensordicts
 from torchrl_envs import DataLoadingPrimer, load_rows

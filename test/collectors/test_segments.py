@@ -12,7 +12,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from objectives import GRPOLoss, MCAdvantage
-from torchrl_agents.tasks import rollout_buffer
+from torchrl_agents.collection import rollout_buffer
 from torchrl_data import row_state, write_conversations
 from torchrl_data.conversation import Conversations
 from torchrl_data.conversation_io import read_conversations

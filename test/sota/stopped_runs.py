@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 
 from collectors import LoadCap
 from objectives import MCAdvantage
-from torchrl_agents import results, start
+from torchrl_agents import learning_curve, start
 from torchrl_agents.models import build_policies
 from torchrl_agents.run import claim_folder
 from torchrl_agents.settings.command_line import compose_config, prepare, task_settings
@@ -53,9 +53,9 @@ ARGUMENTS = (
     "train.num_epochs=2",
     "logger=none",
 )
-PREPARATION = "torchrl_agents.tasks"
+PREPARATION = "torchrl_agents.setup"
 LOOP = "torchrl_agents.training"
-HELD_OUT = "torchrl_agents.tasks.HeldOut"
+HELD_OUT = "torchrl_agents.collection.HeldOut"
 DRAW = "torchrl_agents.training.Rollouts.draw"
 GENERATE = "torchrl_modules.TransformersEngine.generate"
 
@@ -100,7 +100,7 @@ POINTS = {
     ),
     "last evaluation": Point(GENERATE, f"{HELD_OUT}.now", 2, hangs=True),
     "saving the model": Point("transformers.PreTrainedModel.save_pretrained", f"{LOOP}.save_model"),
-    "drawing the plot": Point("torchrl_agents.results.plot_learning_curve"),
+    "drawing the plot": Point("torchrl_agents.learning_curve.plot_learning_curve"),
     "restoring": Point("collectors.RunState._go_to"),
     "in native code": Point("objectives.NonFiniteGate.backward", is_native=True),
     "saving on a slow disk": Point("collectors.checkpoint.saver.publish", hangs=True),
@@ -243,7 +243,7 @@ def drop_groups() -> None:
     looks = itertools.count()
     setattr(owner, name, respond)
     owner.tells_load, owner.measure_load = True, measure_load
-    find("torchrl_agents.tasks.tasks_of")[0].tasks_of = lambda _: LoadCap(interval_s=0.02)
+    find("torchrl_agents.collection.tasks_of")[0].tasks_of = lambda _: LoadCap(interval_s=0.02)
     owner, name = find("torchrl_envs.tasks.calculator.Calculator.get_reward")
     setattr(owner, name, reward)
 
@@ -295,7 +295,7 @@ def run(config: Any, job: dict[str, Any]) -> None:
     if job.get("faults"):
         drop_groups()
     if not job.get("draws"):
-        results.plot_learning_curve = lambda path, *_, **__: path.touch()
+        learning_curve.plot_learning_curve = lambda path, *_, **__: path.touch()
     if "tool" in job.get("point", "") or "streaming" in job.get("point", ""):
         know_tool_call()
         call_tools()

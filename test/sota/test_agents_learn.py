@@ -180,7 +180,7 @@ def warm_once(monkeypatch):
             weights.update({name: w.clone() for name, w in policy.state_dict().items()})
         policy.load_state_dict(weights)
 
-    monkeypatch.setattr("torchrl_agents.tasks.warm_start", warm)
+    monkeypatch.setattr("torchrl_agents.setup.warm_start", warm)
 
 
 @pytest.mark.timeout(1800)

@@ -15,13 +15,9 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 
-from torchrl_agents.results import Recorder, lines_until
-from torchrl_agents.run import (
-    Run,
-    check_same_settings,
-    find_run,
-    plain_settings,
-)
+from torchrl_agents.found_run import check_same_settings, find_run, plain_settings
+from torchrl_agents.recorder import Recorder, lines_until
+from torchrl_agents.run import Run
 from torchrl_agents.settings.command_line import read_record, with_recorded
 from torchrl_agents.settings.schema import SettingsError, TrainingConfig
 

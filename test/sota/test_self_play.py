@@ -71,7 +71,7 @@ def test_the_test_can_be_won(scripted, play, call_text):
 def test_both_seats_of_a_game_are_rows(script, scripted, call_text):
     """Three games: one to its end, one with a move that is none, one whose first turn is none."""
     script("self-play")
-    games = sys.modules["games"]
+    games = sys.modules["game_collector"]
     task = make_task("nim", num_held_out=2, num_demonstrations=4, num_rows=8)
     rows = [{**task.train_rows[0], "heap": heap} for heap in (5, 9, 11)]
     env = TaskEnv(replace(task, train_rows=rows), num_envs=6, repeats=2, shuffle=False)
@@ -115,7 +115,7 @@ def test_both_seats_of_a_game_are_rows(script, scripted, call_text):
 def test_a_past_version_plays_its_seat_and_is_not_trained(script, scripted, call_text):
     """Two games from 5: in the first the past takes the second seat, the other one is self-play."""
     script("self-play")
-    games = sys.modules["games"]
+    games = sys.modules["game_collector"]
     task = make_task("nim", num_held_out=2, num_demonstrations=4, num_rows=8)
     rows = [{**task.train_rows[0], "heap": heap} for heap in (5, 6)]
     env = TaskEnv(replace(task, train_rows=rows), num_envs=4, repeats=2, shuffle=False)
@@ -138,7 +138,7 @@ def test_a_past_version_plays_its_seat_and_is_not_trained(script, scripted, call
 def test_the_pool_of_past_versions(script):
     """Every second step, two of them; who plays follows from the seed and the step."""
     script("self-play")
-    opponents = sys.modules["games"]
+    opponents = sys.modules["opponent_pool"]
     torch.manual_seed(0)
     tokenizer = train_tokenizer(["The heap has 7."], vocab_size=300)
     actor = TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer)

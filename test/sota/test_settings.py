@@ -19,6 +19,7 @@ from tensordict import TensorDict, lazy_stack
 
 from collectors import Drop, LoadCap, Wait
 from torchrl_agents import models, start
+from torchrl_agents.collection import staleness_of, tasks_of
 from torchrl_agents.settings import command_line
 from torchrl_agents.settings.arguments import settings_text, with_files, with_texts
 from torchrl_agents.settings.command_line import (
@@ -29,7 +30,7 @@ from torchrl_agents.settings.command_line import (
     task_settings,
 )
 from torchrl_agents.settings.schema import SettingsError, defaults_of, fill_in
-from torchrl_agents.tasks import build_task, staleness_of, tasks_of
+from torchrl_agents.setup import build_task
 from torchrl_envs.tasks import TASKS
 
 NEEDED = {"openenv": ["task.base_url=http://x"], "environment": ["task.factory=a.b:c"]}

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchrl_agents.results import open_loggers
+from torchrl_agents.loggers import open_loggers
 from torchrl_agents.settings.schema import LoggerConfig, TrainingConfig
 
 pytestmark = [

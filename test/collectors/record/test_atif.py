@@ -12,15 +12,10 @@ from hypothesis import strategies as st
 from made_records import sample, write_record
 
 from collectors.record import SampleTokens, TokenSpan
-from collectors.record.atif import (
-    TrajectoryError,
-    read_episode,
-    read_rollout,
-    rows_of_atif,
-    write_atif,
-    write_atif_episode,
-)
+from collectors.record.atif import read_episode, read_rollout, write_atif, write_atif_episode
 from collectors.record.convert import main, rows_of
+from collectors.record.foreign_atif import rows_of_atif
+from collectors.record.token_row import TrajectoryError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 NUMBERS = st.none() | st.floats(-20, 0)

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchrl_agents import command
-from torchrl_agents.run import plain_settings
+from torchrl_agents.found_run import plain_settings
 from torchrl_agents.settings import TYPED_AS
 from torchrl_agents.settings.command_line import compose_config, prepare
 

@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 from torchrl_agents import start
-from torchrl_agents.results import check_loggers
+from torchrl_agents.loggers import check_loggers
 from torchrl_agents.settings.command_line import read_command_line
 from torchrl_agents.settings.schema import LoggerConfig, SettingsError, TrainingConfig
 from torchrl_agents.start import run_recipe

@@ -96,7 +96,8 @@ def test_a_dead_server_is_named(teachers, is_there):
 )
 def test_what_a_server_cannot_score_is_refused_before_loading(teachers, change, policy, hint):
     cfg = teachers.TeacherConfig(model="m", **change)
+    panel = sys.modules["panel"]
     with pytest.raises(ValueError, match=hint):
-        teachers.Panel(cfg, {}, None).check(replace(PolicyConfig(), **policy), CollectorConfig())
+        panel.Panel(cfg, {}, None).check(replace(PolicyConfig(), **policy), CollectorConfig())
     without = replace(cfg, url=None)
-    teachers.Panel(without, {}, None).check(replace(PolicyConfig(), **policy), CollectorConfig())
+    panel.Panel(without, {}, None).check(replace(PolicyConfig(), **policy), CollectorConfig())

@@ -24,12 +24,12 @@ MASK = torch.tensor([False, True, True, False, True])
 @pytest.fixture
 def panel(script):
     script("distillation")
-    return sys.modules["teachers"]
+    return sys.modules["panel"]
 
 
 @pytest.fixture
 def settings(panel):
-    config = sys.modules["teachers"].TeacherConfig
+    config = sys.modules["config"].TeacherConfig
     return lambda **own: (config(**own.pop("teacher", {})), own.pop("teachers", {}))
 
 
@@ -152,7 +152,7 @@ def test_a_run_with_a_teacher_for_each_task(run_recipe, tmp_path, monkeypatch):
             "distillation", *fast, *task, by_task, f"teachers={{echo: {{model: '{model}'}}}}"
         )
     with monkeypatch.context() as patch:  # a minute that would be lost
-        patch.setattr("torchrl_agents.tasks.warm_start", None)
+        patch.setattr("torchrl_agents.setup.warm_start", None)
         with pytest.raises(SystemExit, match=r"another vocabulary than the student"):
             run_recipe("distillation", *fast, "task=calculator", f"teacher.model={model}")
     tiny = (
@@ -173,7 +173,9 @@ def test_a_teacher_follows_its_student_by_the_decay_and_goes_on_from_its_state(p
     self_teacher = sys.modules["self_teacher"]
     tokenizer = train_tokenizer(["a"], vocab_size=300)
     cfg = SimpleNamespace(
-        teacher=panel.TeacherConfig(model="self", prompt="feedback", ema_decay=0.75),
+        teacher=sys.modules["config"].TeacherConfig(
+            model="self", prompt="feedback", ema_decay=0.75
+        ),
         policy=SimpleNamespace(chat_template_name=None, max_model_len=None, temperature=1.0),
         evaluate=SimpleNamespace(solved_at=1.0),
     )
