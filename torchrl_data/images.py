@@ -19,6 +19,8 @@ from . import import_package
 from .messages import Message
 
 _SOURCES: Final = ("image", "data", "url")
+_ORIENTATION: Final = 0x0112
+"""Of the tags of EXIF: how a picture is to be turned."""
 
 
 def image_part(image: Any) -> dict[str, Any]:
@@ -98,6 +100,29 @@ def decoded(data: str) -> Any:
             return upright(image).convert("RGB")
     except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
         raise ValueError(f"An image of {len(data)} characters is broken: {error}") from error
+
+
+def as_rgb_url(data: str) -> str:
+    """A ``data:`` URL of an image in base 64 that every reader sees as :func:`decoded` gives it.
+
+    A file of another mode than RGB, or one that is to be turned, is written anew, as a PNG: readers
+    differ in what they make of transparency and of turns.
+
+    Raises:
+        ValueError: the file is broken.
+    """
+    file = base64.b64decode(data)
+    mime_type = _header(file)[1]
+    with _pillow().open(BytesIO(file)) as image:
+        is_plain = image.mode == "RGB" and image.getexif().get(_ORIENTATION, 1) == 1
+    part = {"data": data, "mime_type": mime_type} if is_plain else image_part(decoded(data))
+    return f"data:{part['mime_type']};base64,{part['data']}"
+
+
+def is_picture(value: object) -> bool:
+    """Return whether a value is a ``PIL.Image.Image``; Pillow need not be installed."""
+    kinds = ((kind.__module__, kind.__name__) for kind in type(value).__mro__)
+    return ("PIL.Image", "Image") in kinds
 
 
 def image_label(part: Mapping[str, Any]) -> str:
