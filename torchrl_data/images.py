@@ -55,12 +55,34 @@ def with_plain_images(message: Any) -> Any:
     parts = []
     for part in content:
         try:
-            parts.append(_read(part) if is_image(part) else part)
+            parts.append(read_part(part) if is_image(part) else part)
         except (ValueError, TypeError, ImportError):
             parts.append(part)
     if all(new is old for new, old in zip(parts, content, strict=True)):
         return message
     return {**message, "content": parts}
+
+
+def read_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The image of a part as plain values; the part itself where they are.
+
+    Raises:
+        ValueError: it can't be read.
+        TypeError: it is of no known type.
+    """
+    if isinstance(part.get("data"), str) and "mime_type" in part and "image" not in part:
+        return part
+    for source in _SOURCES:
+        value = part.get(source)
+        if value is None:
+            continue
+        if source == "data" and isinstance(value, str) and not value.startswith("data:"):
+            value = _from_base64(value)
+        return {**{k: v for k, v in part.items() if k not in _SOURCES}, **image_part(value)}
+    raise ValueError(
+        f"An image part holds no image, only {sorted(part)}. Give it 'image' (a PIL image, bytes "
+        "or a path), 'data' (base 64) or 'url' (data: or file:)."
+    )
 
 
 def images_of(messages: Sequence[Message]) -> list[str]:
@@ -71,7 +93,7 @@ def images_of(messages: Sequence[Message]) -> list[str]:
         TypeError: one is of no known type.
     """
     return [
-        _read(part)["data"]
+        read_part(part)["data"]
         for message in messages
         if isinstance(content := message.get("content"), list)
         for part in content
@@ -146,23 +168,6 @@ def described(value: Any) -> Any:
 def is_image(part: Any) -> bool:
     """Return whether a part of a content is an image."""
     return isinstance(part, Mapping) and part.get("type") == "image"
-
-
-def _read(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The image of a part as plain values; the part itself where they are."""
-    if isinstance(part.get("data"), str) and "mime_type" in part and "image" not in part:
-        return part
-    for source in _SOURCES:
-        value = part.get(source)
-        if value is None:
-            continue
-        if source == "data" and isinstance(value, str) and not value.startswith("data:"):
-            value = _from_base64(value)
-        return {**{k: v for k, v in part.items() if k not in _SOURCES}, **image_part(value)}
-    raise ValueError(
-        f"An image part holds no image, only {sorted(part)}. Give it 'image' (a PIL image, bytes "
-        "or a path), 'data' (base 64) or 'url' (data: or file:)."
-    )
 
 
 def _file_of(image: Any) -> bytes:

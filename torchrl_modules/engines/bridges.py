@@ -523,11 +523,8 @@ class BlockingEngine(EngineOver, ClosedOnLeaving):
     def __init__(self, engine: AsyncEngine) -> None:
         self._inside = self.inside = engine
         self._loop = LoopThread(type(self).__name__)
-
-    @property
-    def images(self) -> Any:
+        self.images: Any = getattr(engine, "images", None)
         """What images become; ``None`` where rows with images are refused."""
-        return getattr(self._inside, "images", None)
 
     def generate(
         self,

@@ -32,7 +32,6 @@ class BlockingVLLMEngine(WholeBatchEngine, BlockingEngine):
     # That of the engine inside, which knows the model's own end tokens.
     check_sampling = BlockingEngine.check_sampling  # type: ignore[assignment]
     end_token_ids = BlockingEngine.end_token_ids  # type: ignore[assignment]
-    images = BlockingEngine.images  # type: ignore[assignment]
 
     def __init__(self, engine: AsyncVLLMEngine) -> None:
         super().__init__(engine)

@@ -51,7 +51,7 @@ def check_expanded(expected: Sequence[int], found: Sequence[int] | None) -> None
     if found is None:
         raise ValueError(
             "the vLLM that answers does not say which tokens it made of a prompt with images "
-            "(0.32 does), so that they can't be compared with those of the row."
+            "(0.32 does), so that they can't be compared with those of the row"
         )
     if list(found) == list(expected):
         return
@@ -62,7 +62,7 @@ def check_expanded(expected: Sequence[int], found: Sequence[int] | None) -> None
         f"vLLM makes {len(found)} tokens of a prompt with images, and the row has {len(expected)}; "
         f"they differ from token {place} on: {list(found[place : place + 4])} in the place of "
         f"{list(expected[place : place + 4])}. Its processor is another one than the policy's: "
-        "give both the same folder."
+        "give both the same folder"
     )
 
 

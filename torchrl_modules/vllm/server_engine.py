@@ -162,13 +162,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
     def _take_images(self, images: ImageProcessor, *, takes_images: bool) -> None:
         who = "VLLMServerEngine"
         check_no_adapters(self.max_adapters, who=who)
-        why, do = (
-            "it reads none with its model and its options",
-            (
-                "Start it with a vision-language model, without --language-model-only, by `python -m "
-                "torchrl_modules.vllm.server`, or a `vllm serve` of 0.32 with --enable-scale-out."
-            ),
-        )
+        why: str | None = "it reads none with its model and its options"
         if takes_images:
             self.images = images
             ids, probe = probe_prompt(images)
@@ -178,7 +172,9 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         if why:
             raise ValueError(
                 f"{who}: processor= is given, and the server at {self._client.url} takes no "
-                f"images: {why}. {do}"
+                f"images: {why}. Start it with a vision-language model, without "
+                "--language-model-only, by `python -m torchrl_modules.vllm.server`, or a `vllm "
+                "serve` of 0.32 with --enable-scale-out."
             )
 
     def _read_plain(self, status: int) -> dict[str, Any]:
