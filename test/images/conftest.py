@@ -1,14 +1,18 @@
 """Vision-language models of the families, and policies over them."""
 
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pytest
-from vision_models import FAMILIES
+# Before vLLM is imported, where the command line has not set it.
+os.environ.setdefault("VLLM_PLUGINS", "")
 
-from torchrl_modules import TransformersWrapper
+import pytest  # noqa: E402
+from vision_models import FAMILIES  # noqa: E402
+
+from torchrl_modules import TransformersWrapper  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
