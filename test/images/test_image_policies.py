@@ -251,13 +251,13 @@ def test_no_row_is_sampled_without_its_images(policy, family):
     assert result.error == "the engine has no processor for its images"
 
 
-def test_streaming_refuses_the_row(policy):
+def test_an_engine_that_reads_no_images_refuses_the_row(policy):
     async def ask():
         asynchronous = AsyncPolicy(policy, SimpleNamespace(version=0))
         return await asynchronous.take_turn(Conversations.from_messages([asked("red")]))
 
     _, reason = asyncio.run(ask())
-    assert reason.startswith("error: the prompt holds images, which engines of a Streaming")
+    assert reason.startswith("error: the prompt holds images, which SimpleNamespace does not read")
 
 
 def test_models_of_several_ranks_refuse_a_processor(family, monkeypatch):

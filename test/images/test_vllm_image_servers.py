@@ -48,9 +48,7 @@ def url_fixture(family, tmp_path_factory):
 @pytest.fixture(name="policy")
 def policy_fixture(url, family):
     _, tokenizer, processor = family
-    policy = vLLMWrapper(
-        url, tokenizer=tokenizer, generate_kwargs=SAMPLING, processor=processor
-    )
+    policy = vLLMWrapper(url, tokenizer=tokenizer, generate_kwargs=SAMPLING, processor=processor)
     with closing(policy.engine):
         if policy.engine.version:
             policy.update_weights(family[0].state_dict())

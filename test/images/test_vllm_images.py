@@ -4,11 +4,11 @@ import asyncio
 import warnings
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from image_rollouts import (
-    CHATS,
     SAMPLING,
     GROUP,
     gap,
@@ -25,7 +25,7 @@ from vision_models import asked, idefics
 from collectors import LLMCollector, StreamingCollector, Wait
 from objectives import GRPOLoss
 from torchrl_data import Conversations
-from torchrl_modules import SamplingParameters, open_async, vLLMWrapper
+from torchrl_modules import VLLMEngine, open_async, vLLMWrapper
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
 pytestmark = pytest.mark.vllm
@@ -154,3 +154,58 @@ def test_collected_beside_training_with_pushes_of_what_sees(policy, family, reco
         assert len(seen - {-1}) > 1
     if not recompute:
         assert gap(sampled(policy), scorers) < 1e-4
+
+
+def test_what_vllm_would_read_otherwise_is_refused(policy, family, folder):
+    """Other tokens, other pixels, adapters; and by itself each row whose images are others."""
+    _, tokenizer, processor = family
+    llm, whole = policy.engine._llm, {"longest_edge": 32}
+    pixels = {"size": {"longest_edge": 64}, "max_image_size": whole, "do_image_splitting": True}
+    fewer = Idefics3ImageProcessorPil(**pixels | {"size": whole, "do_image_splitting": False})
+    paler = Idefics3ImageProcessorPil(**pixels, image_std=[0.6] * 3)
+    make = partial(type(processor), tokenizer=tokenizer, image_seq_len=4)
+    with pytest.raises(ValueError, match=r"vLLM makes 55 tokens .* the row has 14; they differ"):
+        VLLMEngine.from_llm(llm, processor=make(fewer))
+    with pytest.raises(ValueError, match="processor makes other pixel_values .* by up to"):
+        VLLMEngine.from_llm(llm, processor=make(paler))
+    with pytest.raises(ValueError, match="processor= is given, and enable_lora too"):
+        VLLMEngine(folder, processor=processor, enable_lora=True)
+    with pytest.raises(TypeError, match=r"VLLMEngine sets \['skip_tokenizer_init'\] itself"):
+        VLLMEngine(folder, processor=processor, skip_tokenizer_init=True)
+    blind = VLLMEngine.from_llm(llm)
+    assert blind.images is None
+    (red, two), params = (
+        policy.encoder.encode_waiting(
+            Conversations.from_messages([asked("red"), asked("red", "blue")])
+        ).split(),
+        policy.sampling,
+    )
+    asked_for = [(red, red.images(0)), (red, []), (red, two.images(0)), (two, two.images(0))]
+    prompts, images = zip(*((each.ids(0), its) for each, its in asked_for), strict=True)
+    good, lost, more, also_good = policy.engine.generate(prompts, params, images=images)
+    assert good.error is also_good.error is None
+    assert "its images were lost, or changed" in lost.error
+    assert "the 34 tokens of image 1 are not in the row" in more.error
+    [refused] = blind.generate([red.ids(0)], params, images=[red.images(0)])
+    assert refused.error.startswith("The prompt holds images, and the engine has no processor")
+    with pytest.raises(ValueError, match="2 prompts, but .* the images of 1"):
+        policy.engine.generate(prompts[:2], params, images=images[:1])
+
+
+def test_an_image_that_is_drawn_ends_the_row(policy):
+    """As it does in batches: whoever drew it sees nothing there."""
+    prompt = policy.encoder.encode_waiting(Conversations.from_messages([asked("red")]))
+    token = policy.engine.images.token_id
+    forced = replace(policy.sampling, logit_bias={token: 100.0}, max_new_tokens=2)
+
+    async def main():
+        async with open_async(policy.engine) as engine:
+            return await AsyncPolicy(policy, engine).take_turn(prompt)
+
+    before, policy._sampling = policy.sampling, forced  # which a setter would not take
+    try:
+        again, reason = asyncio.run(main())
+    finally:
+        policy.sampling = before
+    assert "which stand for images" in reason
+    assert again.position(0).awaits_response
