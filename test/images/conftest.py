@@ -9,10 +9,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Before vLLM is imported, where the command line has not set it.
 os.environ.setdefault("VLLM_PLUGINS", "")
 
-import pytest  # noqa: E402
-from vision_models import FAMILIES  # noqa: E402
+import pytest
+from vision_models import FAMILIES
 
-from torchrl_modules import TransformersWrapper  # noqa: E402
+from torchrl_modules import TransformersWrapper
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

@@ -41,7 +41,7 @@ def always_looks(text):
 
 
 def make_env(num_prompts, *, groups=2):
-    """Three turns for each prompt: one image before the first, and one of the tool before others."""
+    """Three turns for each prompt, with an image of its own; the tool shows others between."""
     colours = ("red", "green", "blue")
     rows = [{"prompt": asked(colours[i % 3], text=f"What is {i}?")} for i in range(num_prompts)]
     return ChatEnv(batch_size=groups * GROUP, tool_call_format=always_looks).append_transform(
@@ -73,19 +73,18 @@ def sampled(policy, chats=CHATS):
 @torch.no_grad()
 def gap(rows, scorers):
     """The largest difference of a drawn token's log-prob to that of its version's scorer."""
-    largest = 0.0
-    own = [row["masks", "all_assistant_mask"] for row in rows.unbind(0)]
-    drawn = torch.cat([row["log_probs", "full"][m] for row, m in zip(rows.unbind(0), own)])
-    versions = [row["policy_versions", "full"][m] for row, m in zip(rows.unbind(0), own)]
-    versions = torch.cat(versions)
+    drawn, versions = (
+        torch.cat([row[key][row["masks", "all_assistant_mask"]] for row in rows.unbind(0)])
+        for key in (("log_probs", "full"), ("policy_versions", "full"))
+    )
     assert {*versions.tolist()} <= {*scorers}
+    rows["advantage"] = torch.ones(len(rows), 1, 1)
+    gaps = [0.0]
     for version, scorer in scorers.items():
         loss = GRPOLoss(scorer, temperature=scorer.temperature)
-        rows["advantage"] = torch.ones(len(rows), 1, 1)
         scored = loss._score(loss.pack(rows)).log_prob
-        difference = (scored - drawn).abs()[versions == version]
-        largest = max(largest, float(difference.max())) if len(difference) else largest
-    return largest
+        gaps += (scored - drawn).abs()[versions == version].tolist()
+    return max(gaps)
 
 
 def sees_otherwise(family):

@@ -171,7 +171,7 @@ def test_a_placeholder_an_image_is_the_inverse_of_its_tokens(build, data):
     if not media:
         return
     for wrong in (media[:-1], [*media, media[0]]):
-        with pytest.raises(ValueError, match="its images were lost|the images were lost"):
+        with pytest.raises(ValueError, match="images were lost"):
             images.collapse(row, wrong)
     at = [i for i, token in enumerate(row) if token == images.token_id]
     cut = data.draw(st.sampled_from(at))
@@ -196,11 +196,15 @@ def test_an_image_for_others_is_as_it_is_read_here():
     exif, file = Image.Exif(), BytesIO()
     exif[0x0112] = 6  # turned by a quarter
     picture("blue", (40, 24)).save(file, format="JPEG", exif=exif)
-    for given, size in ((half, (40, 24)), (file.getvalue(), (24, 40)), (half.convert("L"), None)):
-        data = image_part(given)["data"]
+    for source, size in (
+        (half, (40, 24)),
+        (file.getvalue(), (24, 40)),
+        (half.convert("L"), (40, 24)),
+    ):
+        data = image_part(source)["data"]
         image = opened(as_rgb_url(data))
+        assert image.size == size
         assert image.tobytes() == decoded(data).tobytes()
-        assert image.size == (size or image.size)
     with pytest.raises(ValueError, match="no image that can be read"):
         as_rgb_url(base64.b64encode(b"no image").decode())
 

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 from image_rollouts import (
-    SAMPLING,
     GROUP,
+    SAMPLING,
     gap,
     make_env,
     rows_of,
@@ -166,7 +166,7 @@ def test_what_vllm_would_read_otherwise_is_refused(policy, family, folder):
     make = partial(type(processor), tokenizer=tokenizer, image_seq_len=4)
     with pytest.raises(ValueError, match=r"vLLM makes 55 tokens .* the row has 14; they differ"):
         VLLMEngine.from_llm(llm, processor=make(fewer))
-    with pytest.raises(ValueError, match="processor makes other pixel_values .* by up to"):
+    with pytest.raises(ValueError, match=r"processor makes other pixel_values .* by up to"):
         VLLMEngine.from_llm(llm, processor=make(paler))
     with pytest.raises(ValueError, match="processor= is given, and enable_lora too"):
         VLLMEngine(folder, processor=processor, enable_lora=True)
@@ -188,7 +188,7 @@ def test_what_vllm_would_read_otherwise_is_refused(policy, family, folder):
     assert "the 34 tokens of image 1 are not in the row" in more.error
     [refused] = blind.generate([red.ids(0)], params, images=[red.images(0)])
     assert refused.error.startswith("The prompt holds images, and the engine has no processor")
-    with pytest.raises(ValueError, match="2 prompts, but .* the images of 1"):
+    with pytest.raises(ValueError, match=r"2 prompts, but .* the images of 1"):
         policy.engine.generate(prompts[:2], params, images=images[:1])
 
 
