@@ -143,8 +143,9 @@ def idefics(seed=0):
         pixels, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template
     )
     heads = {"head_dim": 32, "num_attention_heads": 2}  # vLLM has no smaller ones on a CPU
+    size = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
     config = Idefics3Config(
-        text_config=TEXT | heads | {"model_type": "llama", "vocab_size": len(tokenizer)},
+        text_config=TEXT | heads | size | {"model_type": "llama"},
         vision_config={
             "hidden_size": 32,
             "intermediate_size": 64,

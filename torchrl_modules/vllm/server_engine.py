@@ -153,29 +153,29 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         self.max_model_len: int = limits["max_model_len"]
         """Most tokens of a prompt and its response together."""
         if images is not None:
-            try:
-                self._take_images(images, takes_images=limits.get("takes_images", True))
-            except BaseException:
-                self.close()
-                raise
+            self._take_images(images, takes_images=limits.get("takes_images", True))
 
     def _take_images(self, images: ImageProcessor, *, takes_images: bool) -> None:
-        who = "VLLMServerEngine"
-        check_no_adapters(self.max_adapters, who=who)
-        why: str | None = "it reads none with its model and its options"
-        if takes_images:
-            self.images = images
-            ids, probe = probe_prompt(images)
-            row = Row(ids, 1, None, probe)
-            [drawn] = self._draw([row], SamplingParameters(temperature=0.0))
-            why = drawn.error
-        if why:
-            raise ValueError(
-                f"{who}: processor= is given, and the server at {self._client.url} takes no "
-                f"images: {why}. Start it with a vision-language model, without "
-                "--language-model-only, by `python -m torchrl_modules.vllm.server`, or a `vllm "
-                "serve` of 0.32 with --enable-scale-out."
-            )
+        """Read images from now on; `ValueError`: the server does not, and this is closed."""
+        try:
+            check_no_adapters(self.max_adapters, who="VLLMServerEngine")
+            why: str | None = "it reads none with its model and its options"
+            if takes_images:
+                self.images = images
+                ids, probe = probe_prompt(images)
+                row = Row(ids, 1, None, probe)
+                [drawn] = self._draw([row], SamplingParameters(temperature=0.0))
+                why = drawn.error
+            if why:
+                raise ValueError(
+                    f"VLLMServerEngine: processor= is given, and the server at {self._client.url} "
+                    f"takes no images: {why}. Start it with a vision-language model, without "
+                    "--language-model-only, by `python -m torchrl_modules.vllm.server`, or a `vllm "
+                    "serve` of 0.32 with --enable-scale-out."
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def _read_plain(self, status: int) -> dict[str, Any]:
         """The limits of a ``vllm serve``, and what it lacks to be updated."""
