@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,8 +21,9 @@ from torchrl_data.ragged.packed import pad
 from torchrl_data.saved_rows import row_from_state, row_state
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_envs.rewards.kl import RetrieveLogProb
-from torchrl_modules import SamplingParameters, TransformersWrapper
+from torchrl_modules import EngineFleet, LLMWrapperBase, SamplingParameters, TransformersWrapper
 from torchrl_modules.engines import readers
+from torchrl_modules.engines.bridges import BatchingEngine, BlockingEngine
 from torchrl_modules.policies.async_policy import AsyncPolicy
 from torchrl_modules.scoring.scorer import PackedScorer
 
@@ -249,6 +251,41 @@ def test_no_row_is_sampled_without_its_images(policy, family):
     assert reasons[1] in ("stop", "length")
     [result] = bare.engine.generate([prompt.ids(0)], bare.sampling, images=[prompt.images(0)])
     assert result.error == "the engine has no processor for its images"
+
+
+class Sees(BatchingEngine):
+    """An asynchronous engine that reads images, as those of vLLM do."""
+
+    @property
+    def images(self):
+        return self._inside.images
+
+    async def respond(self, prompt, params, *, max_new_tokens=None, session=None, images=()):
+        del session
+        budgets = None if max_new_tokens is None else [max_new_tokens]
+        media = {"images": [images]} if images else {}
+        [drawn] = self._inside.generate([prompt], params, max_new_tokens=budgets, **media)
+        return drawn
+
+
+def test_a_fleet_hands_images_on(policy):
+    rows = policy.encoder.encode_waiting(Conversations.from_messages(CHATS[2:5]))
+    prompts, images = ([of(i) for i in range(3)] for of in (rows.ids, rows.images))
+    params = replace(policy.sampling, temperature=0.0)
+    expected = policy.engine.generate(prompts, params, images=images)
+    with closing(BlockingEngine(EngineFleet([Sees(policy.engine), Sees(policy.engine)]))) as fleet:
+        assert fleet.images is policy.engine.images
+        drawn = fleet.generate(prompts, params, images=images)
+        assert [each.ids for each in drawn] == [each.ids for each in expected]
+        assert not any(each.error for each in drawn)
+        with pytest.raises(ValueError, match=r"3 prompts, but .* the images of 1"):
+            fleet.generate(prompts, params, images=images[:1])
+        turned = LLMWrapperBase(fleet, tokenizer=policy.tokenizer, generate_kwargs=params)
+        assert sampled(turned, CHATS[2:5])[1].ids(0) == prompts[0] + expected[0].ids
+    blind = BatchingEngine(policy.engine)
+    assert getattr(blind, "images", None) is None
+    with pytest.raises(ValueError, match="EngineFleet: some read images and others do not"):
+        EngineFleet([Sees(policy.engine), blind])
 
 
 def test_an_engine_that_reads_no_images_refuses_the_row(policy):

@@ -132,7 +132,7 @@ def test_what_a_server_would_read_otherwise_is_refused(url, family, policy):
         size={"longest_edge": 32}, max_image_size={"longest_edge": 32}, do_image_splitting=False
     )
     other = type(processor)(whole, tokenizer, image_seq_len=4)
-    with pytest.raises(ValueError, match=r"takes no images: vLLM makes 55 tokens .* has 14"):
+    with pytest.raises(ValueError, match=r"takes no images: vLLM makes \d+ tokens .* has 7; "):
         VLLMServerEngine(url, processor=other)
     with pytest.raises(TypeError, match="takes the processor of a vision-language model"):
         VLLMServerEngine(url, processor=tokenizer)

@@ -164,7 +164,7 @@ def test_what_vllm_would_read_otherwise_is_refused(policy, family, folder):
     fewer = Idefics3ImageProcessorPil(**pixels | {"size": whole, "do_image_splitting": False})
     paler = Idefics3ImageProcessorPil(**pixels, image_std=[0.6] * 3)
     make = partial(type(processor), tokenizer=tokenizer, image_seq_len=4)
-    with pytest.raises(ValueError, match=r"vLLM makes 55 tokens .* the row has 14; they differ"):
+    with pytest.raises(ValueError, match=r"vLLM makes \d+ tokens .* the row has 7; they differ"):
         VLLMEngine.from_llm(llm, processor=make(fewer))
     with pytest.raises(ValueError, match=r"processor makes other pixel_values .* by up to"):
         VLLMEngine.from_llm(llm, processor=make(paler))

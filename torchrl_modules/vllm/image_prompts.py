@@ -92,7 +92,10 @@ def rendered(
         "cache_salt": label,
     }
     # The other cache leaves out what the core of the engine should have by now.
-    (found,) = llm_engine.renderer.render_cmpl([prompt], skip_mm_cache=True)
+    try:
+        (found,) = llm_engine.renderer.render_cmpl([prompt], skip_mm_cache=True)
+    except RuntimeError as error:  # that it finds no placeholder of its own, say
+        raise ValueError(f"vLLM's processor does not take the prompt: {error}") from error
     check_expanded(ids, found["prompt_token_ids"])
     return found
 
@@ -116,10 +119,10 @@ def request_fields(
     }
 
 
-def probe_prompt(processor: ImageProcessor) -> tuple[list[int], list[str]]:
-    """Tokens and images of a prompt of two images of noise, of different sizes."""
+def probe_prompts(processor: ImageProcessor) -> list[tuple[list[int], list[str]]]:
+    """Tokens and images of prompts of an image of noise each, of different sizes."""
     images = [noise_image(seed, size) for seed, size in enumerate(_PROBE_SIZES)]
-    return [token for image in images for token in processor.process([image]).ids], images
+    return [(processor.process([image]).ids, [image]) for image in images]
 
 
 def check_reads_images(llm_engine: Any, processor: ImageProcessor, *, who: str) -> None:
@@ -140,13 +143,12 @@ def check_reads_images(llm_engine: Any, processor: ImageProcessor, *, who: str) 
             f"{who}: processor= is given, and this LLM {lack}, with which vLLM reads no images. "
             "Build it with skip_tokenizer_init=False, by vLLM 0.32."
         )
-    ids, images = probe_prompt(processor)
-    try:
-        given = rendered(llm_engine, processor, ids, images, "probe")
-    except ValueError as error:
-        raise ValueError(f"{who}: images can't be read: {error}") from error
-    for image, item in zip(images, given["mm_kwargs"]["image"], strict=True):
-        own = processor.process([image]).tensors
+    for ids, images in probe_prompts(processor):
+        try:
+            given = rendered(llm_engine, processor, ids, images, "probe")
+        except ValueError as error:
+            raise ValueError(f"{who}: images can't be read: {error}") from error
+        [item], own = given["mm_kwargs"]["image"], processor.process(images).tensors
         for name, theirs in item.get_data().items():
             ours = own.get(name)
             if isinstance(theirs, torch.Tensor) and ours is not None:

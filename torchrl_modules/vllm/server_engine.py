@@ -25,7 +25,7 @@ from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
 
 from .access_control import TOKEN_VARIABLE
-from .image_prompts import as_image_processor, check_expanded, probe_prompt, request_fields
+from .image_prompts import as_image_processor, check_expanded, probe_prompts, request_fields
 from .requests import StaleWeights, check_labels, read_answer, sampling_fields, version_number
 from .server_adapters import ServerAdapters
 from .server_routes import ServerRoutes, Turnstile
@@ -162,10 +162,9 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             why: str | None = "it reads none with its model and its options"
             if takes_images:
                 self.images = images
-                ids, probe = probe_prompt(images)
-                row = Row(ids, 1, None, probe)
-                [drawn] = self._draw([row], SamplingParameters(temperature=0.0))
-                why = drawn.error
+                rows = [Row(ids, 1, None, each) for ids, each in probe_prompts(images)]
+                drawn = self._draw(rows, SamplingParameters(temperature=0.0))
+                why = next((each.error for each in drawn if each.error), None)
             if why:
                 raise ValueError(
                     f"VLLMServerEngine: processor= is given, and the server at {self._client.url} "
