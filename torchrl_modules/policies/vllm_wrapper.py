@@ -40,7 +40,7 @@ class vLLMWrapper(LLMWrapperBase):
             :class:`~torchrl_modules.vllm.server_engine.VLLMServerEngine`.
         generate: only ``True``; for scores see above.
         processor: of a vision-language model, for messages with images; loaded beside a model that
-            is nothing else when ``model`` is an id or a path. The same one scores them.
+            is nothing else when ``model`` is an id or a path, but with ``language_model_only``.
         **kwargs: see :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
 
     Raises:
@@ -104,7 +104,8 @@ class vLLMWrapper(LLMWrapperBase):
             place = {"trust_remote_code": bool(settings.get("trust_remote_code"))}
             tokenizer = tokenizer or load_pretrained(AutoTokenizer, model, **place)
             config = load_pretrained(AutoConfig, model, **place)
-            if processor is None and sees_images(config, is_asked=False):
+            sees = sees_images(config, is_asked=False) and not settings.get("language_model_only")
+            if processor is None and sees:
                 processor = load_pretrained(AutoProcessor, model, **place)
         if tokenizer is None:
             raise TypeError("vLLMWrapper needs the tokenizer of the model: tokenizer=...")

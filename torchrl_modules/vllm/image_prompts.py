@@ -5,7 +5,7 @@ compared with the row: a response is drawn for these tokens or for none.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -101,22 +101,24 @@ def rendered(
 
 
 def request_fields(
-    processor: ImageProcessor, ids: Sequence[int], images: Sequence[str], label: str
+    processor: ImageProcessor, ids: Sequence[int], images: Sequence[str]
 ) -> dict[str, Any]:
     """Fields of a request to ``/inference/v1/generate`` that stand for a prompt with images.
 
-    The answer's ``prompt_token_ids`` have to pass :func:`check_expanded`. Takes and raises what
-    :func:`rendered` does.
+    :func:`name_images` completes them, and the answer's ``prompt_token_ids`` have to pass
+    :func:`check_expanded`. Takes and raises what :func:`rendered` does.
     """
-    names = image_names(images, label)
     return {
         "token_ids": processor.collapse(ids, images),
-        "content_parts": [
-            {"type": "image_url", "url": as_rgb_url(image), "uuid": name}
-            for image, name in zip(images, names, strict=True)
-        ],
+        "content_parts": [{"type": "image_url", "url": as_rgb_url(image)} for image in images],
         "return_token_ids": True,
     }
+
+
+def name_images(fields: Mapping[str, Any], images: Sequence[str], label: str) -> None:
+    """Name the images of a request by the weights that serve as it is sent."""
+    for part, name in zip(fields["content_parts"], image_names(images, label), strict=True):
+        part["uuid"] = name
 
 
 def probe_prompts(processor: ImageProcessor) -> list[tuple[list[int], list[str]]]:

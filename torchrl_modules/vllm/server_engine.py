@@ -25,7 +25,13 @@ from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
 
 from .access_control import TOKEN_VARIABLE
-from .image_prompts import as_image_processor, check_expanded, probe_prompts, request_fields
+from .image_prompts import (
+    as_image_processor,
+    check_expanded,
+    name_images,
+    probe_prompts,
+    request_fields,
+)
 from .requests import StaleWeights, check_labels, read_answer, sampling_fields, version_number
 from .server_adapters import ServerAdapters
 from .server_routes import ServerRoutes, Turnstile
@@ -265,20 +271,22 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
     async def _ask_for(self, row: Row, params: SamplingParameters) -> Generation:
         if self._failure:
             raise ConnectionError(self._failure)
-        first = self._labels[-1]
         try:
             ids = check_prompt(
                 row.prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len
             )
             body: dict[str, Any] = {
                 "sampling_params": sampling_fields(params, row.budget, row.seed),
-                **self._prompt_fields(ids, row.images, first),
+                **await self._prompt_fields(ids, row.images),
             }
         except ValueError as error:
             return Generation([], [], "error", str(error))
         if self._adapters is not None:
             return await self._ask_adapted(body, self._adapters)
+        first = self._labels[-1]
         body["cache_salt"] = first  # Cached prefixes of other weights are never met.
+        if row.images:  # Nor what these made of an image.
+            name_images(body, row.images, first)
         status, answer = await self._rows.ask("POST", "/inference/v1/generate", body)
         if status == 200:
             if row.images:
@@ -290,7 +298,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             return read_answer(answer, labels[labels.index(first) if first in labels else 0 :])
         return await self._refused(status, answer)
 
-    def _prompt_fields(self, ids: list[int], images: Sequence[str], label: str) -> dict[str, Any]:
+    async def _prompt_fields(self, ids: list[int], images: Sequence[str]) -> dict[str, Any]:
         """What a request says of its prompt; `ValueError`: the row is refused."""
         if self.images is None:
             if images:
@@ -299,7 +307,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                     "VLLMServerEngine(url, processor=...)."
                 )
         elif images:
-            return request_fields(self.images, ids, images, label)
+            return await asyncio.to_thread(request_fields, self.images, ids, images)
         elif fault := self.images.fault(ids, images):
             raise ValueError(fault)
         return {"token_ids": ids}
