@@ -14,6 +14,8 @@ from vision_models import asked, llava, picture, qwen
 from collectors.record.row_values import recorded_prompt
 from objectives import GRPOLoss, SFTLoss
 from objectives.batching.ranks import equal_shares
+from torchrl_agents.models import load_model
+from torchrl_agents.settings.schema import PolicyConfig, SettingsError
 from torchrl_data import Conversations, encode_demonstrations, row_tensordicts
 from torchrl_data.conversation import continues
 from torchrl_data.conversation_io import write_conversations
@@ -337,6 +339,8 @@ def test_loaded_from_a_folder_with_its_processor(tmp_path):
     settings = {"generate_kwargs": {"max_new_tokens": 3}}
     loaded = TransformersWrapper(str(tmp_path), device="cpu", **settings)
     built = TransformersWrapper(model, tokenizer=tokenizer, processor=processor, **settings)
+    with pytest.raises(SettingsError, match="which is trained in Python and not by a recipe"):
+        load_model(PolicyConfig(model=str(tmp_path)), str(tmp_path))
     rows, others = (sampled(policy, [asked("red")])[0] for policy in (loaded, built))
     assert torch.equal(rows[0]["tokens", "full"], others[0]["tokens", "full"])
     torch.testing.assert_close(rows[0]["log_probs", "full"], others[0]["log_probs", "full"])

@@ -175,7 +175,6 @@ def missing_torchvision(error: BaseException) -> str:
     if find_spec("torchvision") is not None or "inspected" not in str(error):
         return ""
     return (
-        " It imports torchvision for this class, which is not installed here. On a CPU without it "
-        "vLLM reads images with Idefics3, SmolVLM, PaliGemma, Phi-3-vision and BLIP-2; on a GPU "
-        "with all of its vision-language models."
+        " It may import torchvision for this class, which is not installed here: the installation "
+        "for a CPU lacks it. Without it vLLM loads Idefics3, SmolVLM and PaliGemma, for instance."
     )
