@@ -34,7 +34,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from collectors.weight_update.merged_adapters import whole
 from collectors.weight_update.plain_weights import gathered_state_dict, unwrapped_module
 from objectives import SFTLoss
-from torchrl_data import import_package
+from torchrl_data import import_package, page
 from torchrl_data.conversation import Conversations, Turn, waiting_rows
 from torchrl_data.conversation_io import row_tensordicts
 from torchrl_data.pretrained import load_pretrained
@@ -58,7 +58,7 @@ from torchrl_modules import (
 )
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
-from torchrl_modules.policies.loading import OF_BOTH, load_causal_lm
+from torchrl_modules.policies.loading import OF_BOTH, load_causal_lm, sees_images
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 from torchrl_modules.vllm.runtime import import_vllm, request_batch_invariance
 from torchrl_modules.vllm.settings import ADAPTER_RANKS, mask_settings
@@ -479,6 +479,11 @@ def load_model(
         arguments["quantization_config"] = four_bit_config(getattr(torch, cfg.dtype))
     try:
         tokenizer = load_tokenizer(cfg, source)
+        if sees_images(load_pretrained(AutoConfig, source, **place_of(cfg)), is_asked=False):
+            raise ValueError(
+                "it is a vision-language model, which is trained in Python and not by a recipe. "
+                f"See {page('docs/images.md')}."
+            )
         model = load(source, dtype=getattr(torch, cfg.dtype), **arguments)
         if cfg.add_control_tokens:
             name = cfg.chat_template_name

@@ -19,6 +19,8 @@ from . import import_package
 from .messages import Message
 
 _SOURCES: Final = ("image", "data", "url")
+_ORIENTATION: Final = 0x0112
+"""Of the tags of EXIF: how a picture is to be turned."""
 
 
 def image_part(image: Any) -> dict[str, Any]:
@@ -53,12 +55,34 @@ def with_plain_images(message: Any) -> Any:
     parts = []
     for part in content:
         try:
-            parts.append(_read(part) if is_image(part) else part)
+            parts.append(read_part(part) if is_image(part) else part)
         except (ValueError, TypeError, ImportError):
             parts.append(part)
     if all(new is old for new, old in zip(parts, content, strict=True)):
         return message
     return {**message, "content": parts}
+
+
+def read_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The image of a part as plain values; the part itself where they are.
+
+    Raises:
+        ValueError: it can't be read.
+        TypeError: it is of no known type.
+    """
+    if isinstance(part.get("data"), str) and "mime_type" in part and "image" not in part:
+        return part
+    for source in _SOURCES:
+        value = part.get(source)
+        if value is None:
+            continue
+        if source == "data" and isinstance(value, str) and not value.startswith("data:"):
+            value = _from_base64(value)
+        return {**{k: v for k, v in part.items() if k not in _SOURCES}, **image_part(value)}
+    raise ValueError(
+        f"An image part holds no image, only {sorted(part)}. Give it 'image' (a PIL image, bytes "
+        "or a path), 'data' (base 64) or 'url' (data: or file:)."
+    )
 
 
 def images_of(messages: Sequence[Message]) -> list[str]:
@@ -69,7 +93,7 @@ def images_of(messages: Sequence[Message]) -> list[str]:
         TypeError: one is of no known type.
     """
     return [
-        _read(part)["data"]
+        read_part(part)["data"]
         for message in messages
         if isinstance(content := message.get("content"), list)
         for part in content
@@ -100,6 +124,29 @@ def decoded(data: str) -> Any:
         raise ValueError(f"An image of {len(data)} characters is broken: {error}") from error
 
 
+def as_rgb_url(data: str) -> str:
+    """A ``data:`` URL of an image in base 64 that every reader sees as :func:`decoded` gives it.
+
+    A file of another mode than RGB, or one that is to be turned, is written anew, as a PNG: readers
+    differ in what they make of transparency and of turns.
+
+    Raises:
+        ValueError: the file is broken.
+    """
+    file = base64.b64decode(data)
+    mime_type = _header(file)[1]
+    with _pillow().open(BytesIO(file)) as image:
+        is_plain = image.mode == "RGB" and image.getexif().get(_ORIENTATION, 1) == 1
+    part = {"data": data, "mime_type": mime_type} if is_plain else image_part(decoded(data))
+    return f"data:{part['mime_type']};base64,{part['data']}"
+
+
+def is_picture(value: object) -> bool:
+    """Return whether a value is a ``PIL.Image.Image``; Pillow need not be installed."""
+    kinds = ((kind.__module__, kind.__name__) for kind in type(value).__mro__)
+    return ("PIL.Image", "Image") in kinds
+
+
 def image_label(part: Mapping[str, Any]) -> str:
     """Return what is shown of an image: ``[image 32x32]``."""
     try:
@@ -121,23 +168,6 @@ def described(value: Any) -> Any:
 def is_image(part: Any) -> bool:
     """Return whether a part of a content is an image."""
     return isinstance(part, Mapping) and part.get("type") == "image"
-
-
-def _read(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The image of a part as plain values; the part itself where they are."""
-    if isinstance(part.get("data"), str) and "mime_type" in part and "image" not in part:
-        return part
-    for source in _SOURCES:
-        value = part.get(source)
-        if value is None:
-            continue
-        if source == "data" and isinstance(value, str) and not value.startswith("data:"):
-            value = _from_base64(value)
-        return {**{k: v for k, v in part.items() if k not in _SOURCES}, **image_part(value)}
-    raise ValueError(
-        f"An image part holds no image, only {sorted(part)}. Give it 'image' (a PIL image, bytes "
-        "or a path), 'data' (base 64) or 'url' (data: or file:)."
-    )
 
 
 def _file_of(image: Any) -> bytes:

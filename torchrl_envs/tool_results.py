@@ -1,11 +1,12 @@
-"""Answers of tools as the model reads them: always valid text, never longer than its cap."""
+"""Answers of tools as the model reads them: valid text, never longer than its cap, and images."""
 
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterator, Set
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, Final, TypeAlias
 
+from torchrl_data.images import image_part, is_image, is_picture, read_part
 from torchrl_data.stop_reason import StopReason
 
 from .concurrency.calls import is_async
@@ -15,6 +16,8 @@ MAX_RESULT_BYTES: Final = 64 * 1024
 """Default cap of one tool message, in bytes of UTF-8."""
 MAX_ERROR_BYTES: Final = 2 * 1024
 """Cap of an error's message, in bytes of UTF-8."""
+Content: TypeAlias = str | list[dict[str, Any]]
+"""What a message says: text, or parts of which some are images."""
 
 _ITEMS: Final = 1024
 _REST: Final = "\n[... the rest was cut]"
@@ -94,18 +97,58 @@ def clean_text(text: str, max_bytes: int) -> str:
     return data.decode("utf-8") if len(data) <= max_bytes else _cut(text, max_bytes, None)
 
 
-def as_text(function: Call, max_bytes: int) -> Call:
-    """A call whose result is made text where it runs, under its deadline."""
+def value_content(value: Any, *, max_bytes: int = MAX_RESULT_BYTES) -> Content:
+    """Any value as the content of a message.
 
-    async def call_async() -> str:
-        return value_text(await function(), max_bytes=max_bytes)
+    Args:
+        value: a ``PIL.Image.Image`` or an image part (``{"type": "image", ...}``), or a list with
+            one in it, becomes a list of parts; anything else becomes text.
+        max_bytes: longer text is cut, that of all parts together; bytes of UTF-8. Images are not.
 
-    def call() -> str:
+    Raises:
+        ValueError: an image can't be read.
+        TypeError: it is of no known type.
+    """
+    items = value if isinstance(value, list | tuple) else [value]
+    if not any(is_picture(item) or is_image(item) for item in items):
+        return value_text(value, max_bytes=max_bytes)
+    parts: list[dict[str, Any]] = []
+    for item in items:
+        if is_picture(item):
+            parts.append(image_part(item))
+        elif is_image(item):
+            parts.append(dict(read_part(_without_path(item))))
+        else:
+            is_text = isinstance(item, Mapping) and item.get("type") == "text" and "text" in item
+            text = value_text(item["text"] if is_text else item, max_bytes=max_bytes)
+            max_bytes = max(0, max_bytes - len(text.encode()))
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _without_path(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An image part that names no file: the text of its path might be the model's own words."""
+    for name in ("image", "url"):
+        if isinstance(text := part.get(name), str) and not text.startswith("data:"):
+            raise ValueError(
+                f"a tool gives an image as a PIL image, bytes, a pathlib.Path or base 64 ('data'), "
+                f"not as text that names a file: {name}={text!r:.80}"
+            )
+    return part
+
+
+def as_content(function: Call, max_bytes: int) -> Call:
+    """A call whose result is made a message's content where it runs, under its deadline."""
+
+    async def call_async() -> Content:
+        return value_content(await function(), max_bytes=max_bytes)
+
+    def call() -> Content:
         value = function()
         if inspect.iscoroutine(value):
             value.close()
             raise TypeError("a tool that is not a coroutine function returned a coroutine")
-        return value_text(value, max_bytes=max_bytes)
+        return value_content(value, max_bytes=max_bytes)
 
     return call_async if is_async(function) else call
 

@@ -41,6 +41,10 @@ PAGES = {"README": ROOT / "README.md"} | {
 }
 FENCE = re.compile(r"(?:<!-- (not run: .*?|needs vLLM) -->\n)?```python\n(.*?)```", re.DOTALL)
 MODELS = ("Qwen/Qwen3-0.6B",)
+VISION_MODELS = {
+    "llava": "llava-hf/llava-1.5-7b-hf",
+    "idefics": "HuggingFaceTB/SmolVLM-256M-Instruct",
+}
 ROWS = [{"prompt": f"What is {n} + 2?", "answer": str(n + 2)} for n in range(16)]
 CLOSED = ("collector", "env", "text_env", "tools")
 
@@ -72,9 +76,10 @@ def folder(tmp_path_factory, chatml_tokenizer, make_tiny_model):
     for model in MODELS:
         chatml_tokenizer.save_pretrained(path / model)
         make_tiny_model(max_position_embeddings=4096, head_dim=32).save_pretrained(path / model)
-    vision = runpy.run_path(str(ROOT / "test/images/vision_models.py"))["llava"]()
-    for part in vision:
-        part.save_pretrained(path / "llava-hf/llava-1.5-7b-hf")
+    families = runpy.run_path(str(ROOT / "test/images/vision_models.py"))
+    for family, model in VISION_MODELS.items():
+        for part in families[family]():
+            part.save_pretrained(path / model)
     _write_rows(path / "rows.jsonl", ROWS)
     problems = [{"question": row["prompt"], "answer": f"#### {row['answer']}"} for row in ROWS]
     _write_rows(path / "path/to/data/train.jsonl", problems)

@@ -1,9 +1,13 @@
 """Vision-language models of the families, and policies over them."""
 
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Before vLLM is imported, where the command line has not set it.
+os.environ.setdefault("VLLM_PLUGINS", "")
 
 import pytest
 from vision_models import FAMILIES

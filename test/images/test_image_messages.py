@@ -1,6 +1,7 @@
 """Images in messages: read, kept as plain values, encoded, refused alone, and shown."""
 
 import base64
+import functools
 import json
 from io import BytesIO
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tensordict import TensorDict
-from vision_models import asked, llava, picture, qwen
+from vision_models import asked, idefics, llava, picture, qwen
 
 from torchrl_data import (
     ConversationEncoder,
@@ -21,8 +22,15 @@ from torchrl_data import (
 from torchrl_data.content import ContentBase
 from torchrl_data.conversation import Turn
 from torchrl_data.conversation_state import conversation_states, conversations_from_states
-from torchrl_data.images import decoded, described, image_part, with_plain_images
+from torchrl_data.images import (
+    as_rgb_url,
+    decoded,
+    described,
+    image_part,
+    with_plain_images,
+)
 from torchrl_data.saved_rows import row_from_state, row_state
+from torchrl_data.templates.image_processor import ImageProcessor
 
 RED = (255, 0, 0)
 
@@ -135,6 +143,70 @@ def test_tokens_are_those_of_the_processor(build):
     whole = [*shown(chat), turn.message, *shown(later)]
     assert state.ids(0) == list(reference(whole, [*pictures, picture("green")]))
     assert len(state.images(0)) == 3
+
+
+@functools.cache
+def model_of(build):
+    return build()
+
+
+@settings(max_examples=40, deadline=None)
+@given(build=st.sampled_from([llava, qwen, idefics]), data=st.data())
+def test_a_placeholder_an_image_is_the_inverse_of_its_tokens(build, data):
+    """Whatever else a row holds: marks that a processor writes around images, too."""
+    _, tokenizer, processor = model_of(build)
+    images = ImageProcessor(processor)
+    sizes = st.sampled_from([(32, 32), (64, 32), (32, 64), (48, 40)])
+    colours = st.sampled_from(["red", "blue"])
+    pictures = data.draw(st.lists(st.builds(picture, colours, sizes), max_size=3))
+    others = set(range(len(tokenizer))) - {images.token_id, images.place_id}
+    marks = set(images.process([image_part(picture("red"))["data"]]).ids) & others
+    tokens = st.sampled_from(sorted(others)) | st.sampled_from(sorted(marks or others))
+    row, collapsed, media = [], [], [image_part(each)["data"] for each in pictures]
+    for image in [*media, None]:
+        text = data.draw(st.lists(tokens, max_size=6))
+        row += text + (images.process([image]).ids if image else [])
+        collapsed += text + ([images.place_id] if image else [])
+    assert images.collapse(row, media) == collapsed
+    if not media:
+        return
+    for wrong in (media[:-1], [*media, media[0]]):
+        with pytest.raises(ValueError, match="images were lost"):
+            images.collapse(row, wrong)
+    at = [i for i, token in enumerate(row) if token == images.token_id]
+    cut = data.draw(st.sampled_from(at))
+    with pytest.raises(ValueError, match="images were lost"):
+        images.collapse(row[:cut] + row[cut + 1 :], media)
+
+
+def test_an_image_for_others_is_as_it_is_read_here():
+    """What is plain stays the file that it is; anything else is written anew."""
+
+    def opened(url):
+        head, _, body = url.partition(",")
+        assert head.startswith("data:image/")
+        image = Image.open(BytesIO(base64.b64decode(body)))
+        assert image.mode == "RGB"
+        return image
+
+    plain = image_part(picture("red", (40, 24)))
+    assert as_rgb_url(plain["data"]) == f"data:image/png;base64,{plain['data']}"
+    half = picture("red", (40, 24)).convert("RGBA")
+    half.putalpha(64)
+    exif, file = Image.Exif(), BytesIO()
+    exif[0x0112] = 6  # turned by a quarter
+    picture("blue", (40, 24)).save(file, format="JPEG", exif=exif)
+    for source, size in (
+        (half, (40, 24)),
+        (file.getvalue(), (24, 40)),
+        (half.convert("L"), (40, 24)),
+    ):
+        data = image_part(source)["data"]
+        image = opened(as_rgb_url(data))
+        assert image.size == size
+        assert image.tobytes() == decoded(data).tobytes()
+    with pytest.raises(ValueError, match="no image that can be read"):
+        as_rgb_url(base64.b64encode(b"no image").decode())
 
 
 def test_no_text_spells_an_image():

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ from vision_models import asked, llava, picture, qwen
 from collectors.record.row_values import recorded_prompt
 from objectives import GRPOLoss, SFTLoss
 from objectives.batching.ranks import equal_shares
+from torchrl_agents.models import load_model
+from torchrl_agents.settings.schema import PolicyConfig, SettingsError
 from torchrl_data import Conversations, encode_demonstrations, row_tensordicts
 from torchrl_data.conversation import continues
 from torchrl_data.conversation_io import write_conversations
@@ -20,8 +23,9 @@ from torchrl_data.ragged.packed import pad
 from torchrl_data.saved_rows import row_from_state, row_state
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_envs.rewards.kl import RetrieveLogProb
-from torchrl_modules import SamplingParameters, TransformersWrapper
+from torchrl_modules import EngineFleet, LLMWrapperBase, SamplingParameters, TransformersWrapper
 from torchrl_modules.engines import readers
+from torchrl_modules.engines.bridges import BatchingEngine, BlockingEngine
 from torchrl_modules.policies.async_policy import AsyncPolicy
 from torchrl_modules.scoring.scorer import PackedScorer
 
@@ -251,13 +255,48 @@ def test_no_row_is_sampled_without_its_images(policy, family):
     assert result.error == "the engine has no processor for its images"
 
 
-def test_streaming_refuses_the_row(policy):
+class Sees(BatchingEngine):
+    """An asynchronous engine that reads images, as those of vLLM do."""
+
+    @property
+    def images(self):
+        return self._inside.images
+
+    async def respond(self, prompt, params, *, max_new_tokens=None, session=None, images=()):
+        del session
+        budgets = None if max_new_tokens is None else [max_new_tokens]
+        media = {"images": [images]} if images else {}
+        [drawn] = self._inside.generate([prompt], params, max_new_tokens=budgets, **media)
+        return drawn
+
+
+def test_a_fleet_hands_images_on(policy):
+    rows = policy.encoder.encode_waiting(Conversations.from_messages(CHATS[2:5]))
+    prompts, images = ([of(i) for i in range(3)] for of in (rows.ids, rows.images))
+    params = replace(policy.sampling, temperature=0.0)
+    expected = policy.engine.generate(prompts, params, images=images)
+    with closing(BlockingEngine(EngineFleet([Sees(policy.engine), Sees(policy.engine)]))) as fleet:
+        assert fleet.images is policy.engine.images
+        drawn = fleet.generate(prompts, params, images=images)
+        assert [each.ids for each in drawn] == [each.ids for each in expected]
+        assert not any(each.error for each in drawn)
+        with pytest.raises(ValueError, match=r"3 prompts, but .* the images of 1"):
+            fleet.generate(prompts, params, images=images[:1])
+        turned = LLMWrapperBase(fleet, tokenizer=policy.tokenizer, generate_kwargs=params)
+        assert sampled(turned, CHATS[2:5])[1].ids(0) == prompts[0] + expected[0].ids
+    blind = BatchingEngine(policy.engine)
+    assert getattr(blind, "images", None) is None
+    with pytest.raises(ValueError, match="EngineFleet: some read images and others do not"):
+        EngineFleet([Sees(policy.engine), blind])
+
+
+def test_an_engine_that_reads_no_images_refuses_the_row(policy):
     async def ask():
         asynchronous = AsyncPolicy(policy, SimpleNamespace(version=0))
         return await asynchronous.take_turn(Conversations.from_messages([asked("red")]))
 
     _, reason = asyncio.run(ask())
-    assert reason.startswith("error: the prompt holds images, which engines of a Streaming")
+    assert reason.startswith("error: the prompt holds images, which SimpleNamespace does not read")
 
 
 def test_models_of_several_ranks_refuse_a_processor(family, monkeypatch):
@@ -300,6 +339,8 @@ def test_loaded_from_a_folder_with_its_processor(tmp_path):
     settings = {"generate_kwargs": {"max_new_tokens": 3}}
     loaded = TransformersWrapper(str(tmp_path), device="cpu", **settings)
     built = TransformersWrapper(model, tokenizer=tokenizer, processor=processor, **settings)
+    with pytest.raises(SettingsError, match="which is trained in Python and not by a recipe"):
+        load_model(PolicyConfig(model=str(tmp_path)), str(tmp_path))
     rows, others = (sampled(policy, [asked("red")])[0] for policy in (loaded, built))
     assert torch.equal(rows[0]["tokens", "full"], others[0]["tokens", "full"])
     torch.testing.assert_close(rows[0]["log_probs", "full"], others[0]["log_probs", "full"])

@@ -4,6 +4,9 @@ import torch
 from PIL import Image
 from transformers import (
     CLIPVisionConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3Processor,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
@@ -13,6 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from torchrl_modules.tiny_model import train_tokenizer
@@ -125,6 +129,38 @@ def qwen(seed=0):
 
 
 FAMILIES = {"llava": llava, "qwen2.5-vl": qwen}
+
+
+def idefics(seed=0):
+    """Idefics3, which vLLM reads without torchvision: an image is tiles of 4 tokens, and marks."""
+    tiles = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *tiles]
+    tokenizer = _tokenizer("<image>", marks)
+    pixels = Idefics3ImageProcessorPil(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True
+    )
+    processor = Idefics3Processor(
+        pixels, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template
+    )
+    heads = {"head_dim": 32, "num_attention_heads": 2}  # vLLM has no smaller ones on a CPU
+    size = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
+    config = Idefics3Config(
+        text_config=TEXT | heads | size | {"model_type": "llama"},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+        },
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    )
+    model = _seeded(lambda: Idefics3ForConditionalGeneration(config), seed)
+    return model, tokenizer, processor
 
 
 def _seeded(build, seed):

@@ -3,6 +3,7 @@
 Shape legend: T tokens of a row.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -64,9 +65,17 @@ class ImageProcessor:
         """Tokens that stand for media: a policy that drew one would see nothing there."""
         self._kept: OrderedDict[tuple[str, ...], Processed] = OrderedDict()
         self._num_bytes = 0
+        # Engines ask in threads of their own, and a fast tokenizer takes one caller at a time.
+        self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": OrderedDict(), "_num_bytes": 0}
+        state = self.__dict__ | {"_kept": OrderedDict(), "_num_bytes": 0}
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._lock = threading.Lock()
 
     def process(self, images: Sequence[str]) -> Processed:
         """Pixels of the images of a row, in order.
@@ -77,7 +86,10 @@ class ImageProcessor:
         Raises:
             ValueError: one is broken.
         """
-        key = tuple(images)
+        with self._lock:
+            return self._process(tuple(images))
+
+    def _process(self, key: tuple[str, ...]) -> Processed:
         found = self._kept.get(key)
         if found is None:
             output = self.processor(
@@ -112,6 +124,40 @@ class ImageProcessor:
             f"it holds {here} tokens that stand for images ({self.token_id}), where its "
             f"{len(images)} images have {expected}: its images were lost, or changed, on the way"
         )
+
+    def collapse(self, ids: Sequence[int], images: Sequence[str]) -> list[int]:
+        """Tokens with one placeholder for each image, from which the same tokens can be made again.
+
+        Args:
+            ids: of a row.
+            images: of the row in order, in base 64.
+
+        Raises:
+            ValueError: the tokens are not those of the images.
+
+        Example:
+            >>> processor.collapse(encoded.ids, images)  # doctest: +SKIP
+        """
+        collapsed: list[int] = []
+        end = 0
+        for number, image in enumerate(images):
+            expanded = self.process([image]).ids
+            first = expanded.index(self.token_id)
+            try:
+                start = ids.index(self.token_id, end) - first
+            except ValueError:
+                start = -1
+            if start < end or list(ids[start : start + len(expanded)]) != expanded:
+                raise ValueError(
+                    f"the {len(expanded)} tokens of image {number} are not in the row where they "
+                    "should be: the images were lost, or changed, on the way"
+                )
+            collapsed += [*ids[end:start], self.place_id]
+            end = start + len(expanded)
+        rest = list(ids[end:])
+        if self.token_id in rest:
+            raise ValueError(str(self.fault(ids, images)))
+        return collapsed + rest
 
     def inputs(self, ids: Tensor, images: Sequence[Sequence[str]]) -> dict[str, Tensor]:
         """Return what a model's forward takes beside rows of one length.

@@ -11,7 +11,8 @@ from torchrl_data.tool_calls.records import MalformedCall, ToolCall
 from torchrl_envs.concurrency.outcome import Call, EpisodeLostError, Outcome
 from torchrl_envs.tool_results import (
     MAX_RESULT_BYTES,
-    as_text,
+    Content,
+    as_content,
     environment_error,
     error_text,
     result_text,
@@ -155,7 +156,8 @@ class ToolSource(EpisodeTransform):
     def job(self, call: ToolCall, function: Callable[..., Any], *, lane: Hashable = None) -> Job:
         """A job with this source's deadline and cap, answered with a ``tool`` message.
 
-        What the function returns is made text where it runs, under the deadline. An
+        What the function returns is made text where it runs, under the deadline, but for images,
+        which stay parts of the message. An
         :class:`~torchrl_envs.concurrency.outcome.EpisodeLostError` ends the row.
 
         Args:
@@ -172,7 +174,7 @@ class ToolSource(EpisodeTransform):
             reason = environment_error(error) if is_lost else ""
             return Answer(tool_message(call, result_text(outcome)), True, reason, is_lost)
 
-        return Job(as_text(function, self.max_result_bytes), phrase, self.timeout_s, lane)
+        return Job(as_content(function, self.max_result_bytes), phrase, self.timeout_s, lane)
 
     # What is in the text --------------------------------------------------------------------------
 
@@ -190,12 +192,12 @@ class ToolSource(EpisodeTransform):
         return ()
 
 
-def tool_message(call: ToolCall | None, content: str) -> Message:
+def tool_message(call: ToolCall | None, content: Content) -> Message:
     """A message of the ``tool`` role.
 
     Args:
         call: what it answers; ``None`` for a call that could not be read.
-        content: its text.
+        content: its text, or parts with images.
     """
     message: Message = {"role": "tool", "content": content}
     if call is not None:

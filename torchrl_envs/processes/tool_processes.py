@@ -9,7 +9,7 @@ from typing import Any
 from torchrl_data.checks import check_counts
 from torchrl_envs.concurrency.calls import run_call
 from torchrl_envs.concurrency.outcome import EpisodeLostError
-from torchrl_envs.tool_results import error_line, value_text
+from torchrl_envs.tool_results import Content, error_line, value_content
 
 from .pool import WorkerPool, WorkerStartError
 from .worker_process import ToolProcessError
@@ -61,13 +61,13 @@ class ToolProcesses:
         settings = {**self._settings, "max_result_bytes": self._max_result_bytes}
         return functools.partial(type(self), **settings), (self.functions,)
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Content:
         """Call a function as soon as a worker is free; from any thread."""
         request = json.dumps((name, dict(arguments))).encode()
-        kind, text = json.loads(self._ask(functools.partial(self._pool.ask, request)))
+        kind, content = json.loads(self._ask(functools.partial(self._pool.ask, request)))
         if kind == "value":
-            return text
-        name, _, message = text.partition(": ")
+            return content
+        name, _, message = content.partition(": ")
         error: Any = type(name, (EpisodeLostError if kind == "lost" else RuntimeError,), {})
         raise error(message)
 
@@ -89,11 +89,11 @@ class ToolProcesses:
 
 
 def _handle(functions: Mapping[str, Callable[..., Any]], max_bytes: int, request: bytes) -> bytes:
-    """In a worker: text alone goes back, as objects of this side may not exist on the other."""
+    """In a worker: text and images go back, as other objects may not exist on the other side."""
     name, arguments = json.loads(request)
     outcome = run_call(functools.partial(functions[name], **arguments))
     if outcome.error is None:
-        outcome = run_call(functools.partial(value_text, outcome.value, max_bytes=max_bytes))
+        outcome = run_call(functools.partial(value_content, outcome.value, max_bytes=max_bytes))
     answer = "value", outcome.value
     if outcome.error is not None:
         is_lost = isinstance(outcome.error, EpisodeLostError)

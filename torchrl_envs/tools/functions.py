@@ -107,7 +107,7 @@ class FunctionTools(ToolSource):
         if self._processes is None:
             return self.job(call, functools.partial(self.functions[call.name], **call.arguments))
         run = functools.partial(self._processes.call, call.name, call.arguments)
-        # The processes make text of the result, and keep the deadline from when one takes it up.
+        # The processes make a content of it, and keep the deadline from when one takes it up.
         return self.job(call, run)._replace(call=run, timeout_s=math.inf)
 
     def close(self) -> None:

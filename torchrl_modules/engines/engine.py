@@ -170,7 +170,9 @@ class AsyncEngine(Protocol):
     """Draws one response at a time for each caller, for many at once; weights change in flight.
 
     It may have ``vocab_size``, ``max_model_len`` and ``end_token_ids``, as an
-    :class:`Engine`. One whose ``can_keep_caches`` is true has
+    :class:`Engine`. One that reads images has ``images``, which is not ``None``, and ``respond``
+    takes ``images=``: those of the prompt in order, in base 64. It is given only where there are
+    any. One whose ``can_keep_caches`` is true has
     ``update_weights(..., recompute=True)``: with ``False`` responses in flight go on with what the
     old weights have read.
     """

@@ -138,7 +138,7 @@ class Member:
             request.cancel()
 
     async def respond(
-        self, prompt: Sequence[int], params: SamplingParameters, budget: int, session: Hashable
+        self, prompt: Sequence[int], params: SamplingParameters, budget: int, **further: Any
     ) -> Generation:
         """Draw one response.
 
@@ -146,7 +146,7 @@ class Member:
             EngineDied: the engine died before it was whole.
         """
         version = self.engine.version  # where it does not say which weights drew what
-        call = self.engine.respond(prompt, params, max_new_tokens=budget, session=session)
+        call = self.engine.respond(prompt, params, max_new_tokens=budget, **further)
         request = asyncio.ensure_future(call)
         # Nobody may be left who asks what it raised.
         request.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
@@ -421,6 +421,10 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
         if not errors and len(adapters) > 1:
             how = "some take adapters alone (enable_lora) and others whole weights. Start all alike"
             errors.append(ValueError(f"EngineFleet: {how}."))
+        reads = {getattr(each, "images", None) is not None for each in opened}
+        if not errors and len(reads) > 1:
+            how = "some read images and others do not. Give all of them the processor, or none"
+            errors.append(ValueError(f"EngineFleet: {how}."))
         if errors:
             for engine in opened:
                 close_engine(engine)
@@ -473,6 +477,11 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
     def max_adapters(self) -> int:
         """Sets of adapters that every engine draws with at once; 0: they take whole weights."""
         return self._least("max_adapters") or 0
+
+    @property
+    def images(self) -> Any:
+        """What images become; ``None`` where rows with images are refused."""
+        return getattr(self._members[0].engine, "images", None)
 
     def _least(self, name: str) -> int | None:
         known = [getattr(member.engine, name, None) for member in self._members]
@@ -528,6 +537,7 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
         *,
         max_new_tokens: int | None = None,
         session: Hashable = None,
+        images: Sequence[str] = (),
     ) -> Generation:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.respond`.
 
@@ -537,12 +547,13 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
             EngineDied: the engine that drew it died; or none serves, and none will.
         """
         budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
+        further: dict[str, Any] = {"images": images} if images else {}
 
         async def respond() -> Generation:
             serving = await self._serving()
             tokens = {i: one.outstanding for i, one in serving.items()}
             chosen = serving[self._router.choose(session, tokens)]
-            return await chosen.respond(prompt, params, budget, session)
+            return await chosen.respond(prompt, params, budget, session=session, **further)
 
         return await self._loop.call(respond())
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
 
 from torchrl_data.conversation import Conversations
 from torchrl_modules.engines.engine import AsyncEngine, Generation, checked
@@ -49,11 +50,14 @@ class AsyncPolicy:
         encoded = await future
         if isinstance(encoded, Exception):
             return conversation, f"error: {encoded}"
-        if encoded.images(0):
+        images = encoded.images(0)
+        if images and getattr(self.engine, "images", None) is None:
             return encoded, (
-                "error: the prompt holds images, which engines of a StreamingCollector do not read "
-                "(LLMCollector over a TransformersWrapper does)"
+                f"error: the prompt holds images, which {type(self.engine).__name__} does not read "
+                "(a StreamingCollector over vLLM does, and an LLMCollector over a "
+                "TransformersWrapper)"
             )
+        further: dict[str, Any] = {"images": images} if images else {}
         ids = encoded.ids(0)
         params = self.policy.drawn_by
         if (seeds := params.turn_seeds(encoded)) is not None:
@@ -69,14 +73,16 @@ class AsyncPolicy:
                     params,
                     max_new_tokens=self.policy.bounded_turn(budget, len(ids)),
                     session=session,
+                    **further,
                 )
         except TimeoutError:
             if not deadline.expired():
                 raise
             return encoded, f"error: no response within {self.request_timeout_s:g} s"
         given = checked(self.engine, [generation], params, 1)
+        given = list(map(self.policy.without_drawn_media, given))
         full = self.policy.append_generations(encoded, given, version, params)
-        return full, finish_reason_of(generation, budget)
+        return full, finish_reason_of(given[0], budget)
 
     def _encode(self) -> None:
         waiting, self.waiting = self.waiting, []

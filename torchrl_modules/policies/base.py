@@ -545,16 +545,24 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         params, own = seeded(self.engine, sampling, seeds)
         drawn = self.engine.generate(asked, params, **further, **own) if asked else []
         drawn = checked(self.engine, drawn, sampling, len(asked))
-        never = set(() if self.encoder.images is None else self.encoder.images.never_drawn)
         answers = {i: Generation([], [], "error", str(why)) for i, why in refused.items()}
         for i, generation in zip(good, drawn, strict=True):
-            answers[i] = generation
-            if wrong := never.intersection(generation.ids):
-                error = f"the model drew {sorted(wrong)}, which stand for images"
-                answers[i] = Generation([], [], "error", error)
+            answers[i] = self.without_drawn_media(generation)
         given = [answers[i] for i in range(len(ids))]
         full = self.append_generations(encoded, given, version, sampling)
         return encoded, full, list(map(finish_reason_of, given, budgets))
+
+    def without_drawn_media(self, generation: Generation) -> Generation:
+        """The response, or an error where the model drew what stands for an image.
+
+        Args:
+            generation: of an engine.
+        """
+        never = () if self.encoder.images is None else self.encoder.images.never_drawn
+        if wrong := set(never).intersection(generation.ids):
+            error = f"the model drew {sorted(wrong)}, which stand for images"
+            return Generation([], [], "error", error)
+        return generation
 
     def append_generations(
         self,

@@ -48,9 +48,7 @@ def load_model(
                 "attn_implementation='sdpa' leaves out and vLLM does not. Leave it away, or give "
                 "'eager'."
             )
-    # A vision-language model that is a text model too has to be asked for.
-    is_asked = processor is not None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    reads_images = is_asked and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    reads_images = sees_images(config, is_asked=processor is not None)
     if processor is None and reads_images:
         processor = load_pretrained(AutoProcessor, path, **place)
     words: Any = tokenizer or load_pretrained(AutoTokenizer, path, **place)
@@ -59,6 +57,17 @@ def load_model(
     model: Any = load_causal_lm(path, auto, dtype=dtype, **more)
     device = accelerator() if options["device"] is None else options["device"]
     return model.to(device), words, processor
+
+
+def sees_images(config: Any, *, is_asked: bool) -> bool:
+    """Return whether a model is loaded as one that reads images.
+
+    Args:
+        config: of the model.
+        is_asked: by a processor; one that is a text model too reads images only then.
+    """
+    is_asked = is_asked or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return is_asked and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def load_causal_lm(

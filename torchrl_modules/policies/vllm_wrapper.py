@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from torchrl_data.pretrained import load_pretrained
 from torchrl_modules.engines.bridges import BlockingEngine
@@ -17,6 +17,7 @@ from torchrl_modules.vllm.requests import check_reported
 from torchrl_modules.vllm.server_engine import VLLMServerEngine
 
 from .base import LLMWrapperBase
+from .loading import sees_images
 from .model_files import local_model
 
 
@@ -38,14 +39,16 @@ class vLLMWrapper(LLMWrapperBase):
             :class:`~torchrl_modules.vllm.engine.VLLMEngine` and
             :class:`~torchrl_modules.vllm.server_engine.VLLMServerEngine`.
         generate: only ``True``; for scores see above.
+        processor: of a vision-language model, for messages with images; loaded beside a model that
+            is nothing else when ``model`` is an id or a path, but with ``language_model_only``.
         **kwargs: see :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
 
     Raises:
         ConnectionError: nobody answers at the URL.
         ImportError: vLLM is not installed.
         TypeError: no tokenizer is given with an engine or a URL, or ``engine_kwargs`` is given
-            with an engine, which is built already; ``generate`` is false; or ``model`` is none of
-            the above.
+            with an engine, which is built already, or ``processor``, which is given to that one;
+            ``generate`` is false; or ``model`` is none of the above.
         ValueError: ``entropy`` is asked for, or ``untempered_log_probs`` of a distribution that is
             tempered or truncated: vLLM gives neither.
 
@@ -68,6 +71,7 @@ class vLLMWrapper(LLMWrapperBase):
         tokenizer: PreTrainedTokenizerBase | None = None,
         engine_kwargs: dict[str, Any] | None = None,
         generate: bool = True,
+        processor: Any = None,
         **kwargs: Any,
     ) -> None:
         if not generate:
@@ -89,13 +93,30 @@ class vLLMWrapper(LLMWrapperBase):
                 "vLLMWrapper: engine_kwargs= applies only when the wrapper builds the engine, and "
                 f"got a {type(model).__name__}. Pass a hub id or path, or build it that way."
             )
+        if processor is not None and not (isinstance(model, str | list) or _is_llm(model)):
+            raise TypeError(
+                "vLLMWrapper: processor= applies when the wrapper builds the engine, and got a "
+                f"{type(model).__name__}. Build that one with processor=..."
+            )
+        settings = dict(engine_kwargs or {})
         if isinstance(model, str) and "://" not in model:
             model = local_model(model)
-            trusts = bool((engine_kwargs or {}).get("trust_remote_code"))
-            tokenizer = tokenizer or load_pretrained(AutoTokenizer, model, trust_remote_code=trusts)
+            place = {"trust_remote_code": bool(settings.get("trust_remote_code"))}
+            tokenizer = tokenizer or load_pretrained(AutoTokenizer, model, **place)
+            config = load_pretrained(AutoConfig, model, **place)
+            sees = sees_images(config, is_asked=False) and not settings.get("language_model_only")
+            if processor is None and sees:
+                processor = load_pretrained(AutoProcessor, model, **place)
         if tokenizer is None:
             raise TypeError("vLLMWrapper needs the tokenizer of the model: tokenizer=...")
-        super().__init__(as_engine(model, **(engine_kwargs or {})), tokenizer=tokenizer, **kwargs)
+        if processor is not None:
+            settings["processor"] = processor
+        super().__init__(as_engine(model, **settings), tokenizer=tokenizer, **kwargs)
+
+
+def _is_llm(model: Any) -> bool:
+    """Return whether it is a ``vllm.LLM`` that is built already."""
+    return hasattr(model, "llm_engine")
 
 
 def as_engine(model: Any, **settings: Any) -> Engine:
@@ -112,8 +133,8 @@ def as_engine(model: Any, **settings: Any) -> Engine:
         )
     if isinstance(model, AsyncVLLMEngine):
         return BlockingVLLMEngine(model)
-    if hasattr(model, "llm_engine"):
-        return VLLMEngine.from_llm(model)
+    if _is_llm(model):
+        return VLLMEngine.from_llm(model, **settings)
     missing = [
         name for name in ("generate", "update_weights", "version") if not hasattr(model, name)
     ]

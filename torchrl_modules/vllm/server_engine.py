@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrl_data.checks import one_of
+from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.engines.bridges import gather_rows
 from torchrl_modules.engines.engine import EngineDied, Generation, VersionSpan, check_prompt
 from torchrl_modules.engines.json_client import AnswerTimeout, JSONClient
@@ -24,9 +25,17 @@ from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
 
 from .access_control import TOKEN_VARIABLE
+from .image_prompts import (
+    as_image_processor,
+    check_expanded,
+    name_images,
+    probe_prompts,
+    request_fields,
+)
 from .requests import StaleWeights, check_labels, read_answer, sampling_fields, version_number
 from .server_adapters import ServerAdapters
 from .server_routes import ServerRoutes, Turnstile
+from .settings import check_no_adapters
 from .whole_batch_engine import Row, WholeBatchEngine
 
 _log = logging.getLogger(__name__)
@@ -58,11 +67,17 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         weight_transfer: how new weights go there: in a ``"file"`` in memory, broadcast (``"c10d"``,
             see :meth:`join`), or ``"auto"``: in a file to a server on this machine.
         weights_directory: where such a file takes room; memory when not given.
+        processor: of a vision-language model, for prompts with images. The server loads its own
+            from its model, which has to give the same tokens: that is tried with images of noise,
+            and compared for each prompt.
 
     Raises:
         ConnectionError: nobody answers at the URL.
         PermissionError: the server asks for another token.
         RuntimeError: it is no vLLM server, or one that takes no token ids.
+        ValueError: ``processor`` is given, and the server takes no images, or makes other tokens of
+            them, or takes adapters.
+        TypeError: ``processor`` processes no images.
 
     Example:
         >>> engine = VLLMServerEngine("http://127.0.0.1:8000", wait_s=300)  # doctest: +SKIP
@@ -83,7 +98,9 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         num_connections: int = 128,
         weight_transfer: Literal["auto", "file", "c10d"] = "auto",
         weights_directory: str | None = None,
+        processor: Any = None,
     ) -> None:
+        images = None if processor is None else as_image_processor(processor)
         one_of("weight_transfer", weight_transfer, ("auto", "file", "c10d"), who="VLLMServerEngine")
         token = token or os.environ.get(TOKEN_VARIABLE)
         self._rows = JSONClient(url, timeout_s, token=token, num_connections=num_connections)
@@ -141,6 +158,29 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         """In which it takes weights that are sent; ``None`` where it does not say."""
         self.max_model_len: int = limits["max_model_len"]
         """Most tokens of a prompt and its response together."""
+        if images is not None:
+            self._take_images(images, takes_images=limits.get("takes_images", True))
+
+    def _take_images(self, images: ImageProcessor, *, takes_images: bool) -> None:
+        """Read images from now on; `ValueError`: the server does not, and this is closed."""
+        try:
+            check_no_adapters(self.max_adapters, who="VLLMServerEngine")
+            why: str | None = "it reads none with its model and its options"
+            if takes_images:
+                self.images = images
+                rows = [Row(ids, 1, None, each) for ids, each in probe_prompts(images)]
+                drawn = self._draw(rows, SamplingParameters(temperature=0.0))
+                why = next((each.error for each in drawn if each.error), None)
+            if why:
+                raise ValueError(
+                    f"VLLMServerEngine: processor= is given, and the server at {self._client.url} "
+                    f"takes no images: {why}. Start it with a vision-language model, without "
+                    "--language-model-only, by `python -m torchrl_modules.vllm.server`, or a `vllm "
+                    "serve` of 0.32 with --enable-scale-out."
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def _read_plain(self, status: int) -> dict[str, Any]:
         """The limits of a ``vllm serve``, and what it lacks to be updated."""
@@ -232,11 +272,12 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         if self._failure:
             raise ConnectionError(self._failure)
         try:
+            ids = check_prompt(
+                row.prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len
+            )
             body: dict[str, Any] = {
-                "token_ids": check_prompt(
-                    row.prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len
-                ),
                 "sampling_params": sampling_fields(params, row.budget, row.seed),
+                **await self._prompt_fields(ids, row.images),
             }
         except ValueError as error:
             return Generation([], [], "error", str(error))
@@ -244,11 +285,32 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             return await self._ask_adapted(body, self._adapters)
         first = self._labels[-1]
         body["cache_salt"] = first  # Cached prefixes of other weights are never met.
+        if row.images:  # Nor what these made of an image.
+            name_images(body, row.images, first)
         status, answer = await self._rows.ask("POST", "/inference/v1/generate", body)
         if status == 200:
+            if row.images:
+                try:
+                    check_expanded(ids, answer.get("prompt_token_ids"))
+                except ValueError as error:
+                    return Generation([], [], "error", str(error))
             labels = self._labels
             return read_answer(answer, labels[labels.index(first) if first in labels else 0 :])
         return await self._refused(status, answer)
+
+    async def _prompt_fields(self, ids: list[int], images: Sequence[str]) -> dict[str, Any]:
+        """What a request says of its prompt; `ValueError`: the row is refused."""
+        if self.images is None:
+            if images:
+                raise ValueError(
+                    "The prompt holds images, and the engine has no processor for them: "
+                    "VLLMServerEngine(url, processor=...)."
+                )
+        elif images:
+            return await asyncio.to_thread(request_fields, self.images, ids, images)
+        elif fault := self.images.fault(ids, images):
+            raise ValueError(fault)
+        return {"token_ids": ids}
 
     async def _ask_adapted(self, body: dict[str, Any], adapters: ServerAdapters) -> Generation:
         """Ask for a row by the adapters that serve now, to its end."""

@@ -34,18 +34,56 @@ CPU_DEFAULTS: Final = {
 ADAPTER_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as ``max_lora_rank``."""
 
+_NO_ADAPTERS: Final = (
+    "{who}: processor= is given, and enable_lora too: what vLLM keeps of an image is not told "
+    "apart by the adapters that it was read with. Train whole weights, or push adapters merged."
+)
+
 LORA_DEFAULTS: Final = {"max_loras": 4}  # what began under the last versions goes on beside new
 """Of an engine that is pushed adapters, where the user has not said otherwise."""
 
 
-def engine_settings(requested: Mapping[str, Any], *, is_cpu: bool, who: str) -> dict[str, Any]:
-    """Settings of an engine of this process; `TypeError` if a fixed setting is given."""
+IMAGES: Final = {
+    # Its processors of images need the tokenizer of the model's directory.
+    "skip_tokenizer_init": False
+}
+"""In the place of what the contract fixes, where prompts hold images."""
+
+IMAGE_SERVER: Final = {
+    **IMAGES,
+    "tokens_only": False,
+    "enable_scale_out": True,
+    # The two halves of its cache disagree about what is there, when one is emptied for new weights
+    # while requests are on their way to the other.
+    "mm_processor_cache_gb": 0,
+}
+"""The same of a server."""
+
+
+def engine_settings(
+    requested: Mapping[str, Any], *, is_cpu: bool, images: bool = False, who: str
+) -> dict[str, Any]:
+    """Settings of an engine of this process.
+
+    Args:
+        requested: by the user.
+        is_cpu: the platform is a CPU.
+        images: prompts hold images.
+        who: is named in errors.
+
+    Raises:
+        TypeError: a fixed setting is given.
+        ValueError: prompts hold images, and the engine would be pushed adapters.
+    """
     if fixed := sorted(FIXED.keys() & requested.keys()):
         raise TypeError(f"{who} sets {fixed} itself; leave them out.")
+    if images and requested.get("enable_lora"):
+        raise ValueError(_NO_ADAPTERS.format(who=who))
     defaults = dict(CPU_DEFAULTS) if is_cpu else {}
     if requested.get("enable_lora"):
         defaults |= LORA_DEFAULTS
-    return {"use_tqdm_on_load": False, **WORKER, **defaults, **requested, **FIXED}
+    fixes = FIXED | (IMAGES if images else {})
+    return {"use_tqdm_on_load": False, **WORKER, **defaults, **requested, **fixes}
 
 
 def mask_settings(*, is_cpu: bool) -> dict[str, Any]:
@@ -78,6 +116,12 @@ def as_options(settings: Mapping[str, Any]) -> list[str]:
         else:
             words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return words
+
+
+def check_no_adapters(max_adapters: int, *, who: str) -> None:
+    """Check that an engine whose prompts hold images takes whole weights; else `ValueError`."""
+    if max_adapters:
+        raise ValueError(_NO_ADAPTERS.format(who=who))
 
 
 def check_built(llm: Any, *, who: str) -> None:

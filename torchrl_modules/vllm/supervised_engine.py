@@ -60,6 +60,7 @@ class LLMOnDevice(SupervisedEngine):
         devices: the GPUs that it uses, by number or UUID; those of this process when not given.
         max_restarts: as for `SupervisedEngine`.
         stall_timeout_s: as for :class:`~torchrl_modules.VLLMServerEngine`.
+        processor: as for :class:`~torchrl_modules.VLLMServerEngine`.
         options: of :func:`start_server`.
 
     Raises:
@@ -73,12 +74,14 @@ class LLMOnDevice(SupervisedEngine):
         devices: Sequence[int | str] | None = None,
         max_restarts: int = 3,
         stall_timeout_s: float = 30.0,
+        processor: Any = None,
         **options: Any,
     ) -> None:
         super().__init__(
             partial(start_server, model, devices=devices, **options),
             max_restarts=max_restarts,
             stall_timeout_s=stall_timeout_s,
+            processor=processor,
         )
 
 

@@ -10,7 +10,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import ExpectedWeights, refuse
@@ -26,12 +31,20 @@ def expected_weights(model_config: Any) -> ExpectedWeights:
     """Return what a model must be given, read off the Transformers model of its configuration."""
     if model_config.quantization is not None:
         raise ValueError("the model is quantised, which cannot be updated.")
+    config = model_config.hf_config
+    # One that is a text model too is trained with its vision where it reads images.
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not takes_images(model_config)
+    sees = not is_text and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config.hf_config, trust_remote_code=model_config.trust_remote_code
-        )
+        model = auto.from_config(config, trust_remote_code=model_config.trust_remote_code)
     named = dict(model.named_parameters(remove_duplicate=False))
     return ExpectedWeights.of(named, model_config.dtype)
+
+
+def takes_images(model_config: Any) -> bool:
+    """Return whether prompts may hold images, with the engine's settings as they are."""
+    return model_config.is_multimodal_model and not model_config.skip_tokenizer_init
 
 
 def check_updatable(llm_engine: Any) -> None:

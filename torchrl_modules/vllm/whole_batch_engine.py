@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.engines.engine import (
     ClosedOnLeaving,
     EngineDied,
@@ -20,6 +21,8 @@ class Row(NamedTuple):
     prompt: Sequence[int]
     budget: int
     seed: int | None
+    images: Sequence[str] = ()
+    """Of the prompt in order, in base 64."""
 
 
 class WholeBatchEngine(ClosedOnLeaving, ABC):
@@ -29,6 +32,8 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
     """An update failed in the middle, or it sleeps, and no later one has succeeded."""
     has_masks = False
     """Whether it tells the tokens that a truncation left."""
+    images: ImageProcessor | None = None
+    """What images become; ``None`` where rows with images are refused."""
     _own_ends: frozenset[int] = frozenset()
     """Tokens that end a response by the model's own generation config."""
 
@@ -63,6 +68,7 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
         *,
         max_new_tokens: Sequence[int] | None = None,
         seeds: Sequence[int | None] | None = None,
+        images: Sequence[Sequence[str]] | None = None,
     ) -> list[Generation]:
         """Draw one response per prompt.
 
@@ -76,6 +82,8 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
                 reaches ``max_model_len`` ends there, with ``"length"``.
             seeds: one per prompt, in place of the one in ``params``; the same seed, prompt and
                 weights give the same response.
+            images: of each prompt in order, in base 64; none of any row when not given. Each is
+                one image's tokens in the prompt.
 
         Returns:
             One generation per prompt, in order.
@@ -84,18 +92,19 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
             EngineDied: the engine is gone, stuck, closed or broken; ``results`` holds the rows that
                 were finished.
             RuntimeError: it lost its weights, or serves other ones than it was given.
-            ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt.
+            ValueError: ``max_new_tokens``, ``seeds`` or ``images`` has not one value per prompt.
         """
         self.check_sampling(params)
         if (budgets := max_new_tokens) is None:
             budgets = [params.max_new_tokens] * len(prompts)
         seeds = params.row_seeds(len(prompts)) if seeds is None else seeds
-        if not len(budgets) == len(seeds) == len(prompts):
+        media = [()] * len(prompts) if images is None else images
+        if not len(budgets) == len(seeds) == len(media) == len(prompts):
             raise ValueError(
                 f"{type(self).__name__}.generate: {len(prompts)} prompts, but {len(budgets)} "
-                f"max_new_tokens and {len(seeds)} seeds."
+                f"max_new_tokens, {len(seeds)} seeds and the images of {len(media)}."
             )
-        rows = [Row(*row) for row in zip(prompts, budgets, seeds, strict=True)]
+        rows = [Row(*row) for row in zip(prompts, budgets, seeds, media, strict=True)]
         try:
             return [finished(result, params) for result in self._draw(rows, params)]
         except EngineDied as error:

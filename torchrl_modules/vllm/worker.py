@@ -26,7 +26,7 @@ from torchrl_modules.weight_transfer.layout import WeightLayout
 from .releases import tells_versions
 from .requests import own_ends
 from .runtime import FOLDER_VARIABLE, import_vllm
-from .weights import expected_weights, load_all_or_none, load_weights
+from .weights import expected_weights, load_all_or_none, load_weights, takes_images
 
 _ADAPTER_FILES: Final = {"adapter_config.json", "adapter_model.safetensors"}
 
@@ -61,7 +61,7 @@ class vLLMWorker:
             responses say which weights drew them, ``tells_versions``, and of the weights that
             serve the ``label``, which vLLM itself knows where they do; how many sets of adapters
             may be drawn with at once, ``max_adapters``, and their ``max_lora_rank``, 0 where it
-            takes none.
+            takes none; and whether prompts may hold images, ``takes_images``.
         """
         lora = self.vllm_config.lora_config
         return {
@@ -73,6 +73,7 @@ class vLLMWorker:
             "max_model_len": self.model_config.max_model_len,
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "own_ends": own_ends(self.model_config),
+            "takes_images": takes_images(self.model_config),
             "max_adapters": lora.max_loras if lora else 0,
             "max_lora_rank": lora.max_lora_rank if lora else 0,
         }

@@ -12,9 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
+from torchrl_data.images import decoded, image_part
 from torchrl_envs.concurrency.outcome import Outcome
-from torchrl_envs.tool_results import MAX_ERROR_BYTES, result_text
+from torchrl_envs.processes.tool_processes import _handle
+from torchrl_envs.tool_results import MAX_ERROR_BYTES, as_content, result_text, value_content
 
 
 class Point(NamedTuple):
@@ -125,3 +128,58 @@ def test_what_contains_itself_is_shown_all_the_same():
     loop = []
     loop.append(loop)
     assert result_text(Outcome(loop)) == "[[...]]"
+
+
+# Images of tools ---------------------------------------------------------------------------------
+
+RED = Image.new("RGB", (4, 2), "red")
+PART = image_part(RED)
+
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        pytest.param(RED, [PART], id="a picture"),
+        pytest.param(PART, [PART], id="a part"),
+        pytest.param({"type": "image", "image": RED}, [PART], id="a part with a picture"),
+        pytest.param(
+            ("a", RED, {"b": 1}), [text_part("a"), PART, text_part('{"b": 1}')], id="mixed"
+        ),
+        pytest.param([text_part("a"), PART], [text_part("a"), PART], id="parts"),
+        pytest.param([], "[]", id="a list without images stays JSON"),
+        pytest.param([text_part("a")], '[{"type": "text", "text": "a"}]', id="as do texts alone"),
+        pytest.param(
+            ["abcde", RED, "fghij", "k"],
+            [
+                text_part("abcde"),
+                PART,
+                text_part("fgh\n[... 2 more characters were cut]"),
+                text_part("\n[... 1 more characters were cut]"),
+            ],
+            id="the cap is of all text together",
+        ),
+    ],
+)
+def test_images_stay_images(value, expected):
+    cap = 8 if isinstance(value, list) and "abcde" in value else 40
+    assert value_content(value, max_bytes=cap) == expected
+    assert as_content(lambda: value, cap)() == expected
+    [kind, said] = json.loads(_handle({"tool": lambda: value}, cap, b'["tool", {}]'))
+    assert (kind, said) == ("value", expected), "from another process"
+    for part in expected if isinstance(expected, list) else ():
+        assert part["type"] == "text" or decoded(part["data"]).tobytes() == RED.tobytes()
+
+
+@pytest.mark.parametrize("name", ["image", "url"])
+@pytest.mark.parametrize("place", ["{}", "file://{}"])
+def test_a_tool_shows_no_file_that_text_names(tmp_path, name, place):
+    """The text might be the model's own; who means the file gives its path as a path."""
+    path = tmp_path / "a.png"
+    RED.save(path)
+    with pytest.raises(ValueError, match="not as text that names a file"):
+        value_content({"type": "image", name: place.format(path)})
+    assert value_content({"type": "image", "image": path}) == [PART | {"data": PART["data"]}]
