@@ -818,13 +818,15 @@ def build_optimizer(
         ImportError: the package of the optimizer is not there.
     """
     common: Any = {"lr": cfg.learning_rate, "weight_decay": cfg.weight_decay}
+    parameters = list(parameters)
+    if len({getattr(value, "device_mesh", None) for value in parameters}) > 1:
+        common["foreach"] = False  # one kernel for many tensors takes no two kinds of shards
     if cfg.name == "sgd":
         return torch.optim.SGD(parameters, momentum=cfg.beta1, **common)
-    parameters = list(parameters)
     common |= {"betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
     if cfg.name == "adamw8bit":
         return adamw_8bit(parameters, **common)
-    if all(value.is_cuda for value in parameters):
+    if "foreach" not in common and all(value.is_cuda for value in parameters):
         common["fused"] = True
     if cfg.name == "muon":
         assert model is not None

@@ -317,8 +317,12 @@ def _run(
             return
         ranks = Ranks.alone()
         if isinstance(cfg, TrainingConfig) and not cfg.dry_run:
-            limits = {"timeout_s": cfg.train.timeout_s, "wait_s": cfg.train.wait_s}
-            ranks = Ranks.join(device=cfg.policy.device, **limits)
+            ranks = Ranks.join(
+                device=cfg.policy.device,
+                timeout_s=cfg.train.timeout_s,
+                wait_s=cfg.train.wait_s,
+                tensor_parallel_size=cfg.train.tensor_parallel_size,
+            )
             cfg.policy.device = loading_device(cfg, ranks)
         stack.enter_context(ranks)
         if follows:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .sampling.parameters import SamplingParameters as SamplingParameters
     from .scoring.scorer import TokenDistribution as TokenDistribution
     from .scoring.scorer import chunked_log_prob as chunked_log_prob
+    from .model_splits import split_model as split_model
     from .vllm.async_engine import AsyncVLLMEngine as AsyncVLLMEngine
     from .vllm.engine import VLLMEngine as VLLMEngine
     from .vllm.server import start_server as start_server

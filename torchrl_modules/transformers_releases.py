@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Final
 
+import transformers
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -74,3 +75,26 @@ def with_cache(model: nn.Module, cache: Any) -> dict[str, Any]:
         cache: what it keeps.
     """
     return {cache_name(model): cache, "use_cache": True}
+
+
+def parallel_plans(who: str) -> Any:
+    """The module of Transformers that splits a model by the plans of its class.
+
+    Args:
+        who: begins the error.
+
+    Raises:
+        ImportError: the release that is installed has no plans for experts and matrices at once.
+    """
+    # From 5.19 on. Before that a plan was applied by functions of other names and arguments.
+    try:
+        from transformers.distributed import tensor_parallel
+    except ImportError:
+        tensor_parallel = None
+    needed = ("apply_expert_parallelism", "apply_tensor_parallelism", "resolve_parallel_plans")
+    if tensor_parallel is None or not all(hasattr(tensor_parallel, name) for name in needed):
+        raise ImportError(
+            f"{who}: Transformers {transformers.__version__} splits no models in the way that is "
+            "used here. Install 5.19 or a later one."
+        )
+    return tensor_parallel

@@ -78,6 +78,8 @@ def is_distributed(model: nn.Module) -> bool:
     """Whether a model's forward does what other processes take part in."""
     if isinstance(model, nn.parallel.DistributedDataParallel) or is_sharded(model):
         return True
+    if (getattr(model, "_tp_size", None) or 1) > 1:  # Transformers' mark of tensor parallelism
+        return True
     composable: Any = sys.modules.get("torch.distributed._composable.replicate")
     return composable is not None and composable.replicate.state(model) is not None
 

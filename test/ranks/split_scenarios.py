@@ -1,0 +1,114 @@
+"""What test_split_models.py looks at: models that ranks compute together, beside one process.
+
+As in training_scenarios.py everything is computed in float64.
+"""
+
+import torch
+from forked_ranks import run_ranks
+from training_scenarios import Actor, error_of, parameters_of, rows_of
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate, Ranks
+from torchrl_agents.models import build_optimizer
+from torchrl_agents.settings.schema import OptimConfig
+from torchrl_modules import split_model
+from torchrl_modules.tiny_model import tiny_qwen3
+
+NUM_STEPS = 2
+SPLITS = {
+    "matrices": ("dense", 2, 1),
+    "matrices of experts": ("mixture", 2, 1),
+    "experts": ("mixture", 1, 2),
+    "matrices and experts": ("mixture", 2, 2),
+    "experts over all": ("mixture", 1, 4),
+    "matrices, experts over all": ("mixture", 2, 4),
+}
+"""Of each case the model, and how many ranks compute a matrix, and have the experts, together."""
+
+
+def build(kind):
+    torch.manual_seed(0)
+    if kind == "dense":
+        return tiny_qwen3(64, hidden_size=32, head_dim=16, initializer_range=0.2).double()
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        head_dim=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        initializer_range=0.2,
+        experts_implementation="eager",  # the faster one has no float64
+    )
+    model = Qwen3MoeForCausalLM(config).double()
+    for name, value in model.named_parameters():
+        if name.endswith("gate.weight"):  # zeros, as the class makes them
+            torch.nn.init.normal_(value, std=0.5)
+    return model
+
+
+def train(size, case):
+    """Losses, norms and metrics of two steps, parameters, and bytes of the parameters here."""
+    kind, matrices, experts = SPLITS[case]
+    ranks = Ranks.alone()
+    if size > 1:
+        ranks = Ranks.join(device="cpu", tensor_parallel_size=matrices)
+    with torch.device("meta" if ranks.rank else "cpu"):  # rank 0 gives the weights
+        model = build(kind)
+    if size > 1:
+        split_model(
+            model,
+            tensor_parallel_size=matrices,
+            expert_parallel_size=experts,
+            prepare=ranks.copy_from_first,
+        )
+    num_bytes = {name: bytes_of(value) for name, value in model.named_parameters()}
+    actor = Actor(model, None)
+    loss = GRPOLoss(actor, kl_to_ref_coeff=0.1, entropy_bonus=True)
+    settings = OptimConfig(learning_rate=1e-3, weight_decay=0.1)
+    gate = NonFiniteGate(
+        build_optimizer(settings, list(actor.parameters())), max_grad_norm=0.5, ranks=ranks
+    )
+    steps = []
+    for step in range(NUM_STEPS):
+        packed = loss.pack(rows_of(step, 7)) if ranks.rank == 0 else None
+        parts = ranks.scatter(packed, max_tokens=40)
+        window = loss.measure_window(parts, ranks=ranks)
+        outputs = []
+        for part in parts:
+            outputs.append(loss(part, window=window))
+            gate.backward(outputs[-1], part)
+        outcome = gate.step()
+        found = GRPOLossOutput.combine(outputs, ranks=ranks)
+        metrics = {name: float(value) for name, value in found.items() if value is not None}
+        steps.append(metrics | {"total": float(found.total()), "norm": outcome.grad_norm})
+    return {
+        "steps": steps,
+        "num_passes": len(parts),
+        "rows": [part.ids.tolist() for part in parts],
+        "parameters": parameters_of(actor),
+        "bytes": num_bytes,
+    }
+
+
+def bytes_of(value):
+    own = value.to_local() if hasattr(value, "to_local") else value
+    return own.untyped_storage().nbytes()
+
+
+def scenarios():
+    for case in SPLITS:
+        yield f"one process, split {case}", lambda case=case: train(1, case)
+    for size in (2, 4):
+        cases = [case for case, (_, *sizes) in SPLITS.items() if max(sizes) <= size]
+        yield (
+            f"{size} ranks, split",
+            lambda size=size, cases=cases: run_ranks(
+                size, lambda _: {case: train(size, case) for case in cases}
+            ),
+        )
