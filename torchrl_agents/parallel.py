@@ -35,8 +35,8 @@ from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepO
 from torchrl_data.token_scorer import TokenScorer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
-from torchrl_modules.scoring.packed_attention import can_share
 from torchrl_modules.model_splits import split_model
+from torchrl_modules.scoring.packed_attention import can_share
 
 from . import models
 from .checkpoints import Checkpoints

@@ -172,6 +172,7 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
         else:
             settings = replace(cfg.policy, device="meta")
             model, tokenizer = models.load_model(settings, source, load=models.outline)
+            models.check_split(cfg, model)
             with refusing(f"policy.model={source!r} can't be used so"):
                 longest = cfg.policy.max_model_len
                 engine = TransformersEngine(model, max_model_len=longest, check=False)

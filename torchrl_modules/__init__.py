@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .engines.json_client import JSONClient as JSONClient
     from .engines.supervision import EngineHealth as EngineHealth
     from .engines.transformers import TransformersEngine as TransformersEngine
+    from .model_splits import split_model as split_model
     from .policies.base import LLMWrapperBase as LLMWrapperBase
     from .policies.model_files import local_model as local_model
     from .policies.transformers_wrapper import TransformersWrapper as TransformersWrapper
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from .sampling.parameters import SamplingParameters as SamplingParameters
     from .scoring.scorer import TokenDistribution as TokenDistribution
     from .scoring.scorer import chunked_log_prob as chunked_log_prob
-    from .model_splits import split_model as split_model
     from .vllm.async_engine import AsyncVLLMEngine as AsyncVLLMEngine
     from .vllm.engine import VLLMEngine as VLLMEngine
     from .vllm.server import start_server as start_server

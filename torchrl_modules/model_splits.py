@@ -27,19 +27,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from .scoring.models import run_inside, run_trial
+from .scoring.models import SPLIT_HERE, run_inside, run_trial
 from .transformers_releases import parallel_plans
+from .weights.quantized_weights import quantization_of
 
 dist: Any = torch.distributed  # it names little of what is used here as exported
 _SUMMED: Final = "replicated_with_grad_allreduce"
 """A style of Transformers: a vector that every rank applies to its own heads."""
 _TRIED: Final = frozenset(
     {
-        *("colwise", "rowwise", "packed_colwise", _SUMMED),
-        *("moe_tp_experts", "grouped_gemm", "ep_dispatch_experts"),
+        *("colwise", "rowwise", _SUMMED),
+        *("grouped_gemm", "ep_dispatch_experts"),
     }
 )
 """Styles of plans whose gradients were compared with those of one process."""
+_OF_EXPERTS: Final = frozenset({"packed_colwise", "packed_rowwise", "moe_tp_experts"})
+"""Styles that cut every expert of a mixture. Two matrices that are one parameter are cut both, and
+checkpoints of torch take no such pieces."""
 
 
 class Plans(NamedTuple):
@@ -99,6 +103,12 @@ def plans_of(
     from transformers.distributed import DistributedConfig
 
     name, config = type(model).__name__, model.config.get_text_config()
+    kind = "adapters" if hasattr(model, "peft_config") else quantization_of(model)
+    if kind is not None:
+        raise ValueError(
+            f"{who}: {name} has {kind}, whose weights no plan names. Give it without, or leave "
+            "tensor_parallel_size and expert_parallel_size out."
+        )
     try:
         sizes = DistributedConfig(
             tp_size=tensor_parallel_size,
@@ -116,6 +126,12 @@ def plans_of(
     matrices = {at: style for at, style in matrices.items() if at not in whole}
     if tensor_parallel_size > 1 and not matrices:
         raise ValueError(f"{who}: {name} has no plan for tensor parallelism in Transformers.")
+    if expert_parallel_size == 1 and (cut := sorted({*matrices.values()} & _OF_EXPERTS)):
+        raise ValueError(
+            f"{who}: the plan of {name} cuts each expert in pieces ({', '.join(cut)}), which can't "
+            "be saved. Give expert_parallel_size, a multiple of tensor_parallel_size: then experts "
+            "stay whole, and each rank has some of them."
+        )
     odd = sorted({*matrices.values(), *experts.values()} - _TRIED)
     if odd:
         raise ValueError(
@@ -207,6 +223,7 @@ def split_model(
         _split(part, plans.below(prefix), meshes, fsdp_options)
     prepare(model)
     _split(model, plans.below("", prefixes), meshes, fsdp_options)
+    setattr(model, SPLIT_HERE, True)
     model._tp_size = tensor_parallel_size  # where Transformers writes it down
     found = run_inside(model, lambda: run_trial(model, who=who))
     if expected is not None and not expected.allows(gap := expected.difference(found.log_probs)):

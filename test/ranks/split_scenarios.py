@@ -5,51 +5,15 @@ As in training_scenarios.py everything is computed in float64.
 
 import torch
 from forked_ranks import run_ranks
-from training_scenarios import Actor, error_of, parameters_of, rows_of
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from split_models import SPLITS, build
+from training_scenarios import Actor, parameters_of, rows_of
 
 from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate, Ranks
 from torchrl_agents.models import build_optimizer
 from torchrl_agents.settings.schema import OptimConfig
 from torchrl_modules import split_model
-from torchrl_modules.tiny_model import tiny_qwen3
 
 NUM_STEPS = 2
-SPLITS = {
-    "matrices": ("dense", 2, 1),
-    "matrices of experts": ("mixture", 2, 1),
-    "experts": ("mixture", 1, 2),
-    "matrices and experts": ("mixture", 2, 2),
-    "experts over all": ("mixture", 1, 4),
-    "matrices, experts over all": ("mixture", 2, 4),
-}
-"""Of each case the model, and how many ranks compute a matrix, and have the experts, together."""
-
-
-def build(kind):
-    torch.manual_seed(0)
-    if kind == "dense":
-        return tiny_qwen3(64, hidden_size=32, head_dim=16, initializer_range=0.2).double()
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        head_dim=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        initializer_range=0.2,
-        experts_implementation="eager",  # the faster one has no float64
-    )
-    model = Qwen3MoeForCausalLM(config).double()
-    for name, value in model.named_parameters():
-        if name.endswith("gate.weight"):  # zeros, as the class makes them
-            torch.nn.init.normal_(value, std=0.5)
-    return model
 
 
 def train(size, case):
