@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from .scoring.models import SPLIT_HERE, run_inside, run_trial
+from .scoring.models import SPLIT_HERE, SPLIT_OVER, run_inside, run_trial
 from .transformers_releases import parallel_plans
 from .weights.quantized_weights import quantization_of
 
@@ -100,7 +100,7 @@ def plans_of(
         ImportError: this release of Transformers has no such plans.
     """
     shared = parallel_plans(who)
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     name, config = type(model).__name__, model.config.get_text_config()
     kind = "adapters" if hasattr(model, "peft_config") else quantization_of(model)
@@ -224,7 +224,7 @@ def split_model(
     prepare(model)
     _split(model, plans.below("", prefixes), meshes, fsdp_options)
     setattr(model, SPLIT_HERE, True)
-    model._tp_size = tensor_parallel_size  # where Transformers writes it down
+    setattr(model, SPLIT_OVER, tensor_parallel_size)
     found = run_inside(model, lambda: run_trial(model, who=who))
     if expected is not None and not expected.allows(gap := expected.difference(found.log_probs)):
         raise ValueError(
@@ -312,8 +312,8 @@ class _SumGradient(Function):
 
 def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let a module of which every rank has a copy, and other heads, get the gradient of all."""
-    # Transformers adds ``parameter.grad`` up behind each backward pass: of a second micro-batch that
-    # counts the first one again, and of FSDP2 there is none yet.
+    # Transformers adds ``parameter.grad`` up behind each backward pass: of a second micro-batch
+    # that counts the first one again, and of FSDP2 there is none yet.
     inside, group = module.forward, mesh.get_group()
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -544,12 +544,9 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         packed = [self.pack(rows) for rows in parts]
         counts = Window.of(Window(rows.num_targets, rows.num_rows) for rows in packed)
         if ranks is not None:
-            own, size = (
-                [float(counts.num_active_tokens), float(counts.num_sequences)],
-                ranks.data.size,
-            )
-            tokens, rows = ranks.data.sum(own)
-            counts = Window(tokens / size, rows / size)
+            data = ranks.data
+            tokens, rows = data.sum([float(counts.num_active_tokens), float(counts.num_sequences)])
+            counts = Window(tokens / data.size, rows / data.size)
         self._tell_if_empty(counts)
         return counts._replace(**self._statistics(packed, ranks))
 

@@ -18,7 +18,7 @@ CASES += [(4, case) for case in SPLITS]
 
 @pytest.mark.parametrize(("size", "case"), CASES)
 def test_ranks_of_a_split_model_train_what_one_process_trains(found, size, case):
-    """Losses, norms and parameters of two steps of AdamW with clipping, in float64, of each rank."""
+    """Losses, norms and parameters of two steps of AdamW with clipping, of each rank."""
     alone = found(f"one process, split {case}")
     for rank in found(f"{size} ranks, split"):
         split = rank[case]

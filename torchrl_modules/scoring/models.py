@@ -36,6 +36,8 @@ from .packed_attention import PackedInputLost, build_trie, can_share, no_mask, p
 # forward. PEFT is not imported: a model that has adapters has done it.
 
 T = TypeVar("T")
+SPLIT_OVER: Final = "_tp_size"
+"""Attribute in which Transformers writes down how many ranks compute a matrix of a model."""
 SPLIT_HERE: Final = "_is_split_here"
 """Attribute of a model that :func:`~torchrl_modules.split_model` has split."""
 _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
@@ -93,7 +95,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def is_split(model: Any) -> bool:
     """Whether ranks compute parts of one layer of a model."""
-    return (getattr(model, "_tp_size", None) or 1) > 1  # where Transformers writes it down
+    return (getattr(model, SPLIT_OVER, None) or 1) > 1
 
 
 def _of_fsdp(name: str) -> Any:
