@@ -22,21 +22,22 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from .scoring.models import SPLIT_HERE, SPLIT_OVER, run_inside, run_trial
+from .scoring.split_head import sum_gradient
 from .transformers_releases import parallel_plans
 from .weights.quantized_weights import quantization_of
 
 dist: Any = torch.distributed  # it names little of what is used here as exported
 _SUMMED: Final = "replicated_with_grad_allreduce"
 """A style of Transformers: a vector that every rank applies to its own heads."""
+_OF_HEAD: Final = "colwise_gather_output"
 _TRIED: Final = frozenset(
     {
-        *("colwise", "rowwise", _SUMMED),
+        *("colwise", "rowwise", _SUMMED, _OF_HEAD),
         *("grouped_gemm", "ep_dispatch_experts"),
     }
 )
@@ -119,11 +120,7 @@ def plans_of(
         sizes._validate_resolved_ep_plan(experts)
     except ValueError as error:
         raise ValueError(f"{who}: {name} can't be split: {error}") from error
-    # The tiles of a head are products with all of its rows, see torchrl_modules.scoring; and the
-    # embeddings may be the head.
-    vocabulary = (model.get_output_embeddings(), model.get_input_embeddings())
-    whole = {at for at, part in model.named_modules() if part in vocabulary}
-    matrices = {at: style for at, style in matrices.items() if at not in whole}
+    matrices = _without_vocabulary(model, matrices, tensor_parallel_size)
     if tensor_parallel_size > 1 and not matrices:
         raise ValueError(f"{who}: {name} has no plan for tensor parallelism in Transformers.")
     if expert_parallel_size == 1 and (cut := sorted({*matrices.values()} & _OF_EXPERTS)):
@@ -156,6 +153,18 @@ def plans_of(
     return Plans(matrices, experts)
 
 
+def _without_vocabulary(
+    model: PreTrainedModel, plan: Mapping[str, str], size: int
+) -> dict[str, str]:
+    """The plan without embeddings, and without a head that is one or has no equal parts."""
+    head: Any = model.get_output_embeddings()
+    table: Any = model.get_input_embeddings()
+    is_cut = head is not None and head.weight is not table.weight and not len(head.weight) % size
+    whole = (table,) if is_cut else (table, head)
+    names = {name for name, part in model.named_modules() if any(part is x for x in whole)}
+    return {name: style for name, style in plan.items() if name not in names}
+
+
 def split_model(
     model: PreTrainedModel,
     *,
@@ -171,8 +180,9 @@ def split_model(
 
     Neighbouring ranks compute matrices together; give :meth:`.Ranks.join` the same
     ``tensor_parallel_size``, so that they get the same rows. Where there are more ranks the rest is
-    spread over them by ``fully_shard``, layer by layer. The head and the embeddings stay whole in a
-    group. On rank 0 the split model is compared with the whole one on a few tokens::
+    spread over them by ``fully_shard``, layer by layer. The embeddings stay whole in a group, and
+    a head that shares their weights does, too. On rank 0 the split model is compared with the whole
+    one on a few tokens::
 
         with Ranks.join(tensor_parallel_size=2) as ranks:
             model = AutoModelForCausalLM.from_pretrained(folder)
@@ -295,21 +305,6 @@ def _let_go(value: Any) -> None:
         value._local_tensor = piece.clone()
 
 
-class _SumGradient(Function):
-    """The value itself; the gradients of all ranks of a group are added up."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
 def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let a module of which every rank has a copy, and other heads, get the gradient of all."""
     # Transformers adds ``parameter.grad`` up behind each backward pass: of a second micro-batch
@@ -317,7 +312,7 @@ def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     inside, group = module.forward, mesh.get_group()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _parameters_of(module, lambda value: _SumGradient.apply(value, group)):
+        with _parameters_of(module, lambda value: sum_gradient(value, group)):
             return inside(*args, **kwargs)
 
     module.forward = cast("Any", forward)

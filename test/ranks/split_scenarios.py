@@ -11,7 +11,7 @@ from training_scenarios import Actor, parameters_of, rows_of
 from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate, Ranks
 from torchrl_agents.models import build_optimizer
 from torchrl_agents.settings.schema import OptimConfig
-from torchrl_modules import split_model
+from torchrl_modules import SamplingParameters, split_model
 
 NUM_STEPS = 2
 
@@ -31,13 +31,17 @@ def train(size, case):
             expert_parallel_size=experts,
             prepare=ranks.copy_from_first,
         )
-    num_bytes = {name: bytes_of(value) for name, value in model.named_parameters()}
     actor = Actor(model, None)
+    num_bytes = {name: bytes_of(value) for name, value in model.named_parameters()}
     loss = GRPOLoss(actor, kl_to_ref_coeff=0.1, entropy_bonus=True)
     settings = OptimConfig(learning_rate=1e-3, weight_decay=0.1)
     gate = NonFiniteGate(
         build_optimizer(settings, list(actor.parameters())), max_grad_norm=0.5, ranks=ranks
     )
+    # Of logits that are changed one by one ranks need all.
+    penalty = SamplingParameters(repetition_penalty=1.3)
+    ids, lengths, is_target = torch.arange(9), torch.tensor([5, 4]), torch.arange(9) % 5 > 0
+    with_penalty = actor.score_packed(ids, lengths, is_target, truncation=penalty).log_prob
     steps = []
     for step in range(NUM_STEPS):
         packed = loss.pack(rows_of(step, 7)) if ranks.rank == 0 else None
@@ -53,9 +57,10 @@ def train(size, case):
         steps.append(metrics | {"total": float(found.total()), "norm": outcome.grad_norm})
     return {
         "steps": steps,
-        "num_passes": len(parts),
         "rows": [part.ids.tolist() for part in parts],
         "parameters": parameters_of(actor),
+        "with penalty": with_penalty.detach(),
+        "head in tiles": actor.scorer.packed and actor.scorer.reading.has_plain_head,
         "bytes": num_bytes,
     }
 

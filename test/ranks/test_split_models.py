@@ -22,7 +22,9 @@ def test_ranks_of_a_split_model_train_what_one_process_trains(found, size, case)
     alone = found(f"one process, split {case}")
     for rank in found(f"{size} ranks, split"):
         split = rank[case]
-        torch.testing.assert_close(split["parameters"], alone["parameters"], rtol=0, atol=1e-9)
+        for name in ("parameters", "with penalty"):
+            torch.testing.assert_close(split[name], alone[name], rtol=0, atol=1e-9)
+        assert split["head in tiles"]
         for step, expected in zip(split["steps"], alone["steps"], strict=True):
             assert step.keys() == expected.keys()
             for name, value in expected.items():
@@ -41,18 +43,15 @@ def test_ranks_that_compute_matrices_together_have_the_rows_of_one(found, size, 
 @pytest.mark.parametrize(("size", "case"), CASES)
 def test_each_rank_holds_its_share_of_matrices_and_experts(found, size, case):
     """Bytes of memory behind each parameter, and not only those that it shows."""
-    kind, matrices, experts = SPLITS[case]
+    kind, matrices, _ = SPLITS[case]
     whole = found(f"one process, split {case}")["bytes"]
     for rank in found(f"{size} ranks, split"):
         held = rank[case]["bytes"]
         for name, num_bytes in held.items():
-            is_of_all = ".experts." in name  # shared out, and copies of a share spread
-            is_matrix = any(x in name for x in ("q_proj", "k_proj", "v_proj", "o_proj", "mlp.up"))
-            if is_of_all or (is_matrix and ".experts." not in name):
-                assert num_bytes == whole[name] // size, name
-            elif "norm" in name or "embed" in name or "lm_head" in name or "gate.weight" in name:
-                assert num_bytes == whole[name] // (size // matrices), name
-    assert kind == "dense" or (any(".experts." in name for name in whole) and experts > 1)
+            is_whole = any(x in name for x in ("norm", "embed_tokens", "gate.weight"))
+            num_pieces = size // matrices if is_whole else size
+            assert num_bytes == whole[name] // num_pieces, name
+    assert any(".experts." in name for name in whole) == (kind == "mixture")
 
 
 def test_a_run_goes_on_however_it_is_split(found):
