@@ -35,7 +35,7 @@ from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepO
 from torchrl_data.token_scorer import TokenScorer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
-from torchrl_modules.model_splits import split_model
+from torchrl_modules.model_splits import layers_of, split_model
 from torchrl_modules.scoring.packed_attention import can_share
 
 from . import models
@@ -365,7 +365,6 @@ def _wrapped(
                     model,
                     tensor_parallel_size=cfg.train.tensor_parallel_size,
                     expert_parallel_size=cfg.train.expert_parallel_size,
-                    layers=layers_of(model),
                     prepare=ranks.copy_from_first,
                     device=kind,
                     **options,
@@ -375,16 +374,6 @@ def _wrapped(
                 ranks.copy_from_first(part)
                 fully_shard(part, **options)
     return transformers_policy(cfg, wrapped, tokenizer, generate=False)
-
-
-def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of a model, each of which is spread by itself.
-
-    Args:
-        model: says which of its blocks are not to be split.
-    """
-    blocks = (b for each in model.modules() if isinstance(each, nn.ModuleList) for b in each)
-    return [b for b in blocks if type(b).__name__ in (model._no_split_modules or ())]
 
 
 def freeze_reference(

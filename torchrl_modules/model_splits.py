@@ -31,6 +31,7 @@ from .scoring.split_head import sum_gradient
 from .transformers_releases import parallel_plans
 from .weights.quantized_weights import quantization_of
 
+_LOG = logging.getLogger("torchrl_agents")
 dist: Any = torch.distributed  # it names little of what is used here as exported
 _SUMMED: Final = "replicated_with_grad_allreduce"
 """A style of Transformers: a vector that every rank applies to its own heads."""
@@ -165,15 +166,23 @@ def _without_vocabulary(
     return {name: style for name, style in plan.items() if name not in names}
 
 
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of a model, each of which is spread by itself.
+
+    Args:
+        model: says which of its blocks are not to be split.
+    """
+    blocks = (b for each in model.modules() if isinstance(each, nn.ModuleList) for b in each)
+    return [b for b in blocks if type(b).__name__ in (model._no_split_modules or ())]
+
+
 def split_model(
     model: PreTrainedModel,
     *,
     tensor_parallel_size: int = 1,
     expert_parallel_size: int = 1,
-    layers: Sequence[nn.Module] | None = None,
     prepare: Callable[[nn.Module], None] = lambda _: None,
     device: str = "cpu",
-    who: str = "split_model",
     **fsdp_options: Any,
 ) -> PreTrainedModel:
     """Split a model over the ranks of ``torchrun``, each of which calls it.
@@ -195,11 +204,8 @@ def split_model(
         tensor_parallel_size: ranks that compute a matrix together.
         expert_parallel_size: ranks that have the experts of a layer together: a multiple of
             ``tensor_parallel_size`` that divides the number of ranks.
-        layers: spread one by one; the blocks that the model says are not to be split when not
-            given.
         prepare: called with each layer before it is split, and at last with the model.
         device: ``cpu`` or ``cuda``, where ranks compute.
-        who: begins the errors.
         **fsdp_options: of ``fully_shard``: ``mp_policy``.
 
     Returns:
@@ -213,7 +219,7 @@ def split_model(
         Shoeybi et al., 2019, arXiv:1909.08053, section 3, for matrices; Lepikhin et al., 2020,
         arXiv:2006.16668, section 2, for experts.
     """
-    size = dist.get_world_size()
+    size, who = dist.get_world_size(), "split_model"
     plans = plans_of(
         model,
         tensor_parallel_size=tensor_parallel_size,
@@ -225,7 +231,7 @@ def split_model(
     # Whole weights are made of pieces in two steps where FSDP2 cuts what a plan has cut.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     meshes = _meshes(size, tensor_parallel_size, expert_parallel_size, device)
-    own = _blocks(model) if layers is None else layers
+    own = layers_of(model)
     names = {id(part): f"{name}." for name, part in model.named_modules()}
     prefixes = [re.sub(r"\.\d+(?=\.)", ".*", names[id(part)]) for part in own]
     for part, prefix in zip(own, prefixes, strict=True):
@@ -241,6 +247,13 @@ def split_model(
             f"{who}: {type(model).__name__} computes other log-probs over {size} ranks than whole: "
             f"off by {gap}. Train it without tensor_parallel_size and expert_parallel_size."
         )
+    if expected is not None:
+        weights: list[Any] = list(model.parameters())
+        whole = sum(x.numel() * x.element_size() for x in weights)
+        parts = [x.to_local() if hasattr(x, "to_local") else x for x in weights]
+        held = sum(x.numel() * x.element_size() for x in parts)
+        told = "the model is split: this rank holds %.2f MB of its %.2f MB of weights"
+        _LOG.info(told, held / 1e6, whole / 1e6)
     return model
 
 
@@ -248,12 +261,6 @@ def _meshes(size: int, matrices: int, experts: int, device: str) -> _Meshes:
     dense = init_device_mesh(device, (size // matrices, matrices), mesh_dim_names=("rows", "tp"))
     sparse = init_device_mesh(device, (size // experts, experts), mesh_dim_names=("copies", "ep"))
     return _Meshes(dense["rows"], dense["tp"], sparse["copies"], sparse["ep"])
-
-
-def _blocks(model: PreTrainedModel) -> list[nn.Module]:
-    lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
-    whole = model._no_split_modules or ()
-    return [block for each in lists for block in each if type(block).__name__ in whole]
 
 
 def _split(part: nn.Module, plans: Plans, meshes: _Meshes, fsdp_options: Mapping[str, Any]) -> None:
