@@ -274,9 +274,8 @@ def _gradients(
                 _add_product(total, grad.T, some[rows])
         if grad_weight is not None and total is not None:
             grad_weight[columns] = total
-    # A target that is in another rank's part of the vocabulary has no logit here.
-    is_here = (at >= 0) & (at < len(weight))
-    g, at = of_own.where(is_here, 0.0).to(hidden.dtype), at.where(is_here, 0)
+    # A target in another rank's part of the vocabulary has no logit here, and no gradient of it.
+    g, at = of_own.to(hidden.dtype), at.clamp(0, len(weight) - 1)
     own = weight[at].to(found.dtype)
     grad_hidden[live] = found.addcmul_(own, g[:, None].to(found.dtype)).to(hidden.dtype)
     if grad_weight is not None:
