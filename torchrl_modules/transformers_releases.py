@@ -6,7 +6,8 @@ from which its older branch can go.
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Final
+from importlib import import_module
+from typing import Any, Final, NamedTuple
 
 import transformers
 from torch import nn
@@ -77,8 +78,15 @@ def with_cache(model: nn.Module, cache: Any) -> dict[str, Any]:
     return {cache_name(model): cache, "use_cache": True}
 
 
-def parallel_plans(who: str) -> Any:
-    """The module of Transformers that splits a model by the plans of its class.
+class ParallelPlans(NamedTuple):
+    """Modules of Transformers that split a model by the plans of its class."""
+
+    tensor_parallel: Any
+    configuration: Any
+
+
+def parallel_plans(who: str) -> ParallelPlans:
+    """Return what splits a model by the plans of its class.
 
     Args:
         who: begins the error.
@@ -88,13 +96,14 @@ def parallel_plans(who: str) -> Any:
     """
     # From 5.19 on. Before that a plan was applied by functions of other names and arguments.
     try:
-        from transformers.distributed import tensor_parallel
+        names = ("tensor_parallel", "configuration_utils")
+        found = ParallelPlans(*(import_module(f"transformers.distributed.{x}") for x in names))
     except ImportError:
-        tensor_parallel = None
+        found = ParallelPlans(None, None)
     needed = ("apply_expert_parallelism", "apply_tensor_parallelism", "resolve_parallel_plans")
-    if tensor_parallel is None or not all(hasattr(tensor_parallel, name) for name in needed):
+    if not all(hasattr(found.tensor_parallel, name) for name in needed):
         raise ImportError(
             f"{who}: Transformers {transformers.__version__} splits no models in the way that is "
             "used here. Install 5.19 or a later one."
         )
-    return tensor_parallel
+    return found
