@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from torchrl_agents.parallel import layers_of
+from torchrl_modules.model_splits import layers_of
 from torchrl_modules.weights.lazy_weights import shells
 
 GPUS: Final = (1, 8, 16)

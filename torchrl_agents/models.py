@@ -57,6 +57,7 @@ from torchrl_modules import (
     local_model,
 )
 from torchrl_modules.engines.transformers import TransformersEngine
+from torchrl_modules.model_splits import plans_of
 from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
 from torchrl_modules.policies.loading import OF_BOTH, load_causal_lm, sees_images
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
@@ -65,6 +66,7 @@ from torchrl_modules.vllm.settings import ADAPTER_RANKS, mask_settings
 from torchrl_modules.weights.quantized_weights import four_bit_config, quantization_of
 
 from .optimizers import MuonWithAdamW, adamw_8bit, matrices_of
+from .settings.command_line import num_ranks
 from .settings.schema import (
     SCHEDULES,
     OptimConfig,
@@ -583,6 +585,7 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
             return None, vllm_policy(cfg, source, load_tokenizer(cfg.policy, source))
         model, tokenizer = load_model(cfg.policy, source)
         _check_quantization(cfg, model)
+        check_split(cfg, model)
         with refusing(f"policy.model={source!r} can't be used so"):
             actor = transformers_policy(cfg, model, tokenizer)
         if not is_vllm:
@@ -604,6 +607,28 @@ def _check_quantization(cfg: RecipeConfig, model: PreTrainedModel) -> None:
         )
     if cfg.policy.lora_rank is None:
         raise SettingsError(f"{who} has weights of 4 bits: train adapters, policy.lora_rank=16.")
+
+
+def check_split(cfg: RecipeConfig, model: PreTrainedModel) -> None:
+    """Check that ranks can compute parts of a layer of the model, where the settings want it.
+
+    Args:
+        cfg: the settings.
+        model: with weights or without.
+
+    Raises:
+        SettingsError: they can't.
+    """
+    if not isinstance(cfg, TrainingConfig) or not cfg.train.splits_model:
+        return
+    with refusing(f"policy.model={cfg.policy.model}"):
+        plans_of(
+            model,
+            tensor_parallel_size=cfg.train.tensor_parallel_size,
+            expert_parallel_size=cfg.train.expert_parallel_size,
+            num_ranks=num_ranks(),
+            who="train",
+        )
 
 
 def transformers_policy(
@@ -823,13 +848,15 @@ def build_optimizer(
         ImportError: the package of the optimizer is not there.
     """
     common: Any = {"lr": cfg.learning_rate, "weight_decay": cfg.weight_decay}
+    parameters = list(parameters)
+    if len({getattr(value, "device_mesh", None) for value in parameters}) > 1:
+        common["foreach"] = False  # one kernel for many tensors takes no two kinds of shards
     if cfg.name == "sgd":
         return torch.optim.SGD(parameters, momentum=cfg.beta1, **common)
-    parameters = list(parameters)
     common |= {"betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
     if cfg.name == "adamw8bit":
         return adamw_8bit(parameters, **common)
-    if all(value.is_cuda for value in parameters):
+    if "foreach" not in common and all(value.is_cuda for value in parameters):
         common["fused"] = True
     if cfg.name == "muon":
         assert model is not None

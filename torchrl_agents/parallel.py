@@ -35,6 +35,7 @@ from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepO
 from torchrl_data.token_scorer import TokenScorer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
+from torchrl_modules.model_splits import layers_of, split_model
 from torchrl_modules.scoring.packed_attention import can_share
 
 from . import models
@@ -43,7 +44,7 @@ from .device_defaults import DEFAULT_TOKENS
 from .models import transformers_policy
 from .rank_jobs import RankJob, tell
 from .run import Run
-from .settings.schema import Recipe, TrainingConfig
+from .settings.schema import Recipe, TrainingConfig, refusing
 from .stop_signals import SIGNALS
 
 
@@ -143,10 +144,10 @@ def saved_parts(
 
 
 def parallel_kind(cfg: TrainingConfig, ranks: Ranks) -> str:
-    """Return how the model is trained: ``none``, ``ddp`` or ``fsdp2``."""
+    """Return how the model is trained: ``none``, ``ddp`` or ``fsdp2``, in splits too."""
     if ranks.size == 1:
         return "none"
-    automatic = "fsdp2" if ranks.device.type == "cuda" else "ddp"
+    automatic = "fsdp2" if ranks.device.type == "cuda" or cfg.train.splits_model else "ddp"
     return automatic if cfg.train.parallel == "auto" else cfg.train.parallel
 
 
@@ -358,20 +359,22 @@ def _wrapped(
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if cfg.train.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
-        for part in (*layers_of(model), model):
-            ranks.copy_from_first(part)
-            fully_shard(part, **options)
+        if cfg.train.splits_model:
+            del options["mesh"]
+            with refusing("train"):
+                split_model(
+                    model,
+                    tensor_parallel_size=cfg.train.tensor_parallel_size,
+                    expert_parallel_size=cfg.train.expert_parallel_size,
+                    prepare=ranks.copy_from_first,
+                    device=kind,
+                    **options,
+                )
+        else:
+            for part in (*layers_of(model), model):
+                ranks.copy_from_first(part)
+                fully_shard(part, **options)
     return transformers_policy(cfg, wrapped, tokenizer, generate=False)
-
-
-def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of a model, each of which is spread by itself.
-
-    Args:
-        model: says which of its blocks are not to be split.
-    """
-    blocks = (b for each in model.modules() if isinstance(each, nn.ModuleList) for b in each)
-    return [b for b in blocks if type(b).__name__ in (model._no_split_modules or ())]
 
 
 def freeze_reference(

@@ -169,6 +169,7 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
         else:
             settings = replace(cfg.policy, device="meta")
             model, tokenizer = models.load_model(settings, source, load=models.outline)
+            models.check_split(cfg, model)
             with refusing(f"policy.model={source!r} can't be used so"):
                 longest = cfg.policy.max_model_len
                 engine = TransformersEngine(model, max_model_len=longest, check=False)
@@ -314,8 +315,12 @@ def _run(
             return
         ranks = Ranks.alone()
         if isinstance(cfg, TrainingConfig) and not cfg.dry_run:
-            limits = {"timeout_s": cfg.train.timeout_s, "wait_s": cfg.train.wait_s}
-            ranks = Ranks.join(device=cfg.policy.device, **limits)
+            ranks = Ranks.join(
+                device=cfg.policy.device,
+                timeout_s=cfg.train.timeout_s,
+                wait_s=cfg.train.wait_s,
+                tensor_parallel_size=cfg.train.tensor_parallel_size,
+            )
             cfg.policy.device = loading_device(cfg, ranks)
         stack.enter_context(ranks)
         if follows:

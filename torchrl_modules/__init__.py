@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .engines.json_client import JSONClient as JSONClient
     from .engines.supervision import EngineHealth as EngineHealth
     from .engines.transformers import TransformersEngine as TransformersEngine
+    from .model_splits import split_model as split_model
     from .policies.base import LLMWrapperBase as LLMWrapperBase
     from .policies.model_files import local_model as local_model
     from .policies.transformers_wrapper import TransformersWrapper as TransformersWrapper

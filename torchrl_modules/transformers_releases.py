@@ -6,8 +6,10 @@ from which its older branch can go.
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Final
+from importlib import import_module
+from typing import Any, Final, NamedTuple
 
+import transformers
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -74,3 +76,34 @@ def with_cache(model: nn.Module, cache: Any) -> dict[str, Any]:
         cache: what it keeps.
     """
     return {cache_name(model): cache, "use_cache": True}
+
+
+class ParallelPlans(NamedTuple):
+    """Modules of Transformers that split a model by the plans of its class."""
+
+    tensor_parallel: Any
+    configuration: Any
+
+
+def parallel_plans(who: str) -> ParallelPlans:
+    """Return what splits a model by the plans of its class.
+
+    Args:
+        who: begins the error.
+
+    Raises:
+        ImportError: the release that is installed has no plans for experts and matrices at once.
+    """
+    # From 5.19 on. Before that a plan was applied by functions of other names and arguments.
+    try:
+        names = ("tensor_parallel", "configuration_utils")
+        found = ParallelPlans(*(import_module(f"transformers.distributed.{x}") for x in names))
+    except ImportError:
+        found = ParallelPlans(None, None)
+    needed = ("apply_expert_parallelism", "apply_tensor_parallelism", "resolve_parallel_plans")
+    if not all(hasattr(found.tensor_parallel, name) for name in needed):
+        raise ImportError(
+            f"{who}: Transformers {transformers.__version__} splits no models in the way that is "
+            "used here. Install 5.19 or a later one."
+        )
+    return found

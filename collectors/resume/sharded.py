@@ -1,7 +1,7 @@
 """A model and its optimizer as parts of a run of which every rank saves what it holds."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+_KERNELS: Final = ("foreach", "fused")
+"""Settings of an optimizer that say by what kernels it makes a step."""
 Load = Callable[[dict[str, Any]], None]
 """Fills a state dict in place, with what the ranks of a checkpoint saved."""
 
@@ -115,5 +117,10 @@ class ShardedOptimizer:
             CheckpointError: it is of other parameters.
         """
         state: Any = get_optimizer_state_dict(self._model, self._optimizer)
+        groups = self._optimizer.param_groups
+        # How a step is computed depends on the shards of this run, not on those of the other one.
+        kernels = [{n: x for n, x in group.items() if n in _KERNELS} for group in groups]
         load(state)
         set_optimizer_state_dict(self._model, self._optimizer, state)
+        for group, own in zip(self._optimizer.param_groups, kernels, strict=True):
+            group.update(own)

@@ -112,6 +112,8 @@ class Ranks:
         control: a gloo group of all ranks; ``None`` where there is one.
         store: where a rank that fails says why; ``None`` where there is one rank, or where the
             default group was somebody else's.
+        data: one rank of each group that computes the same rows; ``None`` where each rank has rows
+            of its own.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Ranks:
         device: torch.device | str = "cpu",
         control: Any = None,
         store: Any = None,
+        data: Ranks | None = None,
     ) -> None:
         if not 0 <= rank < size or (size > 1) != (control is not None):
             raise ValueError(
@@ -134,6 +137,9 @@ class Ranks:
         """How many ranks there are."""
         self.device = torch.device(device)
         """Where this rank computes."""
+        self.data = self if data is None else data
+        """The ranks over whose rows a sum is taken: of each group of tensor parallelism, whose
+        ranks have the same rows, the one of this rank's place in it. All ranks without such."""
         self._control = control
         self._store = store
         self._owns_group = store is not None
@@ -154,6 +160,7 @@ class Ranks:
         device: torch.device | str | None = None,
         timeout_s: float = 600.0,
         wait_s: float = 7200.0,
+        tensor_parallel_size: int = 1,
     ) -> Ranks:
         """The ranks that ``torchrun`` started, or this process alone where it started none.
 
@@ -167,14 +174,22 @@ class Ranks:
                 training.
             wait_s: the longest that a rank waits for what rank 0 has to say or send, while that one
                 collects, evaluates or saves.
+            tensor_parallel_size: so many neighbouring ranks get the same rows, and compute each
+                matrix together; see :func:`~torchrl_modules.split_model`.
 
         Raises:
-            ValueError: a time is not positive, or there are fewer GPUs than ranks of this machine.
+            ValueError: a time is not positive, there are fewer GPUs than ranks of this machine, or
+                the number of ranks is no multiple of ``tensor_parallel_size``.
             RuntimeError: the ranks do not find each other in time.
         """
         check_numbers("Ranks.join", POSITIVE, timeout_s=timeout_s, wait_s=wait_s)
         started = int(os.environ.get("WORLD_SIZE", "1"))
         size = dist.get_world_size() if dist.is_initialized() else started
+        if tensor_parallel_size < 1 or size % tensor_parallel_size:
+            raise ValueError(
+                f"Ranks.join: tensor_parallel_size={tensor_parallel_size} has to divide the number "
+                f"of ranks, {size}. Start a multiple of it by torchrun."
+            )
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if where.type == "cuda" and where.index is None:
             local_rank = int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else 0
@@ -200,8 +215,11 @@ class Ranks:
                 world_size=size,
                 timeout=limit,
             )
-        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
-        return cls(dist.get_rank(), size, device=where, control=control, store=store)
+        wait = timedelta(seconds=wait_s)
+        control, data = dist.new_group(backend="gloo", timeout=wait), None
+        if tensor_parallel_size > 1:
+            data = _data_ranks(size, tensor_parallel_size, where, wait)
+        return cls(dist.get_rank(), size, device=where, control=control, store=store, data=data)
 
     # What they tell each other --------------------------------------------------------------------
 
@@ -216,7 +234,7 @@ class Ranks:
         """
         said = [value]
         if self.size > 1:
-            dist.broadcast_object_list(said, src=0, group=self._control)
+            dist.broadcast_object_list(said, group_src=0, group=self._control)
         return said[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -273,16 +291,22 @@ class Ranks:
                 f"Ranks.scatter: rank {self.rank} of {self.size} gave "
                 f"{'no batch' if batch is None else 'a batch'}. Rank 0 gives the rows of all."
             )
+        shares: list[list[PackedBatch]] | None = None
+        if batch is not None and self.data.size > 1:
+            shares = equal_shares(batch, self.data.size, max_tokens=max_tokens)
+        elif batch is not None:
+            parts = batch.micro_batches(max_tokens=max_tokens, count_shared_once=count_shared_once)
+            shares = [list(parts)]
         if self.size == 1:
-            assert batch is not None
-            return list(
-                batch.micro_batches(max_tokens=max_tokens, count_shared_once=count_shared_once)
-            )
-        shares = None if batch is None else equal_shares(batch, self.size, max_tokens=max_tokens)
+            assert shares is not None
+            return shares[0]
         # What is sent is pickled, and a view would take all that it is a view of with it.
         sent = shares and [[_moved(part, "cpu") for part in share] for share in shares]
+        # Neighbours compute the same rows.
+        alike = self.size // self.data.size
+        sent = sent and [share for share in sent for _ in range(alike)]
         own: list[Any] = [None]
-        dist.scatter_object_list(own, sent, src=0, group=self._control)
+        dist.scatter_object_list(own, sent, group_src=0, group=self._control)
         return [_moved(part, self.device) for part in own[0]] if shares is None else shares[0]
 
     # How they begin alike, and end together -------------------------------------------------------
@@ -389,10 +413,10 @@ class Ranks:
 
 
 def gathered_rows(ranks: Ranks | None, values: Tensor) -> Tensor:
-    """Values of all ranks one after the other, on the CPU; one process has its own."""
-    if ranks is None or ranks.size == 1:
+    """Values of all rows one after the other, on the CPU; one process has its own."""
+    if ranks is None or ranks.data.size == 1:
         return values.cpu()
-    return torch.cat(ranks.gather(values.cpu()))
+    return torch.cat(ranks.data.gather(values.cpu()))
 
 
 # The gradient of a model that several ranks train: its norm, and how it is clipped.
@@ -402,21 +426,23 @@ def norm_over(ranks: Ranks, grads: Sequence[Tensor]) -> Tensor:
     """The norm of the whole gradient, the same on every rank."""
     if ranks.size == 1:
         return torch.nn.utils.get_total_norm(grads)
-    shards = [grad for grad in grads if num_shards(grad) > 1]
-    copies = [_local(grad) for grad in grads if num_shards(grad) == 1]
-    of_shards: Any = torch.nn.utils.get_total_norm(shards)
-    of_shards = of_shards.full_tensor() if shards else of_shards
-    of_copies = torch.nn.utils.get_total_norm(copies)
-    norms: list[float] = ranks.gather(float(of_copies))
-    low, high = min(norms), max(norms)
+    by_pieces: dict[int, list[Tensor]] = {}
+    for grad in grads:
+        by_pieces.setdefault(num_pieces(grad), []).append(_local(grad))
+    norms = {count: float(torch.nn.utils.get_total_norm(x)) for count, x in by_pieces.items()}
+    each: list[dict[int, float]] = ranks.gather(norms)
+    copies = [norms.get(1, 0.0) for norms in each]
+    low, high = min(copies), max(copies)
     if math.isfinite(high - low) and high - low > 1e-4 * high:
         # Gradients of whole parameters have been reduced, or every rank trains another model.
         raise RuntimeError(
             "NonFiniteGate: the gradients of parameters that every rank holds have different norms "
-            f"({', '.join(f'{norm:.6g}' for norm in norms)} by rank), so they were not reduced. "
+            f"({', '.join(f'{norm:.6g}' for norm in copies)} by rank), so they were not reduced. "
             "Give the policy DistributedDataParallel(model), or the model after fully_shard(model)."
         )
-    return torch.hypot(of_shards.double().cpu(), of_copies.double().cpu())
+    # Of a tensor in n pieces each is held by 1/n of the ranks.
+    squares = [x * x * count / ranks.size for norms in each for count, x in norms.items()]
+    return torch.tensor(math.fsum(squares) ** 0.5, dtype=torch.float64)
 
 
 def clip_over(ranks: Ranks, parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
@@ -434,6 +460,25 @@ def num_shards(value: Any) -> int:
     """Over how many ranks a tensor is spread; 1 where it is whole."""
     mesh = getattr(value, "device_mesh", None)
     return 1 if mesh is None else mesh.size()
+
+
+def num_pieces(value: Any) -> int:
+    """In how many different pieces ranks hold a tensor; 1 where each has all of it."""
+    mesh = getattr(value, "device_mesh", None)
+    if mesh is None:
+        return 1
+    cut = zip(mesh.shape, value.placements, strict=True)
+    return math.prod(size for size, placement in cut if not placement.is_replicate())
+
+
+def _data_ranks(size: int, alike: int, device: torch.device, wait: timedelta) -> Ranks:
+    """One rank of each group of neighbours, those in the place of this rank in its own."""
+    places = [range(place, size, alike) for place in range(alike)]
+    # Every rank takes part in making each group.
+    groups = [dist.new_group(list(x), backend="gloo", timeout=wait) for x in places]
+    rank, count = dist.get_rank(), size // alike
+    control = groups[rank % alike] if count > 1 else None
+    return Ranks(rank // alike, count, device=device, control=control)
 
 
 def _local(value: Any) -> Tensor:

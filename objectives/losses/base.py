@@ -83,12 +83,12 @@ class LossTerms:
         if not outputs:
             raise ValueError("combine needs at least one output.")
         terms = combined_terms(outputs)
-        if ranks is not None and ranks.size > 1:
+        if ranks is not None and ranks.data.size > 1:
             own = {  # its losses were divided by its share of the counts of all
-                name: value.cpu() / (ranks.size if name.startswith("loss_") else 1)
+                name: value.cpu() / (ranks.data.size if name.startswith("loss_") else 1)
                 for name, value in terms.items()
             }
-            terms = combined_terms(ranks.gather(own))
+            terms = combined_terms(ranks.data.gather(own))
         return make_output(cls, terms)
 
 
@@ -544,8 +544,9 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         packed = [self.pack(rows) for rows in parts]
         counts = Window.of(Window(rows.num_targets, rows.num_rows) for rows in packed)
         if ranks is not None:
-            tokens, rows = ranks.sum([float(counts.num_active_tokens), float(counts.num_sequences)])
-            counts = Window(tokens / ranks.size, rows / ranks.size)
+            data = ranks.data
+            tokens, rows = data.sum([float(counts.num_active_tokens), float(counts.num_sequences)])
+            counts = Window(tokens / data.size, rows / data.size)
         self._tell_if_empty(counts)
         return counts._replace(**self._statistics(packed, ranks))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from forked_ranks import run_ranks
 from safetensors.torch import load_file
+from split_models import mixture
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "sota-implementations/sft"))
 
@@ -29,10 +30,11 @@ ARGUMENTS = (
     *("task=gcd", "task.num_rows=64", "task.num_demonstrations=64", "logger=none"),
     *("evaluate.num_shown=0", "evaluate.num_prompts=2", "data.num_held_out=2"),
     *("train.batch_size=8", "policy.max_new_tokens=2", f"train.num_steps={NUM_STEPS}"),
-    *("policy.model=base", "policy.show_tool_schemas=false", "policy.lora_rank=4"),
+    *("policy.model=base", "policy.show_tool_schemas=false"),
     # Adam divides gradients by their size, so it blows rounding up.
     *("optim=sgd", "optim.learning_rate=0.5", "optim.schedule=constant", "checkpoint.every=1"),
 )
+ADAPTERS = "policy.lora_rank=4"
 
 
 def program(*arguments, dies=None):
@@ -76,9 +78,10 @@ def error_of_ranks(size, function):
 
 def left_by(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
+    adapter = folder / "adapter/adapter_model.safetensors"
     return {
         "metrics": [json.loads(line) for line in lines],
-        "adapter": load_file(folder / "adapter/adapter_model.safetensors"),
+        "adapter": load_file(adapter) if adapter.is_file() else {},
         "model": load_file(folder / "model/model.safetensors"),
         "resumed": len(json.loads((folder / "run.json").read_text()).get("resumed", [])),
     }
@@ -93,9 +96,9 @@ def adapters():
         tokenizer.save_pretrained("base")
         tiny_qwen3(len(tokenizer)).save_pretrained("base")
         ends = [
-            run(1, "name=one"),
-            run(2, "name=two", "train.parallel=fsdp2", dies=(1, 3)),
-            run(2, "name=two", "resume=auto", "train.parallel=ddp", dies=(0, 2)),
+            run(1, "name=one", ADAPTERS),
+            run(2, "name=two", ADAPTERS, "train.parallel=fsdp2", dies=(1, 3)),
+            run(2, "name=two", ADAPTERS, "resume=auto", "train.parallel=ddp", dies=(0, 2)),
             run(1, "resume=outputs/sft/gcd/two-001", dies=(0, 2)),  # was begun with fsdp2
             run(1, "resume=outputs/sft/gcd/two-001"),
         ]
@@ -106,5 +109,33 @@ def adapters():
     return found | {"ends": ends, "base": base}
 
 
+def split():
+    """A mixture in one process; and over ranks that go on with its run, each time split anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        tokenizer = train_tokenizer(["What is the greatest common divisor of 12 and 18?"])
+        tokenizer.save_pretrained("base")
+        mixture(len(tokenizer)).save_pretrained("base")
+        again = "resume=outputs/sft/gcd/two-001"
+        ends = [
+            run(1, "name=one"),
+            run(2, "name=two", *split_into(2, 2), "train.num_steps=2"),
+            run(4, again, *split_into(2, 4), "train.num_steps=4"),
+            run(1, again, f"train.num_steps={NUM_STEPS}"),
+        ]
+        outputs = Path("outputs/sft/gcd")
+        found = {name: left_by(outputs / f"{name}-001") for name in ("one", "two")}
+        os.chdir("/")
+    return found | {"ends": [wrong for wrong, _ in ends]}
+
+
+def split_into(matrices, experts):
+    return (
+        f"train.tensor_parallel_size={matrices}",
+        f"train.expert_parallel_size={experts}",
+    )
+
+
 def scenarios():
     yield "recipe with adapters", adapters
+    yield "recipe over splits", split

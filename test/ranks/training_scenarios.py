@@ -32,6 +32,7 @@ from objectives import (
 )
 from objectives.batching.ranks import norm_over
 from torchrl_agents import parallel
+from torchrl_agents.settings.schema import TrainConfig
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.tiny_model import tiny_qwen3
 
@@ -238,8 +239,7 @@ class Collectives:
 
 def settings_of(**train):
     """What `parallel` asks of a run's settings."""
-    train = {"num_replicas": 1, "autocast": False, "cpu_offload": False} | train
-    return SimpleNamespace(train=SimpleNamespace(parallel="fsdp2", **train))
+    return SimpleNamespace(train=TrainConfig(**{"parallel": "fsdp2", "autocast": False} | train))
 
 
 def gathered(ranks, how):

@@ -369,6 +369,39 @@ def test_settings_of_shards_that_can_take_no_effect_are_refused(
         check(*overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["tensor_parallel_size=3"], "tensor_parallel_size=3 has to divide the 4 ranks"),
+        (["expert_parallel_size=0"], "expert_parallel_size=0: at least 1"),
+        (["expert_parallel_size=3"], "has to be a multiple of train.tensor_parallel_size=1, and"),
+        (["tensor_parallel_size=4", "expert_parallel_size=2"], "a multiple of .*size=4, and"),
+        (["tensor_parallel_size=2", "parallel=ddp"], "train.parallel=ddp does not go with"),
+        (["tensor_parallel_size=2", "num_replicas=2", "parallel=fsdp2"], "num_replicas does not"),
+        (["tensor_parallel_size=2", "compile_layers=true"], "train.compile_layers does not go"),
+        (["tensor_parallel_size=2", "policy.lora_rank=4"], "policy.lora_rank does not go with"),
+        (
+            ["expert_parallel_size=2", "policy.routed_experts=true"],
+            "routed_experts does not",
+        ),
+        (["tensor_parallel_size=2", "engine.batch_invariant=true"], "batch_invariant does not go"),
+        (["tensor_parallel_size=2", "optim=muon"], "optim.name=muon needs whole parameters"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_split_model_are_refused(
+    check, monkeypatch, overrides, words
+):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check("train.tensor_parallel_size=2", "train.expert_parallel_size=4")
+    with pytest.raises(SettingsError, match=words):
+        check(*(each if "." in each or "optim" in each else f"train.{each}" for each in overrides))
+
+
+def test_a_split_model_needs_several_ranks(check):
+    with pytest.raises(SettingsError, match="tensor_parallel_size is for several ranks"):
+        check("train.tensor_parallel_size=2")
+
+
 def test_a_generators_own_settings_are_settings(compose, grpo):
     overrides = ["task=gcd", "task.config.max_value=7", "task.num_rows=30"]
     prepare(grpo.RECIPE, overrides)

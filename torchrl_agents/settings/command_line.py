@@ -564,10 +564,41 @@ def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:
             yield f"train.{name} is for several ranks, which torchrun starts."
         elif name in ("num_replicas", "cpu_offload") and cfg.train.parallel != "fsdp2":
             yield f"train.{name} is for train.parallel=fsdp2, got {cfg.train.parallel}."
+    yield from _split_faults(cfg)
     if cfg.train.num_replicas < 1 or num_ranks() % cfg.train.num_replicas:
         yield f"train.num_replicas={cfg.train.num_replicas} has to divide the {num_ranks()} ranks."
     if num_ranks() > 1 and cfg.engine.name == "vllm" and not _has_servers(cfg):
         yield "Several ranks need vLLM's servers: give engine.url=, urls= or devices=."
+
+
+def _split_faults(cfg: TrainingConfig) -> Iterator[str]:
+    """Faults of a model of which ranks compute parts of one layer."""
+    train, ranks = cfg.train, num_ranks()
+    matrices, experts = train.tensor_parallel_size, train.expert_parallel_size
+    if min(matrices, experts) < 1:
+        yield f"train.tensor_parallel_size={matrices}, expert_parallel_size={experts}: at least 1."
+    elif ranks > 1 and train.splits_model:
+        if ranks % matrices:
+            yield f"train.tensor_parallel_size={matrices} has to divide the {ranks} ranks."
+        if experts > 1 and (experts % matrices or ranks % experts):
+            yield (
+                f"train.expert_parallel_size={experts} has to be a multiple of "
+                f"train.tensor_parallel_size={matrices}, and to divide the {ranks} ranks."
+            )
+        is_set = {
+            "train.parallel=ddp": train.parallel == "ddp",
+            "train.num_replicas": train.num_replicas > 1,
+            "train.cpu_offload": train.cpu_offload,
+            "train.compile_layers": bool(train.compile_layers),
+            "policy.lora_rank": cfg.policy.lora_rank is not None,
+            "policy.routed_experts": cfg.policy.routed_experts,
+            "engine.batch_invariant": cfg.engine.batch_invariant,
+        }
+        for name in (name for name, value in is_set.items() if value):
+            yield (
+                f"{name} does not go with train.tensor_parallel_size and expert_parallel_size: "
+                "leave one of them out."
+            )
 
 
 def _has_servers(cfg: RecipeConfig) -> bool:
@@ -734,7 +765,10 @@ def _ray_faults(cfg: RolloutsConfig) -> Iterator[str]:
 
 # What a run wrote down of its command line.
 
-OF_RANKS: Final = ("parallel", "reduce", "num_replicas", "cpu_offload")
+OF_RANKS: Final = (
+    *("parallel", "reduce", "num_replicas", "cpu_offload"),
+    *("tensor_parallel_size", "expert_parallel_size"),
+)
 """Settings of training that are of several ranks alone."""
 AUTO: Final = "auto"
 RECORD: Final = "run.json"

@@ -329,10 +329,21 @@ class TrainConfig:
     """Of fsdp2: so many copies of the model, each in shards (HSDP): as many as there are nodes."""
     cpu_offload: bool = False
     """Of fsdp2: shards, gradients and the optimizer stay in host memory between two uses."""
+    tensor_parallel_size: int = 1
+    """So many neighbouring ranks get the same rows and compute each matrix together, by the plan
+    that Transformers has for the model; what is left is spread by fsdp2."""
+    expert_parallel_size: int = 1
+    """Of a mixture: so many ranks have its experts together, each some of them, and tokens are sent
+    to where their experts are; a multiple of tensor_parallel_size."""
     timeout_s: float = 600.0
     """The longest that a rank waits for another one in training."""
     wait_s: float = 7200.0
     """The longest that ranks wait for rank 0, which collects and evaluates."""
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether ranks compute parts of one layer."""
+        return self.tensor_parallel_size > 1 or self.expert_parallel_size > 1
 
 
 @dataclass

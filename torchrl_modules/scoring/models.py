@@ -36,6 +36,10 @@ from .packed_attention import PackedInputLost, build_trie, can_share, no_mask, p
 # forward. PEFT is not imported: a model that has adapters has done it.
 
 T = TypeVar("T")
+SPLIT_OVER: Final = "_tp_size"
+"""Attribute in which Transformers writes down how many ranks compute a matrix of a model."""
+SPLIT_HERE: Final = "_is_split_here"
+"""Attribute of a model that :func:`~torchrl_modules.split_model` has split."""
 _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 
@@ -78,6 +82,8 @@ def is_distributed(model: nn.Module) -> bool:
     """Whether a model's forward does what other processes take part in."""
     if isinstance(model, nn.parallel.DistributedDataParallel) or is_sharded(model):
         return True
+    if is_split(model):
+        return True
     composable: Any = sys.modules.get("torch.distributed._composable.replicate")
     return composable is not None and composable.replicate.state(model) is not None
 
@@ -85,6 +91,11 @@ def is_distributed(model: nn.Module) -> bool:
 def is_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to a model as a whole."""
     return isinstance(model, _of_fsdp("FSDPModule"))
+
+
+def is_split(model: Any) -> bool:
+    """Whether ranks compute parts of one layer of a model."""
+    return (getattr(model, SPLIT_OVER, None) or 1) > 1
 
 
 def _of_fsdp(name: str) -> Any:
@@ -181,6 +192,13 @@ def check_wrapped_whole(model: nn.Module, *, who: str) -> None:
     Raises:
         TypeError: names such a part.
     """
+    if is_split(model) and not getattr(model, SPLIT_HERE, False):
+        # Of a second micro-batch it would count the gradients of norms of the first one again.
+        raise TypeError(
+            f"{who}: {type(model).__name__} was split by Transformers itself "
+            "(distributed_config=), whose gradients add up wrongly over micro-batches. Load it "
+            "whole, and give it to split_model(model, tensor_parallel_size=...)."
+        )
     if is_distributed(model):
         return
     for name, part in model.named_modules():

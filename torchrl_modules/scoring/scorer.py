@@ -55,6 +55,7 @@ from .models import (
     unwrapped,
 )
 from .packed_attention import use_packed_attention
+from .split_head import head_part, sum_gradient, whole_head
 
 # Log-probabilities of chosen tokens without ever holding ``[tokens, vocabulary]`` logits.
 #
@@ -91,7 +92,8 @@ def chunked_log_prob(
 
     Args:
         hidden: ``[K, D]``.
-        weight: ``[V, D]``.
+        weight: ``[V, D]``; of a ``DTensor`` in equal parts of rows each rank computes its part of
+            the logits, and all have the same ``hidden`` and ``targets``.
         targets: int64 ``[K]``.
         bias: ``[V]`` or ``None``.
         temperature: positive.
@@ -110,11 +112,17 @@ def chunked_log_prob(
     if compute_dtype is None and torch.is_autocast_enabled(kind):
         compute_dtype = torch.get_autocast_dtype(kind)
     hidden = hidden.to(compute_dtype or hidden.dtype)
+    part, at = head_part(weight, bias), targets
+    if part is not None:  # of the vocabulary, and so of the gradient of the hidden states
+        hidden, at = sum_gradient(hidden, part.group), targets - part.first
+        weight, bias = part.weight, part.bias
     # The tiles convert the weights themselves: forward and backward alike.
     with torch.autocast(kind, enabled=False):
-        log_prob, entropies = _ChunkedLogProb.apply(  # type: ignore[misc]
-            hidden, weight, bias, targets, temperature, entropy
+        log_prob, entropies, lse = _ChunkedLogProb.apply(  # type: ignore[misc]
+            hidden, weight, bias, at, temperature, entropy
         )
+    if part is not None:
+        log_prob, entropies = part.join(targets, log_prob, entropies, lse)
     return HeadScores(log_prob, entropies if entropy else None)
 
 
@@ -193,7 +201,7 @@ class _ChunkedLogProb(Function):
         targets: Tensor,
         temperature: float,
         with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         num_rows, num_columns, dtype = _tiling(hidden)
         sums = _kernel(_sums_of_tile, hidden.device.type)
         lse = torch.full((len(hidden),), -torch.inf, dtype=dtype, device=hidden.device)
@@ -218,7 +226,7 @@ class _ChunkedLogProb(Function):
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
-        return log_prob, entropy
+        return log_prob, entropy, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -227,17 +235,22 @@ class _ChunkedLogProb(Function):
 
 
 def _gradients(
-    ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None
+    ctx: Any,
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
     grad_hidden = torch.zeros_like(hidden)
     grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
     grad_bias = torch.zeros_like(bias) if bias is not None else None
-    live = _live(grad_log_prob, grad_entropy)
+    live = _live(grad_log_prob, grad_entropy, grad_lse)
     if len(live) == 0:
         return grad_hidden, grad_weight, grad_bias, None, None, None
     some, at, lse, entropy = hidden[live], targets[live], lse[live], entropy[live]
-    g = torch.zeros_like(lse) if grad_log_prob is None else grad_log_prob[live] / ctx.temperature
+    of_own = torch.zeros_like(lse) if grad_log_prob is None else grad_log_prob[live]
+    of_own = of_own / ctx.temperature
+    g = of_own if grad_lse is None else of_own - grad_lse[live] / ctx.temperature
     g_entropy = None if grad_entropy is None else grad_entropy[live] / ctx.temperature
     gradient = _kernel(_gradient_of_tile, hidden.device.type)
     num_rows, num_columns, dtype = _tiling(hidden)
@@ -261,7 +274,8 @@ def _gradients(
                 _add_product(total, grad.T, some[rows])
         if grad_weight is not None and total is not None:
             grad_weight[columns] = total
-    g = g.to(hidden.dtype)
+    # A target in another rank's part of the vocabulary has no logit here, and no gradient of it.
+    g, at = of_own.to(hidden.dtype), at.clamp(0, len(weight) - 1)
     own = weight[at].to(found.dtype)
     grad_hidden[live] = found.addcmul_(own, g[:, None].to(found.dtype)).to(hidden.dtype)
     if grad_weight is not None:
@@ -612,8 +626,10 @@ class PackedScorer(ChecksAttributes):
                 if head is None or dtype is None:
                     return (outputs if head is None else head(outputs)).float()
             hidden, weight, bias = head_product(head, outputs)
-            bias = None if bias is None else bias.to(dtype)
-            return nn.functional.linear(hidden.to(dtype), weight.to(dtype), bias).float()
+            bias = None if bias is None else whole_head(bias).to(dtype)
+            return nn.functional.linear(
+                hidden.to(dtype), whole_head(weight).to(dtype), bias
+            ).float()
 
         with self._kernels():
             return run_inside(self._wrapped, read)
@@ -716,8 +732,10 @@ class PackedScorer(ChecksAttributes):
             tokens = history and history.read(outputs.shape[1], drawn_from, outputs.device)
             return warped_log_prob(outputs, targets, drawn_from, tokens, masks)
         hidden, weight, bias = head_product(head, outputs)
-        options: dict[str, Any] = {"bias": bias, "compute_dtype": self._head_dtype}
         is_plain = not (drawn_from.truncates or drawn_from.changes_logits or masks is not None)
+        if not is_plain or self.batch_invariant:
+            weight, bias = whole_head(weight), None if bias is None else whole_head(bias)
+        options: dict[str, Any] = {"bias": bias, "compute_dtype": self._head_dtype}
         if self.batch_invariant:  # the softmax that an engine takes, over whole rows of logits
             options["linear"] = invariant_linear
         if not is_plain or self.batch_invariant:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from collectors import CheckpointError, CheckpointStore
+from collectors import CheckpointError, CheckpointStore, RunState, ShardedOptimizer
 
 
 def _rank(rank, size, action, folder, errors):
@@ -175,3 +175,24 @@ def test_two_ranks_save_and_one_two_and_four_load(tmp_path, save, load):
         checkpoint.load_sharded("all", found)
         for key in ("rows", "columns", "everywhere"):
             assert torch.equal(found[key], torch.arange(35.0).view(7, 5))
+
+
+def test_an_optimizer_keeps_the_kernels_of_its_own_run(tmp_path):
+    """Those of whole parameters take no shards, over which the run may go on."""
+
+    def run_of(foreach):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, optimizer, RunState(optimizer=ShardedOptimizer(model, optimizer))
+
+    with CheckpointStore(tmp_path) as store:
+        run_of(True)[2].save(store, 1)
+        _, optimizer, state = run_of(False)
+        optimizer.param_groups[0]["lr"] = 0.5
+        assert state.restore(store) == 1
+    (group,) = optimizer.param_groups
+    assert group["foreach"] is False
+    assert group["lr"] == 0.1, "what the other run had set is taken"
