@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from transformers import Qwen3ForCausalLM
 
-from torchrl_modules.engines.continuous import AsyncTransformersEngine
+from torchrl_modules.engines.async_transformers import AsyncTransformersEngine
 from torchrl_modules.engines.engine import Generation
 from torchrl_modules.engines.readers import PaddedReader
 from torchrl_modules.engines.transformers import TransformersEngine

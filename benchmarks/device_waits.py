@@ -37,8 +37,10 @@ from transformers import (
 
 from objectives import GRPOLoss
 from torchrl_modules import SamplingParameters, TransformersEngine, TransformersWrapper
-from torchrl_modules.engines.continuous import ContinuousDecoding, Request
-from torchrl_modules.engines.decoding import KeptCaches, TokenDraw
+from torchrl_modules.engines.continuous import ContinuousDecoding
+from torchrl_modules.engines.drawn_tokens import TokenDraw
+from torchrl_modules.engines.kept_caches import KeptCaches
+from torchrl_modules.engines.request import Request
 from torchrl_modules.tiny_model import train_tokenizer
 
 FAR: Final = torch.device("xpu", 0)

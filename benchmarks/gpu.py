@@ -675,9 +675,9 @@ def episodes(run: Run) -> None:
 
 
 def _without_graphs(engine: Any) -> None:
-    from torchrl_modules.engines import decoding
+    from torchrl_modules.engines import slot_reader
 
-    decoding._not_captured.add(engine.inside)
+    slot_reader._not_captured.add(engine.inside)
     engine.forget()
 
 
@@ -687,7 +687,7 @@ def graph(run: Run) -> None:
     import torch
 
     from torchrl_modules import SamplingParameters, TransformersEngine
-    from torchrl_modules.engines import decoding
+    from torchrl_modules.engines import slot_reader
 
     exactly()
     model = small_model(run).to(run.device)
@@ -697,7 +697,7 @@ def graph(run: Run) -> None:
     budgets = [96 - 7 * row for row in range(9)]
     kind = run.device.split(":")[0]
     captured: list[float] = []
-    capture = decoding._CAPTURES.get(kind)
+    capture = slot_reader._CAPTURES.get(kind)
     if capture is not None:
 
         def seen(*given: Any) -> Any:
@@ -706,7 +706,7 @@ def graph(run: Run) -> None:
             captured.append(time.perf_counter() - begin)
             return replay
 
-        decoding._CAPTURES[kind] = seen
+        slot_reader._CAPTURES[kind] = seen
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         ours = TransformersEngine(model).generate(prompts, params, max_new_tokens=budgets)

@@ -36,7 +36,7 @@ from torchrl_envs.episode.runner import EpisodeRunner
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.rewards.scoring_call import RewardFunction
 from torchrl_modules import LLMWrapperBase
-from torchrl_modules.engines.engine import checked, seeded
+from torchrl_modules.engines.checked_generation import checked, seeded
 
 from .collector import Collector, PostProcessing
 from .composition_checks import reward_weights, weigh_sources

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from torchrl_modules import TransformersWrapper
-from torchrl_modules.scoring.models import evaluation_mode
 from torchrl_modules.scoring.scorer import PackedScorer
+from torchrl_modules.scoring.wrapped_models import evaluation_mode
 
 from .settings.schema import TrainingConfig
 

@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from torchrl_data import Text as Text
     from torchrl_data import Tokens as Tokens
 
-    from .engines.bridges import BatchingEngine as BatchingEngine
-    from .engines.bridges import open_async as open_async
-    from .engines.continuous import AsyncTransformersEngine as AsyncTransformersEngine
+    from .engines.async_transformers import AsyncTransformersEngine as AsyncTransformersEngine
+    from .engines.batching_engine import BatchingEngine as BatchingEngine
+    from .engines.checked_generation import check_prompt as check_prompt
     from .engines.engine import AsyncEngine as AsyncEngine
     from .engines.engine import Engine as Engine
     from .engines.engine import EngineDied as EngineDied
     from .engines.engine import EngineLoad as EngineLoad
     from .engines.engine import Generation as Generation
     from .engines.engine import VersionSpan as VersionSpan
-    from .engines.engine import check_prompt as check_prompt
     from .engines.fleet import EngineFleet as EngineFleet
     from .engines.json_client import JSONClient as JSONClient
-    from .engines.supervision import EngineHealth as EngineHealth
+    from .engines.open_async import open_async as open_async
+    from .engines.process_state import EngineHealth as EngineHealth
     from .engines.transformers import TransformersEngine as TransformersEngine
     from .model_splits import split_model as split_model
     from .policies.base import LLMWrapperBase as LLMWrapperBase
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from .policies.transformers_wrapper import TransformersWrapper as TransformersWrapper
     from .policies.vllm_wrapper import vLLMWrapper as vLLMWrapper
     from .sampling.parameters import SamplingParameters as SamplingParameters
-    from .scoring.scorer import TokenDistribution as TokenDistribution
-    from .scoring.scorer import chunked_log_prob as chunked_log_prob
+    from .scoring.chunked_log_prob import chunked_log_prob as chunked_log_prob
+    from .scoring.token_distribution import TokenDistribution as TokenDistribution
     from .vllm.async_engine import AsyncVLLMEngine as AsyncVLLMEngine
     from .vllm.engine import VLLMEngine as VLLMEngine
     from .vllm.server import start_server as start_server

@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from .scoring.models import SPLIT_HERE, SPLIT_OVER, Difference, run_inside, run_trial
 from .scoring.split_head import sum_gradient
+from .scoring.trial import Difference, run_trial
+from .scoring.wrapped_models import SPLIT_HERE, SPLIT_OVER, run_inside
 from .transformers_releases import parallel_plans
 from .weights.quantized_weights import quantization_of
 

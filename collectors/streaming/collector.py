@@ -40,8 +40,9 @@ from torchrl_data.checks import check_counts
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase
-from torchrl_modules.engines.bridges import BatchingEngine, open_async
+from torchrl_modules.engines.batching_engine import BatchingEngine
 from torchrl_modules.engines.engine import AsyncEngine
+from torchrl_modules.engines.open_async import open_async
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .background_collector import BackgroundCollector

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from torchrl_data.checks import check_counts, check_numbers
-from torchrl_modules.engines.engine import EngineDied, EngineLoad, tells_load
+from torchrl_modules.engines.engine import EngineDied, EngineLoad
+from torchrl_modules.engines.engine_load import tells_load
 
 from .group_runner import GroupRunner
 

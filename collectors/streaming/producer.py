@@ -29,7 +29,7 @@ from objectives.advantages.mc_advantage import ByGroups
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_envs.episode.episode_env import EpisodeEnv
-from torchrl_modules.engines.bridges import BatchingEngine
+from torchrl_modules.engines.batching_engine import BatchingEngine
 from torchrl_modules.engines.engine import push_weights
 from torchrl_modules.policies.async_policy import AsyncPolicy
 

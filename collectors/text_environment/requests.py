@@ -12,7 +12,8 @@ from torchrl_data.conversation import (
 )
 from torchrl_data.templates.control_tokens import ControlTokenGuard
 from torchrl_modules import Generation, SamplingParameters
-from torchrl_modules.engines.engine import Engine, checked, seeded
+from torchrl_modules.engines.checked_generation import checked, seeded
+from torchrl_modules.engines.engine import Engine
 
 _TOOL: Final = re.compile(r"\s*<([^<>]+)>")
 

@@ -20,8 +20,8 @@ from torchrl_modules.batch_invariance import BatchInvariance
 from torchrl_modules.sampling.distribution import warped_log_prob
 from torchrl_modules.sampling.token_history import TargetHistory, changed_logits, too_early
 from torchrl_modules.scoring.expert_routes import ExpertRoutes, expert_counts, replayed_layers
-from torchrl_modules.scoring.models import evaluation_mode, precision, unwrapped
 from torchrl_modules.scoring.scorer import PackedScorer
+from torchrl_modules.scoring.wrapped_models import evaluation_mode, precision, unwrapped
 from torchrl_modules.transformers_releases import cache_name, with_cache
 
 from .conditions import Conditions, Numbers

@@ -12,7 +12,8 @@ from collectors.cluster.worker import CollectorWorker, WorkerSettings
 from collectors.streaming.group_runner import EpisodeEnd
 from torchrl_envs import ChatEnv, DataLoadingPrimer
 from torchrl_modules import EngineLoad
-from torchrl_modules.engines.bridges import BatchingEngine, BlockingEngine
+from torchrl_modules.engines.batching_engine import BatchingEngine
+from torchrl_modules.engines.blocking_engine import BlockingEngine
 
 N = 4  # rollouts of a prompt
 GROUPS = 2  # of a batch

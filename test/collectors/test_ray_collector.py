@@ -31,7 +31,8 @@ from torchrl_envs import (
     StepCounter,
 )
 from torchrl_modules import EngineFleet, EngineLoad, TransformersWrapper, vLLMWrapper
-from torchrl_modules.engines.bridges import BatchingEngine, BlockingEngine
+from torchrl_modules.engines.batching_engine import BatchingEngine
+from torchrl_modules.engines.blocking_engine import BlockingEngine
 from torchrl_modules.tiny_model import tiny_qwen3
 from torchrl_modules.vllm.bridges import OwnServerEngine
 from torchrl_modules.weights.expected_weights import UpdateRefused

@@ -24,7 +24,7 @@ from torchrl_envs import (
 )
 from torchrl_envs.datasets.difficulty_pools import IDS_PER_EPOCH
 from torchrl_modules import EngineDied, TransformersWrapper
-from torchrl_modules.engines.bridges import BatchingEngine
+from torchrl_modules.engines.batching_engine import BatchingEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 _SHARED = multiprocessing.Value("i", 0)  # of TorchRL's storages, whose file lives to the end

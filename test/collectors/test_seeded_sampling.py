@@ -27,7 +27,8 @@ from torchrl_envs import (
     StepCounter,
 )
 from torchrl_modules import EngineFleet, TransformersWrapper, vLLMWrapper
-from torchrl_modules.engines.bridges import BlockingEngine, open_async
+from torchrl_modules.engines.blocking_engine import BlockingEngine
+from torchrl_modules.engines.open_async import open_async
 from torchrl_modules.engines.transformers import TransformersEngine
 
 N, GROUPS = 4, 2

@@ -24,9 +24,11 @@ from torchrl_data.saved_rows import row_from_state, row_state
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_modules import EngineFleet, LLMWrapperBase, SamplingParameters, TransformersWrapper
-from torchrl_modules.engines import readers
-from torchrl_modules.engines.bridges import BatchingEngine, BlockingEngine
+from torchrl_modules.engines import image_readers
+from torchrl_modules.engines.batching_engine import BatchingEngine
+from torchrl_modules.engines.blocking_engine import BlockingEngine
 from torchrl_modules.policies.async_policy import AsyncPolicy
+from torchrl_modules.scoring.image_reading import RowPositions
 from torchrl_modules.scoring.scorer import PackedScorer
 
 CHATS = [
@@ -79,11 +81,11 @@ def sampled(policy, chats=CHATS, seed=0):
 @pytest.mark.parametrize("cached", [True, False])
 def test_sampled_and_scored_as_the_models_own_forward(policy, family, monkeypatch, cached):
     """In one batch: with one image, two, another size, none; and the same image twice."""
-    reader = readers.ImageReader if cached else readers.WholeImageReader
-    found = readers.find_image_reader(family[0], policy.engine.images)
-    assert found is readers.ImageReader
-    state, _ = readers._found_with_images[family[0]]
-    monkeypatch.setitem(readers._found_with_images, family[0], (state, reader))
+    reader = image_readers.ImageReader if cached else image_readers.WholeImageReader
+    found = image_readers.find_image_reader(family[0], policy.engine.images)
+    assert found is image_readers.ImageReader
+    state, _ = image_readers._found_with_images[family[0]]
+    monkeypatch.setitem(image_readers._found_with_images, family[0], (state, reader))
     rows, _ = sampled(policy)
     loss = GRPOLoss(policy, temperature=0.9)
     rows["advantage"] = torch.ones(len(rows), 1, 1)
@@ -325,10 +327,10 @@ def test_what_stands_for_an_image_is_never_drawn(family):
 
 def test_a_cache_that_is_wrong_is_not_used(monkeypatch):
     model, _, processor = qwen(seed=3)
-    monkeypatch.setattr(readers.RowPositions, "take", lambda self, _: self.forget())
+    monkeypatch.setattr(RowPositions, "take", lambda self, _: self.forget())
     images = ImageProcessor(processor)
     with pytest.warns(UserWarning, match="what Qwen2_5_VLForConditionalGeneration keeps of a row"):
-        assert readers.find_image_reader(model, images) is readers.WholeImageReader
+        assert image_readers.find_image_reader(model, images) is image_readers.WholeImageReader
 
 
 def test_loaded_from_a_folder_with_its_processor(tmp_path):

@@ -23,7 +23,7 @@ from torchrl_modules.scoring.expert_routes import (
     packed_experts,
     replayed_layers,
 )
-from torchrl_modules.scoring.models import Layout
+from torchrl_modules.scoring.model_reader import Layout
 from torchrl_modules.scoring.scorer import PackedScorer
 
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [20, 21, 22], [20, 21, 22], [40] * 12]

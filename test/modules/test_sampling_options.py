@@ -12,8 +12,9 @@ from objectives import GRPOLoss
 from torchrl_data.conversation import Conversations
 from torchrl_data.conversation_io import write_conversations
 from torchrl_modules import SamplingParameters, TransformersEngine, TransformersWrapper
-from torchrl_modules.engines.bridges import BlockingEngine, open_async
-from torchrl_modules.engines.decoding import drawn_at
+from torchrl_modules.engines.blocking_engine import BlockingEngine
+from torchrl_modules.engines.drawn_tokens import drawn_at
+from torchrl_modules.engines.open_async import open_async
 from torchrl_modules.sampling import distribution as sampling_distribution
 from torchrl_modules.sampling.stop_strings import StopStrings
 

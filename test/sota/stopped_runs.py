@@ -105,7 +105,7 @@ POINTS = {
     "in native code": Point("objectives.NonFiniteGate.backward", is_native=True),
     "saving on a slow disk": Point("collectors.checkpoint.saver.publish", hangs=True),
     "streaming, while the engine draws": Point(
-        "torchrl_modules.engines.continuous.AsyncTransformersEngine.respond", DRAW, 2
+        "torchrl_modules.engines.async_transformers.AsyncTransformersEngine.respond", DRAW, 2
     ),
     "streaming, in a push that is held back": Point(
         "collectors.streaming.background_collector.BackgroundCollector._wait_for_push", DRAW, 2
@@ -201,7 +201,7 @@ def call_tools() -> None:
     """Let the policy call a tool in each turn, whatever it has learnt."""
     for path in (
         GENERATE,
-        "torchrl_modules.engines.continuous.AsyncTransformersEngine.respond",
+        "torchrl_modules.engines.async_transformers.AsyncTransformersEngine.respond",
     ):
         owner, name = find(path)
         setattr(owner, name, _calling(getattr(owner, name), is_async=name == "respond"))
@@ -225,7 +225,7 @@ def _calling(original: Any, *, is_async: bool) -> Any:
 
 def drop_groups() -> None:
     """Let the engine die under some responses and be full at some looks, and rewards be equal."""
-    owner, name = find("torchrl_modules.engines.continuous.AsyncTransformersEngine.respond")
+    owner, name = find("torchrl_modules.engines.async_transformers.AsyncTransformersEngine.respond")
     original, count = getattr(owner, name), itertools.count(1)
 
     async def respond(*args: Any, **kwargs: Any) -> Generation:

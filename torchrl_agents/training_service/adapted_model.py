@@ -17,7 +17,7 @@ from torchrl_data import import_package
 from torchrl_modules import SamplingParameters
 from torchrl_modules.engines.engine import Generation
 from torchrl_modules.engines.transformers import TransformersEngine
-from torchrl_modules.scoring.models import plain_head
+from torchrl_modules.scoring.head_product import plain_head
 from torchrl_modules.scoring.scorer import PackedScorer
 
 from .errors import RefusedRequest

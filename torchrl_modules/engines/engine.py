@@ -1,20 +1,13 @@
-"""Protocols of an engine, blocking or asynchronous, and its load."""
+"""Engine: token ids in, token ids out, weights replaced; for batches or for each caller."""
 
 import asyncio
-import inspect
-import math
-from array import array
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Final, NamedTuple, Protocol, Self, runtime_checkable
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
-from torchrl_data.conversation import stream_number
-from torchrl_data.keys import ENTROPY, KEPT_COUNTS, SAMPLING_MASK, UNTEMPERED_LOG_PROBS
+from torchrl_data.keys import ENTROPY, KEPT_COUNTS, UNTEMPERED_LOG_PROBS
 from torchrl_modules.sampling.parameters import SamplingParameters
-
-# What an inference engine does for a policy: token ids in, token ids out, weights replaced.
 
 
 class EngineDied(RuntimeError):
@@ -160,9 +153,6 @@ class Engine(Protocol):
                 weights keep serving.
         """
         ...
-
-
-# What an engine does for a collector without barriers: one response for each of many callers.
 
 
 @runtime_checkable
@@ -323,121 +313,6 @@ class ClosedOnLeaving:
         await asyncio.to_thread(self.close)
 
 
-# What an engine gave, where a policy or a collector reads it: an engine may be anybody's.
-
-_ROUNDING: Final = 1e-3
-"""A log-prob above 0 by less is one of 0, in the precision of the engine."""
-
-
-def checked(
-    engine: Engine | AsyncEngine, given: Any, params: SamplingParameters, num_prompts: int
-) -> list[Generation]:
-    """Return what an engine gave, if it is what an engine promises.
-
-    Args:
-        engine: whose; no token is of a later version than its own.
-        given: by ``generate``, or in a list by ``respond``.
-        params: what it was asked for.
-        num_prompts: as many responses are due.
-
-    Raises:
-        ValueError: it is something else; the message says what, and what is due.
-    """
-    found = len(given) if isinstance(given, list | tuple) else type(given).__name__
-    faults: Iterable[str] = [f"it gave {found}"]
-    if found == num_prompts:
-        faults = (_fault_of(row, each, params, engine) for row, each in enumerate(given))
-    if fault := next(filter(None, faults), ""):
-        raise ValueError(
-            f"{type(engine).__name__} does not do what an engine promises, for {num_prompts} "
-            f"prompts: {fault}. Give one Generation per prompt, in order, of plain lists: see "
-            "torchrl_modules.Engine and AsyncEngine."
-        )
-    return list(given)
-
-
-def _fault_of(row: int, given: Any, params: SamplingParameters, engine: Any) -> str:
-    """Return what is wrong with a response, or nothing."""
-    if not isinstance(given, Generation):
-        return f"response {row} is a {type(given).__name__}, not a Generation"
-    columns: dict[str, Any] = {"ids": given.ids, "log_probs": given.log_probs}
-    columns |= given.reported(params)
-    if params.sampling_mask:
-        columns[SAMPLING_MASK] = given.sampling_masks
-    sizes = [len(each) if isinstance(each, Sequence) else -1 for each in columns.values()]
-    if given.finish_reason not in (("error",) if given.error else ("stop", "length", "abort")):
-        return f"response {row} has finish_reason {given.finish_reason!r}, error={given.error!r}"
-    if set(sizes) != {max(sizes[0], 0)}:
-        return f"response {row} has no lists of one length, {columns!r:.200}"
-    if not {int}.issuperset(map(type, given.ids)) or min(given.ids, default=0) < 0:
-        return f"response {row} has ids that are none of tokens, {given.ids!r:.80}"
-    spans = given.versions or ()  # an engine need not know
-    known = all(isinstance(s, VersionSpan) and 0 <= s[0] <= engine.version for s in spans)
-    if not known or len(given.token_versions(0)) != len(given.ids):
-        return f"response {row} has {spans!r:.200}, and the engine has version {engine.version}"
-    fault = log_prob_fault(given) if given.error is None else ""
-    return fault and f"response {row} {fault}"
-
-
-def check_prompt(prompt: Sequence[int], *, vocab_size: int | None, max_model_len: int) -> list[int]:
-    """Give the token ids of a row that an engine can serve.
-
-    Args:
-        prompt: the ids.
-        vocab_size: ids are below it; ``None`` for any.
-        max_model_len: most tokens of a prompt and its response.
-
-    Raises:
-        ValueError: there are none, too many, or one is no token.
-    """
-    try:
-        ids = array("q", prompt).tolist()
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"The prompt is not a sequence of token ids: {error}.") from error
-    if not ids:
-        raise ValueError("The prompt is empty.")
-    if len(ids) >= max_model_len:
-        raise ValueError(
-            f"The prompt has {len(ids)} tokens, which leaves no room for a response: "
-            f"max_model_len is {max_model_len}."
-        )
-    for token in (min(ids), max(ids)):
-        if not 0 <= token < (vocab_size or math.inf):
-            raise ValueError(
-                f"The prompt holds the token id {token}; the vocabulary has {vocab_size}."
-            )
-    return ids
-
-
-def log_prob_fault(given: Generation) -> str:
-    """Return what is wrong with the log-probs of a response, or nothing."""
-    if len(given.log_probs) != len(given.ids):
-        return f"has {len(given.log_probs)} log-probs for {len(given.ids)} tokens"
-    wrong = [x for x in given.log_probs if not -math.inf < x < _ROUNDING]
-    return f"has a log-prob that is no finite number of at most 0: {wrong[0]}" if wrong else ""
-
-
-def seeded(
-    engine: Engine, params: SamplingParameters, seeds: Sequence[int] | None
-) -> tuple[SamplingParameters, dict[str, Any]]:
-    """With what an engine draws each row by a seed of its own.
-
-    Args:
-        engine: whose ``generate`` takes ``seeds=``, or not.
-        params: the distribution.
-        seeds: one per prompt; ``None`` without.
-
-    Returns:
-        Its parameters and further arguments. An engine that takes no seeds gets one that follows
-        from all of them.
-    """
-    if not seeds:
-        return params, {}
-    if "seeds" in inspect.signature(engine.generate).parameters:
-        return params, {"seeds": list(seeds)}
-    return replace(params, seed=stream_number(*seeds)), {}
-
-
 def can_keep_caches(engine: Any) -> bool:
     """Return whether responses in flight can go on with what the old weights have read."""
     return bool(getattr(engine, "can_keep_caches", False))
@@ -459,12 +334,6 @@ async def push_weights(
     await engine.update_weights(state_dict, version=version, **options)
 
 
-# How full an engine is, for who decides how much is asked of it.
-
-_CACHE_USE: Final = "vllm:kv_cache_usage_perc"
-_PREEMPTIONS: Final = "vllm:num_preemptions_total"
-
-
 class EngineLoad(NamedTuple):
     """The load of an engine, as its ``measure_load()`` gives it where ``tells_load`` is true.
 
@@ -476,24 +345,3 @@ class EngineLoad(NamedTuple):
     """Fraction of its cache of keys and values that requests in flight hold, from 0 to 1."""
     num_preemptions: int
     """How often, ever, a request was put off because the cache was full, to be read again."""
-
-
-def tells_load(engine: Any) -> bool:
-    """Return whether an engine can tell how full it is; of a server, it is asked."""
-    return bool(getattr(engine, "tells_load", False))
-
-
-def read_load(text: str) -> EngineLoad | None:
-    r"""Return what the metrics of a vLLM server tell of its load, of all its engines; or ``None``.
-
-    Example:
-        >>> read_load("vllm:kv_cache_usage_perc{a=1} 0.5\nvllm:num_preemptions_total 3.0")
-        EngineLoad(cache_use=0.5, num_preemptions=3)
-    """
-    uses, preemptions = (
-        [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)]
-        for name in (_CACHE_USE, _PREEMPTIONS)
-    )
-    if not (uses and preemptions):
-        return None
-    return EngineLoad(max(uses), int(sum(preemptions)))

@@ -22,7 +22,6 @@ from torchrl_modules.weights.adapter_weights import AdapterWeights, mapped
 from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
 from torchrl_modules.weights.lazy_weights import copied
 
-from .bridges import LoopThread, open_async
 from .engine import (
     AsyncEngine,
     ClosedOnLeaving,
@@ -31,9 +30,12 @@ from .engine import (
     Generation,
     can_keep_caches,
     push_weights,
-    tells_load,
 )
-from .supervision import EngineHealth, EngineState, Supervision
+from .engine_load import tells_load
+from .loop_thread import LoopThread
+from .open_async import open_async
+from .process_state import EngineHealth
+from .supervision import EngineState, Supervision
 
 # Which engine of a fleet draws a response: that of its conversation, or the least loaded.
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import httpcore2
 
-from .bridges import LoopThread
+from .loop_thread import LoopThread
 
 # A server closes a connection that was idle for some seconds (uvicorn: 5).
 _KEEP_IDLE_S: Final = 2.0

@@ -1,4 +1,10 @@
-"""Readers, which put prompts into a model's cache: the ways that are tried, with images too."""
+"""Readers: how a model continues rows, and what it keeps of the tokens that it has read.
+
+The usual way is a :class:`~.slot_reader.SlotReader`; here are the others, and which of them first
+gives a model's own log-probs.
+
+Shape legend: A rows, T tokens so far, V vocabulary.
+"""
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -13,32 +19,17 @@ from transformers import DynamicCache, PreTrainedModel
 
 from torchrl_data.devices import on_device
 from torchrl_data.ragged.packed import pad
-from torchrl_data.templates.image_processor import ImageProcessor
-from torchrl_modules.scoring.models import (
-    RowPositions,
-    Trial,
-    alike,
-    find_first,
-    model_inputs,
-    own_positions,
-    run_image_trial,
-    run_trial,
-)
 from torchrl_modules.scoring.packed_attention import cap_attention, use_packed_attention
+from torchrl_modules.scoring.trial import Trial, find_first, run_trial
 from torchrl_modules.transformers_releases import cache_name, forward_parameters, with_cache
 
-from .decoding import KeptCaches, PromptReader, SlotReader, has_plain_cache, last_position
+from .decoding import PromptReader, last_position
+from .kept_caches import KeptCaches
+from .slot_reader import SlotReader, has_plain_cache
 
-# How a model continues rows: what it keeps of the tokens that it has read.
-#
-# The usual way is a :class:`~.slot_reader.SlotReader`; here are the others, and which of them all
-# gives a model's own log-probs.
-#
-# Shape legend: A rows, T tokens so far, V vocabulary.
-
-_Found = WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[PromptReader]]]
+FoundReaders = WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[PromptReader]]]
 Reader = TypeVar("Reader", bound=PromptReader)
-_found, _found_with_images = _Found(), _Found()
+_found = FoundReaders()
 """Of models that were tried: in which state, and how they continue rows."""
 
 
@@ -60,7 +51,7 @@ class PaddedReader(PromptReader):
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See :class:`PromptReader`."""
-        different, index = _different_rows(map(tuple, prompts), self.model.device)
+        different, index = different_rows(map(tuple, prompts), self.model.device)
         rows = [on_device(prompt, self.model.device) for prompt in different]
         mask = pad([torch.ones_like(row) for row in rows], value=0, side="left")
         self._cache = stepped_cache(self.model)
@@ -131,7 +122,7 @@ class OwnCacheReader(PromptReader):
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See :class:`PromptReader`."""
-        different, index = _different_rows(map(tuple, prompts), self.model.device)
+        different, index = different_rows(map(tuple, prompts), self.model.device)
         rows = on_device(different, self.model.device)
         logits = self._call(rows)
         if len(rows) == len(prompts):
@@ -202,7 +193,7 @@ class WholeRowReader(PromptReader):
         self._ids = self._ids[on_device(rows, self.model.device, torch.int64)]
 
 
-def _different_rows(rows: Iterable[Hashable], device: torch.device) -> tuple[list[Any], Tensor]:
+def different_rows(rows: Iterable[Hashable], device: torch.device) -> tuple[list[Any], Tensor]:
     """The different rows, and which of them each row is, int64 ``[A]``."""
     places: dict[Hashable, int] = {}
     index = [places.setdefault(row, len(places)) for row in rows]
@@ -264,11 +255,11 @@ def find_prompt_reader(model: PreTrainedModel) -> type[PromptReader]:
     if getattr(model, "_is_stateful", False):  # padding on the left would be part of the state
         readers = [reader for reader in readers if reader.needs_one_length]
     run = partial(run_trial, model, who="TransformersEngine")
-    return _fastest(_found, model, readers, run, _tried, "a row")
+    return fastest(_found, model, readers, run, _tried, "a row")
 
 
-def _fastest(
-    known: _Found,
+def fastest(
+    known: FoundReaders,
     model: PreTrainedModel,
     readers: Sequence[type[Reader]],
     run: Callable[[], Trial],
@@ -361,107 +352,4 @@ def _joined(cls: type[SlotReader], model: PreTrainedModel, rows: Sequence[Tensor
             for i in here:
                 num_read[i] += 1
         joining = [i for i in range(len(rows)) if not results[i]]
-    return [torch.stack(values) for values in results]
-
-
-# How a model continues rows with images.
-#
-# Shape legend: A rows, V vocabulary.
-
-
-class ImageRows(PromptReader):
-    """Rows with images of one length.
-
-    Args:
-        model: a vision-language model in evaluation mode.
-        processor: its own.
-        images: of each prompt, in base 64, of one shape.
-    """
-
-    needs_one_length = True
-
-    def __init__(
-        self, model: PreTrainedModel, processor: ImageProcessor, images: Sequence[Sequence[str]]
-    ) -> None:
-        super().__init__(model)
-        self._processor = processor
-        self._images = [tuple(its) for its in images]
-        self._positions = RowPositions(model)
-
-
-class ImageReader(ImageRows):
-    """A cache of keys and values; equal prompts with equal images are read once."""
-
-    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """See :class:`PromptReader`."""
-        rows = zip(map(tuple, prompts), self._images, strict=True)
-        different, index = _different_rows(rows, self.model.device)
-        ids = on_device([prompt for prompt, _ in different], self.model.device)
-        self._cache = stepped_cache(self.model)
-        self._positions.forget()
-        output = self.model(
-            input_ids=ids,
-            **with_cache(self.model, self._cache),
-            logits_to_keep=1,
-            **model_inputs(self.model, self._processor, ids, [its for _, its in different]),
-        )
-        if len(different) < len(prompts):
-            self._take(index)
-        return output.logits[index, -1]
-
-    def advance(self, tokens: Tensor) -> Tensor:
-        """See :class:`PromptReader`."""
-        output = self.model(input_ids=tokens[:, None], **with_cache(self.model, self._cache))
-        return output.logits[:, -1]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """See :class:`PromptReader`."""
-        self._take(on_device(rows, self.model.device, torch.int64))
-
-    def _take(self, index: Tensor) -> None:
-        self._cache.batch_select_indices(index)
-        self._positions.take(index)
-
-
-class WholeImageReader(ImageRows, WholeRowReader):
-    """Nothing is kept: every token reads its whole row again, images included."""
-
-    def _logits(self) -> Tensor:
-        self._positions.forget()
-        inputs = model_inputs(self.model, self._processor, self._ids, self._images)
-        return self.model(input_ids=self._ids, use_cache=False, **inputs).logits[:, -1]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """See :class:`PromptReader`."""
-        super().keep(rows)
-        self._images = [self._images[i] for i in rows]
-
-
-def find_image_reader(model: PreTrainedModel, processor: ImageProcessor) -> type[ImageRows]:
-    """The fastest way to continue rows with images that gives the model's own log-probs."""
-    run = partial(run_image_trial, model, processor, who="TransformersEngine")
-    readers: list[type[ImageRows]] = [ImageReader, WholeImageReader]
-    log_probs = partial(_continued_with_images, processor)
-    return _fastest(_found_with_images, model, readers, run, log_probs, "a row with images")
-
-
-def _continued_with_images(
-    processor: ImageProcessor, cls: type[ImageRows], model: PreTrainedModel, trial: Trial
-) -> list[Tensor]:
-    """Log-probs of the last tokens of rows, read one by one; the first row leaves on the way."""
-    rows, results = trial.rows, [[] for _ in trial.rows]
-    for group in alike(processor, [len(row) for row in rows], trial.images):
-        here = group + group[:1]  # one row twice
-        with own_positions(model):
-            reader = cls(model, processor, [trial.images[i] for i in here])
-            logits = reader.read([rows[i][:-2].tolist() for i in here])
-            for step in (-2, -1):
-                drawn = torch.stack([rows[i][step] for i in here])
-                log_p = logits.double().log_softmax(-1).gather(1, drawn[:, None]).squeeze(1)
-                for i, value in dict(zip(here, log_p, strict=True)).items():
-                    results[i].append(value)
-                if step == -2:
-                    reader.keep(range(1, len(here)))
-                    here = here[1:]
-                    logits = reader.advance(drawn[1:])
     return [torch.stack(values) for values in results]

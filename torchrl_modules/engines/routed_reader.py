@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from torchrl_modules.scoring.expert_routes import ExpertRoutes, packed_experts
 
-from .decoding import PromptReader, SlotReader
+from .decoding import PromptReader
+from .slot_reader import SlotReader
 
 
 class RoutedReader(PromptReader):

@@ -22,14 +22,13 @@ from torchrl_modules.batch_invariance import (
 from torchrl_modules.compiled_layers import settle_compilation
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.scoring.expert_routes import expert_counts
-from torchrl_modules.scoring.models import (
+from torchrl_modules.scoring.image_reading import alike, own_positions
+from torchrl_modules.scoring.rope_factors import settle_rope_factors
+from torchrl_modules.scoring.wrapped_models import (
     acting_adapters,
-    alike,
     evaluation_mode,
     is_sharded,
-    own_positions,
     precision,
-    settle_rope_factors,
     unwrapped,
     without_ddp,
 )
@@ -41,11 +40,14 @@ from torchrl_modules.weights.expected_weights import (
 from torchrl_modules.weights.lazy_weights import LazyWeights
 from torchrl_modules.weights.quantized_weights import settle_quantized_layers
 
-from .decoding import KeptCaches, PromptReader, SlotReader, decode
-from .decoding import tokens_per_look as default_tokens_per_look
+from .decoding import PromptReader, decode
+from .drawn_tokens import tokens_per_look as default_tokens_per_look
 from .engine import Generation
-from .readers import find_image_reader, find_prompt_reader, group_rows, num_positions
+from .image_readers import find_image_reader
+from .kept_caches import KeptCaches
+from .readers import find_prompt_reader, group_rows, num_positions
 from .routed_reader import RoutedReader
+from .slot_reader import SlotReader
 
 # Sampling from a Transformers model in this process.
 

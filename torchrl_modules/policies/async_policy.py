@@ -6,7 +6,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from torchrl_data.conversation import Conversations
-from torchrl_modules.engines.engine import AsyncEngine, Generation, checked
+from torchrl_modules.engines.checked_generation import checked
+from torchrl_modules.engines.engine import AsyncEngine, Generation
 
 from .base import LLMWrapperBase, finish_reason_of
 

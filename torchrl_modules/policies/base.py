@@ -72,7 +72,8 @@ from torchrl_data.sampling_masks import SamplingMasks
 from torchrl_data.stop_reason import FinishReason
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.rendering_identity import check_same_rendering
-from torchrl_modules.engines.engine import Engine, Generation, checked, seeded
+from torchrl_modules.engines.checked_generation import checked, seeded
+from torchrl_modules.engines.engine import Engine, Generation
 from torchrl_modules.sampling.parameters import SamplingParameters, requested_sampling
 from torchrl_modules.sampling.repeats import repeat_rows
 from torchrl_modules.weights.adapter_weights import AdapterWeights

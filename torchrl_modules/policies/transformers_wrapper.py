@@ -22,7 +22,8 @@ from torchrl_modules.sampling.distribution import warped_log_softmax
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.sampling.token_history import TargetHistory
 from torchrl_modules.scoring.packed_attention import PACKED_SDPA
-from torchrl_modules.scoring.scorer import PackedScorer, TokenDistribution
+from torchrl_modules.scoring.scorer import PackedScorer
+from torchrl_modules.scoring.token_distribution import TokenDistribution
 
 from .base import LLMWrapperBase, RowsToScore, rows_to_score, write_scores
 from .loading import load_model

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from torchrl_data.pretrained import load_pretrained
-from torchrl_modules.engines.bridges import BlockingEngine
+from torchrl_modules.engines.blocking_engine import BlockingEngine
 from torchrl_modules.engines.engine import Engine
 from torchrl_modules.engines.fleet import EngineFleet
 from torchrl_modules.sampling.parameters import requested_sampling

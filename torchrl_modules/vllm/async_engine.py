@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_modules.engines.bridges import EngineThread, SteppedEngine
 from torchrl_modules.engines.engine import EngineLoad, Generation
+from torchrl_modules.engines.engine_thread import EngineThread, SteppedEngine
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_modules.engines.bridges import BlockingEngine, gather_rows
+from torchrl_modules.engines.blocking_engine import BlockingEngine
 from torchrl_modules.engines.engine import ClosedOnLeaving, EngineDied, EngineLoad, Generation
+from torchrl_modules.engines.loop_thread import gather_rows
 from torchrl_modules.sampling.parameters import SamplingParameters
 
 from .async_engine import AsyncVLLMEngine

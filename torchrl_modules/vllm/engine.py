@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from torchrl_data.templates.image_processor import ImageProcessor
-from torchrl_modules.engines.engine import EngineDied, Generation, check_prompt
+from torchrl_modules.engines.checked_generation import check_prompt
+from torchrl_modules.engines.engine import EngineDied, Generation
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import ExpectedWeights, UpdateRefused, next_version

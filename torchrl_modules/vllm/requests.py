@@ -5,11 +5,8 @@ from math import inf
 from typing import Any, NamedTuple
 
 from torchrl_data.sampling_masks import sets_of_ids
-from torchrl_modules.engines.engine import (
-    Generation,
-    VersionSpan,
-    log_prob_fault,
-)
+from torchrl_modules.engines.checked_generation import log_prob_fault
+from torchrl_modules.engines.engine import Generation, VersionSpan
 from torchrl_modules.sampling.parameters import SamplingParameters
 
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from torchrl_data.checks import one_of
 from torchrl_data.templates.image_processor import ImageProcessor
-from torchrl_modules.engines.bridges import gather_rows
-from torchrl_modules.engines.engine import EngineDied, Generation, VersionSpan, check_prompt
+from torchrl_modules.engines.checked_generation import check_prompt
+from torchrl_modules.engines.engine import EngineDied, Generation, VersionSpan
 from torchrl_modules.engines.json_client import AnswerTimeout, JSONClient
-from torchrl_modules.engines.supervision import ProgressWatch, is_near, is_stopped
+from torchrl_modules.engines.loop_thread import gather_rows
+from torchrl_modules.engines.process_state import is_near, is_stopped
+from torchrl_modules.engines.progress import ProgressWatch
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weight_transfer.file import weights_file
 from torchrl_modules.weights.adapter_weights import AdapterWeights

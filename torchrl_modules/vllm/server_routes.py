@@ -8,7 +8,8 @@ from urllib.parse import urlencode, urlsplit
 
 import torch
 
-from torchrl_modules.engines.engine import EngineDied, EngineLoad, read_load
+from torchrl_modules.engines.engine import EngineDied, EngineLoad
+from torchrl_modules.engines.engine_load import read_load
 from torchrl_modules.engines.json_client import AnswerTimeout, JSONClient
 from torchrl_modules.weight_transfer.broadcast_group import own_address
 from torchrl_modules.weight_transfer.c10d import C10dWeightTransfer

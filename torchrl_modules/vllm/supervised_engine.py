@@ -7,7 +7,7 @@ from contextlib import (
 from functools import partial
 from typing import Any
 
-from torchrl_modules.engines.bridges import BlockingEngine
+from torchrl_modules.engines.blocking_engine import BlockingEngine
 from torchrl_modules.engines.fleet import EngineFleet
 
 from .bridges import OwnServerEngine

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file
 
-from torchrl_modules.engines.supervision import this_process
+from torchrl_modules.engines.process_state import this_process
 from torchrl_modules.weight_transfer.broadcast_group import (
     BroadcastGroup,
     stateless_init_process_group,

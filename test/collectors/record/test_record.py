@@ -25,7 +25,7 @@ from objectives import GRPOLoss, MCAdvantage
 from torchrl_data.conversation import Source
 from torchrl_envs import ChatEnv, DataLoadingPrimer, FunctionTools, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper
-from torchrl_modules.engines.bridges import BatchingEngine
+from torchrl_modules.engines.batching_engine import BatchingEngine
 
 ROWS = [{"prompt": f"question <{i}>", "number": i} for i in range(8)]
 SLOW_S = 0.03

@@ -23,7 +23,7 @@ from torchrl_envs import (
     RewardFunctions,
 )
 from torchrl_modules import EngineDied
-from torchrl_modules.engines.bridges import BatchingEngine
+from torchrl_modules.engines.batching_engine import BatchingEngine
 from torchrl_modules.weights.expected_weights import UpdateRefused
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -12,7 +12,7 @@ from collectors import Drop, LoadCap, OnPolicy, StreamingCollector, Wait
 from collectors.streaming.load_cap import GroupCap
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EpisodeTransform
 from torchrl_modules import EngineLoad, TransformersWrapper
-from torchrl_modules.engines.bridges import BatchingEngine
+from torchrl_modules.engines.batching_engine import BatchingEngine
 
 N = 2  # rollouts of a prompt
 

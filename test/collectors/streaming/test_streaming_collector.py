@@ -29,7 +29,7 @@ from torchrl_envs import (
 )
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_modules import EngineDied, TransformersWrapper
-from torchrl_modules.engines.bridges import BatchingEngine
+from torchrl_modules.engines.batching_engine import BatchingEngine
 from torchrl_modules.policies.async_policy import AsyncPolicy
 from torchrl_modules.weights.expected_weights import UpdateRefused
 

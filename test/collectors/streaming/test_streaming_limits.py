@@ -12,7 +12,7 @@ from collectors import Drop, OnPolicy, StreamingCollector, Wait
 from collectors.streaming.checks import check_adapters
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions
 from torchrl_modules import TransformersWrapper
-from torchrl_modules.engines.bridges import BatchingEngine
+from torchrl_modules.engines.batching_engine import BatchingEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

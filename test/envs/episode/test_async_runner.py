@@ -23,7 +23,7 @@ from torchrl_envs import (
     TokenBudget,
 )
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
-from torchrl_modules.engines.bridges import BatchingEngine
+from torchrl_modules.engines.batching_engine import BatchingEngine
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from torchrl_modules import AsyncEngine, EngineDied, TransformersEngine
 from torchrl_modules import open_async as open_engine
-from torchrl_modules.scoring.models import run_trial
+from torchrl_modules.scoring.trial import run_trial
 from torchrl_modules.weights.expected_weights import UpdateRefused
 
 

@@ -28,7 +28,8 @@ from torchrl_modules import (
     open_async,
     vLLMWrapper,
 )
-from torchrl_modules.engines.engine import VersionSpan, checked
+from torchrl_modules.engines.checked_generation import checked
+from torchrl_modules.engines.engine import VersionSpan
 from torchrl_modules.engines.fleet import SessionRouter
 from torchrl_modules.engines.supervision import EngineState
 from torchrl_modules.vllm.bridges import OwnServerEngine

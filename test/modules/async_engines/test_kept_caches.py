@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_modules import SamplingParameters, TransformersEngine
-from torchrl_modules.engines.decoding import KeptCaches
+from torchrl_modules.engines.kept_caches import KeptCaches
 from torchrl_modules.weights.expected_weights import weights_fingerprint
 
 IDS = st.lists(st.integers(0, 2) | st.just(1 << 20), max_size=6)

@@ -22,7 +22,7 @@ from torchrl_modules import (
     open_async,
     vLLMWrapper,
 )
-from torchrl_modules.engines.bridges import BatchingEngine
+from torchrl_modules.engines.batching_engine import BatchingEngine
 from torchrl_modules.transformers_releases import cache_name, with_cache
 
 BUDGET = 90

@@ -13,7 +13,7 @@ from torchrl.envs.transforms import Compose
 from collectors import LoadCap, StreamingCollector, Wait
 from torchrl_envs import ChatEnv, DataLoadingPrimer
 from torchrl_modules import EngineLoad, SamplingParameters, open_async, vLLMWrapper
-from torchrl_modules.engines.engine import read_load
+from torchrl_modules.engines.engine_load import read_load
 from torchrl_modules.tiny_model import tiny_qwen3
 
 pytestmark = pytest.mark.vllm

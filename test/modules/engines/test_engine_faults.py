@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from torchrl_modules.engines.engine import EngineDied
-from torchrl_modules.engines.supervision import EngineState, StallClock, is_stopped, this_process
+from torchrl_modules.engines.process_state import is_stopped, this_process
+from torchrl_modules.engines.progress import StallClock
+from torchrl_modules.engines.supervision import EngineState
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.vllm import server_engine
 from torchrl_modules.vllm.requests import StaleWeights

@@ -11,8 +11,9 @@ from collectors.rollout_func import generate_rollout_completions
 from torchrl_data.conversation import Conversations
 from torchrl_envs import ChatEnv, DataLoadingPrimer, StepCounter
 from torchrl_modules import Generation
-from torchrl_modules.engines.bridges import BatchingEngine
-from torchrl_modules.engines.engine import VersionSpan, checked
+from torchrl_modules.engines.batching_engine import BatchingEngine
+from torchrl_modules.engines.checked_generation import checked
+from torchrl_modules.engines.engine import VersionSpan
 from torchrl_modules.policies.async_policy import AsyncPolicy
 from torchrl_modules.policies.base import LLMWrapperBase
 from torchrl_modules.sampling.parameters import SamplingParameters

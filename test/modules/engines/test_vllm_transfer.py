@@ -9,7 +9,7 @@ import torch
 
 from collectors.weight_update import vLLMUpdater
 from torchrl_modules import vLLMWrapper
-from torchrl_modules.engines.bridges import BlockingEngine
+from torchrl_modules.engines.blocking_engine import BlockingEngine
 from torchrl_modules.engines.fleet import EngineFleet
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.vllm.async_engine import AsyncVLLMEngine

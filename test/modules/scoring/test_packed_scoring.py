@@ -27,8 +27,8 @@ from transformers import (
 
 from torchrl_data.ragged.packed import pack
 from torchrl_modules import TransformersEngine, chunked_log_prob
-from torchrl_modules.scoring import scorer as chunked_head
-from torchrl_modules.scoring.models import Layout
+from torchrl_modules.scoring import chunked_log_prob as chunked_head
+from torchrl_modules.scoring.model_reader import Layout
 from torchrl_modules.scoring.packed_attention import packed_sdpa_forward
 from torchrl_modules.scoring.scorer import PackedScorer
 

@@ -9,6 +9,7 @@ from tensordict import TensorDict, lazy_stack
 
 from objectives import SFTLoss
 from torchrl_modules import SamplingParameters, TransformersWrapper, chunked_log_prob
+from torchrl_modules.scoring import chunked_log_prob as chunked_head
 from torchrl_modules.scoring import scorer
 
 IDS = torch.arange(4, 27)
@@ -104,10 +105,10 @@ def test_a_head_of_float32_over_bfloat16_weights_has_their_exact_gradient():
 @pytest.fixture
 def fused(monkeypatch):
     """What is compiled on a GPU is compiled for this CPU."""
-    monkeypatch.setattr(scorer, "_FUSED", {"cpu"})
-    scorer._kernel.cache_clear()
+    monkeypatch.setattr(chunked_head, "_FUSED", {"cpu"})
+    chunked_head._kernel.cache_clear()
     yield
-    scorer._kernel.cache_clear()
+    chunked_head._kernel.cache_clear()
     torch._dynamo.reset()
 
 
@@ -223,11 +224,12 @@ def test_a_trial_runs_the_compiled_head_and_goes_without_where_it_fails(
         raise RuntimeError("no compiler")
 
     calls = []
-    monkeypatch.setattr(scorer, "_kernel", lambda f, kind: lambda *a: calls.append(kind) or f(*a))
+    counted = lambda f, kind: lambda *a: calls.append(kind) or f(*a)  # noqa: E731
+    monkeypatch.setattr(chunked_head, "_kernel", counted)
     reading = scorer.PackedScorer(make_tiny_model(1)).reading
     assert reading.has_plain_head
     assert set(calls) == {"cpu"}
-    monkeypatch.setattr(scorer, "_kernel", lambda *_: fails)
+    monkeypatch.setattr(chunked_head, "_kernel", lambda *_: fails)
     why = "read packed, by its own logits, which is slower, because .* no compiler"
     with pytest.warns(UserWarning, match=why):
         reading = scorer.PackedScorer(make_tiny_model(2)).reading

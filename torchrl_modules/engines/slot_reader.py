@@ -1,0 +1,511 @@
+"""Rows that come and go between two tokens, in one cache of keys and values.
+
+Each row has a slot, begins at its first column and is as long as it is; slots in use lie side by
+side, so a step copies no cache, and a row that comes or goes copies one row.
+
+Shape legend: A rows, L columns, Q tokens that are read at once, H heads, D head size, V
+vocabulary.
+"""
+
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, ClassVar, Final, TypeAlias
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from torchrl_data.devices import on_device
+from torchrl_data.ragged.packed import pad
+from torchrl_modules.transformers_releases import UnboundedCacheLayer, with_cache
+
+from .decoding import PromptReader, last_position
+from .kept_caches import Found, KeptCaches
+
+_WINDOW: Final = re.compile("window|chunk|local")
+_MIN_COLUMNS = 64
+_STEPS: Final = 64
+"""On an accelerator a step sees so many columns more at a time."""
+_GROWTH = 1.25
+_MAX_PREFILL_TOKENS = 1 << 14
+"""Most tokens of one pass over prompts, padding included, unless one prompt alone has more."""
+_RAGGED = 1.5
+"""A pass over prompts reads at most so many times the tokens of its longest one per row."""
+
+
+def has_plain_cache(model: PreTrainedModel) -> bool:
+    """Whether every layer of a model keeps all keys and values, and nothing else.
+
+    Args:
+        model: a causal language model.
+    """
+    layers = DynamicCache(config=model.config).layers
+    settings = model.config.get_text_config().to_dict()
+    # Some models look only so far back in masks of their own, by columns and not by positions.
+    unused = {"max_window_layers", "use_sliding_window"}
+    if not settings.get("use_sliding_window", True):
+        unused.add("sliding_window")
+    windows = [settings[name] for name in settings if _WINDOW.search(name) and name not in unused]
+    return not any(windows) and bool(layers) and all(type(one) is DynamicLayer for one in layers)
+
+
+class _Places:
+    """Where the rows of a cache go on, which its layers share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        """Tokens that each row has read, int64 ``[A]``."""
+        self.slots = torch.zeros(0, dtype=torch.int64, device=device)
+        """The first A numbers."""
+        self.longest = 0
+        """Tokens that the longest row has read."""
+        self.num_columns = 0
+        """Columns that a step sees, the one included that it writes."""
+
+
+class _SlotLayer(UnboundedCacheLayer):
+    """One layer's buffers, ``[slots, H, columns, D]``; what a step adds is written in place."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, places: _Places, like: Any) -> None:
+        super().__init__()
+        self._places = places
+        self.is_initialized = True
+        kind = like.keys.device.type
+        # A mask that could be left out is left out by its values, which a host would wait for.
+        self.is_compileable = kind != "cpu"
+        # Rotary positions leave keys in float32 under autocast, which casts them at each use.
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.keys, self.values = (
+            states.new_zeros(0, states.shape[1], 0, states.shape[3], dtype=dtype)
+            for states in (like.keys, like.values)
+        )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """They are made when the first rows are read."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take the next token of each row, ``[A, H, 1, D]``."""
+        slots, lengths = self._places.slots, self._places.lengths
+        self.keys[slots, :, lengths] = key_states.squeeze(2).to(self.keys.dtype)
+        self.values[slots, :, lengths] = value_states.squeeze(2).to(self.values.dtype)
+        num_rows, num_columns = len(lengths), self._places.num_columns
+        return self.keys[:num_rows, :, :num_columns], self.values[:num_rows, :, :num_columns]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
+        """Columns of the mask, and where it begins."""
+        return self._places.num_columns, 0
+
+    def get_seq_length(self) -> int:
+        """The longest row's."""
+        return self._places.longest
+
+
+_Capture: TypeAlias = Callable[[Callable[[], Tensor], torch.device], Callable[[], Tensor]]
+_STEPS_BEFORE_A_GRAPH: Final = 4
+"""A graph takes as long as a few steps: very short responses go without."""
+_STEPS_BEFORE_A_SMALLER_GRAPH: Final = 32
+"""Where a graph of more rows or columns is there, which takes hardly longer."""
+_GRAPH_COLUMNS: Final = 256
+"""Graphs see so many columns, or a multiple; of long rows in steps of a quarter of their length."""
+_EXPECTED_BYTES: Final = 4 << 30
+"""So much is reserved at once for what rows may still draw; more when it is needed."""
+_GRAPH_TOLERANCE: Final = 0.02
+"""Of the largest logit: kernels may be others than those of the step alone."""
+_not_captured: "WeakSet[nn.Module]" = WeakSet()
+"""Models whose steps can't be captured; told once of each."""
+
+
+def _captured_on_cuda(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """What a function launches, launched again at once; each time its result is overwritten."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # What is made once is made before.
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile, as a trainer does.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+_CAPTURES: Final[dict[str, _Capture]] = {"cuda": _captured_on_cuda}
+"""By the kind of device."""
+
+
+def _without_kept_casts(kind: str) -> AbstractContextManager[Any]:
+    """What autocast keeps of weights is of one moment; inside, each step casts them itself."""
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
+
+
+class _StepGraph:
+    """A step of a fixed number of rows, of which the last may be nobody's."""
+
+    def __init__(
+        self,
+        step: Callable[[Tensor, Tensor, Tensor], Tensor],
+        capture: _Capture,
+        size: int,
+        tokens: Tensor,
+        lengths: Tensor,
+    ) -> None:
+        device = tokens.device
+        # What a graph reads has to live as long as it does.
+        self._tokens, self._lengths = (tokens.new_zeros(size) for _ in range(2))
+        self._slots = torch.arange(size, device=device)
+        # Captured with other tokens, so that a replay that does nothing is found out. Each run
+        # writes its keys and values in the same places, the last one those of the tokens.
+        self._set(torch.zeros_like(tokens), lengths)
+
+        def run() -> Tensor:
+            with _without_kept_casts(device.type):
+                return step(self._tokens, self._lengths, self._slots)
+
+        self._replay = capture(run, device)
+        replayed = self(tokens, lengths).float()
+        own = step(self._tokens, self._lengths, self._slots).float()
+        apart = (replayed - own).abs().max()
+        if bool(apart > _GRAPH_TOLERANCE * own.abs().max()):
+            raise RuntimeError(f"its logits are off by {apart.item():.2g}")
+
+    def _set(self, tokens: Tensor, lengths: Tensor) -> None:
+        self._tokens[: len(tokens)] = tokens
+        self._lengths.zero_()
+        self._lengths[: len(lengths)] = lengths
+
+    def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Logits ``[size, V]``, until the next call.
+
+        Args:
+            tokens: int64 ``[A]``, at most ``size``.
+            lengths: int64 ``[A]``.
+        """
+        self._set(tokens, lengths)
+        return self._replay()
+
+
+def _graph_columns(num_seen: int) -> int:
+    """Columns of the graph of steps that see so many, or a few more."""
+    step = max(_GRAPH_COLUMNS, 1 << max(0, num_seen.bit_length() - 3))
+    return -(-num_seen // step) * step
+
+
+class SlotReader(PromptReader):
+    """Keeps every row in a slot; equal prompts are read once, and of kept rows only what is new.
+
+    Args:
+        model: with a plain cache.
+        kept: what earlier calls have read.
+    """
+
+    needs_one_length = False
+    reads_past_ends = True
+    _gives_whole_masks: ClassVar[bool] = True
+    """Of each token over the columns, and not of each column whether it is there."""
+
+    def __init__(self, model: PreTrainedModel, kept: KeptCaches | None = None) -> None:
+        super().__init__(model)
+        self._kept = kept
+        self.keeps_rows = kept is not None
+        self._layers: list[_SlotLayer] = []
+        self._num_slots = self._num_columns = 0
+        self._counts: list[int] = []
+        self._places = _Places(model.device)
+        self._last_position = last_position(model)
+        # What is given of shapes that come again needs no plan of its own for each token.
+        self._steps = 1 if model.device.type == "cpu" else _STEPS
+        is_captured = model not in _not_captured
+        self._capture = _CAPTURES.get(model.device.type) if is_captured else None
+        self._graphs: dict[tuple[int, int], _StepGraph] = {}
+        """By rows and columns."""
+        self._num_asked: Counter[tuple[int, int]] = Counter()
+        self.num_read = 0
+        """Tokens of prompts that the model has read, padding and what was kept left out."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that have a slot."""
+        return len(self._counts)
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See :class:`PromptReader`; the rows come behind those that are there."""
+        begin = len(self._counts)
+        self._count([*self._counts, *map(len, prompts)])
+        return self.fill(prompts, range(begin, len(self._counts)))
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """See :class:`PromptReader`."""
+        places, counts = self._places, self._counts
+        logits = None if self._capture is None else self._replayed(tokens)
+        if logits is None:
+            self._reserve(len(tokens), places.longest + 1)
+            columns = -(-(places.longest + 1) // self._steps) * self._steps
+            places.num_columns = min(columns, self._num_columns)
+            is_full = places.num_columns == places.longest + 1 and min(counts) == places.longest
+            logits = self._step(tokens, is_masked=not is_full)
+        self._counts = [count + 1 for count in counts]
+        places.lengths = places.lengths + 1
+        places.longest += 1
+        return logits
+
+    def _step(self, tokens: Tensor, *, is_masked: bool) -> Tensor:
+        """The model's own part of a step, of which the host reads no value."""
+        lengths, mask = self._places.lengths, None
+        if is_masked:
+            mask = torch.arange(self._places.num_columns, device=tokens.device) <= lengths[:, None]
+            mask = mask[:, None, None] if self._gives_whole_masks else mask.long()
+        positions = lengths
+        if self._places.longest > self._last_position:  # of rows that have ended
+            positions = positions.clamp(max=self._last_position)
+        output = self.model(
+            input_ids=tokens[:, None],
+            attention_mask=mask,
+            position_ids=positions[:, None],
+            **self._given,
+        )
+        return output.logits[:, -1]
+
+    def _replayed(self, tokens: Tensor) -> Tensor | None:
+        """A step of a graph; ``None`` where there is none, or none yet."""
+        num_rows, num_seen = len(tokens), self._places.longest + 1
+        # Slots behind the last row are read, too, and written at their first column: nobody has
+        # them, and who gets them writes there.
+        own = (1 << (num_rows - 1).bit_length(), _graph_columns(num_seen))
+        self._reserve(*own)
+        fitting = [
+            (rows, columns)
+            for rows, columns in self._graphs
+            if rows >= num_rows and columns >= num_seen
+        ]
+        best = min(fitting, key=math.prod, default=None)
+        if best != own:
+            self._num_asked[own] += 1
+            patience = _STEPS_BEFORE_A_SMALLER_GRAPH if best else _STEPS_BEFORE_A_GRAPH
+            if self._num_asked[own] > patience:
+                best = own if self._captured(own, tokens) else None
+        return best and self._graphs[best](tokens, self._places.lengths)[:num_rows]
+
+    def _captured(self, shape: tuple[int, int], tokens: Tensor) -> bool:
+        """Make a graph of a step of so many rows that sees so many columns, if that works."""
+        if self._capture is None:
+            return False
+        step = partial(self._whole_step, shape[1])
+        try:
+            self._graphs[shape] = _StepGraph(
+                step, self._capture, shape[0], tokens, self._places.lengths
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the model, or of a driver: it is told, and goes without
+            self._capture = None
+            _not_captured.add(self.model)
+            warnings.warn(
+                f"TransformersEngine: a step of {type(self.model).__name__} can't be captured "
+                "as a graph, so each of its operators is launched for every token, which is "
+                f"slower ({type(error).__name__}: {str(error)[:200]}).",
+                stacklevel=2,
+            )
+            return False
+        return True
+
+    def _whole_step(
+        self, num_columns: int, tokens: Tensor, lengths: Tensor, slots: Tensor
+    ) -> Tensor:
+        """A step over some columns, whose shapes stay as they are while the buffers do."""
+        places = self._places
+        before = vars(places).copy()
+        places.lengths = lengths.clamp(max=self._last_position)
+        places.slots, places.num_columns = slots, num_columns
+        try:
+            return self._step(tokens, is_masked=True)
+        finally:
+            vars(places).update(before)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """See :class:`PromptReader`; rows that stay where they are cost nothing."""
+        moved = [(new, old) for new, old in enumerate(rows) if new != old]
+        if moved:
+            new, old = on_device([*zip(*moved, strict=True)], self.model.device)
+            for layer in self._layers:
+                for buffer in (layer.keys, layer.values):
+                    buffer[new, :, : self._places.longest] = buffer[old, :, : self._places.longest]
+        self._count([self._counts[old] for old in rows])
+
+    def expect(self, num_tokens: int) -> None:
+        """See :class:`PromptReader`: graphs need not be made anew where there is room at once."""
+        if self._capture is None:
+            return
+        columns, num_rows = _graph_columns(num_tokens), max(self._num_slots, len(self._counts))
+        one = sum(x[:1, :, :1].nbytes for each in self._layers for x in (each.keys, each.values))
+        if one * num_rows * columns <= _EXPECTED_BYTES:
+            self._reserve(num_rows, columns)
+
+    def restart(self, kept: KeptCaches | None) -> None:
+        """Begin again without rows; the buffers and graphs stay.
+
+        Args:
+            kept: what earlier calls have read.
+        """
+        self._kept, self.keeps_rows, self.num_read = kept, kept is not None, 0
+        self._count([])
+
+    @property
+    def has_graphs(self) -> bool:
+        """A step need not be captured again."""
+        return bool(self._graphs)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers."""
+        return sum(each.keys.nbytes + each.values.nbytes for each in self._layers)
+
+    def leave_behind(self, row: int, ids: Sequence[int], key: Hashable = None) -> None:
+        """Keep what was read of a row.
+
+        Args:
+            row: its number.
+            ids: its tokens; it may have read more than these, or fewer.
+            key: of the conversation, if it has one.
+        """
+        if self._kept is None:
+            return
+        count = min(len(ids), self._counts[row])
+        cache = [
+            (layer.keys[row, :, :count].clone(), layer.values[row, :, :count].clone())
+            for layer in self._layers
+        ]
+        self._kept.keep(key, ids[:count], cache)
+
+    def wipe(self, row: int) -> None:
+        """Leave nothing of a row that is not finite to those that use its slot later."""
+        for layer in self._layers:
+            layer.keys[row] = layer.values[row] = 0.0
+
+    def _count(self, counts: list[int]) -> None:
+        self._counts, places, device = counts, self._places, self.model.device
+        places.lengths = on_device(counts, device, torch.int64)
+        if len(places.slots) != len(counts):
+            places.slots = torch.arange(len(counts), device=device)
+        places.longest = max(counts, default=0)
+
+    def _reserve(self, num_rows: int, num_columns: int) -> None:
+        """Make the buffers large enough; what is in them stays."""
+        if num_rows <= self._num_slots and num_columns <= self._num_columns:
+            return
+        if num_rows > self._num_slots:
+            self._num_slots = max(num_rows, 2 * self._num_slots)
+        if num_columns > self._num_columns:
+            self._num_columns = max(num_columns + _MIN_COLUMNS, int(_GROWTH * num_columns))
+        self._graphs.clear()  # of the buffers that were
+        self._num_asked.clear()
+        for layer in self._layers:
+            for name in ("keys", "values"):
+                buffer = getattr(layer, name)
+                slots, heads, columns, size = buffer.shape
+                # Zeros: what is masked is multiplied by 0, which leaves infinity and NaN.
+                grown = buffer.new_zeros(self._num_slots, heads, self._num_columns, size)
+                grown[:slots, :, :columns] = buffer
+                setattr(layer, name, grown)
+
+    def fill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
+        """Read prompts into slots, a few passes for all; logits of the next tokens, in order."""
+        places: dict[tuple[int, ...], list[int]] = {}
+        for at, prompt in enumerate(prompts):
+            places.setdefault(tuple(prompt), []).append(at)
+        found = {ids: Found() if self._kept is None else self._kept.find(ids) for ids in places}
+        logits: list[Tensor] = [torch.empty(0)] * len(prompts)
+        # Rows that are read together: of about one length, and not too many.
+        num_new = {ids: len(ids) - found[ids].num_tokens for ids in places}
+        passes: list[list[tuple[int, ...]]] = []
+        total = 0
+        for ids in sorted(num_new, key=lambda ids: num_new[ids], reverse=True):
+            total += num_new[ids]
+            longest = num_new[passes[-1][0]] if passes else 0
+            padded = longest * (len(passes[-1]) + 1) if passes else 0
+            if not passes or padded > max(_RAGGED * total, 512) or padded > _MAX_PREFILL_TOKENS:
+                passes.append([])
+                total = num_new[ids]
+            passes[-1].append(ids)
+        for part in passes:
+            read = self._read([(ids, found[ids]) for ids in part], places, slots)
+            for ids, row in zip(part, read, strict=True):
+                for at in places[ids]:
+                    logits[at] = row
+        if self._kept is not None:
+            for one in found.values():
+                self._kept.end(one.used_up)
+        return torch.stack(logits)
+
+    def _read(
+        self,
+        rows: list[tuple[tuple[int, ...], Found]],
+        places: dict[tuple[int, ...], list[int]],
+        slots: Sequence[int],
+    ) -> Tensor:
+        """One pass: what is kept is padded on the left, and so is what is new behind it."""
+        device = self.model.device
+        new = [on_device(ids[found.num_tokens :], device) for ids, found in rows]
+        mask = pad([torch.ones_like(row) for row in new], value=0, side="left")
+        known = on_device([[found.num_tokens] for _, found in rows], device)
+        width = max(found.num_tokens for _, found in rows)
+        columns = torch.arange(width, device=device)
+        mask = torch.cat([(columns >= width - known).long(), mask], 1)
+        cache = self._padded([found for _, found in rows], width)
+        output = self.model(
+            input_ids=pad(new, value=0, side="left"),
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, width:],
+            **with_cache(self.model, cache),
+            logits_to_keep=1,
+        )
+        self.num_read += sum(map(len, new))
+        if not self._layers:  # buffers of the shapes that the model has shown
+            self._layers = [_SlotLayer(self._places, layer) for layer in cache.layers]
+            self._given = with_cache(self.model, Cache(layers=list(self._layers)))
+        self._reserve(len(self._counts), self._places.longest)
+        for element, (ids, found) in enumerate(rows):  # each into all the slots that have it
+            at = on_device([slots[place] for place in places[ids]], device)
+            known, end = found.num_tokens, len(ids)
+            for number, (layer, source) in enumerate(zip(self._layers, cache.layers, strict=True)):
+                for which, name in enumerate(("keys", "values")):
+                    buffer, read = getattr(layer, name), getattr(source, name)
+                    if found.cache is not None:
+                        buffer[at, :, :known] = found.cache[number][which][:, :known]
+                    buffer[at, :, known:end] = read[element, :, known - end :].to(buffer.dtype)
+        return output.logits[:, -1]
+
+    def _padded(self, rows: list[Found], width: int) -> DynamicCache:
+        """What is kept of rows, padded on the left to one width."""
+        cache = DynamicCache(config=self.model.config)
+        first = next((found.cache for found in rows if found.cache is not None), None)
+        if first is None:
+            return cache
+        for number, layer in enumerate(first):
+            padded = [one.new_zeros(len(rows), one.shape[0], width, one.shape[2]) for one in layer]
+            for element, (known, kept, _) in enumerate(rows):
+                if kept is not None:
+                    for buffer, one in zip(padded, kept[number], strict=True):
+                        buffer[element, :, width - known :] = one[:, :known]
+            cache.update(padded[0], padded[1], number)
+        return cache
