@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchrl_modules.engines.engine import (
     ClosedOnLeaving,
@@ -10,8 +10,18 @@ from torchrl_modules.engines.engine import (
     Generation,
 )
 from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.weights.adapter_weights import AdapterWeights
 
 from .requests import check_reported, finished
+
+
+class KeptAdapters(NamedTuple):
+    """Adapters that an engine keeps beside those that it serves, for rows that name them."""
+
+    name: str
+    """What the engine calls them; no others have it."""
+    request: Any = None
+    """By what vLLM knows them, of an engine of this process."""
 
 
 class Row(NamedTuple):
@@ -20,6 +30,8 @@ class Row(NamedTuple):
     prompt: Sequence[int]
     budget: int
     seed: int | None
+    adapters: KeptAdapters | None = None
+    """Which draw it; ``None`` for what serves."""
 
 
 class WholeBatchEngine(ClosedOnLeaving, ABC):
@@ -63,6 +75,7 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
         *,
         max_new_tokens: Sequence[int] | None = None,
         seeds: Sequence[int | None] | None = None,
+        adapters: KeptAdapters | None = None,
     ) -> list[Generation]:
         """Draw one response per prompt.
 
@@ -76,6 +89,7 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
                 reaches ``max_model_len`` ends there, with ``"length"``.
             seeds: one per prompt, in place of the one in ``params``; the same seed, prompt and
                 weights give the same response.
+            adapters: which draw them, as ``keep_adapters`` gave them; ``None`` for what serves.
 
         Returns:
             One generation per prompt, in order.
@@ -95,7 +109,7 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
                 f"{type(self).__name__}.generate: {len(prompts)} prompts, but {len(budgets)} "
                 f"max_new_tokens and {len(seeds)} seeds."
             )
-        rows = [Row(*row) for row in zip(prompts, budgets, seeds, strict=True)]
+        rows = [Row(*row, adapters) for row in zip(prompts, budgets, seeds, strict=True)]
         try:
             return [finished(result, params) for result in self._draw(rows, params)]
         except EngineDied as error:
@@ -105,6 +119,31 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
     @abstractmethod
     def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
         """A generation per row, in order."""
+
+    @abstractmethod
+    def keep_adapters(self, weights: AdapterWeights) -> KeptAdapters:
+        """Keep adapters beside those that serve, for rows that name them.
+
+        More may be kept than ``max_adapters``; so many are drawn with in one step.
+
+        Args:
+            weights: of any version.
+
+        Returns:
+            What ``generate(adapters=...)`` and `drop_adapters` take.
+
+        Raises:
+            UpdateRefused: the engine can't apply them, or takes whole weights.
+            RuntimeError: it is closed, gone or in use elsewhere.
+        """
+
+    @abstractmethod
+    def drop_adapters(self, kept: KeptAdapters) -> None:
+        """Let kept adapters go; no row is being drawn with them.
+
+        Raises:
+            RuntimeError: the engine is closed, gone or in use elsewhere.
+        """
 
     def _check_not_mixed(self) -> None:
         if self.mixed:
