@@ -196,12 +196,18 @@ class AdaptedModel:
             if self._wrapped is None:
                 self._wrapped = peft.get_peft_model(self._model, config, adapter_name=adapter)
             else:
+                is_only = not self._wrapped.peft_config
                 self._wrapped.add_adapter(adapter, config)
+                if is_only:  # the one that was active is gone
+                    self._wrapped.set_adapter(adapter)
         marks = f".{adapter}."
         return [value for key, value in self._wrapped.named_parameters() if marks in key]
 
     def remove(self, adapter: str) -> None:
         """Let go of an adapter."""
+        others = [name for name in self._wrapped.peft_config if name != adapter]
+        if others:  # one that there is has to be active
+            self._wrapped.set_adapter(others[0])
         self._wrapped.delete_adapter(adapter)
 
     def weights_of(self, adapter: str, shape: AdapterShape) -> AdapterState:
@@ -285,7 +291,7 @@ class AdaptedModel:
     @contextmanager
     def _acting(self, adapter: str | None) -> Iterator[None]:
         """One adapter acts, or none."""
-        if self._wrapped is None:
+        if self._wrapped is None or not self._wrapped.peft_config:
             yield
         elif adapter is None:
             with self._wrapped.disable_adapter():

@@ -159,6 +159,7 @@ def _prepare_cpu(platform: Any) -> None:
     # instruction.
     if hasattr(torch.cpu, "_init_amx"):
         torch.cpu._init_amx()
+    releases.leave_rows_without_adapters()
 
 
 @contextmanager
