@@ -78,12 +78,10 @@ def questions(steps: int) -> list[dict[str, Any]]:
 def rewards(end: int) -> Any:
     """The cookbook's reward: 1 for the sum, less 0.1 for one that no end token follows."""
 
-    def arithmetic(
-        completions: Sequence[str], completion_ids: Any, answer: Any, **_: Any
-    ) -> list[float]:
+    def arithmetic(completions: Any, completion_ids: Any, answer: Any, **_: Any) -> list[float]:
         told = []
-        for text, ids, wanted in zip(completions, completion_ids, answer, strict=True):
-            numbers = re.findall(r"-?\d+", text.replace(",", ""))
+        for said, ids, wanted in zip(completions, completion_ids, answer, strict=True):
+            numbers = re.findall(r"-?\d+", said[-1]["content"].replace(",", ""))
             is_right = bool(numbers) and int(numbers[-1]) == wanted
             told.append(float(is_right) - 0.1 * (list(ids)[-1] != end))
         return told
