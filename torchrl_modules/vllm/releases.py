@@ -4,14 +4,10 @@ Each difference is asked of what is installed, and not of its version. Beside it
 from which its older branch can go.
 """
 
-import sys
 from collections.abc import Collection, Iterable
-from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
-
-from torch import Tensor
 
 USED: Final = (
     ("vllm", ()),
@@ -31,9 +27,6 @@ USED: Final = (
     ("vllm.sampling_params", ("RequestOutputKind",)),
 )
 """The names that are used, by module, and that all of these releases have."""
-
-_CPU_ADAPTERS: Final = "vllm.lora.ops.torch_ops.lora_ops"
-_CPU_ADAPTED_LAYERS: Final = "vllm.lora.punica_wrapper.punica_cpu"
 
 # `vllm.entrypoints.launchers` from 0.29 on.
 _SERVERS: Final = (
@@ -73,28 +66,6 @@ def label_weights(llm_engine: Any, label: str) -> None:
     """Name the weights of an engine of this process, for whoever asks vLLM; from 0.27 on."""
     if hasattr(llm_engine, "set_weight_version"):
         llm_engine.set_weight_version(label)
-
-
-def leave_rows_without_adapters() -> None:
-    """Let the kernels of a CPU leave rows alone that have no adapters (0.32 does not).
-
-    Such rows have the index -1, by which the last set of adapters was taken.
-    """
-    ops = import_module(_CPU_ADAPTERS)
-    shrink = ops.bgmv_shrink
-    if hasattr(shrink, "__wrapped__"):
-        return
-
-    @wraps(shrink)
-    def of_adapted_rows(x: Tensor, down: Tensor, out: Tensor, rows: Tensor, scale: float) -> None:
-        shrink(x, down, out, rows, scale)
-        out[rows < 0] = 0
-
-    # By name where others have it already.
-    for name in (_CPU_ADAPTERS, _CPU_ADAPTERS.rpartition(".")[0], _CPU_ADAPTED_LAYERS):
-        module: Any = sys.modules.get(name)
-        if module is not None:
-            module.bgmv_shrink = of_adapted_rows
 
 
 def end_engine_core(client: Any) -> None:
