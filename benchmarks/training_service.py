@@ -1,6 +1,6 @@
 """A loop behind a wire beside the same loop here: the curve, and the weights after the same rows.
 
-    PYTHONPATH=. python benchmarks/training_service.py [--steps 3] [--mirrored 3]
+    PYTHONPATH=. python benchmarks/training_service.py [--steps 3] [--mirrored 3] [--seed 0]
         [--engine transformers|vllm]
 
 SmolLM2-135M-Instruct learns sums of two numbers up to 100, tinker-cookbook's task ``arithmetic``:
@@ -167,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--mirrored", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", default="transformers", choices=("transformers", "vllm"))
     args = parser.parse_args()
     folder = local_model("smollm2")
@@ -174,14 +175,14 @@ def main() -> None:
     if args.engine == "vllm":
         options["max_model_len"] = 512
     with service(folder, args.mirrored, options) as served:
-        compare(folder, args.steps, args.mirrored, served)
+        compare(folder, args.steps, args.mirrored, served, args.seed)
 
 
-def compare(folder: str, steps: int, mirrored: int, served: Any) -> None:
+def compare(folder: str, steps: int, mirrored: int, served: Any, seed: int) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     layers = [n for n, layer in plain.named_modules() if isinstance(layer, torch.nn.Linear)]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LoraConfig(r=RANK, lora_alpha=32, target_modules=layers, task_type="CAUSAL_LM")
     model: Any = get_peft_model(plain, config)
     if served is not None:
