@@ -1,7 +1,11 @@
 """A server in this process, and a client of Tinker's own package that talks to it."""
 
+import os
 from contextlib import ExitStack
 from types import SimpleNamespace
+
+# Before vLLM is imported, where the command line has not set it: two plugins are slow.
+os.environ.setdefault("VLLM_PLUGINS", "")
 
 import pytest
 import tinker

@@ -1,6 +1,7 @@
 """Training by the client of Tinker, against a plain loop over PEFT."""
 
 import copy
+import itertools
 import warnings
 
 import httpx2
@@ -10,6 +11,8 @@ import tinker
 import torch
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
+
+from torchrl_agents.training_service.adapted_model import AdapterShape
 
 from .conftest import NAME
 
@@ -135,6 +138,33 @@ def test_runs_beside_each_other_do_not_mix(served, rows):
         ]
 
     assert train([0, 1]) == pytest.approx(train([0]) + train([1]), rel=1e-6)
+
+
+def test_adapters_come_and_go_in_whatever_order(adapted):
+    """Another one, and the model as it is, go on when the active one, or the last one, is gone."""
+    shapes = {"x": AdapterShape(2), "y": AdapterShape(2, train_mlp=False), "z": AdapterShape(3)}
+    row = [torch.tensor(PROMPT)]
+
+    def log_probs(name):
+        return adapted.score(name, row, [1])[0][1:]
+
+    plain, expected = log_probs(None), {}
+    for order in itertools.permutations(shapes):
+        for name, shape in shapes.items():
+            with torch.no_grad():
+                for value in adapted.add(name, shape, seed=ord(name)):
+                    value.add_(0.05)
+            expected[name] = expected.get(name, log_probs(name))
+            assert not torch.equal(expected[name], plain)
+        for i, name in enumerate(order):
+            log_probs(name)  # so that it is active
+            adapted.remove(name)
+            torch.testing.assert_close(log_probs(None), plain)
+            for left in order[i + 1 :]:
+                torch.testing.assert_close(log_probs(left), expected[left])
+                values = adapted.weights_of(left, shapes[left]).tensors
+                ranks = {v.shape[0] for k, v in values.items() if "lora_A" in k}
+                assert ranks == {shapes[left].rank}
 
 
 def test_settings_of_a_step(served, rows):

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -19,15 +19,23 @@ from torchrl_modules.engines.engine import Generation
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.scoring.head_product import plain_head
 from torchrl_modules.scoring.scorer import PackedScorer
+from torchrl_modules.weights.adapter_weights import AdapterWeights
 
 from .errors import RefusedRequest
 from .messages import INSTALL, Example, TopTokens
+from .sampling_engine import SamplingEngine
 from .token_losses import ScoredTokens
 
+_DOWN: Final = ".lora_A.weight"
+_UP: Final = ".lora_B.weight"
 _CPU_TOKENS: Final = 2_048
 """Of a training pass on a CPU."""
 _SCORED_TOKENS: Final = 8_192
 """Of a pass without a gradient."""
+_NUM_PROBED: Final = 16
+"""Tokens that an engine draws to show that it has the model's weights."""
+_MOST_GAP: Final = 0.1
+"""Mean distance of their log-probs, in nats: 16 bits make less, other weights more."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,8 @@ class AdaptedModel:
         self._engine = TransformersEngine(
             model, max_model_len=max_model_len, autocast_dtype=autocast_dtype
         )
+        self.sampling_engine: SamplingEngine | None = None
+        """What draws in place of this model; ``None``: it draws itself."""
         self._scorers: dict[type | None, PackedScorer] = {}
         self._scorer()
 
@@ -118,7 +128,41 @@ class AdaptedModel:
     @property
     def max_model_len(self) -> int:
         """Most tokens of a sequence."""
-        return self._engine.max_model_len
+        if self.sampling_engine is None:
+            return self._engine.max_model_len
+        return min(self._engine.max_model_len, self.sampling_engine.max_model_len)
+
+    def draw_with(self, engine: SamplingEngine) -> float:
+        """Let an engine draw from now on, which has the same weights.
+
+        Args:
+            engine: of the same model, without adapters so far.
+
+        Returns:
+            How far its log-probs are from this model's, the mean over a few tokens in nats.
+
+        Raises:
+            ValueError: it is another model's.
+        """
+        if engine.vocab_size not in (None, self.vocab_size):
+            raise ValueError(
+                f"serve-training: {engine.name} has a vocabulary of {engine.vocab_size} tokens, "
+                f"{self.name} one of {self.vocab_size}. Give one of the same model."
+            )
+        prompt = self.tokenizer("The weather today is", add_special_tokens=False)["input_ids"]
+        params = SamplingParameters(stop_token_ids=())
+        (drawn,) = engine.draw(None, [prompt], params, [_NUM_PROBED], [None])
+        if drawn.error is not None:
+            raise ValueError(f"serve-training: {engine.name} can't draw: {drawn.error}.")
+        (now,) = self.score(None, [torch.tensor([*prompt, *drawn.ids])], [len(prompt)])
+        gap = float((now[len(prompt) :] - torch.tensor(drawn.log_probs)).abs().mean())
+        if gap > _MOST_GAP:
+            raise ValueError(
+                f"serve-training: {engine.name} has other weights than {self.name}: its log-probs "
+                f"are {gap:.2g} nats from the model's in the mean. Give one of the same model."
+            )
+        self.sampling_engine = engine
+        return gap
 
     # Adapters ------------------------------------------------------------------------------------
 
@@ -143,7 +187,8 @@ class AdaptedModel:
                 f"lora_config leaves {self.name} no layer to train: train_attn, train_mlp and "
                 "train_unembed are all false, or the model has no such linear layer."
             )
-        with torch.random.fork_rng(), warnings.catch_warnings():
+        held = nullcontext if self.sampling_engine is None else self.sampling_engine.held
+        with held(), torch.random.fork_rng(), warnings.catch_warnings():
             if seed is not None:
                 torch.manual_seed(seed)
             # A tied head has an adapter of its own, and the embeddings none: as it is meant.
@@ -151,12 +196,18 @@ class AdaptedModel:
             if self._wrapped is None:
                 self._wrapped = peft.get_peft_model(self._model, config, adapter_name=adapter)
             else:
+                is_only = not self._wrapped.peft_config
                 self._wrapped.add_adapter(adapter, config)
+                if is_only:  # the one that was active is gone
+                    self._wrapped.set_adapter(adapter)
         marks = f".{adapter}."
         return [value for key, value in self._wrapped.named_parameters() if marks in key]
 
     def remove(self, adapter: str) -> None:
         """Let go of an adapter."""
+        others = [name for name in self._wrapped.peft_config if name != adapter]
+        if others:  # one that there is has to be active
+            self._wrapped.set_adapter(others[0])
         self._wrapped.delete_adapter(adapter)
 
     def weights_of(self, adapter: str, shape: AdapterShape) -> AdapterState:
@@ -208,6 +259,21 @@ class AdaptedModel:
         )
         config.save_pretrained(str(folder))
 
+    def for_engine(self, weights: AdapterState) -> AdapterWeights:
+        """The weights of an adapter as an engine takes them, by layer, their scale multiplied in.
+
+        Args:
+            weights: of an adapter of this model.
+        """
+        scale = self._lora_alpha / weights.shape.rank
+        factors: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, down in weights.tensors.items():
+            if name.endswith(_DOWN):
+                layer = name.removesuffix(_DOWN)
+                up = weights.tensors[f"{layer}{_UP}"]
+                factors[layer.removeprefix("base_model.model.")] = down, up * scale
+        return AdapterWeights(factors)
+
     def _config(self, shape: AdapterShape, **more: Any) -> Any:
         """Settings of PEFT for an adapter."""
         import peft
@@ -225,7 +291,7 @@ class AdaptedModel:
     @contextmanager
     def _acting(self, adapter: str | None) -> Iterator[None]:
         """One adapter acts, or none."""
-        if self._wrapped is None:
+        if self._wrapped is None or not self._wrapped.peft_config:
             yield
         elif adapter is None:
             with self._wrapped.disable_adapter():
@@ -315,25 +381,29 @@ class AdaptedModel:
         Args:
             adapter: which acts; ``None`` for the model as it is.
             prompts: token ids; equal ones are read once.
-            params: one distribution for all; without tokens that end a sequence those of the model
-                do.
+            params: one distribution for all, see :meth:`with_ends`.
             budgets: most new tokens of each.
             seeds: of each; all ``None`` or none.
         """
-        if params.stop_token_ids is None:
-            params = replace(params, stop_token_ids=self._end_token_ids())
         with self._acting(adapter):
             return self._engine.generate(
                 prompts,
-                params.with_tokenizer(self.tokenizer),
+                params,
                 max_new_tokens=list(budgets),
                 seeds=None if seeds and seeds[0] is None else list(seeds),
             )
 
-    def _end_token_ids(self) -> tuple[int, ...]:
-        """ScoredTokens that end a sequence: by the model's settings and its tokenizer's."""
-        own: Any = self.tokenizer.eos_token_id
-        return tuple(dict.fromkeys([*self._engine.end_token_ids, *([] if own is None else [own])]))
+    def with_ends(self, params: SamplingParameters) -> SamplingParameters:
+        """Fill in what ends a sequence: without tokens that do, those of the model and tokenizer.
+
+        Args:
+            params: as a client gave them.
+        """
+        if params.stop_token_ids is None:
+            own: Any = self.tokenizer.eos_token_id
+            ends = dict.fromkeys([*self._engine.end_token_ids, *([] if own is None else [own])])
+            params = replace(params, stop_token_ids=tuple(ends))
+        return params.with_tokenizer(self.tokenizer)
 
     @torch.no_grad()
     def score(

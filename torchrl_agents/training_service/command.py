@@ -2,6 +2,7 @@
 
     torchrl-agents serve-training smollm2
     torchrl-agents serve-training HuggingFaceTB/SmolLM2-135M-Instruct=smollm2 --port 8000
+    torchrl-agents serve-training smollm2 --engine vllm --engine-kwarg max_lora_rank=64
 
 Clients of Tinker (the package `tinker`) train and sample adapters of the models that are named
 here, several runs at once. A model is a hub id, a folder, or NAME=MODEL, where NAME is what clients
@@ -9,11 +10,12 @@ ask for.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -44,8 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         import_package("tinker", who="serve-training", install=INSTALL)
         import_package("uvicorn", who="serve-training", install=INSTALL)
-        models = [_model(given, args) for given in args.models]
-    except (ImportError, ValueError, OSError) as error:
+        urls = _engine_urls(args)
+        models = [_model(given, args, url) for given, url in zip(args.models, urls, strict=True)]
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
         return _refuse(str(error))
     names = [model.name for model in models]
     if len(set(names)) < len(names):
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     service = TrainingService(
         models,
         CheckpointFolder(args.folder),
-        max_rows=args.max_rows,
+        max_rows=args.max_rows or 256,
         session_timeout_s=args.session_timeout,
     )
     import uvicorn
@@ -109,7 +112,27 @@ def _parser() -> argparse.ArgumentParser:
         "GPU as many as fit)",
     )
     parser.add_argument(
-        "--max-rows", type=_positive, default=256, help="most sequences drawn at once (%(default)s)"
+        "--max-rows", type=_positive, help="most sequences that a model draws at once (256)"
+    )
+    parser.add_argument(
+        "--engine",
+        default="transformers",
+        choices=("transformers", "vllm"),
+        help="what draws: the trained model itself, or vLLM (%(default)s)",
+    )
+    parser.add_argument(
+        "--engine-url",
+        action="append",
+        metavar="URL",
+        help="of a vLLM server that runs already, started with --enable-lora (docs/vllm.md); once "
+        "for each model; without it vLLM is built in this process",
+    )
+    parser.add_argument(
+        "--engine-kwarg",
+        action="append",
+        type=_setting,
+        metavar="NAME=VALUE",
+        help="a setting of vLLM in this process, such as gpu_memory_utilization=0.4; several times",
     )
     parser.add_argument(
         "--lora-alpha",
@@ -133,13 +156,42 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _model(given: str, args: argparse.Namespace) -> AdaptedModel:
+def _setting(text: str) -> tuple[str, Any]:
+    name, is_given, value = text.partition("=")
+    if not (is_given and name.isidentifier()):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _engine_urls(args: argparse.Namespace) -> list[str | None]:
+    """The server of each model; none has one, or each has."""
+    urls: list[str | None] = args.engine_url or [None] * len(args.models)
+    if len(urls) != len(args.models):
+        raise ValueError(
+            f"--engine-url is given {len(urls)} times for {len(args.models)} models: a vLLM server "
+            "has one model, so give one for each, in the order of the models."
+        )
+    if args.engine != "transformers" and args.max_rows is not None:
+        raise ValueError(
+            f"--max-rows={args.max_rows} is of --engine transformers; vLLM has max_num_seqs: "
+            "--engine-kwarg max_num_seqs=..., or --max-num-seqs of a server."
+        )
+    return urls
+
+
+def _model(given: str, args: argparse.Namespace, engine_url: str | None) -> AdaptedModel:
     name, _, source = given.rpartition("=")
     return load_adapted_model(
         name or source,
         source,
         device=args.device,
         dtype=getattr(torch, args.dtype),
+        engine=args.engine,
+        engine_url=engine_url,
+        engine_kwargs=dict(args.engine_kwarg or ()),
         lora_alpha=args.lora_alpha,
         max_model_len=args.max_model_len,
         micro_batch_tokens=args.micro_batch_tokens,

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_modules import SamplingParameters
+from torchrl_modules.engines.engine import Generation
+from torchrl_modules.weights.expected_weights import UpdateRefused
 
 from .adapted_model import AdaptedModel, AdapterShape, AdapterState
 from .checkpoint_folder import CheckpointFolder, Kind, Saved, optimizer_tensors, restore_optimizer
@@ -37,6 +39,8 @@ _KEPT_SAMPLERS: Final = 16
 """Unnamed samplers of a training run whose weights are kept, the newest ones."""
 _LOADED_SAMPLERS: Final = 4
 """Samplers whose weights are in the model at a time."""
+_ENGINE_REQUESTS: Final = 256
+"""Sampling requests that are given to engines of vLLM at a time."""
 _KEPT_RESULTS_S: Final = 600.0
 """A result stays for so long after it was first given, for a client that did not hear it."""
 
@@ -68,6 +72,12 @@ class SampleSettings(NamedTuple):
     top_of_prompt: int = 0
     top_of_samples: int = 0
 
+    @property
+    def reads_scores(self) -> bool:
+        """Whether more is asked for than the sequences and their log-probs."""
+        scores = (self.top_of_prompt, self.top_of_samples)
+        return self.prompt_log_probs_from is not None or any(scores)
+
 
 @dataclass(eq=False)
 class _Run:
@@ -94,6 +104,7 @@ class _Weights:
     """Weights to sample with, in the model where they were used lately."""
 
     adapter: str
+    """Its name, which other weights never have."""
     values: AdapterState
     is_loaded: bool = False
 
@@ -137,13 +148,18 @@ class TrainingService:
         self._samplers: dict[str, _Sampler] = {}
         self._loaded: OrderedDict[str, tuple[AdaptedModel, _Weights]] = OrderedDict()
         self._results: dict[str, Future[Answer]] = {}
-        self._jobs: dict[str, DeviceJob] = {}
+        self._jobs: dict[str, DeviceJob | Future[Answer]] = {}
         self._given: OrderedDict[str, float] = OrderedDict()
         self._num_adapters = 0
+        self._engine_pool = ThreadPoolExecutor(_ENGINE_REQUESTS, "sampling-request")
 
     def close(self) -> None:
-        """Finish what is at hand, and end."""
+        """Finish what is at hand, and end, engines included."""
         self._device.close()
+        self._engine_pool.shutdown(cancel_futures=True)
+        for model in self.models.values():
+            if model.sampling_engine is not None:
+                model.sampling_engine.close()
 
     # Sessions ------------------------------------------------------------------------------------
 
@@ -309,6 +325,8 @@ class TrainingService:
                     model.set_weights(adapter, self.checkpoints.load(load))
                     if with_optimizer:
                         restore_optimizer(optimizer, self.checkpoints.load_optimizer(load))
+                if model.sampling_engine is not None:
+                    _check_can_draw(model, model.weights_of(adapter, shape))
             except BaseException:
                 model.remove(adapter)
                 raise
@@ -477,7 +495,8 @@ class TrainingService:
             if is_inflight and run.inflight is not None:
                 weights = run.inflight
                 self._unload(weights)
-                weights.values = values
+                with self._lock:
+                    weights.adapter, weights.values = self._adapter_name(), values
             else:
                 weights = _Weights(self._adapter_name(), values)
                 run.inflight = weights if is_inflight else run.inflight
@@ -530,6 +549,11 @@ class TrainingService:
             return request, sequences
         prompt = torch.tensor(asked.prompt, dtype=torch.int64)
         check_ids("The prompt", prompt, sampler.model.vocab_size, sampler.model.max_model_len - 1)
+        if sampler.model.sampling_engine is not None:
+            with self._lock:
+                given = self._engine_pool.submit(self._draw_by_engine, sampler, asked)
+                self._results[request] = self._jobs[request] = given
+            return request, sequences
         together = (id(sampler.weights), sampler.model.name, asked.params, asked.seed is None)
         job = DeviceJob(
             lambda jobs: self._draw(sampler, [each.payload for each in jobs]),
@@ -546,19 +570,54 @@ class TrainingService:
         self, sampler: _Sampler, asked: Sequence[SampleSettings]
     ) -> list[Answer | RefusedRequest]:
         """Draw the sequences of requests that go together."""
-        model = sampler.model
-        adapter = self._load(model, sampler.weights)
-        prompts, budgets, seeds = [], [], []
-        for each in asked:
-            most = model.max_model_len - len(each.prompt)
-            prompts += [each.prompt] * each.num_samples
-            budgets += [min(each.budget or most, most)] * each.num_samples
-            seeds += [None] * each.num_samples if each.seed is None else _seeds(each)
-        drawn = iter(model.sample(adapter, prompts, asked[0].params, budgets, seeds))
+        adapter = self._load(sampler.model, sampler.weights)
+        params = sampler.model.with_ends(asked[0].params)
+        drawn = sampler.model.sample(adapter, *_rows(sampler.model, asked, params))
+        return self._answers(sampler, adapter, asked, drawn)
+
+    def _draw_by_engine(self, sampler: _Sampler, asked: SampleSettings) -> Answer:
+        """Draw the sequences of a request by vLLM, beside whatever else is done."""
+        model, engine, weights = sampler.model, sampler.model.sampling_engine, sampler.weights
+        assert engine is not None
+        named = None
+        if weights is not None:
+            with self._lock:
+                adapter, values = weights.adapter, weights.values
+            named = adapter, lambda: model.for_engine(values)
+        try:
+            drawn = engine.draw(named, *_rows(model, [asked], model.with_ends(asked.params)))
+        except ValueError as error:  # of the distribution, or of adapters
+            raise RefusedRequest(str(error)) from error
+
+        def answer(_: Sequence[DeviceJob]) -> list[Answer | RefusedRequest]:
+            adapter = self._load(model, weights) if asked.reads_scores else None
+            return self._answers(sampler, adapter, [asked], drawn)
+
+        if not asked.reads_scores:
+            (told,) = answer(())
+            if isinstance(told, RefusedRequest):
+                raise told
+            return told
+        job = DeviceJob(answer)  # the model scores, on its own thread
+        self._device.submit(job)
+        try:
+            return job.result.result()
+        except CancelledError:
+            raise RuntimeError("the server is about to end") from None
+
+    def _answers(
+        self,
+        sampler: _Sampler,
+        adapter: str | None,
+        asked: Sequence[SampleSettings],
+        drawn: Sequence[Generation],
+    ) -> list[Answer | RefusedRequest]:
+        """Answer requests with the sequences that were drawn for them, in their order."""
+        model, following = sampler.model, iter(drawn)
         scored = iter(self._prompt_log_probs(model, adapter, asked))
         answers: list[Answer | RefusedRequest] = []
         for each in asked:
-            own = [next(drawn) for _ in range(each.num_samples)]
+            own = [next(following) for _ in range(each.num_samples)]
             log_probs = None if each.prompt_log_probs_from is None else next(scored)
             if (error := next((one.error for one in own if one.error), None)) is not None:
                 answers.append(RefusedRequest(f"The prompt can't be continued: {error}."))
@@ -636,6 +695,33 @@ class TrainingService:
 def _adapter_of(run_id: str) -> str:
     """The name of a run's adapter: names of modules hold no colon."""
     return run_id.replace(":", "-")
+
+
+def _check_can_draw(model: AdaptedModel, weights: AdapterState) -> None:
+    """Refuse adapters that the model's engine can't draw with, before they are trained."""
+    assert model.sampling_engine is not None
+    try:
+        model.sampling_engine.check(model.for_engine(weights))
+    except UpdateRefused as error:
+        raise RefusedRequest(
+            f"lora_config: {model.sampling_engine.name} can't draw with such an adapter of "
+            f"{model.name}: {error}"
+        ) from error
+
+
+def _rows(
+    model: AdaptedModel, asked: Sequence[SampleSettings], params: SamplingParameters
+) -> tuple[list[Sequence[int]], SamplingParameters, list[int], list[int | None]]:
+    """Prompts, distribution, budgets and seeds of all sequences of requests, in their order."""
+    prompts: list[Sequence[int]] = []
+    budgets: list[int] = []
+    seeds: list[int | None] = []
+    for each in asked:
+        most = model.max_model_len - len(each.prompt)
+        prompts += [each.prompt] * each.num_samples
+        budgets += [min(each.budget or most, most)] * each.num_samples
+        seeds += [None] * each.num_samples if each.seed is None else _seeds(each)
+    return prompts, params, budgets, seeds
 
 
 def _seeds(asked: SampleSettings) -> list[int]:

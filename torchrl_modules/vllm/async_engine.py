@@ -21,7 +21,7 @@ from torchrl_modules.weights.adapter_weights import AdapterWeights
 from .engine import VLLMEngine
 from .generation_stream import Delta, GenerationStream, RespondingEngine
 from .requests import read_output
-from .whole_batch_engine import Row
+from .whole_batch_engine import KeptAdapters, Row
 
 
 class AsyncVLLMEngine(SteppedEngine, RespondingEngine):
@@ -137,6 +137,16 @@ class AsyncVLLMEngine(SteppedEngine, RespondingEngine):
                 self._steps.forget()
 
         await self._thread.call(update, spares=lambda _: not self._engine.mixed)
+
+    async def keep_adapters(self, weights: AdapterWeights) -> KeptAdapters:
+        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.keep_adapters`."""
+        return await self._thread.call(
+            lambda: self._engine.load_kept(weights), spares=lambda _: True
+        )
+
+    async def drop_adapters(self, kept: KeptAdapters) -> None:
+        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.drop_adapters`."""
+        await self._thread.call(lambda: self._engine.unload_kept(kept), spares=lambda _: True)
 
     tells_load = can_keep_caches = True
     """`measure_load` may be called, and `update_weights` takes ``recompute=False``."""

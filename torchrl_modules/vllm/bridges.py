@@ -17,11 +17,12 @@ from torchrl_modules.engines.blocking_engine import BlockingEngine
 from torchrl_modules.engines.engine import ClosedOnLeaving, EngineDied, EngineLoad, Generation
 from torchrl_modules.engines.loop_thread import gather_rows
 from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.weights.adapter_weights import AdapterWeights
 
 from .async_engine import AsyncVLLMEngine
 from .generation_stream import RespondingEngine
 from .server_engine import VLLMServerEngine
-from .whole_batch_engine import Row, WholeBatchEngine
+from .whole_batch_engine import KeptAdapters, Row, WholeBatchEngine
 
 
 class BlockingVLLMEngine(WholeBatchEngine, BlockingEngine):
@@ -41,6 +42,14 @@ class BlockingVLLMEngine(WholeBatchEngine, BlockingEngine):
     def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
         # The calls have deadlines of their own: `stall_timeout_s` of the engine.
         return self._loop.run(gather_rows(self.engine.draw(row, params) for row in rows))
+
+    def keep_adapters(self, weights: AdapterWeights) -> KeptAdapters:
+        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.keep_adapters`."""
+        return self._loop.run(self.engine.keep_adapters(weights))
+
+    def drop_adapters(self, kept: KeptAdapters) -> None:
+        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.drop_adapters`."""
+        self._loop.run(self.engine.drop_adapters(kept))
 
     def close(self) -> None:
         """End the thread that waits; the engine goes on. May be called twice."""

@@ -33,7 +33,7 @@ from .requests import MaskSource, own_ends, read_output, sampling_fields
 from .runtime import import_vllm, preserved_globals, request_batch_invariance
 from .settings import check_built, check_no_adapters, engine_settings, mask_settings
 from .weights import ServedAdapters, check_updatable, expected_weights, load_weights
-from .whole_batch_engine import Row, WholeBatchEngine
+from .whole_batch_engine import KeptAdapters, Row, WholeBatchEngine
 
 _open: "weakref.WeakSet[VLLMEngine]" = weakref.WeakSet()
 """The engines that were built here; the last one to close ends the process group."""
@@ -305,21 +305,23 @@ class VLLMEngine(WholeBatchEngine):
             output_kind=kinds.DELTA if stream else kinds.FINAL_ONLY,
         )
         request_id = str(next(self._request_ids))
-        prompt_input = self._prompt_input(ids, row.images)
+        kept = row.adapters
+        label = str(self.version) if kept is None else kept.name
+        prompt_input = self._prompt_input(ids, row.images, label)
+        served = self._adapters and self._adapters.current
         try:
             self._llm.llm_engine.add_request(
                 request_id,
                 prompt_input,
                 sampling,
-                lora_request=self._adapters and self._adapters.current,
+                lora_request=served if kept is None else kept.request,
             )
         except self._names.client_error as error:
             raise ValueError(f"vLLM refuses the request: {error}.") from error
         return request_id
 
-    def _prompt_input(self, ids: list[int], images: Sequence[str]) -> Any:
+    def _prompt_input(self, ids: list[int], images: Sequence[str], label: str) -> Any:
         """A prompt that never meets what is cached of other weights; `ValueError`: refused."""
-        label = str(self.version)
         if self.images is None:
             if images:
                 raise ValueError(
@@ -372,6 +374,30 @@ class VLLMEngine(WholeBatchEngine):
             self._llm.reset_prefix_cache()
             self.forget_images()
 
+    def keep_adapters(self, weights: AdapterWeights) -> KeptAdapters:
+        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.keep_adapters`."""
+        with self.used_by("keep_adapters"):
+            return self.load_kept(weights)
+
+    def load_kept(self, weights: AdapterWeights) -> KeptAdapters:
+        """Load adapters between two steps; for whoever steps the engine. As `keep_adapters`."""
+        return self._taking_adapters("keep_adapters").keep(weights)
+
+    def drop_adapters(self, kept: KeptAdapters) -> None:
+        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.drop_adapters`."""
+        with self.used_by("drop_adapters"):
+            self.unload_kept(kept)
+
+    def unload_kept(self, kept: KeptAdapters) -> None:
+        """Unload adapters between two steps; for whoever steps the engine. As `drop_adapters`."""
+        self._taking_adapters("drop_adapters").drop(kept)
+
+    def _taking_adapters(self, user: str) -> ServedAdapters:
+        if self._adapters is None:
+            needed = "an engine with enable_lora=True"
+            raise UpdateRefused(f"VLLMEngine.{user}: adapters alone go to {needed}.")
+        return self._adapters
+
     def sleep(self) -> None:
         """Lend the memory of the weights and the cache, until the next update wakes it.
 
@@ -392,10 +418,7 @@ class VLLMEngine(WholeBatchEngine):
         """
         version = next_version(version, self.version, who="VLLMEngine.update_weights")
         if isinstance(state_dict, AdapterWeights):
-            if self._adapters is None:
-                needed = "an engine with enable_lora=True"
-                raise UpdateRefused(f"VLLMEngine.update_weights: adapters alone go to {needed}.")
-            self._adapters.load(state_dict, version)
+            self._taking_adapters("update_weights").load(state_dict, version)
         else:
             if self._expected is None:
                 check_updatable(self._llm.llm_engine)

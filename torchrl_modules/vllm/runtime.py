@@ -34,6 +34,7 @@ from torchrl_data import page
 from torchrl_data.releases import warn_untested
 
 from . import releases
+from .cpu_adapters import replace_adapter_kernels
 
 ENVIRONMENT: Final = {
     # The engine runs in this process: weights reach it by reference, and it dies with it.
@@ -159,6 +160,7 @@ def _prepare_cpu(platform: Any) -> None:
     # instruction.
     if hasattr(torch.cpu, "_init_amx"):
         torch.cpu._init_amx()
+    replace_adapter_kernels()
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from torch import Tensor
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import ExpectedWeights, UpdateRefused, refuse
 
+from .whole_batch_engine import KeptAdapters
+
 _WHO: Final = "VLLMServerEngine.update_weights"
 _PIECE_BYTES: Final = 16 << 20
 """Of a file, in one request."""
@@ -77,7 +79,7 @@ class ServerAdapters:
     @cached_property
     def _own(self) -> Mapping[str, Tensor]:
         message = self._call("torchrl_expected_weights")
-        return ExpectedWeights.from_message(message, None).own
+        return ExpectedWeights.from_message(message, None).named
 
     def load(self, weights: Mapping[str, Tensor], label: str) -> None:
         """Serve other adapters to requests that come from now on.
@@ -95,23 +97,43 @@ class ServerAdapters:
                 f"{_WHO}: a server that was started with --enable-lora is pushed models with LoRA "
                 "adapters, which go alone. Start it without for whole weights."
             )
+        name = self._add(weights, label, _WHO)
+        with self._lock:
+            self.current = Served(label, name)
+            unused = [one for one in self._names if not self._in_use[one]]
+            self._names = [one for one in self._names if one not in unused] + [name]
+        for one in unused:
+            self._drop(one)
+            del self._in_use[one]
+
+    def keep(self, weights: AdapterWeights) -> KeptAdapters:
+        """Take adapters for requests that name them.
+
+        Raises:
+            UpdateRefused: the server can't apply them.
+        """
+        return KeptAdapters(self._add(weights, "kept", "VLLMServerEngine.keep_adapters"))
+
+    def drop(self, kept: KeptAdapters) -> None:
+        """Let kept adapters go, which no request uses."""
+        self._drop(kept.name)
+
+    def _add(self, weights: AdapterWeights, label: str, who: str) -> str:
+        """Send adapters and load them; gives the name that they have there."""
         limit = "the server was started with --max-lora-rank "
-        weights.check(self._own, self._max_rank, limit=limit, who=_WHO)
+        weights.check(self._own, self._max_rank, limit=limit, who=who)
         name = f"version-{label}-{uuid.uuid4().hex[:12]}"
         path = self._send(weights, name)
         try:
             self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         except RuntimeError as error:
             self._call("torchrl_drop_adapters", name)
-            refuse([f"vLLM can't apply these adapters: {error}"], who=_WHO)
-        with self._lock:
-            self.current = Served(label, name)
-            unused = [one for one in self._names if not self._in_use[one]]
-            self._names = [one for one in self._names if one not in unused] + [name]
-        for one in unused:
-            self._post("/v1/unload_lora_adapter", {"lora_name": one})
-            self._call("torchrl_drop_adapters", one)
-            del self._in_use[one]
+            refuse([f"vLLM can't apply these adapters: {error}"], who=who)
+        return name
+
+    def _drop(self, name: str) -> None:
+        self._post("/v1/unload_lora_adapter", {"lora_name": name})
+        self._call("torchrl_drop_adapters", name)
 
     def _send(self, weights: AdapterWeights, name: str) -> str:
         """Write the files of adapters where the server runs; gives their folder there."""

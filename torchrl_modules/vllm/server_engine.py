@@ -35,10 +35,10 @@ from .image_prompts import (
     request_fields,
 )
 from .requests import StaleWeights, check_labels, read_answer, sampling_fields, version_number
-from .server_adapters import ServerAdapters
+from .server_adapters import Served, ServerAdapters
 from .server_routes import ServerRoutes, Turnstile
 from .settings import check_no_adapters
-from .whole_batch_engine import Row, WholeBatchEngine
+from .whole_batch_engine import KeptAdapters, Row, WholeBatchEngine
 
 _log = logging.getLogger(__name__)
 
@@ -284,7 +284,11 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         except ValueError as error:
             return Generation([], [], "error", str(error))
         if self._adapters is not None:
-            return await self._ask_adapted(body, self._adapters)
+            if row.adapters is not None:
+                kept = Served(self._labels[-1], row.adapters.name)
+                return await self._ask_adapted(body, kept, self._adapters.base_label)
+            with self._adapters.used() as served:
+                return await self._ask_adapted(body, served, self._adapters.base_label)
         first = self._labels[-1]
         body["cache_salt"] = first  # Cached prefixes of other weights are never met.
         if row.images:  # Nor what these made of an image.
@@ -314,22 +318,23 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             raise ValueError(fault)
         return {"token_ids": ids}
 
-    async def _ask_adapted(self, body: dict[str, Any], adapters: ServerAdapters) -> Generation:
-        """Ask for a row by the adapters that serve now, to its end."""
-        with adapters.used() as served:
-            body["cache_salt"] = served.label
-            if served.name is not None:
-                body["model"] = served.name
-            status, answer = await self._rows.ask("POST", "/inference/v1/generate", body)
+    async def _ask_adapted(
+        self, body: dict[str, Any], served: Served, base_label: str
+    ) -> Generation:
+        """Ask for a row by adapters, which draw it to its end."""
+        body["cache_salt"] = served.label
+        if served.name is not None:
+            body["model"] = body["cache_salt"] = served.name
+        status, answer = await self._rows.ask("POST", "/inference/v1/generate", body)
         if status == 404 and served.name is not None:
             raise StaleWeights(
-                f"VLLMServerEngine: the server at {self._client.url} has no adapters of version "
-                f"{served.label}: it was restarted, or another client removed them. Send the "
+                f"VLLMServerEngine: the server at {self._client.url} has no adapters "
+                f"{served.name}: it was restarted, or another client removed them. Send the "
                 "weights again."
             )
         if status != 200:
             return await self._refused(status, answer)
-        drawn = read_answer(answer, [adapters.base_label])
+        drawn = read_answer(answer, [base_label])
         spans = [VersionSpan(version_number(served.label), 0, len(drawn.ids))]
         return drawn._replace(versions=spans if drawn.ids else [])
 
@@ -411,6 +416,30 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             finally:
                 self._updating = False
 
+    def keep_adapters(self, weights: AdapterWeights) -> KeptAdapters:
+        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.keep_adapters`.
+
+        Raises:
+            UpdateRefused: it can't apply them.
+            ConnectionError: it is gone or stuck.
+        """
+        return self._taking_adapters("keep_adapters").keep(weights)
+
+    def drop_adapters(self, kept: KeptAdapters) -> None:
+        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.drop_adapters`.
+
+        Raises:
+            RuntimeError: the server has none of this name.
+            ConnectionError: it is gone or stuck.
+        """
+        self._taking_adapters("drop_adapters").drop(kept)
+
+    def _taking_adapters(self, user: str) -> ServerAdapters:
+        if self._adapters is None:
+            needed = "a server that was started with --enable-lora"
+            raise UpdateRefused(f"VLLMServerEngine.{user}: adapters alone go to {needed}.")
+        return self._adapters
+
     def pause(self, *, paused: bool = True) -> None:
         """Draw no more tokens, or go on; requests wait meanwhile.
 
@@ -449,8 +478,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
 
     def _load_whole(self, state_dict: Mapping[str, Tensor], label: str, recompute: bool) -> None:
         if isinstance(state_dict, AdapterWeights):
-            needed = "a server that was started with --enable-lora"
-            raise UpdateRefused(f"VLLMServerEngine.update_weights: adapters alone go to {needed}.")
+            self._taking_adapters("update_weights")
         with ExitStack() as stack:
             if self._broadcasts:
                 if self._transfer is None or self._transfer.is_closed:  # an update broke off

@@ -22,6 +22,7 @@ from torchrl_modules.weights.expected_weights import ExpectedWeights, refuse
 
 from .releases import not_loaded
 from .runtime import import_vllm
+from .whole_batch_engine import KeptAdapters
 
 _MEMORY: Final = Path("/dev/shm")
 _WHO: Final = "VLLMEngine.update_weights"
@@ -122,6 +123,7 @@ class ServedAdapters:
         where = _MEMORY if _MEMORY.is_dir() else None
         self._folder = tempfile.TemporaryDirectory(prefix="adapters-", dir=where)
         self._loaded: dict[int, Any] = {}
+        self._kept: set[int] = set()
         self._count = 0
         self.current: Any = None
         """What new requests get; ``None`` for the model as it is."""
@@ -129,7 +131,7 @@ class ServedAdapters:
     @cached_property
     def _own(self) -> Mapping[str, Tensor]:
         """The model's own weights, without data; an engine that only draws needs none."""
-        return expected_weights(self._llm_engine.vllm_config.model_config).own
+        return expected_weights(self._llm_engine.vllm_config.model_config).named
 
     def load(self, weights: AdapterWeights, version: int) -> None:
         """Serve other adapters to requests that come from now on; between two steps.
@@ -137,29 +139,47 @@ class ServedAdapters:
         Raises:
             UpdateRefused: the engine can't apply them; those before keep serving.
         """
+        self.current = self._add(weights, f"version-{version}", _WHO)
+        # What no request uses any more goes.
+        requests = self._llm_engine.engine_core.engine_core.scheduler.requests.values()
+        used = {each.lora_request.lora_int_id for each in requests if each.lora_request}
+        for number, served in list(self._loaded.items()):
+            if not (number in used or number in self._kept or served is self.current):
+                del self._loaded[number]
+                self._drop(number, Path(served.lora_path))
+
+    def keep(self, weights: AdapterWeights) -> KeptAdapters:
+        """Take adapters for requests that name them; between two steps.
+
+        Raises:
+            UpdateRefused: the engine can't apply them.
+        """
+        request = self._add(weights, f"kept-{self._count + 1}", "VLLMEngine.keep_adapters")
+        self._kept.add(request.lora_int_id)
+        return KeptAdapters(request.lora_name, request)
+
+    def drop(self, kept: KeptAdapters) -> None:
+        """Let kept adapters go, which no request uses; between two steps."""
+        number = kept.request.lora_int_id
+        self._kept.remove(number)
+        self._drop(number, Path(self._loaded.pop(number).lora_path))
+
+    def _add(self, weights: AdapterWeights, name: str, who: str) -> Any:
         limit = "the engine was built with max_lora_rank="
-        weights.check(self._own, self._max_rank, limit=limit, who=_WHO)
+        weights.check(self._own, self._max_rank, limit=limit, who=who)
         self._count += 1
         folder = Path(self._folder.name) / str(self._count)
         folder.mkdir()
         weights.save(folder)
         # Its name, its number from 1 on, and its folder.
-        request_of = import_vllm().LoRARequest
-        request = request_of(f"version-{version}", self._count, str(folder))
+        request = import_vllm().LoRARequest(name, self._count, str(folder))
         try:
             self._llm_engine.add_lora(request)
         except Exception as error:  # its own check of names and shapes
             self._drop(self._count, folder)
-            refuse([f"vLLM can't apply these adapters: {error}"], who=_WHO)
+            refuse([f"vLLM can't apply these adapters: {error}"], who=who)
         self._loaded[self._count] = request
-        self.current = request
-        # What no request uses any more goes.
-        requests = self._llm_engine.engine_core.engine_core.scheduler.requests.values()
-        used = {each.lora_request.lora_int_id for each in requests if each.lora_request}
-        for number, served in list(self._loaded.items()):
-            if number not in used and served is not self.current:
-                del self._loaded[number]
-                self._drop(number, Path(served.lora_path))
+        return request
 
     def _drop(self, number: int, folder: Path) -> None:
         self._llm_engine.remove_lora(number)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.engines.engine import (
@@ -11,8 +11,18 @@ from torchrl_modules.engines.engine import (
     Generation,
 )
 from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.weights.adapter_weights import AdapterWeights
 
 from .requests import check_reported, finished
+
+
+class KeptAdapters(NamedTuple):
+    """Adapters that an engine keeps beside those that it serves, for rows that name them."""
+
+    name: str
+    """What the engine calls them; no others have it."""
+    request: Any = None
+    """By what vLLM knows them, of an engine of this process."""
 
 
 class Row(NamedTuple):
@@ -23,6 +33,8 @@ class Row(NamedTuple):
     seed: int | None
     images: Sequence[str] = ()
     """Of the prompt in order, in base 64."""
+    adapters: KeptAdapters | None = None
+    """Which draw it; ``None`` for what serves."""
 
 
 class WholeBatchEngine(ClosedOnLeaving, ABC):
@@ -69,6 +81,7 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
         max_new_tokens: Sequence[int] | None = None,
         seeds: Sequence[int | None] | None = None,
         images: Sequence[Sequence[str]] | None = None,
+        adapters: KeptAdapters | None = None,
     ) -> list[Generation]:
         """Draw one response per prompt.
 
@@ -84,6 +97,7 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
                 weights give the same response.
             images: of each prompt in order, in base 64; none of any row when not given. Each is
                 one image's tokens in the prompt.
+            adapters: which draw them, as ``keep_adapters`` gave them; ``None`` for what serves.
 
         Returns:
             One generation per prompt, in order.
@@ -104,7 +118,7 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
                 f"{type(self).__name__}.generate: {len(prompts)} prompts, but {len(budgets)} "
                 f"max_new_tokens, {len(seeds)} seeds and the images of {len(media)}."
             )
-        rows = [Row(*row) for row in zip(prompts, budgets, seeds, media, strict=True)]
+        rows = [Row(*row, adapters) for row in zip(prompts, budgets, seeds, media, strict=True)]
         try:
             return [finished(result, params) for result in self._draw(rows, params)]
         except EngineDied as error:
@@ -114,6 +128,31 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
     @abstractmethod
     def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
         """A generation per row, in order."""
+
+    @abstractmethod
+    def keep_adapters(self, weights: AdapterWeights) -> KeptAdapters:
+        """Keep adapters beside those that serve, for rows that name them.
+
+        More may be kept than ``max_adapters``; so many are drawn with in one step.
+
+        Args:
+            weights: of any version.
+
+        Returns:
+            What ``generate(adapters=...)`` and `drop_adapters` take.
+
+        Raises:
+            UpdateRefused: the engine can't apply them, or takes whole weights.
+            RuntimeError: it is closed, gone or in use elsewhere.
+        """
+
+    @abstractmethod
+    def drop_adapters(self, kept: KeptAdapters) -> None:
+        """Let kept adapters go; no row is being drawn with them.
+
+        Raises:
+            RuntimeError: the engine is closed, gone or in use elsewhere.
+        """
 
     def _check_not_mixed(self) -> None:
         if self.mixed:

@@ -41,6 +41,11 @@ class ExpectedWeights:
         return cls(own, {name: known for name, known in canonical.items() if name != known}, dtype)
 
     @property
+    def named(self) -> Mapping[str, Tensor]:
+        """The entries by all of their names: tied ones have several."""
+        return {**self.own, **{name: self.own[known] for name, known in self.aliases.items()}}
+
+    @property
     def message(self) -> dict[str, Any]:
         """Everything but the values, as JSON can carry it."""
         own = {n: [str(x.dtype).removeprefix("torch."), *x.shape] for n, x in self.own.items()}
