@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.distributed import tensor_parallel
 
 from torchrl_modules.model_splits import plans_of
 from torchrl_modules.scoring.scorer import PackedScorer
@@ -96,3 +97,9 @@ def test_a_model_that_transformers_has_split_is_refused():
     model._tp_size = 2
     with pytest.raises(TypeError, match="was split by Transformers itself"):
         PackedScorer(model)
+
+
+def test_a_release_without_such_plans_is_refused(monkeypatch):
+    monkeypatch.delattr(tensor_parallel, "apply_expert_parallelism")
+    with pytest.raises(ImportError, match=r"train: Transformers .* Install 5\.19 or a later one"):
+        plans(tiny_qwen3(64), 2, 1)
