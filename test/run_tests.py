@@ -51,7 +51,7 @@ FOLDERS = {
     "of engines in recipes": ("vllm", "test/sota", "test/docs"),
     "of collectors": ("not vllm", "test/collectors"),
     "of the outside": ("not vllm", *(f"test/{name}" for name in ("envs", "faults", "browser"))),
-    "of engines": ("vllm", "test/modules", "test/training_service"),
+    "of engines": ("vllm", *(f"test/{name}" for name in ("modules", "images", "training_service"))),
     "of data": ("not vllm", "test/data"),
 }
 """Marks and folders of each part, those first that take longest; what is in another is left out."""

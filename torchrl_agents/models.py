@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -109,7 +111,7 @@ Source = str | Mapping[str, bytes]
 
 
 def vllm_policy(
-    cfg: RecipeConfig, source: str, tokenizer: PreTrainedTokenizerBase
+    cfg: RecipeConfig, source: str, tokenizer: PreTrainedTokenizerBase, processor: Any = None
 ) -> LLMWrapperBase:
     """A policy over vLLM.
 
@@ -117,6 +119,7 @@ def vllm_policy(
         cfg: the settings.
         source: hub id or folder of the model.
         tokenizer: its tokenizer.
+        processor: of a model that reads images.
 
     Raises:
         SettingsError: no server answers, or the engine can't be made so.
@@ -129,10 +132,13 @@ def vllm_policy(
         # The folder of an embedded model goes, and an engine may be started again.
         kept = source if cfg.policy.model is not None else files_of(source)
         devices, count = cfg.engine.devices, cfg.engine.num_engines
-        return vLLMWrapper(_started_fleet(kept, devices, count, engine_kwargs), **arguments)
+        fleet = _started_fleet(kept, devices, count, engine_kwargs, processor)
+        return vLLMWrapper(fleet, **arguments)
     where = list(cfg.engine.urls) or cfg.engine.url or source
     with refusing("engine"):  # servers that run are asked
-        return vLLMWrapper(where, engine_kwargs=engine_kwargs or None, **arguments)
+        return vLLMWrapper(
+            where, engine_kwargs=engine_kwargs or None, processor=processor, **arguments
+        )
 
 
 def engines_of_collector(
@@ -164,13 +170,17 @@ def _policy_of_collector(
             f"a multiple of them: +collector.remote_config.num_gpus={count}."
         )
     with folder_of(source) as folder:
-        tokenizer = load_tokenizer(cfg, folder)
-    fleet = _started_fleet(source, visible, count, engine_kwargs)
+        tokenizer, processor = load_tokenizer(cfg, folder), load_processor(cfg, folder)
+    fleet = _started_fleet(source, visible, count, engine_kwargs, processor)
     return vLLMWrapper(fleet, **wrapper_arguments(cfg, tokenizer))
 
 
 def _started_fleet(
-    source: Source, devices: Sequence[int | str], count: int, options: Mapping[str, Any]
+    source: Source,
+    devices: Sequence[int | str],
+    count: int,
+    options: Mapping[str, Any],
+    processor: Any,
 ) -> EngineFleet:
     """Servers that are started here, each on its share of the devices."""
     from torchrl_modules.vllm.bridges import OwnServerEngine
@@ -178,7 +188,7 @@ def _started_fleet(
     each = len(devices) // count
     shares = [devices[i * each : (i + 1) * each] or None for i in range(count)]
     servers = [partial(_server, source, devices=share, **options) for share in shares]
-    return EngineFleet([partial(OwnServerEngine, server) for server in servers])
+    return EngineFleet([partial(OwnServerEngine, one, processor=processor) for one in servers])
 
 
 @contextmanager
@@ -429,8 +439,11 @@ def outline(
         raise TypeError(f"from_pretrained takes no {', '.join(unknown)}")
     names = ("attn_implementation", "trust_remote_code")
     own = {"trust_remote_code": False} | {n: arguments[n] for n in names if n in arguments}
+    auto = (
+        AutoModelForImageTextToText if sees_images(config, is_asked=False) else AutoModelForCausalLM
+    )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **own)
+        model = auto.from_config(config, dtype=dtype, **own)
     if check and Path(path).is_dir() and not _ELSEWHERE & arguments.keys():
         _check_weights(Path(path))
     return model.eval()  # as `from_pretrained` gives it
@@ -461,6 +474,7 @@ def load_model(
     *,
     who: str = "policy.model",
     load: Callable[..., PreTrainedModel] = load_causal_lm,
+    images: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and its tokenizer.
 
@@ -469,6 +483,7 @@ def load_model(
         source: hub id or path.
         who: names it.
         load: gives the model; a dry run has it without weights.
+        images: whether it may be one that reads images.
 
     Raises:
         SettingsError: there is no such model, or it can't be loaded so.
@@ -482,10 +497,13 @@ def load_model(
     try:
         tokenizer = load_tokenizer(cfg, source)
         if sees_images(load_pretrained(AutoConfig, source, **place_of(cfg)), is_asked=False):
-            raise ValueError(
-                "it is a vision-language model, which is trained in Python and not by a recipe. "
-                f"See {page('docs/images.md')}."
-            )
+            if not images:
+                raise ValueError(
+                    f"it is a vision-language model, and {who} has to be a text model. See "
+                    f"{page('docs/images.md')}."
+                )
+            if load is load_causal_lm:
+                arguments["auto"] = AutoModelForImageTextToText
         model = load(source, dtype=getattr(torch, cfg.dtype), **arguments)
         if cfg.add_control_tokens:
             name = cfg.chat_template_name
@@ -527,6 +545,23 @@ def load_tokenizer(cfg: PolicyConfig, source: str) -> PreTrainedTokenizerBase:
             family_of(tokenizer) or DEFAULT_TEMPLATE,
         )
     return tokenizer
+
+
+def load_processor(cfg: PolicyConfig, source: str) -> Any:
+    """The processor of a model that reads images; ``None`` of one that does not.
+
+    Args:
+        cfg: says where files are.
+        source: hub id or path.
+
+    Raises:
+        SettingsError: its folder has no processor.
+    """
+    place = place_of(cfg)
+    if not sees_images(load_pretrained(AutoConfig, source, **place), is_asked=False):
+        return None
+    with refusing(f"the processor of policy.model={source!r}", foreign=True):
+        return load_pretrained(AutoProcessor, source, **place)
 
 
 @torch.no_grad()
@@ -582,15 +617,18 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
     is_vllm = cfg.engine.name == "vllm" and not collects_on_ray(cfg)
     with model_source(cfg, task) as source:
         if is_vllm and not isinstance(cfg, TrainingConfig):
-            return None, vllm_policy(cfg, source, load_tokenizer(cfg.policy, source))
-        model, tokenizer = load_model(cfg.policy, source)
+            tokenizer = load_tokenizer(cfg.policy, source)
+            return None, vllm_policy(cfg, source, tokenizer, load_processor(cfg.policy, source))
+        model, tokenizer = load_model(cfg.policy, source, images=True)
+        processor = load_processor(cfg.policy, source)
+        check_images(cfg, processor)
         _check_quantization(cfg, model)
         check_split(cfg, model)
         with refusing(f"policy.model={source!r} can't be used so"):
-            actor = transformers_policy(cfg, model, tokenizer)
+            actor = transformers_policy(cfg, model, tokenizer, processor=processor)
         if not is_vllm:
             return actor, actor
-        sampler = vllm_policy(cfg, source, tokenizer)
+        sampler = vllm_policy(cfg, source, tokenizer, processor)
         warn_of_other_dtype(actor, sampler)
         return actor, sampler
 
@@ -607,6 +645,42 @@ def _check_quantization(cfg: RecipeConfig, model: PreTrainedModel) -> None:
         )
     if cfg.policy.lora_rank is None:
         raise SettingsError(f"{who} has weights of 4 bits: train adapters, policy.lora_rank=16.")
+
+
+def check_images(cfg: RecipeConfig, processor: Any) -> None:
+    """Check that a model that reads images can be trained so.
+
+    Args:
+        cfg: the settings.
+        processor: of the model; ``None`` of one that reads no images.
+
+    Raises:
+        SettingsError: it can't.
+    """
+    if processor is None:
+        return
+    policy = cfg.policy
+    faults = {
+        "policy.lora_rank": policy.lora_rank is not None,
+        "policy.load_in_4bit": policy.load_in_4bit,
+        "policy.add_control_tokens": policy.add_control_tokens,
+        f"{num_ranks()} ranks": num_ranks() > 1,
+    }
+    if isinstance(cfg, RolloutsConfig):
+        collector, streams = cfg.collector, cfg.collector.mode == "streaming"
+        by_transformers, in_turn = cfg.engine.name == "transformers", collector.max_staleness == 0
+        faults |= {
+            "collector=ray": collects_on_ray(cfg),
+            "collector.verify_every": bool(collector.verify_every),
+            "collector=streaming and engine=transformers": streams and by_transformers,
+            "collector=streaming and collector.max_staleness=0": streams and in_turn,
+        }
+    for setting, is_set in faults.items():
+        if is_set:
+            raise SettingsError(
+                f"policy.model={policy.model} is a vision-language model, which is not trained "
+                f"with {setting}. See {page('docs/images.md')}."
+            )
 
 
 def check_split(cfg: RecipeConfig, model: PreTrainedModel) -> None:
@@ -637,6 +711,7 @@ def transformers_policy(
     tokenizer: PreTrainedTokenizerBase,
     *,
     generate: bool = True,
+    processor: Any = None,
 ) -> TransformersWrapper:
     """A policy over a model that is there, as the settings say.
 
@@ -645,6 +720,7 @@ def transformers_policy(
         model: with its wrappers.
         tokenizer: its tokenizer.
         generate: whether it samples.
+        processor: of a model that reads images.
 
     Raises:
         ValueError: the model can't be used so.
@@ -661,6 +737,7 @@ def transformers_policy(
         autocast_dtype=torch.bfloat16 if autocast else None,
         compile_layers=None if train is None else train.compile_layers,
         batch_invariant=cfg.engine.batch_invariant and cfg.engine.name == "transformers",
+        processor=processor,
         **arguments,
     )
 

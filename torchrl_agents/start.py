@@ -31,6 +31,7 @@ from objectives import Ranks
 from torchrl_data import page
 from torchrl_data.pretrained import load_pretrained
 from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_data.templates.rendering import render_template
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase
@@ -164,20 +165,26 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
             with refusing(f"policy.model={source!r}"):
                 load_pretrained(AutoConfig, source, **models.place_of(cfg.policy))
                 tokenizer = models.load_tokenizer(cfg.policy, source)
+                processor = models.load_processor(cfg.policy, source)
                 ConversationEncoder(tokenizer, chat_template_name=cfg.policy.chat_template_name)
             policy = None
         else:
             settings = replace(cfg.policy, device="meta")
-            model, tokenizer = models.load_model(settings, source, load=models.outline)
+            model, tokenizer = models.load_model(settings, source, load=models.outline, images=True)
+            processor = models.load_processor(cfg.policy, source)
+            models.check_images(cfg, processor)
             models.check_split(cfg, model)
             with refusing(f"policy.model={source!r} can't be used so"):
                 longest = cfg.policy.max_model_len
-                engine = TransformersEngine(model, max_model_len=longest, check=False)
+                images = None if processor is None else ImageProcessor(processor)
+                engine = TransformersEngine(
+                    model, max_model_len=longest, images=images, check=False
+                )
                 policy = LLMWrapperBase(engine, **models.wrapper_arguments(cfg.policy, tokenizer))
             if cfg.policy.lora_rank is not None:
                 models.with_adapters(cfg.policy, model)
         if is_vllm and not starts_here and not on_ray:
-            return models.vllm_policy(cfg, source, tokenizer)
+            return models.vllm_policy(cfg, source, tokenizer, processor)
         return policy
 
 

@@ -200,7 +200,7 @@ def test_S01_a_signal_ends_a_run_on_ray(number, to_group, server, tmp_path):
 
 SENT_TWICE = """
 import os, signal, sys, time
-from torchrl_agents.run import ONE_S, StopSignals
+from torchrl_agents.stop_signals import ONE_S, StopSignals
 with StopSignals() as stop, stop.held():
     for _ in range(2):  # as `timeout` does: to the process, and to its group
         os.kill(os.getpid(), signal.SIGINT)

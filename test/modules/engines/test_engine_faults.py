@@ -95,7 +95,7 @@ def test_the_same_seeds_draw_the_same_and_others_do_not(start):
         first = engine.generate(PROMPTS, PARAMS, seeds=SEEDS)
         assert engine.generate(PROMPTS, PARAMS, seeds=SEEDS) == first
         assert engine.generate(PROMPTS, PARAMS, seeds=[21, 22, 23, 24]) != first
-        with pytest.raises(ValueError, match="4 prompts, but 4 max_new_tokens and 1 seeds"):
+        with pytest.raises(ValueError, match="4 prompts, but 4 max_new_tokens, 1 seeds"):
             engine.generate(PROMPTS, PARAMS, seeds=[1])
 
 
