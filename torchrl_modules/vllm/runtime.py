@@ -161,6 +161,11 @@ def _prepare_cpu(platform: Any) -> None:
     if hasattr(torch.cpu, "_init_amx"):
         torch.cpu._init_amx()
     replace_adapter_kernels()
+    # vLLM looks at the `__dict__` of all that any module has; llvmlite's library, which numba
+    # brings, makes a function of the name.
+    library = getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", None)
+    if library is not None and not isinstance(vars(library), dict):
+        library._fntab["__dict__"] = {}
 
 
 @contextmanager

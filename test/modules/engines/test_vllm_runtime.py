@@ -20,6 +20,19 @@ from torchrl_modules.vllm.runtime import (
 from torchrl_modules.vllm.server import start_server
 
 
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # vLLM looks at names that torch deprecates
+def test_an_engine_can_be_built_where_numba_was_imported():
+    ffi = pytest.importorskip("llvmlite.binding.ffi")
+    ffi.lib._fntab.pop("__dict__", None)
+    platform = runtime.import_vllm().current_platform
+    ffi.lib._fntab.pop("__dict__", None)
+    with pytest.raises(AttributeError, match="get"):  # so it is today; then this can go
+        platform.register_triton_kernel_overrides()
+    runtime.import_vllm()
+    platform.register_triton_kernel_overrides()
+
+
 def test_random_generators_and_thread_settings_are_put_back():
     def draw():
         return torch.rand(()).item(), random.random(), np.random.rand()  # noqa: NPY002
