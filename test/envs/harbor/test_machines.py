@@ -183,8 +183,12 @@ signal.pause()
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
         assert process.stdout.readline() == "ready\n"
-        assert sleepers(marker)
+        deadline = time.monotonic() + 20
+        while not sleepers(marker) and time.monotonic() < deadline:
+            time.sleep(0.05)  # it was started in the background
+        begun = sleepers(marker)
         os.kill(process.pid, signal.SIGKILL)
+    assert begun
     deadline = time.monotonic() + 20
     while sleepers(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
