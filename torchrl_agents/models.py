@@ -170,8 +170,8 @@ def _policy_of_collector(
             f"a multiple of them: +collector.remote_config.num_gpus={count}."
         )
     with folder_of(source) as folder:
-        tokenizer, processor = load_tokenizer(cfg, folder), load_processor(cfg, folder)
-    fleet = _started_fleet(source, visible, count, engine_kwargs, processor)
+        tokenizer = load_tokenizer(cfg, folder)
+    fleet = _started_fleet(source, visible, count, engine_kwargs)
     return vLLMWrapper(fleet, **wrapper_arguments(cfg, tokenizer))
 
 
@@ -180,7 +180,7 @@ def _started_fleet(
     devices: Sequence[int | str],
     count: int,
     options: Mapping[str, Any],
-    processor: Any,
+    processor: Any = None,
 ) -> EngineFleet:
     """Servers that are started here, each on its share of the devices."""
     from torchrl_modules.vllm.bridges import OwnServerEngine
@@ -419,12 +419,18 @@ _OF_LOADING: Final = _ELSEWHERE | {
 
 
 def outline(
-    path: str, *, dtype: torch.dtype, check: bool = True, **arguments: Any
+    path: str,
+    auto: Any = AutoModelForCausalLM,
+    *,
+    dtype: torch.dtype,
+    check: bool = True,
+    **arguments: Any,
 ) -> PreTrainedModel:
-    """A causal language model on the meta device; the files of its weights have to be there.
+    """A language model on the meta device; the files of its weights have to be there.
 
     Args:
         path: hub id, of which no weights are fetched, or a folder.
+        auto: which of Transformers' loaders.
         dtype: of the weights that it has not got.
         check: whether a folder has to have the files of the weights, too.
         **arguments: of ``from_pretrained``.
@@ -439,9 +445,6 @@ def outline(
         raise TypeError(f"from_pretrained takes no {', '.join(unknown)}")
     names = ("attn_implementation", "trust_remote_code")
     own = {"trust_remote_code": False} | {n: arguments[n] for n in names if n in arguments}
-    auto = (
-        AutoModelForImageTextToText if sees_images(config, is_asked=False) else AutoModelForCausalLM
-    )
     with torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, **own)
     if check and Path(path).is_dir() and not _ELSEWHERE & arguments.keys():
@@ -496,15 +499,15 @@ def load_model(
         arguments["quantization_config"] = four_bit_config(getattr(torch, cfg.dtype))
     try:
         tokenizer = load_tokenizer(cfg, source)
-        if sees_images(load_pretrained(AutoConfig, source, **place_of(cfg)), is_asked=False):
+        auto, config = AutoModelForCausalLM, load_pretrained(AutoConfig, source, **place_of(cfg))
+        if sees_images(config, is_asked=False):
+            auto = AutoModelForImageTextToText
             if not images:
                 raise ValueError(
                     f"it is a vision-language model, and {who} has to be a text model. See "
                     f"{page('docs/images.md')}."
                 )
-            if load is load_causal_lm:
-                arguments["auto"] = AutoModelForImageTextToText
-        model = load(source, dtype=getattr(torch, cfg.dtype), **arguments)
+        model = load(source, auto, dtype=getattr(torch, cfg.dtype), **arguments)
         if cfg.add_control_tokens:
             name = cfg.chat_template_name
             template = resolve_template(tokenizer, chat_template_name=name)

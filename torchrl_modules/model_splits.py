@@ -239,7 +239,7 @@ def split_model(
     meshes = _meshes(size, tensor_parallel_size, expert_parallel_size, device)
     own = layers_of(model)
     names = {id(part): f"{name}." for name, part in model.named_modules()}
-    prefixes = [re.sub(r"\.\d+(?=\.)", ".*", names[id(part)]) for part in own]
+    prefixes = [_starred(names[id(part)]) for part in own]
     for part, prefix in zip(own, prefixes, strict=True):
         prepare(part)
         _split(part, plans.below(prefix), meshes, fsdp_options)
@@ -281,19 +281,24 @@ def _split(part: nn.Module, plans: Plans, meshes: _Meshes, fsdp_options: Mapping
     if matrices:
         shared.apply_tensor_parallelism(part, meshes.matrices, matrices)
     for at, module in part.named_modules():
-        if re.sub(r"\.\d+(?=\.|$)", ".*", at) in summed:
+        if _starred(at) in summed:
             _sum_gradients(module, meshes.matrices)
     whole: set[Any] = set()
     if plans.experts:
         shared.apply_expert_parallelism(part, meshes.experts, meshes.matrices, plans.experts)
         dispatched = {at for at, x in plans.experts.items() if x == "ep_dispatch_experts"}
         for at, module in part.named_modules():
-            if re.sub(r"\.\d+(?=\.|$)", ".*", at) in dispatched:
+            if _starred(at) in dispatched:
                 whole |= _spread_experts(module, meshes, fsdp_options)
     for value in part.parameters():
         _let_go(value)
     if meshes.rows.size() > 1:
         fully_shard(part, mesh=meshes.rows, ignored_params=whole, **fsdp_options)
+
+
+def _starred(name: str) -> str:
+    """The name of a module as plans have it, with ``*`` for numbers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _spread_experts(

@@ -22,6 +22,15 @@ def family(request):
 
 
 @pytest.fixture(scope="module")
+def folder(family, tmp_path_factory):
+    """With all parts of the family, as a hub has them."""
+    path = tmp_path_factory.mktemp("family")
+    for part in family:
+        part.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
 def policy(family):
     model, tokenizer, processor = family
     settings = {"max_new_tokens": 6, "temperature": 0.9}

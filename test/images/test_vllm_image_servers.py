@@ -35,13 +35,10 @@ def family_fixture():
 
 
 @pytest.fixture(scope="module", name="url")
-def url_fixture(family, tmp_path_factory):
+def url_fixture(folder):
     """A server like any other one: that its model reads images is seen by its config."""
-    folder = tmp_path_factory.mktemp("idefics")
-    for part in family:
-        part.save_pretrained(folder)
     options = {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20, "block_size": 32}
-    with start_server(str(folder), **options) as url:
+    with start_server(folder, **options) as url:
         yield url
 
 

@@ -37,14 +37,6 @@ def family_fixture():
     return idefics()
 
 
-@pytest.fixture(scope="module", name="folder")
-def folder_fixture(family, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("idefics")
-    for part in family:
-        part.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="module", name="session_policy")
 def session_policy_fixture(folder):
     with warnings.catch_warnings():

@@ -20,7 +20,7 @@ from .drawn_tokens import TokenDraw
 from .engine import Generation
 from .engine_thread import EngineThread, SteppedEngine
 from .kept_caches import KeptCaches
-from .request import Request, are_alike
+from .request import Request, drawn_alike
 from .transformers import TransformersEngine
 
 
@@ -138,7 +138,7 @@ class AsyncTransformersEngine(ChecksAttributes, SteppedEngine):
             return Generation([], [], "error", error)
         # The same for parameters by which rows can be drawn together.
         early = params.min_tokens and params.stop_token_ids
-        alike = (*are_alike(params), tuple(params.logit_bias.items()), early)
+        alike = (*drawn_alike(params), tuple(params.logit_bias.items()), early)
         seed = params.row_seeds(1)[0]
         seed = int(torch.randint(1 << 31, ())) if seed is None else seed
         request = Request(

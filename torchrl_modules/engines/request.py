@@ -76,7 +76,7 @@ def alike_rows(rows: Sequence[Request], logits: Tensor, at: Tensor | None) -> Al
     )
 
 
-are_alike = attrgetter(
+drawn_alike = attrgetter(
     *("temperature", "top_p", "top_k", "min_p", "min_tokens", "untempered_log_probs", "entropy"),
     "kept_counts",
     "sampling_mask",

@@ -322,20 +322,13 @@ class VLLMEngine(WholeBatchEngine):
 
     def _prompt_input(self, ids: list[int], images: Sequence[str], label: str) -> Any:
         """A prompt that never meets what is cached of other weights; `ValueError`: refused."""
-        if self.images is None:
-            if images:
-                raise ValueError(
-                    "The prompt holds images, and the engine has no processor for them: "
-                    "VLLMEngine(model, processor=...)."
-                )
-        elif images:
-            try:
-                return rendered(self._llm.llm_engine, self.images, ids, images, label)
-            except self._names.client_error as error:
-                raise ValueError(f"vLLM refuses the images: {error}.") from error
-        elif fault := self.images.fault(ids, images):
-            raise ValueError(fault)
-        return self._names.tokens_input(ids, cache_salt=label)
+        processor = self._reader_of(ids, images)
+        if processor is None:
+            return self._names.tokens_input(ids, cache_salt=label)
+        try:
+            return rendered(self._llm.llm_engine, processor, ids, images, label)
+        except self._names.client_error as error:
+            raise ValueError(f"vLLM refuses the images: {error}.") from error
 
     def forget_images(self) -> None:
         """Let images be read again, by the weights as they are now; for whoever steps the engine.

@@ -306,17 +306,10 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
 
     async def _prompt_fields(self, ids: list[int], images: Sequence[str]) -> dict[str, Any]:
         """What a request says of its prompt; `ValueError`: the row is refused."""
-        if self.images is None:
-            if images:
-                raise ValueError(
-                    "The prompt holds images, and the engine has no processor for them: "
-                    "VLLMServerEngine(url, processor=...)."
-                )
-        elif images:
-            return await asyncio.to_thread(request_fields, self.images, ids, images)
-        elif fault := self.images.fault(ids, images):
-            raise ValueError(fault)
-        return {"token_ids": ids}
+        processor = self._reader_of(ids, images)
+        if processor is None:
+            return {"token_ids": ids}
+        return await asyncio.to_thread(request_fields, processor, ids, images)
 
     async def _ask_adapted(
         self, body: dict[str, Any], served: Served, base_label: str

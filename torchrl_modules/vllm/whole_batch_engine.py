@@ -54,6 +54,21 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
         """Tokens that end a response by the model's own generation config."""
         return tuple(sorted(self._own_ends))
 
+    def _reader_of(self, ids: Sequence[int], images: Sequence[str]) -> ImageProcessor | None:
+        """Return what reads the images of a prompt; ``None`` where it has none.
+
+        Raises:
+            ValueError: nothing reads them, or the prompt has placeholders and no images.
+        """
+        if images and self.images is None:
+            raise ValueError(
+                "The prompt holds images, and the engine has no processor for them: "
+                f"{type(self).__name__}(..., processor=...)."
+            )
+        if not images and self.images is not None and (fault := self.images.fault(ids, images)):
+            raise ValueError(fault)
+        return self.images if images else None
+
     def check_sampling(self, params: SamplingParameters) -> None:
         """Check that the log-probs will be those of the distribution sampled from.
 
