@@ -39,7 +39,7 @@ DOCS = ROOT / "docs"
 PAGES = {"README": ROOT / "README.md"} | {
     path.relative_to(DOCS).with_suffix("").as_posix(): path for path in sorted(DOCS.rglob("*.md"))
 }
-FENCE = re.compile(r"(?:<!-- (not run: .*?|needs vLLM) -->\n)?```python\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"(?:<!-- (not run: [^\n]*?|needs vLLM) -->\n)?```python\n(.*?)```", re.DOTALL)
 MODELS = ("Qwen/Qwen3-0.6B",)
 VISION_MODELS = {
     "llava": "llava-hf/llava-1.5-7b-hf",
