@@ -3,7 +3,6 @@
 Shape legend: T tokens of an episode.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -210,8 +209,8 @@ class TextEnvironment:
 
     def _answer(self, episodes: Sequence[Episode]) -> None:
         """Run the tools that the last turns ask for, all at once, and encode what they answer."""
-        runner, mark = self._runner, self.syntax.response
-        runner.run(functools.partial(runner.run_safely, runner.dispatcher, "after_turn"), episodes)
+        mark = self.syntax.response
+        self._runner.run(self._runner.answer, episodes)
         for episode in _running(episodes):
             conversation = episode.conversation
             (answer,) = conversation.waiting_messages(0)

@@ -3,8 +3,7 @@
 Shape legend: N episodes of a group.
 """
 
-import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tensordict import TensorDict, TensorDictBase
@@ -17,7 +16,7 @@ from .episode import Episode
 from .episode_entries import write_flags
 from .episode_env import HARMLESS, EpisodeEnv
 from .episode_step import transform_past
-from .episode_transform import EpisodeTransform, overrides
+from .episode_transform import EpisodeTransform
 from .runner import fail
 
 
@@ -70,19 +69,13 @@ class AsyncEpisodeRunner:
         self.calls = env.calls
         """Runs the calls of all episodes."""
         self._runner = env.runner
-        self._turn_steps: list[Callable[[Episode], Any]] = []
-        self._bounds: list[Callable[[Episode], Any]] = []
         self._late: list[Transform] = []
-        run, dispatcher = self._runner.run_safely, self._runner.dispatcher
-        first = [dispatcher] if dispatcher.sources else []
-        for transform in [*first, *env.transforms_of(Transform)]:
-            if isinstance(transform, EpisodeTransform):
-                for event, its in (("before_turn", self._bounds), ("after_turn", self._turn_steps)):
-                    if overrides(transform, event):
-                        its.append(functools.partial(run, transform, event))
-            elif REWARD in (transform.in_keys or ()):
+        for transform in env.transforms_of(Transform):
+            if isinstance(transform, (EpisodeTransform, *HARMLESS)):
+                continue
+            if REWARD in (transform.in_keys or ()):
                 self._late.append(transform)
-            elif not isinstance(transform, HARMLESS):
+            else:
                 raise ValueError(
                     f"{type(transform).__name__} works on the steps of a batch, and here each "
                     "episode runs by itself. Write it as an EpisodeTransform, or collect in "
@@ -131,19 +124,15 @@ class AsyncEpisodeRunner:
             episode.conversation = base.open(episode.query, episode.tools)
         except Exception as error:
             fail(episode, error, self._env.base_env, "open")
-        while not (episode.stop_reason or episode.is_done):
-            episode.start_turn()
-            for bound in self._bounds:
-                if not (episode.stop_reason or episode.is_done):
-                    await drive(bound, episode)
-            if episode.stop_reason or episode.is_done:
+        while not episode.is_over:
+            await drive(events.before_turn, episode)
+            if episode.is_over:
                 break
             episode.conversation, finish_reason = await policy.take_turn(
                 episode.conversation, max_new_tokens=episode.max_new_tokens, session=episode.id
             )
             if events.took_turn(episode, finish_reason):
-                for step in self._turn_steps:
-                    await drive(step, episode)
+                await drive(events.answer, episode)
                 episode.end_turn()
         episode.settle()
         events.over([episode])

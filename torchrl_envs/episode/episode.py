@@ -42,19 +42,6 @@ class ToolCallRecord(NamedTuple):
     is_error: bool
 
 
-def going_on(episodes: Sequence["Episode"]) -> list["Episode"]:
-    """The episodes that are not over, and have no reason to be.
-
-    Args:
-        episodes: any.
-    """
-    return [
-        each
-        for each in episodes
-        if not (each.stop_reason or each.is_terminated or each.is_truncated)
-    ]
-
-
 def all_share(episodes: Sequence["Episode"], conversations: Conversations) -> bool:
     """Return whether the conversation of every episode is one of these still."""
     return all(each._snapshot is conversations for each in episodes)
@@ -366,6 +353,11 @@ class Episode:
         return self.is_terminated or self.is_truncated
 
     @property
+    def is_over(self) -> bool:
+        """Whether it is done, or has a reason to be: the policy takes no further turn."""
+        return bool(self.stop_reason) or self.is_terminated or self.is_truncated
+
+    @property
     def is_scorable(self) -> bool:
         """Whether what it got says anything about the policy: it began, and did not fail."""
         if not self.stop_reason:
@@ -438,7 +430,7 @@ class Episode:
 
     def end_turn(self) -> None:
         """End it where nobody spoke after the policy, or no turn is left to take."""
-        if self.is_done or self.stop_reason:
+        if self.is_over:
             return
         if self.awaits_answer:
             self.terminate(StopReason.ANSWERED)
@@ -453,7 +445,7 @@ class Episode:
         Returns:
             Whether it is over.
         """
-        if not (self.is_done or self.stop_reason):
+        if not self.is_over:
             return False
         default = StopReason.TRUNCATED
         if self.is_terminated:

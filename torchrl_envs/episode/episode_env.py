@@ -118,7 +118,7 @@ class EpisodeEnv(TransformedEnv):
         """
         if self._found == (found := [*self.transform]):  # type: ignore[misc]
             return
-        self._found, self._checked, self._roles = found, False, ()
+        self._found, self._checked, self._plan = found, False, None
         transforms = list(self.episode_transforms())
         self.runner.set_transforms(transforms)
         counters = [c for c in self.transforms_of(StepCounter) if c.truncated_key == keys.TRUNCATED]
@@ -176,7 +176,7 @@ class EpisodeEnv(TransformedEnv):
         """
         for transform in self.episode_transforms():
             transform.check(self)
-        self._checked, self._roles = True, ()
+        self._checked, self._plan = True, None
         # Checking gives sources of rewards their final names.
         self.entries.reward_names = self.reward_names
         self.empty_cache()
@@ -232,7 +232,7 @@ class EpisodeEnv(TransformedEnv):
                     episode.conversation = shown.row(row)
                 else:
                     episode.share(shown, row)
-            self.runner.before_turns(new)
+            self.runner.run(self.runner.before_turn, new)
             for episode in new:
                 if episode.stop_reason:
                     episode.max_new_tokens = 0

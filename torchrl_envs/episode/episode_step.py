@@ -4,8 +4,8 @@ Shape legend: B rows.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -34,6 +34,7 @@ from .episode_entries import (
     write_flags,
 )
 from .episode_transform import EpisodeTransform, overrides
+from .tool_source import ToolDispatcher
 
 _THEIRS: Final = ("torchrl.envs.llm", "torchrl.objectives.llm", "torchrl.data.llm")
 _KNOWN: Final = ("torchrl.envs.transforms.", "torchrl_envs.")
@@ -70,22 +71,31 @@ class EpisodeStep:
                 self._active.append(episode)
         self._turns = runner.take_up(self._active, reasons)
         """Those of them that have just taken a turn."""
-        if runner.dispatcher.sources:
-            answer = functools.partial(runner.run_safely, runner.dispatcher, "after_turn")
-            runner.run(answer, self._turns)
-        self._write(next_batch, flags=any(episode.is_done for episode in self._active))
 
-    def after_turn(self, transform: EpisodeTransform, next_batch: TensorDictBase) -> None:
-        """Run one transform's ``after_turn`` on the episodes that have just taken a turn.
+    def answer(self, parts: Sequence[EpisodeTransform]) -> None:
+        """Answer the turns that have just been taken.
+
+        Args:
+            parts: those that answer, in order.
+        """
+        self._runner.run(functools.partial(self._runner.answer, parts=parts), self._turns)
+
+    def edit(self, transform: Transform, batch: TensorDictBase, *, any_entry: bool) -> Any:
+        """Let a transform of TorchRL's see the episodes as they stand, and change them.
 
         Args:
             transform: which.
-            next_batch: read before and written after, for the transforms of TorchRL's.
+            batch: of the rows as they are after the step.
+            any_entry: whether it may put messages, text or ids in the place of conversations.
+
+        Returns:
+            The batch as the transform leaves it.
         """
-        self._read_changes(next_batch)
-        event = functools.partial(self._runner.run_safely, transform, "after_turn")
-        self._runner.run(event, self._turns)
-        self._write(next_batch)
+        run = functools.partial(transform._step, self._given)
+        self._write(batch)
+        batch = edited(batch, run, who=WHO) if any_entry else run(batch)
+        self._read_changes(batch)
+        return batch
 
     def count(self, counter: StepCounter, next_batch: TensorDictBase) -> TensorDictBase:
         """Let a ``StepCounter`` count, after all others have answered.
@@ -111,10 +121,9 @@ class EpisodeStep:
             next_batch: what all transforms but those of rewards made of it.
         """
         batch = one_dimension(next_batch)
-        self._read_changes(batch)
         for episode in self._turns:
             episode.end_turn()
-        self._runner.before_turns(self._turns)
+        self._runner.run(self._runner.before_turn, self._turns)
         self.ended += [episode for episode in self._active if episode.settle()]
         if self.ended:
             self._runner.finish(self.ended)
@@ -145,10 +154,10 @@ class EpisodeStep:
                 is_done, episode.is_terminated, episode.is_truncated = flags[episode.row]
                 episode.is_terminated |= is_done and not episode.is_truncated
 
-    def _write(self, batch: TensorDictBase, *, flags: bool = True) -> None:
+    def _write(self, batch: TensorDictBase) -> None:
         """Write the conversations and the flags, if they have changed."""
         self._shown = written_batch(batch, self._episodes, self._shown)
-        now = flags_of(self._episodes) if flags else self._flags
+        now = flags_of(self._episodes)
         if now != self._flags:
             self._flags = now
             write_flags(batch, self._episodes)
@@ -185,27 +194,54 @@ class StepOrder(Compose):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         env: Any = self.container
         env._find_parts()
-        others = [each for each in list[Any](self.transforms) if each is not env.entries]
-        roles = env._roles = env._roles or [(role_of(each), each) for each in others]
+        plan = env._plan = env._plan or StepPlan.of(self.transforms, env.runner.dispatcher)  # type: ignore[arg-type]
         step = EpisodeStep(env, tensordict, next_tensordict)
-        for role, transform in roles:
+        for role, parts in plan.turn:
             if role == "answers":
-                step.after_turn(transform, next_tensordict)
-            elif role == "edits":
-                run = functools.partial(transform._step, tensordict)
-                next_tensordict = edited(next_tensordict, run, who=WHO)
-            elif role == "writes":
-                next_tensordict = transform._step(tensordict, next_tensordict)
-        for role, transform in roles:
-            if role == "counts":
-                next_tensordict = step.count(transform, next_tensordict)
+                step.answer(parts)
+            else:
+                any_entry = role == "edits"
+                next_tensordict = step.edit(parts[0], next_tensordict, any_entry=any_entry)
+        for counter in plan.counters:
+            next_tensordict = step.count(counter, next_tensordict)
         next_tensordict = step.end(next_tensordict)
         env.record_ends(step.ended)
-        for role, transform in roles:
-            if role == "reads the reward":
-                next_tensordict = transform._step(tensordict, next_tensordict)
-                transform_past(transform, step.ended)
+        for transform in plan.late:
+            next_tensordict = transform._step(tensordict, next_tensordict)
+            transform_past(transform, step.ended)
         return next_tensordict
+
+
+class StepPlan(NamedTuple):
+    """The transforms of a step in the order in which they run."""
+
+    turn: Sequence[tuple[str, Sequence[Any]]]
+    """What happens to turns: the role, and the transforms; those that answer one after the other
+    are together, so that each episode goes through them by itself."""
+    counters: Sequence[StepCounter]
+    """They count when all others have answered."""
+    late: Sequence[Transform]
+    """They read the reward, once it is there."""
+
+    @classmethod
+    def of(cls, transforms: Iterable[Transform], dispatcher: ToolDispatcher) -> "StepPlan":
+        """The plan of an environment.
+
+        Args:
+            transforms: in the order in which they were appended.
+            dispatcher: answers first, where there are tools.
+        """
+        turn: list[tuple[str, list[Any]]] = [("answers", [dispatcher])] * bool(dispatcher.sources)
+        by_role: dict[str, list[Any]] = {"counts": [], "reads the reward": []}
+        for transform in transforms:
+            role = role_of(transform)
+            if role in by_role:
+                by_role[role].append(transform)
+            elif role == "answers" and turn and turn[-1][0] == role:
+                turn[-1][1].append(transform)
+            elif role:
+                turn.append((role, [transform]))
+        return cls(turn, *by_role.values())
 
 
 def role_of(transform: Any) -> str:
@@ -213,6 +249,8 @@ def role_of(transform: Any) -> str:
 
     It may edit messages if it is a user's, says that it reads them, or holds other ones.
     """
+    if isinstance(transform, EpisodeEntries):
+        return ""
     if type(transform)._step is EpisodeTransform._step:
         return "answers" if overrides(transform, "after_turn") else ""
     if keys.REWARD in (transform.in_keys or ()):

@@ -9,11 +9,10 @@ loop.
 """
 
 import asyncio
-import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import CoroutineType
 from typing import Any, Final
 
@@ -22,13 +21,11 @@ from torchrl_data.stop_reason import FinishReason, StopReason, kind_of, stop_rea
 from torchrl_data.tool_calls.parser import TurnParser, parse_tool_calls
 from torchrl_envs.concurrency.calls import ConcurrentCalls
 from torchrl_envs.concurrency.outcome import Outcome
-from torchrl_envs.entries.rewards import (
-    Score,
-)
+from torchrl_envs.entries.rewards import Score
 from torchrl_envs.tool_results import environment_error
 
-from .episode import Episode, going_on
-from .episode_transform import EpisodeStartError, EpisodeTransform, Event, overrides
+from .episode import Episode
+from .episode_transform import EpisodeStartError, EpisodeTransform, overrides
 from .pending_calls import EventCoroutine, PendingCall, PendingCalls
 from .resources import Resources, close_left_open, close_resources
 from .tool_source import ToolDispatcher, ToolSource
@@ -37,6 +34,7 @@ _EVENTS: Final = {
     "draw": ("draw",),
     "begin": ("begin",),
     "before_turn": ("before_turn",),
+    "after_turn": ("after_turn",),
     "over": ("over",),
     "finish": ("finish", "finish_batch"),
 }
@@ -47,7 +45,10 @@ _log = logging.getLogger(__name__)
 class EpisodeRunner:
     """Runs events of episodes, of all transforms in order.
 
-    ``begin -> (before_turn -> the policy's turn -> after_turn)* -> finish -> close``
+    ``draw -> start -> (before_turn -> turn -> took_turn -> answer)* -> finish -> close``
+
+    A step of an environment calls them for a batch of episodes, an
+    :class:`~torchrl_envs.episode.async_runner.AsyncEpisodeRunner` for one episode at a time.
 
     Args:
         calls: runs what events wait for.
@@ -60,6 +61,8 @@ class EpisodeRunner:
         """Answers turns that call tools; the first to see one."""
         self.max_turns: int | None = None
         """Most turns of each episode: the smallest ``max_steps`` of all ``StepCounter``."""
+        self.answering: Sequence[EpisodeTransform] = ()
+        """Those that answer the policy's turns, in order: the dispatcher of tools is the first."""
         self._parts: dict[str, list[EpisodeTransform]] = {event: [] for event in _EVENTS}
         self._answer_cuts: Sequence[EpisodeTransform] = ()
         self._open: dict[int, tuple[int, Resources]] = {}
@@ -92,6 +95,8 @@ class EpisodeRunner:
             event: [part for part in transforms if any(overrides(part, name) for name in forms)]
             for event, forms in _EVENTS.items()
         }
+        first = [self.dispatcher] if sources else []
+        self.answering = [*first, *self._parts["after_turn"]]
 
     # Events -------------------------------------------------------------------------------------
 
@@ -124,9 +129,7 @@ class EpisodeRunner:
         if self.max_turns is not None:
             episode.limit_turns(self.max_turns)
         for transform in self._parts["begin"]:
-            rest = self.run_safely(transform, "begin", episode)
-            if rest is not None:
-                await rest
+            await self.take_part(transform, "begin", episode)
             if kind_of(episode.stop_reason) == StopReason.ENVIRONMENT_ERROR:
                 # What it holds of others stays until it is closed.
                 own, reason = episode.resources, episode.stop_reason
@@ -164,14 +167,26 @@ class EpisodeRunner:
             episode.cut_turn()
         return not episode.is_done
 
-    def before_turns(self, episodes: Sequence[Episode]) -> None:
-        """Bound the next turns of episodes that go on; or one gets a ``stop_reason``."""
-        running = going_on(episodes)
-        for episode in running:
-            episode.start_turn()
-        for transform in self._parts["before_turn"]:
-            self.run(functools.partial(self.run_safely, transform, "before_turn"), running)
-            running = going_on(running)
+    async def answer(
+        self, episode: Episode, parts: Sequence[EpisodeTransform] | None = None
+    ) -> None:
+        """Answer the turn that the policy has taken.
+
+        Args:
+            episode: whose turn :meth:`took_turn` has counted.
+            parts: those that answer, in order; all of them, tools first, when not given.
+        """
+        for part in self.answering if parts is None else parts:
+            await self.take_part(part, "after_turn", episode)
+
+    async def before_turn(self, episode: Episode) -> None:
+        """Bound the next turn of an episode that goes on; or it gets a ``stop_reason``."""
+        if episode.is_over:
+            return
+        episode.start_turn()
+        for part in self._parts["before_turn"]:
+            if not episode.is_over:
+                await self.take_part(part, "before_turn", episode)
 
     def run(self, event: Callable[[Any], Any], each: Sequence[Any]) -> None:
         """Run an event on each episode to its end, in their order; what they wait for, at once.
@@ -245,25 +260,21 @@ class EpisodeRunner:
             await asyncio.gather(*itertools.starmap(run, lanes.items()))
         return results
 
-    def run_safely(self, part: EpisodeTransform, event: str, episode: Episode) -> Event:
+    async def take_part(self, part: EpisodeTransform, event: str, episode: Episode) -> None:
         """Run an event of an episode, of a transform or of what tools answer.
 
         What it raises ends this episode alone, truncated and unscorable, with ``stop_reason``
         ``"environment_error: <where>: <type>: <message>"``; nothing more takes part in it then.
-
-        Returns:
-            The rest of an event that is ``async``.
         """
         if episode.stop_reason and kind_of(episode.stop_reason) == StopReason.ENVIRONMENT_ERROR:
-            return None
+            return
         try:
             if part.only_for is None or part.concerned([episode]):
                 waiting = getattr(part, event)(episode)
                 if isinstance(waiting, CoroutineType):
-                    return _finish_safely(waiting, episode, part, event)
+                    await waiting
         except (Exception, SystemExit) as error:
             fail(episode, error, part, event)
-        return None
 
     def over(self, episodes: Sequence[Episode]) -> None:
         """Tell that episodes are over, each as soon as it is; to be told again says no more."""
@@ -352,14 +363,6 @@ def _by_lane(pending: Iterable[PendingCall]) -> dict[Hashable, list[int]]:
     for place, each in enumerate(pending):
         lanes.setdefault(object() if each.lane is None else each.lane, []).append(place)
     return lanes
-
-
-async def _finish_safely(waiting: Awaitable[None], episode: Episode, *about: Any) -> None:
-    """The rest of what :meth:`EpisodeRunner.run_safely` has begun."""
-    try:
-        await waiting
-    except (Exception, SystemExit) as error:
-        fail(episode, error, *about)
 
 
 def fail(episode: Episode, error: BaseException, part: Any, event: str) -> None:
