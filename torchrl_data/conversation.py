@@ -374,6 +374,8 @@ class Conversations:
         Args:
             index: which.
         """
+        if index == 0 and len(self._records) == 1:
+            return self
         row = object.__new__(type(self))
         row._records, row._positions = [self._records[index]], [self._positions[index]]
         return row

@@ -141,7 +141,7 @@ class Episode:
     @property
     def conversation(self) -> Conversations:
         """A conversation: an append-only record and how far it has got."""
-        return self._snapshot if len(self._snapshot) == 1 else self._snapshot.row(self._index)
+        return self._snapshot.row(self._index)
 
     @conversation.setter
     def conversation(self, conversation: Conversations) -> None:
@@ -312,9 +312,16 @@ class Episode:
             found.append((parent, num_tokens if parent >= 0 and num_tokens is not None else 0))
         return found
 
-    def start_turn(self) -> None:
-        """Forget the bounds of the turn before."""
+    def start_turn(self) -> bool:
+        """Forget the bounds of the turn before, if another one is to be taken.
+
+        Returns:
+            Whether it is: the episode goes on.
+        """
+        if self.is_over:
+            return False
         self.max_new_tokens, self._turn_bound = None, None
+        return True
 
     def limit_turn(self, max_new_tokens: int, reason: str = "", limit: int = -1) -> None:
         """Bound the next turn; the tightest bound counts.

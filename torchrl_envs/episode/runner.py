@@ -181,10 +181,8 @@ class EpisodeRunner:
 
     async def before_turn(self, episode: Episode) -> None:
         """Bound the next turn of an episode that goes on; or it gets a ``stop_reason``."""
-        if episode.is_over:
-            return
-        episode.start_turn()
-        for part in self._parts["before_turn"]:
+        bounds = self._parts["before_turn"] if episode.start_turn() else ()
+        for part in bounds:
             if not episode.is_over:
                 await self.take_part(part, "before_turn", episode)
 
@@ -269,7 +267,7 @@ class EpisodeRunner:
         if episode.stop_reason and kind_of(episode.stop_reason) == StopReason.ENVIRONMENT_ERROR:
             return
         try:
-            if part.only_for is None or part.concerned([episode]):
+            if part.only_for is None or part.only_for(episode):
                 waiting = getattr(part, event)(episode)
                 if isinstance(waiting, CoroutineType):
                     await waiting

@@ -236,7 +236,7 @@ class ToolDispatcher(EpisodeTransform):
         items: list[Job | Answer] = []
         tools: dict[int, Mapping[str, Tool]] = {}
         for number, source in enumerate(self.sources):
-            if source.concerned([episode]):
+            if source.only_for is None or source.only_for(episode):
                 tools[number] = source.tools_of(episode)
         if any(tools.values()):
             _, calls, places = self.parse(text)
