@@ -117,7 +117,9 @@ def value_content(value: Any, *, max_bytes: int = MAX_RESULT_BYTES) -> Content:
         if is_picture(item):
             parts.append(image_part(item))
         elif is_image(item):
-            parts.append(dict(read_part(_without_path(item))))
+            # A tool's data are read, whatever it says that they are.
+            own = {key: value for key, value in item.items() if key != "mime_type"}
+            parts.append(dict(read_part(_without_path(own))))
         else:
             is_text = isinstance(item, Mapping) and item.get("type") == "text" and "text" in item
             text = value_text(item["text"] if is_text else item, max_bytes=max_bytes)

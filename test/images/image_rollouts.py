@@ -40,14 +40,14 @@ def always_looks(text):
     return ParsedTurn(text, [ToolCall("look", {"colour": ("green", "blue")[len(text) % 2]})])
 
 
-def make_env(num_prompts, *, groups=2):
+def make_env(num_prompts, *, groups=2, tools=None):
     """Three turns for each prompt, with an image of its own; the tool shows others between."""
     colours = ("red", "green", "blue")
     rows = [{"prompt": asked(colours[i % 3], text=f"What is {i}?")} for i in range(num_prompts)]
     return ChatEnv(batch_size=groups * GROUP, tool_call_format=always_looks).append_transform(
         Compose(
             DataLoadingPrimer(rows, group_size=GROUP, num_epochs=1),
-            FunctionTools([look], show_schemas=False),
+            tools or FunctionTools([look], show_schemas=False),
             StepCounter(max_steps=3),
         )
     )

@@ -8,9 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from image_rollouts import GROUP, gap, make_env, scorer_of
+from mcp.server import MCPServer
+from mcp.types import ContentBlock, ImageContent
 from tensordict import TensorDict, lazy_stack
 from vision_models import asked, llava, picture, qwen
 
+from collectors import LLMCollector
 from collectors.record.row_values import recorded_prompt
 from objectives import GRPOLoss, SFTLoss
 from objectives.batching.ranks import equal_shares
@@ -19,9 +23,11 @@ from torchrl_agents.settings.schema import PolicyConfig, SettingsError
 from torchrl_data import Conversations, encode_demonstrations, row_tensordicts
 from torchrl_data.conversation import continues
 from torchrl_data.conversation_io import write_conversations
+from torchrl_data.images import image_part
 from torchrl_data.ragged.packed import pad
 from torchrl_data.saved_rows import row_from_state, row_state
 from torchrl_data.templates.image_processor import ImageProcessor
+from torchrl_envs import MCPToolTransform
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_modules import EngineFleet, LLMWrapperBase, SamplingParameters, TransformersWrapper
 from torchrl_modules.engines import image_readers
@@ -290,6 +296,24 @@ def test_a_fleet_hands_images_on(policy):
     assert getattr(blind, "images", None) is None
     with pytest.raises(ValueError, match="EngineFleet: some read images and others do not"):
         EngineFleet([Sees(policy.engine), blind])
+
+
+def test_a_policy_sees_what_an_mcp_server_shows_it(family):
+    server = MCPServer("eyes", log_level="CRITICAL")
+
+    @server.tool()
+    def look(colour: str) -> list[ContentBlock]:
+        data = image_part(picture(colour, (64, 32)))["data"]
+        return [ImageContent(type="image", data=data, mime_type="image/png")]
+
+    policy = scorer_of(family)
+    tools = MCPToolTransform({"eyes": server}, images=True, show_schemas=False)
+    with LLMCollector(make_env(2, tools=tools), policy) as collector:
+        rows = collector.collect()
+    assert [len(row["images"]["data"]) for row in rows.unbind(0)] == [3] * (2 * GROUP)
+    shown = {image for row in rows.unbind(0) for image in row["images"]["data"][1:]}
+    assert shown <= {image_part(picture(colour, (64, 32)))["data"] for colour in ("green", "blue")}
+    assert gap(rows, {0: policy}) < 1e-4
 
 
 def test_an_engine_that_reads_no_images_refuses_the_row(policy):

@@ -47,6 +47,8 @@ class MCPToolTransform(ToolSource):
             from the beginning of its episode to its end, for servers that keep a state.
         allow: the tools to offer, as the model calls them; all when not given.
         prefix_names: call a tool ``server_tool``, for servers whose tools have the same names.
+        images: the policy sees the images that tools return: it is a vision-language model. For
+            any other policy a note (``[image: image/png]``) stands in the place of each.
         timeout_s: deadline of one call, in seconds, and of opening a session.
         max_tools: most tools of one server, offered or not.
         max_result_bytes: longer results are cut, with a mark; bytes of UTF-8.
@@ -78,13 +80,14 @@ class MCPToolTransform(ToolSource):
         session: Literal["shared", "row"] = "shared",
         allow: Collection[str] | None = None,
         prefix_names: bool = False,
+        images: bool = False,
         timeout_s: float = 30.0,
         max_tools: int = MAX_TOOLS,
         max_result_bytes: int = MAX_RESULT_BYTES,
         show_schemas: bool = True,
     ) -> None:
         check_counts("MCPToolTransform", max_tools=max_tools)
-        limits: Any = {"timeout_s": timeout_s, "max_tools": max_tools}
+        limits: Any = {"timeout_s": timeout_s, "max_tools": max_tools, "images": images}
         super().__init__(
             timeout_s=timeout_s, max_result_bytes=max_result_bytes, show_schemas=show_schemas
         )
@@ -93,7 +96,7 @@ class MCPToolTransform(ToolSource):
                 "MCPToolTransform needs at least one server, and session='shared' or 'row'; got "
                 f"{list(servers)} and {session!r}."
             )
-        self.session = session
+        self.session, self.images = session, images
         self.tools: dict[str, Tool] = {}
         self._homes: dict[str, tuple[str, str]] = {}
         self._loop = ReplaceableLoop()
@@ -143,6 +146,20 @@ class MCPToolTransform(ToolSource):
     def servers(self) -> dict[str, Any]:
         """By name."""
         return {name: connection.server for name, connection in self._shared.items()}
+
+    def check_policy(self, policy: Any) -> None:
+        """Images are for a policy that sees them.
+
+        Raises:
+            ValueError: the policy has no image processor.
+        """
+        encoder = getattr(policy, "encoder", None)
+        if self.images and encoder is not None and encoder.images is None:
+            raise ValueError(
+                "MCPToolTransform(images=True) shows the policy the images that tools return, and "
+                "this policy reads text alone. Leave images out, or take a vision-language model "
+                "with its processor."
+            )
 
     # Lifecycle ----------------------------------------------------------------------------------
 

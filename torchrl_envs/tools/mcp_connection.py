@@ -58,7 +58,13 @@ class MCPConnection:
     """A session with one server; opened when it is needed, and again when the server died."""
 
     def __init__(
-        self, name: str, server: Any, *, timeout_s: float, max_tools: int = MAX_TOOLS
+        self,
+        name: str,
+        server: Any,
+        *,
+        timeout_s: float,
+        max_tools: int = MAX_TOOLS,
+        images: bool = False,
     ) -> None:
         if isinstance(server, Mapping) and not any(
             needed in server and server.keys() <= known for needed, known in _KEYS.items()
@@ -71,6 +77,7 @@ class MCPConnection:
         self.server = server
         self.timeout_s = timeout_s
         self.max_tools = max_tools
+        self.images = images
         self._client: Any = None
         self._owner: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
@@ -93,10 +100,13 @@ class MCPConnection:
             self._expected = dict(self._offered)
         return self._offered
 
+    @property
+    def _limits(self) -> Any:
+        return {"timeout_s": self.timeout_s, "max_tools": self.max_tools, "images": self.images}
+
     def another(self) -> "MCPConnection":
         """A session of its own with the same server, which expects the same tools."""
-        limits: Any = {"timeout_s": self.timeout_s, "max_tools": self.max_tools}
-        made = MCPConnection(self.name, self.server, **limits)
+        made = MCPConnection(self.name, self.server, **self._limits)
         made._expected = self._expected
         return made
 
@@ -109,8 +119,7 @@ class MCPConnection:
                 f"A connection to {self.name} can't be copied or sent to another process: that is "
                 f"an object of this one ({error}). Give a function of a module, which returns it."
             ) from error
-        limits: Any = {"timeout_s": self.timeout_s, "max_tools": self.max_tools}
-        make = functools.partial(type(self), **limits)
+        make = functools.partial(type(self), **self._limits)
         return make, (self.name, self.server), {"_expected": self._expected}
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
@@ -129,7 +138,7 @@ class MCPConnection:
         try:
             result = await self._request(methodcaller("call_tool", tool, arguments))
             self._num_failures = 0
-            content = _content(result)
+            content = _content(result, images=self.images)
         except MCPToolError:
             # Not every server says that its tools changed.
             await self._refresh(always=True)
@@ -333,16 +342,22 @@ def _kept(server: Any) -> Any:
     return server.model_copy(update={"command": command, "args": args})
 
 
-def _content(result: Any) -> Any:
-    """Return what a tool said: its text, a note for what is not text, or its data."""
-    pieces: list[str] = []
+def _content(result: Any, *, images: bool) -> Any:
+    """Return what a tool said: its text, images or a note for what is not text, or its data."""
+    pieces: list[str | dict[str, Any]] = []
     for block in result.content:
-        text = getattr(getattr(block, "resource", block), "text", None)
-        what = getattr(block, "mime_type", None) or getattr(block, "uri", None) or "no text"
-        is_text = isinstance(text, str) or block.type == "text"
-        pieces.append(text or "" if is_text else f"[{block.type}: {what}]")
-    said = "\n".join(pieces)
+        its = getattr(block, "resource", block)  # what a block embeds, or itself
+        text, mime_type = getattr(its, "text", None), getattr(its, "mime_type", None)
+        data = getattr(its, "data", None) or getattr(its, "blob", None)
+        if isinstance(text, str) or block.type == "text":
+            pieces.append(text or "")
+        elif images and not result.is_error and data and str(mime_type).startswith("image/"):
+            pieces.append({"type": "image", "data": data})
+        else:
+            pieces.append(f"[{block.type}: {mime_type or getattr(its, 'uri', None) or 'no text'}]")
     if result.is_error:
-        raise MCPToolError(said or "the tool failed")
-    has_data = not pieces and result.structured_content is not None
-    return result.structured_content if has_data else said
+        raise MCPToolError("\n".join(map(str, pieces)) or "the tool failed")
+    if not pieces and result.structured_content is not None:
+        return result.structured_content
+    has_images = not all(isinstance(piece, str) for piece in pieces)
+    return pieces if has_images else "\n".join(map(str, pieces))

@@ -1,6 +1,7 @@
 """Tools of a real MCP server: in memory, in a child process over stdio, and over HTTP."""
 
 import asyncio
+import base64
 import importlib.util
 import json
 import os
@@ -10,14 +11,27 @@ import socket
 import subprocess
 import sys
 import time
+from io import BytesIO
 from pathlib import Path
 
 import psutil
 import pytest
 from mcp.server import MCPServer
-from mcp.types import ListToolsResult, Tool, ToolListChangedNotification
+from mcp.types import (
+    AudioContent,
+    BlobResourceContents,
+    ContentBlock,
+    EmbeddedResource,
+    ImageContent,
+    ListToolsResult,
+    TextContent,
+    Tool,
+    ToolListChangedNotification,
+)
+from PIL import Image
 from torchrl.envs.transforms import Compose
 
+from collectors import LLMCollector
 from torchrl_data.batched_object import read_objects
 from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import (
@@ -29,6 +43,7 @@ from torchrl_envs import (
     StepCounter,
 )
 from torchrl_envs.tools.mcp_connection import MCPConnection, MCPServerError, MCPToolsChangedError
+from torchrl_modules import TransformersWrapper
 
 SERVER = Path(__file__).parent / "mcp_server_for_tests.py"
 STDIO = {"command": sys.executable, "args": [str(SERVER)]}
@@ -118,6 +133,62 @@ def test_tools_are_listed_shown_checked_and_called(
     assert json.loads(failed)["error"].startswith("MCPToolError: Error executing tool fail")
     assert long == "y" * 1000 + "\n[... 1000 more characters were cut]"
     assert end["num_tool_errors"].tolist() == [[2]]
+
+
+class Kinds:
+    """A server whose tools answer with what is not text."""
+
+    red = Image.new("RGB", (2, 2), "red")
+
+    def __init__(self):
+        self.server = MCPServer("kinds", log_level="CRITICAL")
+        for tool in (self.picture, self.embedded, self.broken, self.sound):
+            self.server.tool()(tool)
+
+    def png(self):
+        self.red.save(file := BytesIO(), format="PNG")
+        return base64.b64encode(file.getvalue()).decode()
+
+    def picture(self) -> list[ContentBlock]:
+        image = ImageContent(type="image", data=self.png(), mime_type="image/jpeg")  # it is a PNG
+        return [TextContent(type="text", text="seen:"), image]
+
+    def embedded(self) -> list[ContentBlock]:
+        its = {"uri": "file:///red.png", "blob": self.png(), "mime_type": "image/png"}
+        return [EmbeddedResource(type="resource", resource=BlobResourceContents(**its))]
+
+    def broken(self) -> list[ContentBlock]:
+        data = base64.b64encode(b"no image").decode()
+        return [ImageContent(type="image", data=data, mime_type="image/png")]
+
+    def sound(self) -> list[ContentBlock]:
+        return [AudioContent(type="audio", data="AAAA", mime_type="audio/wav")]
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_images_are_shown_to_a_policy_that_sees_them(make_env, scripted, call_text, play, images):
+    kinds = Kinds()
+    env = make_env({"kinds": kinds.server}, images=images)
+    calls = "".join(map(call_text, ("picture", "embedded", "broken", "sound")))
+    (end,) = play(env, scripted([calls, "done"]))
+    picture, embedded, broken, sound = answers(end)
+    assert sound == "[audio: audio/wav]"
+    if not images:
+        assert picture == "seen:\n[image: image/jpeg]"
+        assert (embedded, broken) == ("[resource: image/png]", "[image: image/png]")
+        return
+    image = {"type": "image", "data": kinds.png(), "mime_type": "image/png"}
+    assert picture == [{"type": "text", "text": "seen:"}, image]
+    assert embedded == [image]
+    assert "8 bytes are no image" in json.loads(broken)["error"]
+    assert end["num_tool_errors"].tolist() == [[1]]
+
+
+def test_images_for_a_policy_without_eyes_are_refused(make_env, chatml_tokenizer, make_tiny_model):
+    env = make_env({"kinds": Kinds().server}, images=True)
+    policy = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer)
+    with pytest.raises(ValueError, match="this policy reads text alone"):
+        LLMCollector(env, policy)
 
 
 def test_calls_of_all_rows_overlap_on_one_session(make_env, scripted, call_text):
