@@ -1,7 +1,8 @@
 """Runs all tests, in parts: an engine inside a process changes its globals.
 
     python test/run_tests.py [arguments of pytest]            all but those marked `weekly`
-    python test/run_tests.py --weekly [arguments of pytest]   these
+    python test/run_tests.py --weekly [arguments of pytest]   these, and all properties of hypothesis
+                                                              with many examples
 
 Three parts run at a time, those first that take longest: much of their time is waiting for servers,
 so that three keep two cores busy. What a part prints comes when it is over.
@@ -57,12 +58,17 @@ FOLDERS = {
 """Marks and folders of each part, those first that take longest; what is in another is left out."""
 
 
+WEEKLY = "(weekly or hypothesis)"
+"""What is run once a week: hypothesis marks its properties itself."""
+
+
 def _part(name: str, *, weekly: bool = False) -> Part:
     marks, *paths = FOLDERS[name]
     others = [path for own, *all_of_it in FOLDERS.values() if own == marks for path in all_of_it]
     inside = [path for path in others if any(path.startswith(f"{own}/") for own in paths)]
     left_out = [f"--ignore={path}" for path in inside if path not in paths]
-    return Part(name, ("-m", f"{marks} and {'' if weekly else 'not '}weekly", *paths, *left_out))
+    when = WEEKLY if weekly else "not weekly"
+    return Part(name, ("-m", f"{marks} and {when}", *paths, *left_out))
 
 
 PARTS = tuple(map(_part, FOLDERS))
@@ -188,6 +194,8 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     known = known_flaky()
     is_weekly = "--weekly" in arguments
+    if is_weekly:
+        os.environ.setdefault("HYPOTHESIS_PROFILE", "thorough")
     more = [each for each in arguments if each != "--weekly"]
     outcomes = run_parts(WEEKLY_PARTS if is_weekly else PARTS, known, more=more)
     sys.stdout.write(summary(outcomes, known) + "\n")

@@ -280,6 +280,7 @@ class TestRay:
         with pytest.raises(RuntimeError, match="shut down"):
             collector.collect()
 
+    @pytest.mark.weekly  # test_cluster_without_ray.py asks the same of one in this process
     def test_collectors_follow_the_load_of_their_engines(
         self, ray, chatml_tokenizer, make_tiny_model, check_balance
     ):
