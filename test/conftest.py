@@ -20,6 +20,12 @@ gc.disable()  # until all is imported, which stays: looking for garbage in it is
 for _name, _value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}.items():
     os.environ.setdefault(_name, _value)
 
+# Interpreters that tests start find this checkout, and import in two thirds of the time.
+_PATHS = [str(Path(__file__).parents[1]), str(Path(__file__).with_name("quick_imports"))]
+_PATHS += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATHS))
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402

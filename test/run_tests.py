@@ -1,8 +1,8 @@
 """Runs all tests, in parts: an engine inside a process changes its globals.
 
     python test/run_tests.py [arguments of pytest]            all but those marked `weekly`
-    python test/run_tests.py --weekly [arguments of pytest]   these, and all properties of hypothesis
-                                                              with many examples
+    python test/run_tests.py --weekly [arguments of pytest]   these, and properties with many
+                                                              examples
 
 Three parts run at a time, those first that take longest: much of their time is waiting for servers,
 so that three keep two cores busy. What a part prints comes when it is over.

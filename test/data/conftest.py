@@ -1,7 +1,7 @@
 """Tokenizers for the tests of this folder, and how many examples hypothesis tries.
 
-Forged control tokens are tried in 300 conversations per template, other properties in 80 examples;
-``HYPOTHESIS_PROFILE=thorough``, which ``make weekly-tests`` sets, tries 2,000 of each, ``quick`` 50.
+Forged control tokens are tried in 300 conversations per template, other properties in 80 examples.
+``HYPOTHESIS_PROFILE=thorough`` tries 2,000 of each, as ``make weekly-tests`` does, ``quick`` 50.
 """
 
 import importlib.util

@@ -270,6 +270,22 @@ def test_no_option_of_the_loss_depends_on_the_split(make_scorer, make_batch, opt
             )
 
 
+def test_weights_are_normalized_over_the_rows_without_signal_too(make_scorer, make_batch):
+    """They have advantage 0, so that leaving them out must not change the loss."""
+    batch = make_batch()
+    for row in batch.unbind(0):
+        row["old_log_probs", "full"] = row["old_log_probs", "full"].nan_to_num(posinf=-1.0)
+    correction = SamplerCorrection(level="token", mode="truncate", upper=1.3, normalize=True)
+    options = {"old_policy": "recomputed", "sampler_correction": correction}
+    losses = [
+        GRPOLoss(make_scorer(), **options, skip_rows_without_signal=skip)(batch).loss_objective
+        for skip in (True, False)
+    ]
+    assert any((row["advantage"] == 0).all() for row in batch.unbind(0))
+    assert losses[0] != 0
+    torch.testing.assert_close(*losses)
+
+
 @pytest.mark.parametrize("loss", [GRPOLoss, SFTLoss, DistillationLoss])
 @pytest.mark.parametrize("ragged", [True, False], ids=["ragged", "padded"])
 def test_a_batch_without_rows_has_loss_0(make_scorer, make_batch, loss, ragged):

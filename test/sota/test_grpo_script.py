@@ -30,7 +30,7 @@ TINY_OWN = ("debug=tiny", "warm_start.num_steps=0", "train.num_steps=1", "evalua
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def result_in(done):

@@ -96,7 +96,7 @@ def test_a_step_of_expert_iteration_trains_the_best_of_each_group(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "own_lengths.py").write_text(
-        "def length(completions, **_):\n    return [float(len(str(each))) for each in completions]\n"
+        "def length(completions, **_):\n    return [float(len(str(s))) for s in completions]\n"
     )
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}?"}}\n' for i in range(32)))
     result = run_recipe(
@@ -173,7 +173,7 @@ def test_fine_tuning_that_is_killed_goes_on_to_the_bit(run, folder):
     more = ("train.num_steps=9", "data.num_held_out=48", "policy.max_new_tokens=4")
     more += ("checkpoint.every=2", "train.batch_size=8")
     script = ROOT / "sota-implementations/sft/sft.py"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), *TASK, *FAST, *more, "name=cut"]
     with subprocess.Popen(
         command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True

@@ -28,7 +28,7 @@ COMMAND = [
     *("warm_start.num_steps=100", "collector.num_prompts=8", "collector.group_size=4"),
     *("train.num_steps=4", "checkpoint.every=1"),
 ]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 # The script, told to stop between two passes over the rollouts of a step.

@@ -19,7 +19,6 @@ class Server:
     def __init__(self):
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
