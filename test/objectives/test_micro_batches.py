@@ -276,7 +276,8 @@ def test_weights_are_normalized_over_the_rows_without_signal_too(make_scorer, ma
     for row in batch.unbind(0):
         row["old_log_probs", "full"] = row["old_log_probs", "full"].nan_to_num(posinf=-1.0)
     correction = SamplerCorrection(level="token", mode="truncate", upper=1.3, normalize=True)
-    options = {"old_policy": "recomputed", "sampler_correction": correction}
+    options = {"old_policy": "recomputed", "masking_strategy": "all"}
+    options |= {"sampler_correction": correction}
     losses = [
         GRPOLoss(make_scorer(), **options, skip_rows_without_signal=skip)(batch).loss_objective
         for skip in (True, False)
