@@ -4,8 +4,8 @@
     python test/run_tests.py --weekly [arguments of pytest]   these, and properties with many
                                                               examples
 
-Three parts run at a time, those first that take longest: much of their time is waiting for servers,
-so that three keep two cores busy. What a part prints comes when it is over.
+Three parts run at a time, those first that take longest: what waits for a server leaves its core to
+another, so that three keep two cores busy. What a part prints comes when it is over.
 
 What talks to real servers, browsers and engines has deadlines, so tests that failed get a second
 try in a new process. That tells a flaky test from a broken one, and hides neither: a test that
@@ -43,17 +43,29 @@ class Part(NamedTuple):
         return f".pytest_cache/{self.name.replace(' ', '-')}"
 
 
-LEARNING = ("agents_learn", "easy_questions_learn", "recipes")
-"""Runs that go on until something is learnt."""
+LEARNING = tuple(
+    f"test/sota/test_{name}.py" for name in ("agents_learn", "easy_questions_learn", "recipes")
+)
+"""Runs that go on until something is learnt: weekly, but for two."""
+PROCESSES = tuple(
+    f"test/sota/test_{name}.py"
+    for name in (
+        *("agent_frameworks", "environment_packages", "grpo_script", "resume_script"),
+        *("stop_at_any_point", "torchrun"),
+    )
+)
+"""Runs of which most have a process of their own."""
 FOLDERS = {
-    "of learning": ("not vllm", *(f"test/sota/test_{name}.py" for name in LEARNING)),
-    "of runs": ("not vllm", "test/sota", "test/ranks"),
+    "of runs": ("not vllm", "test/sota"),
     "of units": ("not vllm", "test"),
-    "of engines in recipes": ("vllm", "test/sota", "test/docs"),
-    "of collectors": ("not vllm", "test/collectors"),
     "of the outside": ("not vllm", *(f"test/{name}" for name in ("envs", "faults", "browser"))),
+    "of collectors": ("not vllm", "test/collectors"),
+    "of processes": ("not vllm", "test/ranks", *PROCESSES),
+    "of pages": ("not vllm", "test/docs"),
     "of engines": ("vllm", *(f"test/{name}" for name in ("modules", "images", "training_service"))),
+    "of engines in recipes": ("vllm", "test/sota", "test/docs"),
     "of data": ("not vllm", "test/data"),
+    "of learning": ("not vllm", *LEARNING),
 }
 """Marks and folders of each part, those first that take longest; what is in another is left out."""
 
