@@ -1,10 +1,11 @@
 """Runs all tests, in parts: an engine inside a process changes its globals.
 
     python test/run_tests.py [arguments of pytest]            all but those marked `weekly`
-    python test/run_tests.py --weekly [arguments of pytest]   these
+    python test/run_tests.py --weekly [arguments of pytest]   these, and properties with many
+                                                              examples
 
-Three parts run at a time, those first that take longest: much of their time is waiting for servers,
-so that three keep two cores busy. What a part prints comes when it is over.
+Three parts run at a time, those first that take longest: what waits for a server leaves its core to
+another, so that three keep two cores busy. What a part prints comes when it is over.
 
 What talks to real servers, browsers and engines has deadlines, so tests that failed get a second
 try in a new process. That tells a flaky test from a broken one, and hides neither: a test that
@@ -42,19 +43,35 @@ class Part(NamedTuple):
         return f".pytest_cache/{self.name.replace(' ', '-')}"
 
 
-LEARNING = ("agents_learn", "easy_questions_learn", "recipes")
-"""Runs that go on until something is learnt."""
+LEARNING = tuple(
+    f"test/sota/test_{name}.py" for name in ("agents_learn", "easy_questions_learn", "recipes")
+)
+"""Runs that go on until something is learnt: weekly, but for two."""
+PROCESSES = tuple(
+    f"test/sota/test_{name}.py"
+    for name in (
+        *("agent_frameworks", "environment_packages", "grpo_script", "resume_script"),
+        *("stop_at_any_point", "torchrun"),
+    )
+)
+"""Runs of which most have a process of their own."""
 FOLDERS = {
-    "of learning": ("not vllm", *(f"test/sota/test_{name}.py" for name in LEARNING)),
-    "of runs": ("not vllm", "test/sota", "test/ranks"),
+    "of runs": ("not vllm", "test/sota"),
     "of units": ("not vllm", "test"),
-    "of engines in recipes": ("vllm", "test/sota", "test/docs"),
-    "of collectors": ("not vllm", "test/collectors"),
     "of the outside": ("not vllm", *(f"test/{name}" for name in ("envs", "faults", "browser"))),
+    "of collectors": ("not vllm", "test/collectors"),
+    "of processes": ("not vllm", "test/ranks", *PROCESSES),
+    "of pages": ("not vllm", "test/docs"),
     "of engines": ("vllm", *(f"test/{name}" for name in ("modules", "images", "training_service"))),
+    "of engines in recipes": ("vllm", "test/sota", "test/docs"),
     "of data": ("not vllm", "test/data"),
+    "of learning": ("not vllm", *LEARNING),
 }
 """Marks and folders of each part, those first that take longest; what is in another is left out."""
+
+
+WEEKLY = "(weekly or hypothesis)"
+"""What is run once a week: hypothesis marks its properties itself."""
 
 
 def _part(name: str, *, weekly: bool = False) -> Part:
@@ -62,7 +79,8 @@ def _part(name: str, *, weekly: bool = False) -> Part:
     others = [path for own, *all_of_it in FOLDERS.values() if own == marks for path in all_of_it]
     inside = [path for path in others if any(path.startswith(f"{own}/") for own in paths)]
     left_out = [f"--ignore={path}" for path in inside if path not in paths]
-    return Part(name, ("-m", f"{marks} and {'' if weekly else 'not '}weekly", *paths, *left_out))
+    when = WEEKLY if weekly else "not weekly"
+    return Part(name, ("-m", f"{marks} and {when}", *paths, *left_out))
 
 
 PARTS = tuple(map(_part, FOLDERS))
@@ -188,6 +206,8 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     known = known_flaky()
     is_weekly = "--weekly" in arguments
+    if is_weekly:
+        os.environ.setdefault("HYPOTHESIS_PROFILE", "thorough")
     more = [each for each in arguments if each != "--weekly"]
     outcomes = run_parts(WEEKLY_PARTS if is_weekly else PARTS, known, more=more)
     sys.stdout.write(summary(outcomes, known) + "\n")

@@ -386,6 +386,7 @@ def test_own_tools_rewards_data_and_environments_need_no_code_but_their_own(comm
 EXTRAS = ("matplotlib", "peft", "reasoning_gym", "tensorboard", "textual")
 
 
+@pytest.mark.weekly
 def test_what_a_wheel_does_without_its_extras(command, tmp_path):
     """Models are tested and rollouts shown; what trains says what it needs."""
     rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(8)]

@@ -6,7 +6,6 @@ Nothing bounds how large the library as a whole is. A part that is over its budg
 
 import ast
 import importlib
-import os
 import re
 import runpy
 import subprocess
@@ -117,8 +116,7 @@ def imports_in(tree: ast.AST) -> list[ast.Import | ast.ImportFrom]:
 def code_paths() -> str:
     """What the house's script says of a rollout and of a policy's turn, with either engine."""
     script = [sys.executable, ROOT / "test/house/code_paths.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -168,33 +166,42 @@ def measures():
     return runpy.run_path(str(ROOT / "test/house/measures.py"))
 
 
+@cache
+def order() -> dict[str, list[str]]:
+    return measures()["order"]()
+
+
+@cache
+def library_and_recipes() -> dict[str, str]:
+    house = measures()
+    return house["_sources"](*house["LIBRARY"], house["RECIPES"])
+
+
 @pytest.mark.parametrize("kind", MOST_BREACHES)
 def test_order(kind):
-    breaches = measures()["order"]()[kind]
+    breaches = order()[kind]
     message = f"{len(breaches)} {kind}: mend one of\n" + "\n".join(breaches)
     assert len(breaches) <= MOST_BREACHES[kind], message
 
 
 def test_public_classes_are_in_a_file_of_their_name():
-    away, classes = measures()["order"]()["public_classes_away_from_home"], public_classes()
+    away, classes = order()["public_classes_away_from_home"], public_classes()
     message = f"{len(away)} of {len(classes)}: move one of\n" + "\n".join(away)
     assert len(away) <= SHARE_AWAY_FROM_HOME * len(classes), message
 
 
 @pytest.mark.parametrize("kind", MOST_FIRST_WORDS)
 def test_docstrings_begin_with_a_verb_or_a_noun(kind):
-    house = measures()
-    code = house["_sources"](*house["LIBRARY"], house["RECIPES"])
-    count = sum(1 for text in code.values() for _ in house["first_words"](text))
-    breaches = house["order"]()[kind]
+    words = measures()["first_words"]
+    count = sum(1 for text in library_and_recipes().values() for _ in words(text))
+    breaches = order()[kind]
     message = f"{len(breaches)} of {count}: reword one of\n" + "\n".join(breaches)
     assert len(breaches) <= MOST_FIRST_WORDS[kind] * count, message
 
 
 def public_classes() -> list[str]:
-    house = measures()
-    code = house["_sources"](*house["LIBRARY"], house["RECIPES"])
-    exported = house["_exported"](code)
+    code = library_and_recipes()
+    exported = measures()["_exported"](code)
     classes = [n for s in code.values() for n in ast.parse(s).body if isinstance(n, ast.ClassDef)]
     return [node.name for node in classes if node.name in exported]
 

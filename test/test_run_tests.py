@@ -1,5 +1,6 @@
 """A second try hides nothing: what passes then alone is named, and too much of it fails the run."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -35,6 +36,12 @@ def leaky():
 def test_leaks(leaky): pass
 """
 KNOWN = {"test_it.py::test_excused": "a server of theirs", "test_it.py::test_broken": "none"}
+
+
+@pytest.fixture(autouse=True)
+def unset_profile(monkeypatch):
+    monkeypatch.setenv("HYPOTHESIS_PROFILE", "")  # so that what is set is undone
+    monkeypatch.delenv("HYPOTHESIS_PROFILE")
 
 
 @pytest.fixture
@@ -94,7 +101,8 @@ def test_no_failure_is_lost(source, failed, broken, outcome_of):
 def test_main_fails_with_any_part(weekly, monkeypatch, capsys):
     def run_parts(parts, known, more):
         assert more == ["-x"]
-        marks = {part.arguments[1].endswith(" and weekly") for part in parts}
+        marks = {part.arguments[1].endswith(" and (weekly or hypothesis)") for part in parts}
+        assert os.environ.get("HYPOTHESIS_PROFILE") == ("thorough" if weekly else None)
         assert marks == {weekly}
         return [run_tests.Outcome(part.name, ["x"] * (part.name == "of units")) for part in parts]
 
@@ -129,7 +137,7 @@ def test_each_file_is_in_one_part(weekly):
     for path in (run_tests.ROOT / "test").rglob("test_*.py"):
         name = str(path.relative_to(run_tests.ROOT))
         for engine in ("not vllm", *["vllm"] * ("mark.vllm" in path.read_text(encoding="utf-8"))):
-            marks = f"{engine} and {'' if weekly else 'not '}weekly"
+            marks = f"{engine} and {run_tests.WEEKLY if weekly else 'not weekly'}"
             parts = [part.name for part in all_parts if is_in(name, marks, part.arguments)]
             assert path == Path(__file__) or len(parts) == 1, (name, marks, parts)
 

@@ -319,7 +319,11 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
                 "sampler_weight_mean, or each part would take its own. loss.measure_window(...) "
                 "gives it."
             )
-        return super()._pack_window(batch, window)
+        packed, found = super()._pack_window(batch, window)
+        if normal and window is None and self.options.skip_rows_without_signal:
+            # The mean is that of all rows, those too that are not scored.
+            found = found._replace(**self._statistics([packed], None))
+        return packed, found
 
     @torch.no_grad()
     def _statistics(self, batches: Sequence[PackedBatch], ranks: Ranks | None) -> dict[str, float]:

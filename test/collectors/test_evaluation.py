@@ -20,7 +20,7 @@ from collectors import (
     pass_hat_k,
 )
 
-fast = settings(max_examples=80, deadline=None, derandomize=True)
+fast = settings(deadline=None, derandomize=True)
 samples = st.tuples(st.booleans(), st.integers(-1, 3), st.booleans())  # correct, answer, valid
 prompts = st.integers(1, 7).flatmap(
     lambda n: st.lists(st.lists(samples, min_size=n, max_size=n), min_size=1, max_size=3)

@@ -186,6 +186,10 @@ class TestRay:
                 rows = collector.collect()
                 found.append(rows["policy_version"].tolist())
                 assert collector.update_policy_weights_(make_tiny_model(1)) == len(found) + 3
+            collector.collect()  # which waits for the update
+            with pytest.raises(UpdateRefused):
+                collector.update_policy_weights_(state_dict=WRONG, wait=True)
+            assert collector.policy_version == 5
         assert found == [[3] * N * GROUPS, [4] * N * GROUPS]
 
     def test_with_a_seed_every_rollout_of_two_collectors_differs(
@@ -280,6 +284,7 @@ class TestRay:
         with pytest.raises(RuntimeError, match="shut down"):
             collector.collect()
 
+    @pytest.mark.weekly  # test_cluster_without_ray.py asks the same of one in this process
     def test_collectors_follow_the_load_of_their_engines(
         self, ray, chatml_tokenizer, make_tiny_model, check_balance
     ):
@@ -340,9 +345,11 @@ class TestRay:
             while not caplog.messages:
                 time.sleep(0.05)
             waiting.cancel()
+            collector.async_shutdown(timeout=0.5)  # there is none that could give back what it has
         assert "asks for {'num_cpus': 100}; Ray has {" in caplog.messages[0]
         assert "'CPU': 4.0" in caplog.messages[0]
 
+    @pytest.mark.weekly
     def test_two_engines_one_killed_then_a_refused_update_then_the_ledger(
         self, ray, chatml_tokenizer, tmp_path, check_balance
     ):
@@ -510,6 +517,12 @@ class TestRay:
                 batch = collector.collect()
             assert len(references()) <= known  # nobody holds rows that were taken
             metrics = collector.metrics()
+
+            processes[1].kill()
+            with pytest.raises(CollectorDied, match="ledger is gone"):
+                train_forever(collector)
+            with pytest.raises(CollectorDied):
+                collector.update_policy_weights_(state_dict=WEIGHTS)
         assert min(row["next", "picture"].nbytes for row in batch.unbind(0)) >= heavy
         assert metrics["collect/driver_bytes_per_row"] < 1024
         waited = num_waiting * N * heavy

@@ -111,7 +111,6 @@ def played_at_random(tokenizer, seed, size):
     return played
 
 
-@settings(max_examples=60)
 @example(seed=0, size=12)
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 14))
 def test_each_drawn_token_is_trained_in_one_row_of_the_tree(chatml_tokenizer, seed, size):

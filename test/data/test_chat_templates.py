@@ -337,6 +337,7 @@ LOOKS = [
 ]
 
 
+@pytest.mark.hypothesis  # inside
 @pytest.mark.parametrize("expression", LOOKS)
 def test_compiled_shapes_equal_rendering(expression):
     source = builtin_template("chatml").replace(

@@ -16,6 +16,7 @@ from torchrl_data import ConversationEncoder, Conversations, Source, builtin_tem
 from torchrl_data.conversation import Turn
 from torchrl_data.templates import encoder as encoder_module
 
+pytestmark = pytest.mark.hypothesis  # their properties are inside
 TEMPLATES = sorted(TEMPLATE_TOKENIZERS)
 
 QUESTION = [{"role": "user", "content": "x"}]

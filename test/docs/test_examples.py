@@ -56,7 +56,7 @@ def run(tmp_path):
         done = subprocess.run(
             [python, ROOT / f"examples/{name}.py", *arguments],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=240,

@@ -132,7 +132,7 @@ def test_your_agent_has_a_row_of_each_text_that_it_went_on_from(run_tutorial):
     assert rows == [("0", "8"), ("1", "4"), ("1", "4")]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(1200)
 def test_your_rewards_learns_from_degrees_what_it_does_not_from_exactness(run_tutorial):
     cells = run_tutorial("your-rewards")

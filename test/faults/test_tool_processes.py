@@ -225,10 +225,8 @@ def test_settings_that_can_not_work_are_refused(dangerous, settings):
 
 
 def test_no_process_outlives_a_killed_program(dangerous):
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     running = subprocess.Popen(
         [sys.executable, dangerous.__file__],
-        env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

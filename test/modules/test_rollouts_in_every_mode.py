@@ -163,16 +163,25 @@ def test_ids_beyond_the_tokenizer_go_from_rollout_to_loss(
     torch.testing.assert_close(scored, stored, rtol=0, atol=1e-5)
 
 
+ROUNDING = 1e-5
+"""Sums of probabilities that float32 can't tell from ``top_p``."""
+
+
 def truncated_log_prob(logits, token, *, temperature, top_k, top_p):
-    """Log-prob of one token after temperature, top-k and top-p, one after the other, by sorting."""
+    """Log-prob of one token after temperature, top-k and top-p, one after the other, by sorting.
+
+    The second number is how near ``top_p`` is to letting in, or out, one token more: within the
+    rounding of the engine's sums either is right.
+    """
     logits = logits / temperature
     order = logits.argsort(descending=True)
     kept = order[:top_k] if top_k else order
     probabilities = logits[kept].softmax(0)
     before = probabilities.cumsum(0) - probabilities
     kept = kept[before < top_p]
-    assert token in kept, "a token that could not be drawn"
-    return logits[token] - logits[kept].logsumexp(0)
+    margin = float((before - top_p).abs().min()) if top_p < 1 else 1.0
+    assert token in kept or margin < ROUNDING, "a token that could not be drawn"
+    return logits[token] - logits[kept].logsumexp(0), margin
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -185,18 +194,23 @@ def test_each_sampled_log_prob_is_the_teacher_forced_one(
     for top_k, top_p in ((0, 1.0), (8, 1.0), (0, 0.6)):
         settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         batch = collect(make_policy(engine, mode, **settings))
-        expected = []
+        expected, margins = [], []
         for row in batch.unbind(0):
             ids, mask = row["tokens", "full"], row["masks", "all_assistant_mask"]
             with torch.no_grad():
                 logits = exact(ids[None]).logits[0]
             positions = mask.nonzero().view(-1).tolist()
             assert len(positions) >= 2, "two turns"
-            expected += [
-                truncated_log_prob(logits[t - 1], int(ids[t]), **settings) for t in positions
-            ]
+            for t in positions:
+                log_prob, margin = truncated_log_prob(logits[t - 1], int(ids[t]), **settings)
+                expected.append(log_prob)
+                margins.append(margin)
         stored = sampled(batch, ("log_probs", "full")).double()
-        torch.testing.assert_close(stored, torch.stack(expected), rtol=0, atol=GAP[engine])
+        clear = torch.tensor(margins) > ROUNDING
+        assert clear.sum() >= len(clear) - 2
+        far = (stored - torch.stack(expected)).abs().masked_fill(~clear, 0.0)
+        at = int(far.argmax())
+        assert far[at] <= GAP[engine], (settings, at, stored[at], expected[at], margins[at])
 
 
 @pytest.mark.parametrize("write_tokens", [True, False])

@@ -59,7 +59,7 @@ def test_D08_groups_are_released_when_complete_and_by_id_not_by_text():
 reward_value = st.sampled_from([0.0, 0.1, 1.0, 2.0, math.nan, math.inf])
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_order_and_any_partition_gives_the_reference(slow, data):
     size = data.draw(st.integers(1, 3), label="group size")

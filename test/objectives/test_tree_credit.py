@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
@@ -93,7 +93,6 @@ def total(episode, row):
     return sum(value for _, value in episode[row]["turns"])
 
 
-@settings(max_examples=60)
 @given(st.lists(trees(), min_size=2, max_size=4))
 def test_a_branch_is_paid_by_its_subtree_and_compared_with_its_like(episodes):
     found = run(MCAdvantage(len(episodes), credit="branch"), episodes)
@@ -108,7 +107,6 @@ def test_a_branch_is_paid_by_its_subtree_and_compared_with_its_like(episodes):
             assert found[number][row] == pytest.approx([value], abs=1e-5)
 
 
-@settings(max_examples=60)
 @given(st.lists(trees(), min_size=2, max_size=4))
 def test_an_agent_is_compared_with_itself(episodes):
     found = run(MCAdvantage(len(episodes), credit="agent"), episodes)
@@ -122,7 +120,6 @@ def test_an_agent_is_compared_with_itself(episodes):
                     assert found[number][row] == pytest.approx([value], abs=1e-5)
 
 
-@settings(max_examples=60)
 @example(
     [[{"turns": [(1, 1), (2, 2)], "parent": -1, "after": 0, "kind": "main", "agent": "a"}]] * 2
 )

@@ -22,7 +22,7 @@ def found(tmp_path_factory, pytestconfig):
     path = tmp_path_factory.mktemp("ranks") / "results.pt"
     done = subprocess.run(
         [sys.executable, Path(__file__).parent / "run_scenarios.py", path],
-        env={**os.environ, "PYTHONPATH": str(pytestconfig.rootpath), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=840,

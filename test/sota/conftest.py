@@ -50,7 +50,7 @@ def run_recipe(script, monkeypatch, capsys):
 
 @pytest.fixture(scope="session")
 def forks(start_forks):
-    return start_forks(sys.executable, {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)})
+    return start_forks(sys.executable, dict(os.environ))
 
 
 @pytest.fixture
@@ -59,6 +59,6 @@ def run_script(forks):
 
     def run(*arguments, cwd, name="grpo", **environment):
         argv = [SCRIPTS / name / f"{name.replace('-', '_')}.py", *arguments]
-        return forks(argv, cwd, {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)} | environment)
+        return forks(argv, cwd, os.environ | environment)
 
     return run

@@ -36,7 +36,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    "framework",
+    [
+        *("openai_agents", "smolagents"),  # calls of tools, and an answer by a tool
+        *(pytest.param(name, marks=pytest.mark.weekly) for name in ("langgraph", "pydantic_ai")),
+    ],
+)
 def test_is_trained_on(framework, folder, run_script):
     """A few steps find the answer; what the framework's tool said is in the record."""
     words = [*command_of(PAGE, f"with_{framework}:solve"), *FAST, "policy.max_new_tokens=8"]

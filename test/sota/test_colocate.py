@@ -42,7 +42,7 @@ SETTINGS = ("debug=tiny", "task.num_demonstrations=64", "engine=vllm", "engine.c
 
 
 def run(*command, cwd):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *command],
         cwd=cwd,

@@ -22,7 +22,7 @@ def doctor(*without, arguments=(), path=None):
         "assert bool(heavy) == imports\n"
         "sys.exit(status)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(path or {})}
+    environment = os.environ | (path or {})
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
     )

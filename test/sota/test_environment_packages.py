@@ -234,8 +234,11 @@ def test_verifiers(play, scripted, call_text):
 @pytest.mark.parametrize(
     ("module", "num_steps", "gain"),
     [
-        *(("lake", 2, None), ("gem", 2, None), ("skyrl_gym", 8, 0.3), ("aviary_steps", 12, 0.3)),
-        *(("house", 8, 0.05), ("with_verifiers", 6, 0.3)),
+        *(("lake", 2, None), ("gem", 2, None), ("with_verifiers", 6, 0.3)),
+        *(
+            pytest.param(*each, marks=pytest.mark.weekly)
+            for each in (("skyrl_gym", 8, 0.3), ("aviary_steps", 12, 0.3), ("house", 8, 0.05))
+        ),
     ],
 )
 def test_is_trained_on(module, num_steps, gain, there, run_script):

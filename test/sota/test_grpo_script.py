@@ -30,7 +30,7 @@ TINY_OWN = ("debug=tiny", "warm_start.num_steps=0", "train.num_steps=1", "evalua
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def result_in(done):
@@ -286,12 +286,16 @@ def test_a_signal_before_the_first_step_leaves_no_model(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_the_vllm_engine_trains_too(tmp_path):
-    """And what it leaves serves in vLLM as it is."""
-    assert result_of_command(*SMALL, "engine=vllm", cwd=tmp_path)["steps"] == 2
+def test_the_vllm_engine_trains_too_and_streams_with_adapters(tmp_path):
     streams = ("engine=vllm", "collector=streaming", "name=streams")
     adapters = ("policy.lora_rank=4", "+engine.engine_kwargs.enable_lora=true")
     assert result_of_command(*SMALL, *streams, *adapters, cwd=tmp_path)["steps"] == 2
+
+
+@pytest.mark.weekly
+@pytest.mark.vllm
+def test_what_a_run_with_vllm_leaves_serves_in_vllm_as_it_is(tmp_path):
+    assert result_of_command(*SMALL, "engine=vllm", cwd=tmp_path)["steps"] == 2
     model = tmp_path / "outputs/grpo/calculator/tiny/model"
     code = (
         "import vllm, sys; m = vllm.LLM(sys.argv[1], enforce_eager=True, max_model_len=256); "
@@ -310,7 +314,7 @@ def test_the_vllm_engine_trains_too(tmp_path):
     assert int(done.stdout.split()[-1]) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.weekly  # test_vllm_server.py asks it of one server with each change
 @pytest.mark.vllm
 def test_S02_servers_end_with_a_run_that_is_killed(tmp_path):
     settings = ("engine=vllm", "engine.num_engines=2", "collector=streaming")

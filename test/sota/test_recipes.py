@@ -1,8 +1,9 @@
 """Recipes on rows in a file: is a number odd?
 
-Fine-tuning learns it, and its control learns the format and guesses. The others (expert iteration,
-with adapters too, distillation, GRPO that streams) go on from a model that was stopped while it
-guessed; their controls learn nothing.
+Weekly: fine-tuning learns it, and its control learns the format and guesses. The others (expert
+iteration, with adapters too, distillation, GRPO that streams) go on from a model that was stopped
+while it guessed; their controls learn nothing. With every change: fine-tuning that is killed goes
+on, and a step of expert iteration trains what it says that it trains.
 """
 
 import json
@@ -10,9 +11,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+from collectors.record import RunRecord
 
 ROOT = Path(__file__).parents[2]
 TASK = ("task=gsm8k", "task.dataset=rows.jsonl", "task.system_prompt=null")
@@ -43,7 +47,7 @@ def run(run_recipe, folder, monkeypatch):
     return lambda name, *arguments: run_recipe(name, *TASK, *FAST, *arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_fine_tuning(run):
     common = ("train.num_steps=120", "data.num_held_out=48", "policy.max_new_tokens=24")
     learnt = run("sft", "name=learnt", *common)
@@ -69,7 +73,7 @@ def metric(result, name):
     return [json.loads(line)[name] for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.usefixtures("half_trained")
 def test_expert_iteration(run):
     more = (
@@ -85,6 +89,36 @@ def test_expert_iteration(run):
 
 
 @pytest.mark.slow
+def test_a_step_of_expert_iteration_trains_the_best_of_each_group(
+    run_recipe, tmp_path, monkeypatch
+):
+    """With a reward that every model gets: the length of what it says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_lengths.py").write_text(
+        "def length(completions, **_):\n    return [float(len(str(s))) for s in completions]\n"
+    )
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}?"}}\n' for i in range(32)))
+    result = run_recipe(
+        *("expert-iteration", "debug=tiny", "logger=none", "evaluate.num_prompts=4"),
+        *("task=environment", "task.dataset=rows.jsonl", "task.rewards=own_lengths:length"),
+        *("policy.max_new_tokens=8", "collector.num_prompts=2", "collector.group_size=4"),
+        *("train.num_steps=2", "train.top_k=2"),
+    )
+    record = RunRecord(Path(result["output_dir"]))
+    for step, trained in zip(record.steps, metric(result, "kept_fraction"), strict=True):
+        groups = defaultdict(list)
+        for sample in record.samples(step.step):
+            groups[sample.group_id].append(sample.reward)
+        assert [len(rewards) for rewards in groups.values()] == [4, 4]
+        best = [sum(r > sum(rewards) / 4 for r in rewards) for rewards in groups.values()]
+        assert trained == sum(min(2, num) for num in best) / 8 > 0
+    losses = metric(result, "loss")
+    assert len(losses) == 2
+    assert losses[0] > 0  # nats of a token
+
+
+@pytest.mark.weekly
 @pytest.mark.usefixtures("half_trained")
 def test_distillation(run):
     more = (
@@ -103,7 +137,7 @@ def test_distillation(run):
     assert sum(kl[-4:]) > sum(kl[:4])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.usefixtures("half_trained")
 def test_adapters_learn(run):
     more = ("collector.num_prompts=12", "collector.group_size=8", "train.num_steps=24")
@@ -117,7 +151,7 @@ def test_adapters_learn(run):
     assert sum(metric(control, "reward")[-4:]) / 4 < 0.65
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.usefixtures("half_trained")
 def test_grpo_learns_from_rollouts_of_older_weights(run):
     more = ("collector=streaming", "collector.max_staleness=2", "train.num_steps=45")
@@ -139,7 +173,7 @@ def test_fine_tuning_that_is_killed_goes_on_to_the_bit(run, folder):
     more = ("train.num_steps=9", "data.num_held_out=48", "policy.max_new_tokens=4")
     more += ("checkpoint.every=2", "train.batch_size=8")
     script = ROOT / "sota-implementations/sft/sft.py"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), *TASK, *FAST, *more, "name=cut"]
     with subprocess.Popen(
         command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True

@@ -28,7 +28,7 @@ COMMAND = [
     *("warm_start.num_steps=100", "collector.num_prompts=8", "collector.group_size=4"),
     *("train.num_steps=4", "checkpoint.every=1"),
 ]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 # The script, told to stop between two passes over the rollouts of a step.
@@ -65,17 +65,11 @@ def metrics_of(folder):
 
 
 @pytest.mark.slow
-def test_S05_after_a_stop_inside_a_step_and_kill_9_a_run_ends_as_it_would_have(tmp_path):
+def test_S05_after_a_stop_inside_a_step_and_kill_9_a_run_ends_as_it_would_have(
+    run_script, tmp_path
+):
     def run(*more):
-        done = subprocess.run(
-            [*COMMAND, *more],
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-            cwd=tmp_path,
-            env=ENVIRONMENT,
-        )
+        done = run_script(*COMMAND[2:], *more, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
         return Path(json.loads(done.stdout.strip().splitlines()[-1])["output_dir"])
 

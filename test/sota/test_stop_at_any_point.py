@@ -19,7 +19,6 @@ class Server:
     def __init__(self):
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
@@ -183,7 +182,9 @@ def test_S01_a_signal_before_the_first_step_ends_a_run_without_a_trace(point, nu
     ("number", "to_group"),
     [
         pytest.param(signal.SIGTERM, False, id="SIGTERM, which Ray takes for itself"),
-        pytest.param(signal.SIGINT, True, id="Ctrl-C, which all actors get too"),
+        pytest.param(
+            signal.SIGINT, True, id="Ctrl-C, which all actors get too", marks=pytest.mark.weekly
+        ),
     ],
 )
 def test_S01_a_signal_ends_a_run_on_ray(number, to_group, server, tmp_path):

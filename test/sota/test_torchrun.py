@@ -21,7 +21,7 @@ SCRIPT = [
 ]
 ONE = [sys.executable]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def is_of(session, process):
@@ -76,6 +76,23 @@ def finish(process):
 
 
 @pytest.mark.slow
+def test_a_run_of_shards_goes_on_in_one_process_and_is_that_of_one_process(
+    start, run_script, tmp_path
+):
+    """The run of one process, and the end of the other, in forks, which need not import."""
+
+    def in_a_fork(*more):
+        done = run_script(*SCRIPT[1:], *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return Path(json.loads(done.stdout.splitlines()[-1])["output_dir"])
+
+    with start(TWO, "name=two", "train.parallel=fsdp2") as process:
+        stop_after(1, process, ctrl_c)
+    two = in_a_fork("name=two", "resume=auto")
+    check_same_run(two, in_a_fork("name=one"))
+
+
+@pytest.mark.weekly
 def test_a_run_of_shards_goes_on_in_one_process_and_in_copies_and_is_that_of_one_process(start):
     with start(ONE, "name=one") as process:
         one = finish(process)
@@ -90,6 +107,10 @@ def test_a_run_of_shards_goes_on_in_one_process_and_in_copies_and_is_that_of_one
     assert process.returncode == 128 + signal.SIGTERM
     with start(TWO, "name=two", "resume=auto") as process:
         two = finish(process)
+    check_same_run(two, one)
+
+
+def check_same_run(two, one):
     assert two.name == "two-001"
     same = ("reward", "loss", "grad_norm", "entropy", "ratio_mean/max", "trained_tokens")
     for ours, theirs in zip(metrics_of(two), metrics_of(one), strict=True):

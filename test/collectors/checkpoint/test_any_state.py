@@ -118,7 +118,7 @@ def test_what_columns_of_data_sets_hold_comes_back(value, tmp_path):
     assert (type(found), repr(found)) == (type(value), repr(value))
 
 
-@settings(max_examples=250, derandomize=True, deadline=None, phases=(Phase.generate, Phase.shrink))
+@settings(derandomize=True, deadline=None, phases=(Phase.generate, Phase.shrink))
 @given(value=values, wait=st.booleans())
 def test_any_state_comes_back(tmp_path_factory, value, wait):
     synced, files.os.fsync = files.os.fsync, lambda _: None

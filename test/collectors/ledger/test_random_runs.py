@@ -322,7 +322,7 @@ class Runs(RuleBasedStateMachine):
 
 
 TestRuns = Runs.TestCase
-TestRuns.settings = settings(max_examples=200, stateful_step_count=50)
+TestRuns.settings = settings(stateful_step_count=50)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -57,8 +57,15 @@ DEFECTS = {
 }  # fmt: skip
 
 
+OF_A_KIND = ("inverted", "never", "old clock", "tests left", "infinite")
+"""Those whose kind has another one before them in the list."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.weekly if name in OF_A_KIND else ()) for name in DEFECTS],
+)
 def test_a_planted_defect_is_found(tmp_path, name):
     defect, changed = DEFECTS[name]
     task = read_task(write_task(tmp_path / "one", **{"task.toml": SEPARATE, **changed}))

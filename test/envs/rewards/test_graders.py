@@ -1,6 +1,5 @@
 """Verifiable rewards: what they find right, and what a hanging or greedy answer costs."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -113,10 +112,7 @@ def test_a_program_without_a_main_guard_runs_once_and_its_workers_end_with_it(tm
             """
         )
     )
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    program = subprocess.Popen(
-        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
-    )
+    program = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert program.stdout.readline() == "started\n"
     assert program.stdout.readline() == "graded\n", "no worker ran the program again"
     running = psutil.Process(program.pid).children(recursive=True)

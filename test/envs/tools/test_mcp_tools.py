@@ -4,7 +4,6 @@ import asyncio
 import base64
 import importlib.util
 import json
-import os
 import pickle
 import signal
 import socket
@@ -306,7 +305,6 @@ def test_S02_a_server_that_ignores_its_end_does_not_outlive_the_program(number):
     program = STARTS_A_STUBBORN_SERVER.format(server=str(SERVER))
     running = subprocess.Popen(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),

@@ -208,6 +208,7 @@ def test_seeds_make_a_response_repeat(engine):
     assert [row.ids for row in other] != [row.ids for row in first]
 
 
+@pytest.mark.weekly  # test_engine_faults.py asks it of a stand-in
 def test_a_plain_server_can_be_drawn_from_but_not_updated(model_directory, model, tmp_path):
     """`vllm serve --enable-scale-out`, and what this machine and a model without tokenizer need."""
     options = ["--dtype=float32", "--max-model-len=128", f"--kv-cache-memory-bytes={16 << 20}"]

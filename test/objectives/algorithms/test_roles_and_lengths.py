@@ -47,7 +47,7 @@ plays = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True)
 @given(plays=plays, decay=st.sampled_from([0.0, 0.5, 0.95]), split=st.integers(1, 5))
 def test_each_role_has_its_own_running_mean(through_files, plays, decay, split):
     """The slow reference: one number a role, read before the row, moved after it."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import objectives.functional as F
 
-fast = settings(max_examples=60, deadline=None, derandomize=True)
+fast = settings(deadline=None, derandomize=True)
 rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0, -3.0]))
 
 

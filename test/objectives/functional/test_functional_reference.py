@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import objectives.functional as F
 
 fast = settings(
-    max_examples=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.differing_executors],

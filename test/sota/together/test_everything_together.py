@@ -75,7 +75,7 @@ def steps_of(result):
 def test_ranks_collectors_and_engines_learn_together_though_an_engine_is_killed(tmp_path):
     pytest.importorskip("ray")
     own = str(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: own}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: own}
     command = [sys.executable, *TORCHRUN, str(SCRIPT), *TASK, *LEARNS, *TOGETHER, "name=all"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
