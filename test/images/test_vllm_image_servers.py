@@ -1,8 +1,6 @@
 """Images sent to a vLLM server by HTTP: drawn as the Transformers scorer reads the rows."""
 
 import asyncio
-import subprocess
-import sys
 from contextlib import closing
 from dataclasses import replace
 from io import BytesIO
@@ -87,9 +85,7 @@ def test_what_a_server_draws_is_what_is_scored(policy, family):
 
 def test_a_response_in_flight_sees_with_the_weights_that_come(policy, family):
     other, first = sees_otherwise(family), policy.engine.version
-    chats = [asked("red", "blue")]
-    sampled(policy, chats)  # so that the prompt and its images are taken off the cache
-    prompt = policy.encoder.encode_waiting(Conversations.from_messages(chats))
+    prompt = policy.encoder.encode_waiting(Conversations.from_messages([asked("red", "blue")]))
     endless = replace(policy.sampling, stop_token_ids=(), max_new_tokens=400)
 
     async def main():
@@ -115,24 +111,13 @@ def test_a_fleet_streams_episodes_in_which_tools_show_images(url, family):
         policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=SAMPLING)
         policy.update_weights(family[0].state_dict())
         scorers = {policy.engine.version: scorer_of(family)}
-        pushed = [sees_otherwise(family), family]
-        env = make_env(12, groups=1)
+        env = make_env(8, groups=1)
         with StreamingCollector(env, policy, staleness=Wait(4)) as collector:
             for step, batch in enumerate(collector):
                 assert [len(row["images"]["data"]) for row in batch.unbind(0)] == [3] * GROUP
                 assert gap(batch, scorers) < 1e-4
-                if step < 3:
-                    new = pushed[step % 2]
-                    version = collector.update_policy_weights_(new[0], wait=True)
-                    scorers[version] = scorer_of(new)
-
-
-def test_a_scheduler_that_may_keep_images_back_is_refused(folder):
-    command = [sys.executable, "-m", "torchrl_modules.vllm.server", str(folder)]
-    options = ["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1
-    assert "with --scheduler-cls new weights could end the engine" in done.stderr
+                if step == 2:
+                    break
 
 
 def test_what_a_server_would_read_otherwise_is_refused(url, family, policy):

@@ -95,9 +95,7 @@ def test_tools_show_images_in_the_middle_of_episodes(policy, family):
 def test_a_response_in_flight_sees_with_the_weights_that_come(policy, family):
     """What the old vision tower made of an image is forgotten in the midst of a response."""
     other, first = sees_otherwise(family), policy.engine.version
-    chats = [asked("red", "blue")]
-    sampled(policy, chats)  # so that the prompt and its images are taken off the cache
-    prompt = policy.encoder.encode_waiting(Conversations.from_messages(chats))
+    prompt = policy.encoder.encode_waiting(Conversations.from_messages([asked("red", "blue")]))
 
     async def main():
         async with open_async(policy.engine) as engine:

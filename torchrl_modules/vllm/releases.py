@@ -26,8 +26,6 @@ USED: Final = (
     ),
     ("vllm.sampling_params", ("RequestOutputKind",)),
     ("vllm.transformers_utils.config", ("get_config",)),
-    ("vllm.v1.core.sched.async_scheduler", ("AsyncScheduler",)),
-    ("vllm.v1.core.sched.scheduler", ("Scheduler",)),
 )
 """The names that are used, by module, and that all of these releases have."""
 

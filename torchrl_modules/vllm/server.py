@@ -149,16 +149,7 @@ def _options(vllm: Any, given: set[str]) -> dict[str, Any]:
     if "--enable-lora" in given:
         options |= LORA_DEFAULTS
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # behind the guard, as all routes
-    if not _serves_images(vllm, given):
-        return options
-    if "--scheduler-cls" in given:
-        raise SystemExit(
-            "torchrl_modules.vllm.server: with --scheduler-cls new weights could end the engine of "
-            "a model that reads images: another scheduler does not send its workers all of them "
-            "(torchrl_modules.vllm.image_scheduler). Leave it out, or serve text alone: "
-            "--language-model-only."
-        )
-    return options | IMAGE_SERVER
+    return options | (IMAGE_SERVER if _serves_images(vllm, given) else {})
 
 
 def _serves_images(vllm: Any, given: set[str]) -> bool:

@@ -56,7 +56,6 @@ IMAGE_SERVER: Final = {
     # The two halves of its cache disagree about what is there, when one is emptied for new weights
     # while requests are on their way to the other.
     "mm_processor_cache_gb": 0,
-    "scheduler_cls": "torchrl_modules.vllm.image_scheduler.scheduler_for_images",
 }
 """The same of a server."""
 
