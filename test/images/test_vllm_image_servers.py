@@ -90,6 +90,8 @@ def test_a_response_in_flight_sees_with_the_weights_that_come(policy, family):
 
     async def main():
         async with open_async(policy.engine) as engine:
+            # So that the next one begins with a cached prefix.
+            await engine.respond(prompt.ids(0), policy.sampling, images=prompt.images(0))
             call = asyncio.create_task(
                 engine.respond(prompt.ids(0), endless, images=prompt.images(0))
             )
@@ -111,13 +113,19 @@ def test_a_fleet_streams_episodes_in_which_tools_show_images(url, family):
         policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=SAMPLING)
         policy.update_weights(family[0].state_dict())
         scorers = {policy.engine.version: scorer_of(family)}
-        env = make_env(8, groups=1)
+        pushed = [sees_otherwise(family), family]
+        env = make_env(12, groups=1)
+        seen = set()
         with StreamingCollector(env, policy, staleness=Wait(4)) as collector:
             for step, batch in enumerate(collector):
                 assert [len(row["images"]["data"]) for row in batch.unbind(0)] == [3] * GROUP
                 assert gap(batch, scorers) < 1e-4
-                if step == 2:
-                    break
+                seen |= {*batch[0]["policy_versions", "full"].tolist()}
+                if step < 3:
+                    new = pushed[step % 2]
+                    version = collector.update_policy_weights_(new[0], wait=True)
+                    scorers[version] = scorer_of(new)
+        assert len(seen - {-1}) > 1
 
 
 def test_what_a_server_would_read_otherwise_is_refused(url, family, policy):

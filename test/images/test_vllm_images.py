@@ -100,6 +100,7 @@ def test_a_response_in_flight_sees_with_the_weights_that_come(policy, family):
     async def main():
         async with open_async(policy.engine) as engine:
             policy_of = AsyncPolicy(policy, engine)
+            await policy_of.take_turn(prompt)  # so that the next one begins with a cached prefix
             stream = engine.submit(
                 prompt.ids(0),
                 replace(policy.sampling, stop_token_ids=()),

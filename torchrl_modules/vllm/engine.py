@@ -28,6 +28,7 @@ from .image_prompts import (
     missing_torchvision,
     rendered,
 )
+from .image_scheduler import send_whole_images
 from .releases import end_engine_core, label_weights
 from .requests import MaskSource, own_ends, read_output, sampling_fields
 from .runtime import import_vllm, preserved_globals, request_batch_invariance
@@ -136,6 +137,7 @@ class VLLMEngine(WholeBatchEngine):
         check_no_adapters(self.max_adapters, who=type(self).__name__)
         with preserved_globals():
             check_reads_images(self._llm.llm_engine, images, who=type(self).__name__)
+        send_whole_images(self._llm.llm_engine.engine_core.engine_core.scheduler)
         self.images = images
 
     @classmethod

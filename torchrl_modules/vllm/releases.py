@@ -57,6 +57,15 @@ def returns_sampling_masks(*, is_cpu: bool) -> bool:
     return not is_cpu and "return_sampling_mask" in config.__dataclass_fields__
 
 
+def strips_images(vllm_config: Any) -> bool:
+    """Return whether workers are not sent the images of a cached prefix; 0.32, Model Runner V1.
+
+    Nor are they sent when the request is read again. Model Runner V2 is sent them then.
+    """
+    strips = hasattr(import_module("vllm.multimodal.utils"), "strip_covered_mm_data")
+    return strips and not vllm_config.use_v2_model_runner
+
+
 def lacking() -> list[str]:
     """Features that the installed vLLM lacks, each in a line, with the release that has it."""
     told = "servers say which weights drew a token (0.32): rows end before new weights come"

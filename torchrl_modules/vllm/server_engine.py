@@ -177,8 +177,9 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 raise ValueError(
                     f"VLLMServerEngine: processor= is given, and the server at {self._client.url} "
                     f"takes no images: {why}. Start it with a vision-language model, without "
-                    "--language-model-only, by `python -m torchrl_modules.vllm.server`, or a `vllm "
-                    "serve` of 0.32 with --enable-scale-out."
+                    "--language-model-only or --scheduler-cls, by `python -m "
+                    "torchrl_modules.vllm.server`, or a `vllm serve` of 0.32 with "
+                    "--enable-scale-out."
                 )
         except BaseException:
             self.close()

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from .image_scheduler import IMAGE_SCHEDULER
 from .releases import returns_sampling_masks
 
 FIXED: Final = {
@@ -56,6 +57,7 @@ IMAGE_SERVER: Final = {
     # The two halves of its cache disagree about what is there, when one is emptied for new weights
     # while requests are on their way to the other.
     "mm_processor_cache_gb": 0,
+    "scheduler_cls": IMAGE_SCHEDULER,
 }
 """The same of a server."""
 

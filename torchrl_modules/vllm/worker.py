@@ -23,6 +23,7 @@ from torchrl_modules.weight_transfer.broadcast_group import (
 )
 from torchrl_modules.weight_transfer.layout import WeightLayout
 
+from .image_scheduler import rereads_images
 from .releases import tells_versions
 from .requests import own_ends
 from .runtime import FOLDER_VARIABLE, import_vllm
@@ -73,7 +74,7 @@ class vLLMWorker:
             "max_model_len": self.model_config.max_model_len,
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "own_ends": own_ends(self.model_config),
-            "takes_images": takes_images(self.model_config),
+            "takes_images": takes_images(self.model_config) and rereads_images(self.vllm_config),
             "max_adapters": lora.max_loras if lora else 0,
             "max_lora_rank": lora.max_lora_rank if lora else 0,
         }

@@ -7,6 +7,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from torchrl_modules.vllm import releases
+from torchrl_modules.vllm.image_scheduler import (
+    IMAGE_SCHEDULER,
+    rereads_images,
+    send_whole_images,
+)
 from torchrl_modules.vllm.requests import read_answer
 
 
@@ -49,6 +54,33 @@ def test_versions_are_told_by_outputs_that_have_them(vllm):
     vllm("vllm.outputs", CompletionOutput=make_dataclass("CompletionOutput", fields))
     assert releases.tells_versions()
     assert releases.lacking() == []
+
+
+@pytest.mark.parametrize(
+    ("has_function", "is_v2", "strips"),
+    [(True, False, True), (True, True, False), (False, False, False)],
+)
+def test_images_are_sent_whole_where_vllm_would_leave_them_out(vllm, has_function, is_v2, strips):
+    """A server reads images again with the scheduler that sends them, or with such a vLLM."""
+    vllm("vllm.multimodal.utils", **{"strip_covered_mm_data": None} if has_function else {})
+    chosen = SimpleNamespace(scheduler_cls=None)
+    config = SimpleNamespace(use_v2_model_runner=is_v2, scheduler_config=chosen)
+    scheduler = SimpleNamespace(
+        vllm_config=config,
+        requests={"a": SimpleNamespace(mm_features=["whole"])},
+        schedule=lambda throttles: SimpleNamespace(
+            scheduled_new_reqs=[SimpleNamespace(req_id="a", mm_features=[throttles])]
+        ),
+    )
+    send_whole_images(scheduler)
+    schedule = scheduler.schedule
+    send_whole_images(scheduler)  # of an engine that is taken twice
+    assert scheduler.schedule is schedule
+    [new] = scheduler.schedule("cut").scheduled_new_reqs
+    assert new.mm_features == (["whole"] if strips else ["cut"])
+    assert rereads_images(config) is not strips
+    chosen.scheduler_cls = IMAGE_SCHEDULER
+    assert rereads_images(config)
 
 
 def test_the_server_is_where_this_release_has_it(vllm):
