@@ -52,7 +52,7 @@ DOORS = {
 """Where a dependency that is heavy, or that not everyone has, is imported when the code runs."""
 
 MOST_BREACHES = {
-    "seams": 39,
+    "seams": 32,
     "legends_outside_docstrings": 6,
     "names_defined_twice": 18,
 }
