@@ -96,7 +96,7 @@ def warm_model(name: str, folder: str) -> None:
     """Weights after a few demonstrations, from which all begin."""
     import torch
 
-    from torchrl_agents.models import warm_start
+    from torchrl_agents.models.warm_start import warm_start
     from torchrl_envs.tasks.task import TaskEnv
 
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from objectives.losses.base import Window as Window
+    from objectives.losses.window import Window as Window
 
     from .advantages.baselines import BatchMean as BatchMean
     from .advantages.baselines import SourceMean as SourceMean
@@ -40,10 +40,12 @@ if TYPE_CHECKING:
     from .batching.ranks import RankFailedError as RankFailedError
     from .batching.ranks import Ranks as Ranks
     from .batching.token_streams import write_streams as write_streams
-    from .losses.base import DistillationLossOutput as DistillationLossOutput
-    from .losses.base import GRPOLossOutput as GRPOLossOutput
-    from .losses.base import SFTLossOutput as SFTLossOutput
+    from .losses.distillation import DistillationLoss as DistillationLoss
+    from .losses.distillation import DistillationLossOutput as DistillationLossOutput
+    from .losses.distillation import DistillationOptions as DistillationOptions
     from .losses.grpo import GRPOLoss as GRPOLoss
+    from .losses.grpo import GRPOLossOutput as GRPOLossOutput
+    from .losses.grpo_options import GRPOOptions as GRPOOptions
     from .losses.grpo_presets import BNPO as BNPO
     from .losses.grpo_presets import CISPO as CISPO
     from .losses.grpo_presets import DAPO as DAPO
@@ -62,20 +64,18 @@ if TYPE_CHECKING:
     from .losses.grpo_presets import PolicyDistillation as PolicyDistillation
     from .losses.mixed import MixedLoss as MixedLoss
     from .losses.mixed import MixedLossOutput as MixedLossOutput
-    from .losses.options import CispoSurrogate as CispoSurrogate
-    from .losses.options import ClippedSurrogate as ClippedSurrogate
-    from .losses.options import DistillationOptions as DistillationOptions
-    from .losses.options import DivergenceSurrogate as DivergenceSurrogate
-    from .losses.options import GmpoSurrogate as GmpoSurrogate
-    from .losses.options import GRPOOptions as GRPOOptions
-    from .losses.options import SamplerCorrection as SamplerCorrection
-    from .losses.options import SapoSurrogate as SapoSurrogate
-    from .losses.options import SFTOptions as SFTOptions
-    from .losses.options import TokenFilters as TokenFilters
-    from .losses.options import VespoSurrogate as VespoSurrogate
-    from .losses.options import reads as reads
-    from .losses.supervised import DistillationLoss as DistillationLoss
-    from .losses.supervised import SFTLoss as SFTLoss
+    from .losses.sampler_correction import SamplerCorrection as SamplerCorrection
+    from .losses.sft import SFTLoss as SFTLoss
+    from .losses.sft import SFTLossOutput as SFTLossOutput
+    from .losses.sft import SFTOptions as SFTOptions
+    from .losses.surrogates import CispoSurrogate as CispoSurrogate
+    from .losses.surrogates import ClippedSurrogate as ClippedSurrogate
+    from .losses.surrogates import DivergenceSurrogate as DivergenceSurrogate
+    from .losses.surrogates import GmpoSurrogate as GmpoSurrogate
+    from .losses.surrogates import SapoSurrogate as SapoSurrogate
+    from .losses.surrogates import VespoSurrogate as VespoSurrogate
+    from .losses.surrogates import reads as reads
+    from .losses.token_filters import TokenFilters as TokenFilters
 
 
 def __getattr__(name: str) -> Any:  # `objectives.functional` needs nothing of ours

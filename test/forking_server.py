@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 IMPORTED = (
-    *("torchrl_agents.start", "torchrl_agents.training", "torchrl_agents.models"),
+    *("torchrl_agents.start", "torchrl_agents.training", "torchrl_agents.setup"),
     *("collectors", "collectors.record", "objectives", "torchrl_envs", "torchrl_modules"),
     *("hydra", "hydra.main", "matplotlib.pyplot", "reasoning_gym", "torch.utils.tensorboard"),
     *("transformers.models.qwen3.modeling_qwen3", "datasets", "torch._dynamo"),

@@ -51,8 +51,8 @@ DOORS = {
 """Where a dependency that is heavy, or that not everyone has, is imported when the code runs."""
 
 MOST_BREACHES = {
-    "seams": 39,
-    "legends_outside_docstrings": 6,
+    "seams": 21,
+    "legends_outside_docstrings": 2,
     "names_defined_twice": 18,
 }
 """Breaches of order, see ``test/house/measures.py``. These may only go down."""

@@ -33,7 +33,7 @@ from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase
 
-from .models import engines_of_collector
+from .models.vllm_policy import engines_of_collector
 from .settings import schema
 
 _LOG = logging.getLogger("torchrl_agents")

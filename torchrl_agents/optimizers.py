@@ -1,4 +1,4 @@
-"""Optimizers by name, beside those of torch that take one list of parameters: Muon, 8-bit AdamW."""
+"""The optimizer of the settings and its schedule; Muon and 8-bit AdamW beside those of torch."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_agents.settings.schema import SCHEDULES, OptimConfig
 from torchrl_data import import_package
 
 
@@ -129,3 +130,59 @@ def adamw_8bit(parameters: Iterable[Tensor], **settings: Any) -> torch.optim.Opt
     install = "pip install 'torchrl-agents[adamw8bit]'"
     bitsandbytes: Any = import_package("bitsandbytes", who="optim.name=adamw8bit", install=install)
     return bitsandbytes.optim.AdamW8bit(list(parameters), **settings)
+
+
+def build_optimizer(
+    cfg: OptimConfig, parameters: Iterable[Tensor], model: torch.nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer, as its settings say.
+
+    Args:
+        cfg: the settings.
+        parameters: that are trained.
+        model: whose they are; Muon asks which of them are its matrices.
+
+    Raises:
+        ValueError: of Muon, no matrix is trained.
+        ImportError: the package of the optimizer is not there.
+    """
+    common: Any = {"lr": cfg.learning_rate, "weight_decay": cfg.weight_decay}
+    parameters = list(parameters)
+    if len({getattr(value, "device_mesh", None) for value in parameters}) > 1:
+        common["foreach"] = False  # one kernel for many tensors takes no two kinds of shards
+    if cfg.name == "sgd":
+        return torch.optim.SGD(parameters, momentum=cfg.beta1, **common)
+    common |= {"betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
+    if cfg.name == "adamw8bit":
+        return adamw_8bit(parameters, **common)
+    if "foreach" not in common and all(value.is_cuda for value in parameters):
+        common["fused"] = True
+    if cfg.name == "muon":
+        assert model is not None
+        trained = {id(value) for value in parameters}
+        matrices = [value for value in matrices_of(model) if id(value) in trained]
+        taken = {id(value) for value in matrices}
+        others = [value for value in parameters if id(value) not in taken]
+        return MuonWithAdamW(matrices, others, momentum=cfg.momentum, **common)
+    return torch.optim.AdamW(parameters, **common)
+
+
+def set_learning_rate(
+    cfg: OptimConfig, optimizer: torch.optim.Optimizer, step: int, num_steps: int
+) -> float:
+    """Set the learning rate of a step: a linear warm-up, then the schedule.
+
+    Args:
+        cfg: the settings.
+        optimizer: of which it is set.
+        step: from 1.
+        num_steps: of the whole run.
+
+    Returns:
+        The learning rate.
+    """
+    shape = SCHEDULES[cfg.schedule]((step - 1) / num_steps)
+    rate = (cfg.learning_rate or 0.0) * min(step / max(1, cfg.num_warmup_steps), shape)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate

@@ -38,10 +38,14 @@ from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.model_splits import layers_of, split_model
 from torchrl_modules.scoring.packed_attention import can_share
 
-from . import models
 from .checkpoints import Checkpoints
 from .device_defaults import DEFAULT_TOKENS
-from .models import transformers_policy
+from .models.adapters import WithoutAdapters, frozen_weights, is_adapted, with_adapters
+from .models.loading import load_model
+from .models.outline import outline
+from .models.policies import transformers_policy
+from .models.sources import folder_of, model_files, model_folder
+from .optimizers import set_learning_rate
 from .rank_jobs import RankJob, tell
 from .run import Run
 from .settings.schema import Recipe, TrainingConfig, refusing
@@ -134,8 +138,8 @@ def saved_parts(
         a share.
     """
     # Of adapters these alone are saved where the rest can be loaded again.
-    is_given = models.is_adapted(actor.model) and cfg.policy.model is not None
-    identity = {"weights of policy.model": models.frozen_weights(actor.model)} if is_given else {}
+    is_given = is_adapted(actor.model) and cfg.policy.model is not None
+    identity = {"weights of policy.model": frozen_weights(actor.model)} if is_given else {}
     sharded: dict[str, Sharded] = {
         "model": ShardedModel(actor.model, trained_only=is_given),
         "optimizer": ShardedOptimizer(actor.model, optimizer),
@@ -176,14 +180,14 @@ def share_model(
     ranks = run.ranks
     if ranks.size == 1:
         return actor, policy
-    files = models.model_files(actor, weights=False) if cfg.policy.model is None else None
+    files = model_files(actor, weights=False) if cfg.policy.model is None else None
     # Config and tokenizer, where they were made here; else `policy.model` has them. The settings of
     # a task are of a class made here, and nobody else's business.
     ranks.broadcast((replace(cfg, task=None), files))
     model: Any = actor.model
     if policy is actor and parallel_kind(cfg, ranks) == "fsdp2":
         whole = copy.deepcopy(model)
-        whole = whole.unload() if models.is_adapted(model) else whole  # it is given merged weights
+        whole = whole.unload() if is_adapted(model) else whole  # it is given merged weights
         policy = transformers_policy(cfg, whole.to(ranks.device), actor.tokenizer)
     return _wrapped(cfg, ranks, model, actor.tokenizer), policy
 
@@ -253,7 +257,7 @@ class Follower:
         (number,) = self._order[1]
         share = take_share(self.cfg, self.ranks, self.actor, self._loss)
         optim, num_steps = self.cfg.optim, self.cfg.train.num_steps
-        models.set_learning_rate(optim, self._gate.optimizer, number, num_steps)
+        set_learning_rate(optim, self._gate.optimizer, number, num_steps)
         self._order = self.ranks.broadcast()
         while self._order[0] is RankJob.TRAIN_PASS:
             yield share
@@ -289,14 +293,12 @@ def follow(ranks: Ranks, recipe: Recipe, train: Callable[[Follower], Any]) -> No
         signal.signal(number, wait_for_rank_0)
     cfg, files = ranks.broadcast()
     given = cfg.policy.model
-    with models.folder_of(files if given is None else models.model_folder(given)) as folder:
+    with folder_of(files if given is None else model_folder(given)) as folder:
         # It has no weights before rank 0 gives them, part by part.
         settings = replace(cfg.policy, device="meta")
-        model, tokenizer = models.load_model(
-            settings, folder, load=partial(models.outline, check=False)
-        )
+        model, tokenizer = load_model(settings, folder, load=partial(outline, check=False))
     if cfg.policy.lora_rank is not None:
-        model = models.with_adapters(cfg.policy, model)
+        model = with_adapters(cfg.policy, model)
     actor = _wrapped(cfg, ranks, model, tokenizer)
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
         train(Follower(recipe, cfg, ranks, actor, Path(folder)))
@@ -318,7 +320,7 @@ def whole_model(
         actor's model has them.
     """
     model: Any = unwrapped_module(actor.model)
-    if not models.is_adapted(model):
+    if not is_adapted(model):
         if not is_spread(actor.model):
             return actor, None
         tell(ranks, RankJob.GIVE_WEIGHTS)
@@ -329,7 +331,7 @@ def whole_model(
         state = _whole_state(model)
         plain = cast("TransformersEngine", actor.engine).inside
         skeleton: Any = type(plain)(plain.config)
-        model = models.with_adapters(cfg.policy, skeleton.to(plain.dtype))
+        model = with_adapters(cfg.policy, skeleton.to(plain.dtype))
         model.load_state_dict(state)
     return transformers_policy(cfg, model, actor.tokenizer, generate=False), None
 
@@ -393,9 +395,9 @@ def freeze_reference(
     """
     if not weight:
         return None, {}
-    adapted = models.is_adapted(actor.model)
+    adapted = is_adapted(actor.model)
     if adapted and parallel_kind(cfg, run.ranks) != "fsdp2":
-        return models.WithoutAdapters(actor), {}
+        return WithoutAdapters(actor), {}
     model: Any = copy.deepcopy(actor.model)
     reference = TransformersWrapper(
         (model.unload() if adapted else model).eval().requires_grad_(False),

@@ -11,7 +11,8 @@ from torchrl_modules import TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.weights.quantized_weights import declared_whole
 
-from .models import is_adapted, model_folder
+from .models.adapters import is_adapted
+from .models.sources import model_folder
 from .run import remove
 from .settings.schema import PolicyConfig
 

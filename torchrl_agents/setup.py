@@ -18,7 +18,9 @@ from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.weights.quantized_weights import quantization_of
 
 from .device_defaults import default_autocast, describe, settle_micro_batches
-from .models import add_adapters, build_policies, warm_start
+from .models.adapters import add_adapters
+from .models.policies import build_policies
+from .models.warm_start import warm_start
 from .origin import origin_of
 from .run import Run
 from .settings import schema

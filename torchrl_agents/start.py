@@ -38,11 +38,18 @@ from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.vllm.runtime import import_vllm
 
-from . import models
 from .collection import staleness_of
 from .found_run import CHECKPOINTS, plain_settings
 from .loggers import check_loggers, open_loggers
 from .model_card import reach_hub
+from .models.adapters import with_adapters
+from .models.loading import load_model, load_processor, load_tokenizer, place_of
+from .models.outline import outline
+from .models.policies import build_policies, check_images, check_split
+from .models.policy_arguments import sampling_of, wrapper_arguments
+from .models.sources import model_source
+from .models.vllm_policy import vllm_policy
+from .models.warm_start import short_enough
 from .multirun import MultirunSummary
 from .parallel import follow, loading_device
 from .run import LastTestError, Run, claim_folder, remove
@@ -93,7 +100,7 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
         if not platform.is_sleep_mode_available():
             raise SettingsError("engine.colocate needs a GPU: vLLM lends no memory of a CPU.")
     cfg.policy.chat_template = _read_template(cfg.policy.chat_template)
-    own: dict[str, Callable[[], Any]] = {"policy": lambda: models.sampling_of(cfg.policy)}
+    own: dict[str, Callable[[], Any]] = {"policy": lambda: sampling_of(cfg.policy)}
     if isinstance(cfg, RolloutsConfig):
         own["collector"] = lambda: staleness_of(cfg.collector)
     if (loss := recipe.loss) is not None:
@@ -138,7 +145,7 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
                 check_fit(env, policy, who=recipe.name)
             if isinstance(cfg, RolloutsConfig) and cfg.warm_start.num_steps:
                 shown = setup.env.encode_demonstrations(policy.encoder)
-                models.short_enough(shown, policy.engine.max_model_len)
+                short_enough(shown, policy.engine.max_model_len)
         if recipe.rehearse is not None:
             recipe.rehearse(cfg, setup, policy)
     if isinstance(cfg, TrainingConfig):
@@ -150,7 +157,7 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
 def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
     """Build a policy without weights; nothing, where an engine alone could say more."""
     if cfg.engine.name == "chat":
-        return models.build_policies(cfg, task)[1]
+        return build_policies(cfg, task)[1]
     on_ray, is_vllm = collects_on_ray(cfg), cfg.engine.name == "vllm"
     starts_here = is_vllm and not (cfg.engine.url or cfg.engine.urls)
     if on_ray and find_spec("ray") is None:
@@ -159,32 +166,32 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
     if starts_here and not on_ray and find_spec("vllm") is None:
         hint = f"see {page('docs/vllm.md')}, or give engine.url="
         raise SettingsError(f"engine=vllm needs the package vllm, which is not here: {hint}.")
-    with models.model_source(cfg, task) as source:
+    with model_source(cfg, task) as source:
         if is_vllm and not isinstance(cfg, TrainingConfig):
             # What Transformers can't compute an engine of vLLM may.
             with refusing(f"policy.model={source!r}"):
-                load_pretrained(AutoConfig, source, **models.place_of(cfg.policy))
-                tokenizer = models.load_tokenizer(cfg.policy, source)
-                processor = models.load_processor(cfg.policy, source)
+                load_pretrained(AutoConfig, source, **place_of(cfg.policy))
+                tokenizer = load_tokenizer(cfg.policy, source)
+                processor = load_processor(cfg.policy, source)
                 ConversationEncoder(tokenizer, chat_template_name=cfg.policy.chat_template_name)
             policy = None
         else:
             settings = replace(cfg.policy, device="meta")
-            model, tokenizer = models.load_model(settings, source, load=models.outline, images=True)
-            processor = models.load_processor(cfg.policy, source)
-            models.check_images(cfg, processor)
-            models.check_split(cfg, model)
+            model, tokenizer = load_model(settings, source, load=outline, images=True)
+            processor = load_processor(cfg.policy, source)
+            check_images(cfg, processor)
+            check_split(cfg, model)
             with refusing(f"policy.model={source!r} can't be used so"):
                 longest = cfg.policy.max_model_len
                 images = None if processor is None else ImageProcessor(processor)
                 engine = TransformersEngine(
                     model, max_model_len=longest, images=images, check=False
                 )
-                policy = LLMWrapperBase(engine, **models.wrapper_arguments(cfg.policy, tokenizer))
+                policy = LLMWrapperBase(engine, **wrapper_arguments(cfg.policy, tokenizer))
             if cfg.policy.lora_rank is not None:
-                models.with_adapters(cfg.policy, model)
+                with_adapters(cfg.policy, model)
         if is_vllm and not starts_here and not on_ray:
-            return models.vllm_policy(cfg, source, tokenizer, processor)
+            return vllm_policy(cfg, source, tokenizer, processor)
         return policy
 
 

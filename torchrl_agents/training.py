@@ -30,7 +30,8 @@ from .checkpoints import Checkpoints
 from .collection import AnyCollector, HeldOut, end_collection
 from .live_verification import live_verification
 from .model_card import leave_card, push_to_hub
-from .models import build_optimizer, set_generation, set_learning_rate
+from .models.policies import set_generation
+from .optimizers import build_optimizer, set_learning_rate
 from .parallel import Follower, RankShare, combined, saved_parts, take_share, whole_model
 from .rank_jobs import RankJob, tell
 from .recorder import Recorder, show_rollouts

@@ -43,7 +43,10 @@ from torchrl_modules import TransformersWrapper
 from torchrl_modules.policies.loading import load_causal_lm
 
 from .found_run import CHECKPOINTS
-from .models import frozen_weights, is_adapted, load_model, model_folder, sampling_of
+from .models.adapters import frozen_weights, is_adapted
+from .models.loading import load_model
+from .models.policy_arguments import sampling_of
+from .models.sources import model_folder
 from .settings.schema import PolicyConfig, SettingsError
 
 _MOST_ROWS = 64

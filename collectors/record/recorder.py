@@ -17,7 +17,7 @@ from collectors.ledger import GroupEvent, GroupLedger
 from collectors.ledger.ledger_view import OF_TICKET
 from objectives import MixedLoss
 from objectives.batching.packed_batch import PackedBatch
-from objectives.losses.base import TokenLoss
+from objectives.losses.token_loss import TokenLoss
 from torchrl_data.batched_object import read_objects
 from torchrl_data.checks import check_counts
 from torchrl_data.conversation import Conversations

@@ -18,8 +18,9 @@ from torch import Tensor
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers, check_type
 
+from .gradient_norm import clip_over, norm_over, num_shards
 from .packed_batch import PackedBatch
-from .ranks import Ranks, clip_over, norm_over, num_shards
+from .ranks import Ranks
 
 
 @runtime_checkable

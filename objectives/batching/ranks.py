@@ -1,78 +1,24 @@
-"""The processes of one training run: who gets which rows, and how their gradients become one."""
+"""The processes that train one model together: what they tell each other, and how they end.
+
+One process is the case of one rank, and does not touch ``torch.distributed``.
+"""
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
 from datetime import timedelta
-from itertools import chain, pairwise, starmap
+from itertools import chain
 from typing import Any, Final
 
-import torch
 import torch.distributed
 from torch import Tensor
 
 from torchrl_data.checks import POSITIVE, check_numbers
 
-from .packed_batch import PackedBatch, run_ends
-
-# How the rows of a batch are dealt out to ranks that compute in step.
-#
-# Shape legend: B rows, N tokens of all of them.
-
-
-def equal_shares(batch: PackedBatch, size: int, *, max_tokens: int) -> list[list[PackedBatch]]:
-    """Micro-batches for each rank, equally many, alike in tokens where they are computed together.
-
-    Runs of rows are cut so that the largest is as small as it can be, then dealt out by their size.
-    """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be a positive number, got {max_tokens}.")
-    if batch.images and any(batch.images):
-        raise ValueError(
-            f"{sum(map(bool, batch.images))} of {batch.num_rows} rows have images, which are not "
-            "dealt out to ranks. Train a vision-language model in one process."
-        )
-    lengths = batch.lengths.tolist()
-    each = 1
-    while (most := smallest_bound(lengths, size * each)) > max_tokens:
-        each += 1
-    ends = run_ends(lengths, most)
-    ends += [len(lengths)] * (size * each - len(ends))
-    parts = list(starmap(batch.run, pairwise([0, *ends])))
-    parts.sort(key=lambda part: -len(part.ids))
-    return [parts[rank::size] for rank in range(size)]
-
-
-def smallest_bound(lengths: Sequence[int], num_parts: int) -> int:
-    """The least number of tokens that ``num_parts`` runs of whole rows can be kept within.
-
-    A longer row is a run of its own.
-    """
-    low, high = 1, max(1, sum(lengths))
-    while low < high:
-        middle = (low + high) // 2
-        if len(run_ends(lengths, middle)) <= num_parts:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _moved(part: PackedBatch, device: torch.device | str) -> PackedBatch:
-    """A batch in memory of its own, on a device."""
-    entries = {name: value.to(device, copy=True) for name, value in part.entries.items()}
-    held = {f.name: getattr(part, f.name) for f in fields(part)}
-    own = {n: x.to(device, copy=True) for n, x in held.items() if isinstance(x, Tensor)}
-    return replace(part, **own, entries=entries)
-
-
-# The processes that train one model together: what they tell each other, and how they end.
-#
-# One process is the case of one rank, and does not touch ``torch.distributed``.
+from .equal_shares import equal_shares, moved_to
+from .packed_batch import PackedBatch
 
 dist: Any = torch.distributed  # it names little of what is used here as exported
 _FAILURE: Final = "torchrl-ranks/first-failure"
@@ -301,13 +247,13 @@ class Ranks:
             assert shares is not None
             return shares[0]
         # What is sent is pickled, and a view would take all that it is a view of with it.
-        sent = shares and [[_moved(part, "cpu") for part in share] for share in shares]
+        sent = shares and [[moved_to(part, "cpu") for part in share] for share in shares]
         # Neighbours compute the same rows.
         alike = self.size // self.data.size
         sent = sent and [share for share in sent for _ in range(alike)]
         own: list[Any] = [None]
         dist.scatter_object_list(own, sent, group_src=0, group=self._control)
-        return [_moved(part, self.device) for part in own[0]] if shares is None else shares[0]
+        return [moved_to(part, self.device) for part in own[0]] if shares is None else shares[0]
 
     # How they begin alike, and end together -------------------------------------------------------
 
@@ -419,58 +365,6 @@ def gathered_rows(ranks: Ranks | None, values: Tensor) -> Tensor:
     return torch.cat(ranks.data.gather(values.cpu()))
 
 
-# The gradient of a model that several ranks train: its norm, and how it is clipped.
-
-
-def norm_over(ranks: Ranks, grads: Sequence[Tensor]) -> Tensor:
-    """The norm of the whole gradient, the same on every rank."""
-    if ranks.size == 1:
-        return torch.nn.utils.get_total_norm(grads)
-    by_pieces: dict[int, list[Tensor]] = {}
-    for grad in grads:
-        by_pieces.setdefault(num_pieces(grad), []).append(_local(grad))
-    norms = {count: float(torch.nn.utils.get_total_norm(x)) for count, x in by_pieces.items()}
-    each: list[dict[int, float]] = ranks.gather(norms)
-    copies = [norms.get(1, 0.0) for norms in each]
-    low, high = min(copies), max(copies)
-    if math.isfinite(high - low) and high - low > 1e-4 * high:
-        # Gradients of whole parameters have been reduced, or every rank trains another model.
-        raise RuntimeError(
-            "NonFiniteGate: the gradients of parameters that every rank holds have different norms "
-            f"({', '.join(f'{norm:.6g}' for norm in copies)} by rank), so they were not reduced. "
-            "Give the policy DistributedDataParallel(model), or the model after fully_shard(model)."
-        )
-    # Of a tensor in n pieces each is held by 1/n of the ranks.
-    squares = [x * x * count / ranks.size for norms in each for count, x in norms.items()]
-    return torch.tensor(math.fsum(squares) ** 0.5, dtype=torch.float64)
-
-
-def clip_over(ranks: Ranks, parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
-    """Scale gradients down to a norm."""
-    if ranks.size == 1:
-        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
-        return
-    factor = min(1.0, most / (float(norm) + 1e-6))
-    for parameter in parameters:
-        if parameter.grad is not None:
-            _local(parameter.grad).mul_(factor)
-
-
-def num_shards(value: Any) -> int:
-    """Over how many ranks a tensor is spread; 1 where it is whole."""
-    mesh = getattr(value, "device_mesh", None)
-    return 1 if mesh is None else mesh.size()
-
-
-def num_pieces(value: Any) -> int:
-    """In how many different pieces ranks hold a tensor; 1 where each has all of it."""
-    mesh = getattr(value, "device_mesh", None)
-    if mesh is None:
-        return 1
-    cut = zip(mesh.shape, value.placements, strict=True)
-    return math.prod(size for size, placement in cut if not placement.is_replicate())
-
-
 def _data_ranks(size: int, alike: int, device: torch.device, wait: timedelta) -> Ranks:
     """One rank of each group of neighbours, those in the place of this rank in its own."""
     places = [range(place, size, alike) for place in range(alike)]
@@ -479,9 +373,3 @@ def _data_ranks(size: int, alike: int, device: torch.device, wait: timedelta) ->
     rank, count = dist.get_rank(), size // alike
     control = groups[rank % alike] if count > 1 else None
     return Ranks(rank // alike, count, device=device, control=control)
-
-
-def _local(value: Any) -> Tensor:
-    """Return what this process has of a tensor, in the same memory."""
-    to_local = getattr(value, "to_local", None)
-    return value if to_local is None else to_local()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Unpack
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorClass, TensorDictBase
 from torch import Tensor
 
 from objectives import functional as F
@@ -21,23 +21,84 @@ from objectives.batching.ranks import Ranks, gathered_rows
 from torchrl_data.checks import check_type
 from torchrl_data.token_scorer import TokenScorer, TokenScores
 
-from .base import GRPOLossOutput, TokenLoss, Window, make_output
-from .options import (
-    GRPOOptions,
-    GRPOSettings,
-    PolicyTokens,
-    TokenFilters,
-    TokenOptions,
-    batch_entries,
-    options_of,
-    signature_with,
-    surrogate_inputs,
-)
+from .grpo_options import GRPOOptions, GRPOSettings, options_of, signature_with
+from .loss_output import LossTerms, loss_output, make_output
 from .policy_scores import _MOST_LOG_PROB, PolicyScores, filter_tokens, policy_scores
+from .surrogates import PolicyTokens, batch_entries, surrogate_inputs
+from .token_filters import TokenFilters
+from .token_loss import TokenLoss, TokenOptions
+from .window import Window
 
 _LOG = logging.getLogger(__name__)
 _OF_SURROGATE: Final = "surrogate."
 """Begins the names of entries that a surrogate reads itself."""
+
+
+@loss_output
+class GRPOLossOutput(LossTerms, TensorClass["nocast"]):
+    """Terms and metrics of :class:`~objectives.GRPOLoss`.
+
+    All are scalars, ``[]``; with ``aggregation="none"`` the policy term and the KL terms are
+    ``[K]``, one value per trained token. Metrics are detached, and over the trained tokens of the
+    call; :meth:`combine` gives those of a window.
+
+    Example:
+        >>> from tensordict import lazy_stack
+        >>> from objectives import GRPOLoss
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> row = TensorDict({("tokens", "full"): torch.tensor([65, 66, 67])})  # [T]
+        >>> row["masks", "all_assistant_mask"] = torch.tensor([False, True, True])
+        >>> row["log_probs", "full"], row["advantage"] = torch.full((3,), -5.0), torch.ones(1, 1)
+        >>> loss = GRPOLoss(TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer))
+        >>> outputs = [loss(lazy_stack([row])), loss(lazy_stack([row, row]))]
+        >>> outputs[0].total().shape  # what to call backward on
+        torch.Size([])
+        >>> whole = GRPOLossOutput.combine(outputs)
+        >>> whole.num_sequences, whole.num_active_tokens
+        (tensor(3.), tensor(6.))
+    """
+
+    _documentation = __doc__
+
+    loss_objective: Tensor
+    """The policy term."""
+    clip_fraction: Tensor
+    """Tokens that the clip leaves without gradient."""
+    clip_fraction_low: Tensor
+    """Of them, bad tokens with too low a ratio."""
+    clip_fraction_high: Tensor
+    """Of them, good tokens with too high a ratio."""
+    kl_approx: Tensor
+    """Mean of ``log pi_old - log pi``, in nats per token."""
+    ESS: Tensor
+    """Effective sample size of the ratios as a fraction of the tokens, in (0, 1]."""
+    ratio_mean: Tensor
+    """Mean ratio; 1 on policy."""
+    kept_fraction: Tensor
+    """Tokens that no filter took out of the policy term."""
+    signal_fraction: Tensor
+    """Tokens whose advantage is not 0; where it is 0, only KL and entropy terms have a gradient."""
+    num_active_tokens: Tensor
+    """Trained tokens of this call."""
+    num_sequences: Tensor
+    """Rows of this call."""
+    num_rows_left_out: Tensor
+    """Of them, those that no policy can have sampled with the log-probs that they hold (NaN,
+    infinite or positive); nothing of them is trained."""
+    entropy: Tensor | None = None
+    """Mean entropy in nats, where it was asked for."""
+    loss_entropy: Tensor | None = None
+    loss_kl_to_ref: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+    """Mean KL estimate to the reference, in nats per token."""
+    loss_kl_to_inference: Tensor | None = None
+    kl_to_inference: Tensor | None = None
+    """Mean KL estimate to the policy that sampled, in nats per token."""
+    sampler_gap: Tensor | None = None
+    """Mean absolute gap between the trainer's and the engine's log-probs, in nats per token."""
+    correction_fraction: Tensor | None = None
+    """Tokens whose sampler correction was truncated or masked."""
 
 
 class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from .grpo import GRPOLoss
-from .options import CispoSurrogate, DivergenceSurrogate, GRPOSettings
+from .grpo_options import GRPOSettings
+from .surrogates import CispoSurrogate, DivergenceSurrogate
 
 
 class GRPO(GRPOLoss):

@@ -23,13 +23,13 @@ from objectives.batching.token_streams import (
     pack_streams,
     stream_part,
 )
-from objectives.losses.base import Window
+from objectives.losses.window import Window
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import check_type
 from torchrl_data.devices import on_device
 from torchrl_data.token_scorer import TokenScores
 
-from .base import TokenLoss
+from .token_loss import TokenLoss
 
 _READ = ("read.tokens", "read.attention_mask", "read.assistant_mask")
 _SAME = {what: attrgetter(what) for what in ("actor_network", "temperature", *_READ)}

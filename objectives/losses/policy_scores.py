@@ -14,8 +14,9 @@ from objectives import functional as F
 from objectives.batching.packed_batch import PackedBatch
 from torchrl_data.token_scorer import TokenScores
 
-from .base import Window
-from .options import GRPOOptions, TokenFilters
+from .grpo_options import GRPOOptions
+from .token_filters import TokenFilters
+from .window import Window
 
 _MOST_LOG_PROB: Final = 1e-3
 """Log-probs are at most 0, but for the rounding of an engine, in nats."""

@@ -47,7 +47,7 @@ from tensordict import TensorDictBase, lazy_stack
 
 from objectives import GRPOLoss
 from torchrl_agents.collection import build_collector
-from torchrl_agents.models import outline
+from torchrl_agents.models.outline import outline
 from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, build_task, load_models, warm_up

@@ -18,7 +18,8 @@ from config import TeacherConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torchrl_agents.models import load_model, load_tokenizer, model_folder
+from torchrl_agents.models.loading import load_model, load_tokenizer
+from torchrl_agents.models.sources import model_folder
 from torchrl_agents.settings.schema import PolicyConfig, SettingsError, refusing
 from torchrl_data import ConversationEncoder, SpanAligner
 from torchrl_data.token_scorer import TokenScorer, TokenScores

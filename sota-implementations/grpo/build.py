@@ -91,7 +91,7 @@ def check_correction(cfg: GRPOConfig) -> None:
 
 def _surrogate(cfg: LossConfig, preset: Any) -> Any:
     """The surrogate with its settings; None for the preset's as it is."""
-    from objectives.losses.options import SURROGATES, SurrogateSettings
+    from objectives.losses.surrogates import SURROGATES, SurrogateSettings
     from torchrl_data.checks import one_of
 
     own = {"divergence": cfg.divergence, "threshold": cfg.divergence_threshold}
@@ -126,7 +126,7 @@ def _clip_epsilon(cfg: LossConfig, preset: Any, surrogate: Any) -> tuple[float, 
     """Both bounds, where one is given: the other is the preset's, or the surrogate's own."""
     if cfg.clip_low is None and cfg.clip_high is None:
         return None
-    from objectives.losses.options import SURROGATES, takes_clip
+    from objectives.losses.surrogates import SURROGATES, takes_clip
 
     own = preset.get("surrogate", "clipped")
     own = SURROGATES[own] if isinstance(own, str) else own

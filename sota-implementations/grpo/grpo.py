@@ -63,7 +63,7 @@ if __name__ == "__main__":
 
 from objectives import NonFiniteGate
 from torchrl_agents.collection import build_collector, refill_of
-from torchrl_agents.models import build_optimizer
+from torchrl_agents.optimizers import build_optimizer
 from torchrl_agents.parallel import Follower, freeze_reference, share_model
 from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, load_models, warm_up

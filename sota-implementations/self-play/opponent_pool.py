@@ -10,7 +10,7 @@ import torch
 from config import OpponentsConfig
 from torch import Tensor
 
-from torchrl_agents.models import transformers_policy
+from torchrl_agents.models.policies import transformers_policy
 from torchrl_agents.settings.command_line import num_ranks
 from torchrl_agents.settings.schema import RecipeConfig
 from torchrl_agents.training import Step

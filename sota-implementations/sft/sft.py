@@ -85,7 +85,7 @@ from tensordict import TensorDictBase, lazy_stack
 from collectors import LLMCollector, StepMetrics
 from objectives import SFTLoss, SFTLossOutput
 from torchrl_agents.device_defaults import DEFAULT_TOKENS
-from torchrl_agents.models import add_adapters
+from torchrl_agents.models.adapters import add_adapters
 from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, build_task, load_models

@@ -17,8 +17,8 @@ from vision_models import asked, llava, picture, qwen
 from collectors import LLMCollector
 from collectors.record.row_values import recorded_prompt
 from objectives import GRPOLoss, SFTLoss
-from objectives.batching.ranks import equal_shares
-from torchrl_agents.models import load_model
+from objectives.batching.equal_shares import equal_shares
+from torchrl_agents.models.loading import load_model
 from torchrl_agents.settings.schema import PolicyConfig, SettingsError
 from torchrl_data import Conversations, encode_demonstrations, row_tensordicts
 from torchrl_data.conversation import continues

@@ -11,7 +11,7 @@ import torch
 import objectives
 import objectives.functional as F
 from objectives import DAPO, GSPO, ClippedSurrogate, GRPOLoss, GRPOOptions, SamplerCorrection
-from objectives.losses.options import GRPOSettings
+from objectives.losses.grpo_options import GRPOSettings
 from torchrl_data.missing_entry import MissingEntryError
 
 FIELDS = {field.name for field in dataclasses.fields(GRPOOptions)}

@@ -20,7 +20,7 @@ from objectives import (
 )
 from objectives.batching.loss_keys import GRPOLossKeys
 from objectives.batching.packed_batch import Entries, pack_batch
-from objectives.losses.options import SURROGATES, surrogate_inputs
+from objectives.losses.surrogates import SURROGATES, surrogate_inputs
 
 
 def make_packed(lengths, target_lengths):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from objectives import DistillationLoss, GRPOLoss, GRPOLossOutput, SFTLoss
-from objectives.losses.base import make_output
+from objectives.losses.loss_output import make_output
 
 
 def make_losses(make_scorer):

@@ -9,7 +9,7 @@ from tensordict import lazy_stack
 import objectives
 import objectives.functional as F
 from objectives import DAPO, GRPOLoss, reads
-from objectives.losses.options import SURROGATES, surrogate_inputs, takes_clip
+from objectives.losses.surrogates import SURROGATES, surrogate_inputs, takes_clip
 from torchrl_data.missing_entry import MissingEntryError
 
 LENGTHS = torch.tensor([4, 0, 5])

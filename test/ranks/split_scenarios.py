@@ -9,7 +9,7 @@ from split_models import SPLITS, build
 from training_scenarios import Actor, parameters_of, rows_of
 
 from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate, Ranks
-from torchrl_agents.models import build_optimizer
+from torchrl_agents.optimizers import build_optimizer
 from torchrl_agents.settings.schema import OptimConfig
 from torchrl_modules import SamplingParameters, split_model
 

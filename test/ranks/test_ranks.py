@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objectives import PackedBatch, Ranks
-from objectives.batching.ranks import _moved, equal_shares, smallest_bound
+from objectives.batching.equal_shares import equal_shares, moved_to, smallest_bound
 
 CASES = (
     "grpo",
@@ -157,7 +157,7 @@ def test_every_row_is_dealt_out_once(lengths, size, max_tokens):
     assert torch.equal(torch.cat([torch.arange(0), *[p.ids for p in parts]]), packed(lengths).ids)
     assert all(len(part.ids) <= max_tokens or part.num_rows == 1 for part in parts)
     for share in shares:
-        again = pickle.loads(pickle.dumps([_moved(part, "cpu") for part in share]))
+        again = pickle.loads(pickle.dumps([moved_to(part, "cpu") for part in share]))
         assert [vars(part).keys() for part in again] == [vars(part).keys() for part in share]
         for part, copy in zip(share, again, strict=True):
             torch.testing.assert_close(vars(copy), vars(part), rtol=0, atol=0)

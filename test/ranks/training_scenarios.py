@@ -30,7 +30,7 @@ from objectives import (
     SFTLossOutput,
     TokenFilters,
 )
-from objectives.batching.ranks import norm_over
+from objectives.batching.gradient_norm import norm_over
 from torchrl_agents import parallel
 from torchrl_agents.settings.schema import TrainConfig
 from torchrl_modules.scoring.scorer import PackedScorer

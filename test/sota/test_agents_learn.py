@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_agents.models import warm_start
+from torchrl_agents.models.warm_start import warm_start
 
 pytestmark = pytest.mark.weekly
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from collectors.record import RunRecord
-from torchrl_agents.models import add_tokens
+from torchrl_agents.models.loading import add_tokens
 from torchrl_data import builtin_template
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 

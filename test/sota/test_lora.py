@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from torchrl_agents.models import WithoutAdapters, frozen_weights
+from torchrl_agents.models.adapters import WithoutAdapters, frozen_weights
 from torchrl_agents.settings.command_line import prepare
 from torchrl_agents.settings.schema import SettingsError
 from torchrl_modules import TransformersWrapper

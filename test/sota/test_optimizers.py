@@ -10,7 +10,7 @@ from transformers import Qwen3ForCausalLM
 
 from collectors import CheckpointStore, RunState
 from collectors.resume.sharded import ShardedModel, ShardedOptimizer
-from torchrl_agents import models
+from torchrl_agents import optimizers
 from torchrl_agents.optimizers import MuonWithAdamW, matrices_of
 from torchrl_agents.settings.schema import OptimConfig
 
@@ -27,7 +27,7 @@ def build(make_tiny_model):
         # Wide enough for moments of 8 bits: a matrix of fewer than 4,096 elements has none.
         model = make_tiny_model(hidden_size=64, head_dim=32)
         cfg = OptimConfig(name=name, learning_rate=1e-2, **settings)
-        return model, models.build_optimizer(cfg, model.parameters(), model)
+        return model, optimizers.build_optimizer(cfg, model.parameters(), model)
 
     return build
 

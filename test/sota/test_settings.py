@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict, lazy_stack
 
 from collectors import Drop, LoadCap, Wait
-from torchrl_agents import models, start
+from torchrl_agents import optimizers, start
 from torchrl_agents.collection import staleness_of, tasks_of
 from torchrl_agents.settings import command_line
 from torchrl_agents.settings.arguments import settings_text, with_files, with_texts
@@ -100,9 +100,9 @@ def test_settings_reach_the_parts(check, training):
     assert (loss.max_tokens, loss.temperature) == (77, 0.7)
     assert (loss.options.kl_to_ref_coeff, loss.options.kl_estimator) == (0.1, "k2")
     assert training.build_advantage(cfg.loss, 4).estimator.scale == "none"
-    optimizer = models.build_optimizer(cfg.optim, [torch.zeros(1, requires_grad=True)])
+    optimizer = optimizers.build_optimizer(cfg.optim, [torch.zeros(1, requires_grad=True)])
     assert optimizer.param_groups[0]["momentum"] == 0.7
-    rates = [models.set_learning_rate(cfg.optim, optimizer, s, 10) for s in (1, 4, 6, 10)]
+    rates = [optimizers.set_learning_rate(cfg.optim, optimizer, s, 10) for s in (1, 4, 6, 10)]
     assert rates == pytest.approx([0.125, 0.35, 0.25, 0.05])
     assert optimizer.param_groups[0]["lr"] == rates[-1]
 

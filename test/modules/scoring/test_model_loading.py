@@ -15,7 +15,7 @@ from transformers import (
     RobertaForCausalLM,
 )
 
-from torchrl_agents.models import load_model
+from torchrl_agents.models.loading import load_model
 from torchrl_agents.settings.schema import PolicyConfig, SettingsError
 from torchrl_modules import SamplingParameters, TransformersEngine, TransformersWrapper
 from torchrl_modules.scoring.scorer import PackedScorer

@@ -1,18 +1,102 @@
-"""Losses with a target for each token: fine-tuning and distillation."""
+"""Supervised fine-tuning on the trained tokens of conversations.
+
+Shape legend: B rows, K trained tokens of all of them.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from tensordict import TensorClass
+from torch import Tensor
+
 from objectives import functional as F
-from objectives.batching.loss_keys import DistillationLossKeys, SFTLossKeys
+from objectives.batching.loss_keys import SFTLossKeys
 from objectives.batching.packed_batch import Entries, PackedBatch
+from torchrl_data.checks import NOT_NEGATIVE, POSITIVE, check_numbers, one_of
 from torchrl_data.token_scorer import TokenScorer, TokenScores
 
-from .base import DistillationLossOutput, SFTLossOutput, TokenLoss, Window, make_output
-from .options import DistillationOptions, SFTFunction, SFTOptions
+from .loss_output import LossTerms, loss_output, make_output
+from .token_loss import TokenLoss, TokenOptions, aggregation_name
+from .window import Window
 
-# Supervised fine-tuning on the trained tokens of conversations.
-#
-# Shape legend: B rows, K trained tokens of all of them.
+SFTFunction = Literal["sft", "minor_sft"]
+SFT_FUNCTIONS: Final[tuple[SFTFunction, ...]] = ("sft", "minor_sft")
+_MINOR_AGGREGATIONS: Final[tuple[F.Aggregation, ...]] = ("sequence_mean", "sequence_sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTOptions(TokenOptions):
+    """Options of :class:`~objectives.SFTLoss`, checked when they are made.
+
+    Args:
+        aggregation: ``None`` is ``"token_mean"``, and ``"sequence_mean"`` for minor SFT; see
+            :class:`~objectives.SFTLoss`.
+        max_tokens: what ``"fixed_length"`` divides by.
+        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``.
+        temperature: the logits are divided by it.
+        loss_function: ``"sft"`` or ``"minor_sft"``.
+        kl_to_ref_coeff: weight of the KL (k3) to the reference; None or 0 for none.
+        beta: of minor SFT; None is 0.1.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or cannot take effect with the others.
+
+    Example:
+        >>> SFTOptions(loss_function="minor_sft").named_aggregation
+        'sequence_mean'
+    """
+
+    aggregation: str | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    temperature: float | None = 1.0
+    loss_function: SFTFunction | str = "sft"
+    kl_to_ref_coeff: float | None = None
+    beta: float | None = None
+
+    def __post_init__(self) -> None:
+        one_of("loss_function", self.loss_function, SFT_FUNCTIONS)
+        super().__post_init__()
+        check_numbers("", NOT_NEGATIVE, kl_to_ref_coeff=self.kl_to_ref_coeff)
+        check_numbers("", POSITIVE, beta=self.beta)
+        if self.is_minor:
+            one_of("aggregation", self.named_aggregation, _MINOR_AGGREGATIONS)
+        elif self.beta is not None:
+            raise ValueError(f"beta={self.beta} goes with loss_function 'minor_sft': leave it out.")
+
+    @property
+    def is_minor(self) -> bool:
+        """Whether the loss goes by whole answers."""
+        return self.loss_function == "minor_sft"
+
+    @property
+    def named_aggregation(self) -> F.Aggregation:
+        """See the base class."""
+        return aggregation_name(
+            self.aggregation or ("sequence_mean" if self.is_minor else "token_mean")
+        )
+
+
+@loss_output
+class SFTLossOutput(LossTerms, TensorClass["nocast"]):
+    """Terms and metrics of :class:`~objectives.SFTLoss`.
+
+    All are scalars, ``[]``; with ``aggregation="none"`` the terms are ``[K]``, one value per
+    trained token.
+    """
+
+    _documentation = __doc__
+
+    loss_sft: Tensor
+    num_active_tokens: Tensor
+    """Trained tokens of this call."""
+    num_sequences: Tensor
+    """Rows of this call."""
+    nll: Tensor
+    """Mean negative log-likelihood, in nats per token; detached."""
+    loss_kl_to_ref: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+    """Mean KL estimate to the reference, in nats per token; detached."""
 
 
 class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
@@ -123,96 +207,3 @@ class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
             terms["kl_to_ref"] = F.token_mean(kl.detach())
             terms["loss_kl_to_ref"] = options.kl_to_ref_coeff * self._reduce(kl, batch, window)
         return make_output(SFTLossOutput, terms)
-
-
-# Distillation of a teacher from the log-probs of single tokens.
-#
-# Shape legend: B rows, K trained tokens of all of them.
-
-
-class DistillationLoss(TokenLoss[DistillationLossKeys, DistillationLossOutput]):
-    """KL to a teacher, estimated (k3) on tokens that the student or the teacher sampled.
-
-    For a divergence over the whole vocabulary see
-    :func:`~objectives.functional.generalized_jsd`.
-
-    Args:
-        actor_network: the student; scores packed tokens.
-        kl_direction: ``"reverse"``: KL(student || teacher), for tokens that the student sampled;
-            ``"forward"``: KL(teacher || student), for tokens that the teacher sampled.
-        aggregation: ``"token_mean"``, ``"sequence_mean"``, ``"sequence_sum"``,
-            ``"fixed_length"``, or ``"none"``, which gives ``[K]`` values.
-        max_tokens: what ``"fixed_length"`` divides by.
-        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``, as for ``GRPOLoss``.
-        temperature: the student's logits are divided by it, as the teacher's were.
-        read: entry names.
-        allow_empty: a batch without a trained token has loss 0; otherwise it raises.
-
-    Raises:
-        TypeError: the actor cannot score.
-        ValueError: an option is unknown or out of range.
-
-    See Also:
-        Agarwal et al., 2024, arXiv:2306.13649.
-
-    Example:
-        >>> import math
-        >>> from tensordict import lazy_stack
-        >>> from torchrl_modules import TransformersWrapper
-        >>> from torchrl_modules.tiny_model import tiny_qwen3
-        >>> model = tiny_qwen3(len(tokenizer))
-        >>> _ = torch.nn.init.zeros_(model.lm_head.weight)  # all tokens are equally likely
-        >>> row = TensorDict({("tokens", "full"): torch.tensor([65, 66])})  # [T]
-        >>> row["masks", "all_assistant_mask"] = torch.tensor([False, True])
-        >>> teacher = torch.full((2,), math.log(2 / len(tokenizer)))
-        >>> row["next", "teacher_log_probs", "full"] = teacher
-        >>> loss = DistillationLoss(TransformersWrapper(model, tokenizer=tokenizer))
-        >>> loss(lazy_stack([row])).total().detach()  # k3 of a ratio of 2: 2 - 1 - log 2
-        tensor(0.3069)
-    """
-
-    option_type = DistillationOptions
-    key_type = DistillationLossKeys
-    output_type = DistillationLossOutput
-
-    def __init__(
-        self,
-        actor_network: TokenScorer,
-        *,
-        kl_direction: F.KLDirection | str = "reverse",
-        aggregation: str = "token_mean",
-        max_tokens: int | None = None,
-        masking_strategy: str = "assistant",
-        temperature: float = 1.0,
-        read: DistillationLossKeys | None = None,
-        allow_empty: bool = False,
-    ) -> None:
-        settings = {
-            "kl_direction": kl_direction,
-            "aggregation": aggregation,
-            "max_tokens": max_tokens,
-            "masking_strategy": masking_strategy,
-            "temperature": temperature,
-        }
-        read = read or DistillationLossKeys()
-        super().__init__(actor_network, settings, read=read, allow_empty=allow_empty)
-
-    def _entries(self) -> Entries:
-        teacher = self.read.teacher_log_probs
-        return Entries({"teacher_log_probs": teacher}, {})
-
-    def of_scores(
-        self, batch: PackedBatch, scores: TokenScores, window: Window
-    ) -> DistillationLossOutput:
-        """See the base class."""
-        log_prob = scores.log_prob
-        batch = batch.targets_on(log_prob.device)
-        teacher = batch.entries["teacher_log_probs"].to(log_prob.dtype)
-        kl = F.sampled_distillation(log_prob, teacher, direction=self.options.kl_direction)
-        terms = {
-            "loss_distill": self._reduce(kl, batch, window),
-            "kl_to_teacher": F.token_mean(kl.detach()),
-            "num_active_tokens": kl.detach().new_full((), batch.num_targets),
-            "num_sequences": kl.detach().new_full((), batch.num_rows),
-        }
-        return make_output(DistillationLossOutput, terms)

@@ -1,18 +1,20 @@
-"""Base of all losses: score a batch, sum over the window, report the outputs."""
+"""Base of the losses over tokens: read a batch once, score its trained tokens, reduce.
+
+Shape legend: B rows, N tokens of all of them, K trained tokens.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import torch
-from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorClass, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from objectives.batching.packed_batch import (
 )
 from objectives.batching.ranks import Ranks
 from torchrl_data.checked_attributes import ChecksAttributes
-from torchrl_data.checks import check_type
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers, check_type, one_of
 from torchrl_data.missing_entry import MissingEntryError
 from torchrl_data.token_scorer import (
     TokenScorer,
@@ -38,308 +40,56 @@ from torchrl_data.token_scorer import (
     mask_arguments,
 )
 
-from .options import TokenOptions
-
-# What the losses give back: named terms, of which only the ``loss_*`` ones are optimised.
-#
-# Every tensor is a scalar, unless the loss was told not to aggregate. Losses are shares of the
-# accumulation window, so those of its micro-batches add up; metrics are means over the trained
-# tokens of the call, and ``combine`` weighs them by these.
-
-Output = TypeVar("Output")
-
-
-def make_output(kind: type[Output], terms: Mapping[str, Tensor]) -> Output:
-    """Make an output from its entries by name."""
-    made: Any = kind
-    return made.from_tensordict(TensorDict(dict(terms)))
-
-
-class LossTerms:
-    """The fields that every output of a loss has."""
-
-    def total(self) -> Tensor:
-        """The objective: the sum of the ``loss_*`` entries."""
-        output: Any = self
-        terms = [value for key, value in output.items() if str(key).startswith("loss_")]
-        return torch.stack([term for term in terms if term is not None]).sum(0)
-
-    @classmethod
-    def combine(
-        cls: type[Output], outputs: Sequence[Output], *, ranks: Ranks | None = None
-    ) -> Output:
-        """The output of a whole window from those of its micro-batches, detached.
-
-        Args:
-            outputs: at least one, each computed with the window's counts (``window=``).
-            ranks: also over all of these, each of which calls it.
-
-        Returns:
-            What one call on all rows would have given; over several ranks on the CPU.
-
-        Raises:
-            ValueError: there are no outputs.
-        """
-        if not outputs:
-            raise ValueError("combine needs at least one output.")
-        terms = combined_terms(outputs)
-        if ranks is not None and ranks.data.size > 1:
-            own = {  # its losses were divided by its share of the counts of all
-                name: value.cpu() / (ranks.data.size if name.startswith("loss_") else 1)
-                for name, value in terms.items()
-            }
-            terms = combined_terms(ranks.data.gather(own))
-        return make_output(cls, terms)
-
-
-def combined_terms(outputs: Sequence[Any]) -> dict[str, Tensor]:
-    """The entries of a whole window by name, from the outputs of its micro-batches."""
-    parts = [
-        {str(key): value.detach() for key, value in output.items() if value is not None}
-        for output in outputs
-    ]
-    combined: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        present = [part for part in parts if name in part]
-        values = torch.stack([part[name] for part in present])
-        if name.startswith(("loss_", "num_")):
-            combined[name] = values.sum(0)
-        else:
-            combined[name] = _token_mean(values, present)
-    if "ESS" in combined:
-        # ESS = mean(r)^2 / mean(r^2): recover the mean square of each part.
-        ratio = torch.stack([part["ratio_mean"] for part in parts])
-        ess = torch.stack([part["ESS"] for part in parts])
-        fraction = combined["ratio_mean"].square() / _token_mean(ratio.square() / ess, parts)
-        combined["ESS"] = torch.where(combined["num_active_tokens"] > 0, fraction, 1.0)
-    return combined
-
-
-def _token_mean(values: Tensor, parts: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    weights = torch.stack([part["num_active_tokens"] for part in parts])
-    return (values * weights).sum(0) / weights.sum(0).clamp(min=1)
-
-
-def loss_output(kind: type[Output]) -> type[Output]:
-    """Class decorator: an output shows its values, and reduces to its objective."""
-    # loss.mean(reduce=True) is TorchRL's idiom for what to differentiate.
-    # TensorClass gives its own text and docstring; the class keeps a copy of what it says itself.
-    own = {name: _reduction(name, getattr(kind, name)) for name in ("mean", "sum")}
-    for key, value in {**own, "__repr__": _shown, "__doc__": vars(kind)["_documentation"]}.items():
-        setattr(kind, key, value)
-    return kind
-
-
-def _reduction(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    def reduction(output: Any, *args: Any, reduce: bool | None = None, **options: Any) -> Any:
-        if reduce:
-            return getattr(output.total(), name)(*args, **options)
-        return plain(output, *args, reduce=reduce, **options)
-
-    reduction.__name__ = name
-    reduction.__doc__ = f"With ``reduce=True`` the {name} of the objective; else of each entry."
-    return reduction
-
-
-def _shown(output: TensorClass) -> str:
-    entries = ", ".join(
-        f"{key}={value.item():.6g}" if value.numel() == 1 else f"{key}=[{value.numel()} values]"
-        for key, value in output.items()
-        if isinstance(value, Tensor)
-    )
-    return f"{type(output).__name__}({entries})"
-
-
-@loss_output
-class GRPOLossOutput(LossTerms, TensorClass["nocast"]):
-    """Terms and metrics of :class:`~objectives.GRPOLoss`.
-
-    All are scalars, ``[]``; with ``aggregation="none"`` the policy term and the KL terms are
-    ``[K]``, one value per trained token. Metrics are detached, and over the trained tokens of the
-    call; :meth:`combine` gives those of a window.
-
-    Example:
-        >>> from tensordict import lazy_stack
-        >>> from objectives import GRPOLoss
-        >>> from torchrl_modules import TransformersWrapper
-        >>> from torchrl_modules.tiny_model import tiny_qwen3
-        >>> row = TensorDict({("tokens", "full"): torch.tensor([65, 66, 67])})  # [T]
-        >>> row["masks", "all_assistant_mask"] = torch.tensor([False, True, True])
-        >>> row["log_probs", "full"], row["advantage"] = torch.full((3,), -5.0), torch.ones(1, 1)
-        >>> loss = GRPOLoss(TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer))
-        >>> outputs = [loss(lazy_stack([row])), loss(lazy_stack([row, row]))]
-        >>> outputs[0].total().shape  # what to call backward on
-        torch.Size([])
-        >>> whole = GRPOLossOutput.combine(outputs)
-        >>> whole.num_sequences, whole.num_active_tokens
-        (tensor(3.), tensor(6.))
-    """
-
-    _documentation = __doc__
-
-    loss_objective: Tensor
-    """The policy term."""
-    clip_fraction: Tensor
-    """Tokens that the clip leaves without gradient."""
-    clip_fraction_low: Tensor
-    """Of them, bad tokens with too low a ratio."""
-    clip_fraction_high: Tensor
-    """Of them, good tokens with too high a ratio."""
-    kl_approx: Tensor
-    """Mean of ``log pi_old - log pi``, in nats per token."""
-    ESS: Tensor
-    """Effective sample size of the ratios as a fraction of the tokens, in (0, 1]."""
-    ratio_mean: Tensor
-    """Mean ratio; 1 on policy."""
-    kept_fraction: Tensor
-    """Tokens that no filter took out of the policy term."""
-    signal_fraction: Tensor
-    """Tokens whose advantage is not 0; where it is 0, only KL and entropy terms have a gradient."""
-    num_active_tokens: Tensor
-    """Trained tokens of this call."""
-    num_sequences: Tensor
-    """Rows of this call."""
-    num_rows_left_out: Tensor
-    """Of them, those that no policy can have sampled with the log-probs that they hold (NaN,
-    infinite or positive); nothing of them is trained."""
-    entropy: Tensor | None = None
-    """Mean entropy in nats, where it was asked for."""
-    loss_entropy: Tensor | None = None
-    loss_kl_to_ref: Tensor | None = None
-    kl_to_ref: Tensor | None = None
-    """Mean KL estimate to the reference, in nats per token."""
-    loss_kl_to_inference: Tensor | None = None
-    kl_to_inference: Tensor | None = None
-    """Mean KL estimate to the policy that sampled, in nats per token."""
-    sampler_gap: Tensor | None = None
-    """Mean absolute gap between the trainer's and the engine's log-probs, in nats per token."""
-    correction_fraction: Tensor | None = None
-    """Tokens whose sampler correction was truncated or masked."""
-
-
-@loss_output
-class SFTLossOutput(LossTerms, TensorClass["nocast"]):
-    """Terms and metrics of :class:`~objectives.SFTLoss`.
-
-    All are scalars, ``[]``; with ``aggregation="none"`` the terms are ``[K]``, one value per
-    trained token.
-    """
-
-    _documentation = __doc__
-
-    loss_sft: Tensor
-    num_active_tokens: Tensor
-    """Trained tokens of this call."""
-    num_sequences: Tensor
-    """Rows of this call."""
-    nll: Tensor
-    """Mean negative log-likelihood, in nats per token; detached."""
-    loss_kl_to_ref: Tensor | None = None
-    kl_to_ref: Tensor | None = None
-    """Mean KL estimate to the reference, in nats per token; detached."""
-
-
-@loss_output
-class DistillationLossOutput(LossTerms, TensorClass["nocast"]):
-    """Terms and metrics of :class:`~objectives.DistillationLoss`.
-
-    All are scalars, ``[]``; with ``aggregation="none"`` the term is ``[K]``, one value per
-    trained token.
-    """
-
-    _documentation = __doc__
-
-    loss_distill: Tensor
-    kl_to_teacher: Tensor
-    """Mean KL estimate, in nats per token; detached."""
-    num_active_tokens: Tensor
-    """Trained tokens of this call."""
-    num_sequences: Tensor
-    """Rows of this call."""
-
-
-# What the losses over tokens share: read a batch once, score its trained tokens, reduce.
-#
-# Shape legend: B rows, N tokens of all of them, K trained tokens.
-
-
-class Window(NamedTuple):
-    """The counts of one optimizer step, whatever it is split into.
-
-    Pass it to each micro-batch's loss, add their gradients up, and the sum is the gradient of the
-    whole. ``loss.measure_window(parts, ranks=ranks)`` gives the counts of all ranks, divided by
-    their number because the mean of their gradients is taken.
-
-    Example:
-        >>> Window.of([Window(3.0, 1.0), Window(5.0, 2.0)])[:2]
-        (8.0, 3.0)
-    """
-
-    num_active_tokens: float
-    """Trained tokens."""
-    num_sequences: float
-    """Rows, also those without a trained token."""
-    entropy_threshold: float | None = None
-    """In nats; ``TokenFilters(top_entropy_fraction=...)`` needs it, so that all parts filter alike.
-    ``GRPOLoss.measure_window`` takes it when that filter is on."""
-    sampler_weight_mean: float | None = None
-    """Over the trained tokens; ``SamplerCorrection(normalize=True)`` divides by it.
-    ``GRPOLoss.measure_window`` takes it then."""
-
-    @classmethod
-    def of(cls, windows: Iterable[Window]) -> Window:
-        """Add windows up.
-
-        Args:
-            windows: of the micro-batches, or of the processes.
-
-        Returns:
-            The sum of their counts, and the mean of their means. Quantiles do not add up: the
-            entropy threshold is theirs where all have the same, and None where they differ.
-        """
-        windows = list(windows)
-        tokens = sum(window.num_active_tokens for window in windows)
-        sequences = sum(window.num_sequences for window in windows)
-        thresholds = {window.entropy_threshold for window in windows}
-        weights = [w.sampler_weight_mean for w in windows if w.sampler_weight_mean is not None]
-        mean = None
-        if weights and len(weights) == len(windows):
-            total = sum(
-                w * each.num_active_tokens for w, each in zip(weights, windows, strict=True)
-            )
-            mean = total / tokens if tokens else 1.0
-        return cls(tokens, sequences, thresholds.pop() if len(thresholds) == 1 else None, mean)
-
-    def check(self, num_active_tokens: int, num_sequences: int, who: str) -> Window:
-        """Check the counts beside those of a part of the window.
-
-        Args:
-            num_active_tokens: trained tokens of the part.
-            num_sequences: its rows.
-            who: the loss, for the message.
-
-        Returns:
-            The window to divide by; a count of 0, of nothing, is 1.
-
-        Raises:
-            ValueError: a count is negative or not finite, or 0 though the part has some.
-        """
-        for name, found, part in (
-            ("num_active_tokens", self.num_active_tokens, num_active_tokens),
-            ("num_sequences", self.num_sequences, num_sequences),
-        ):
-            if not 0 <= found < math.inf or (found == 0 and part):
-                raise ValueError(
-                    f"{who}: the window has {name}={found}, but the batch at hand has {part} of "
-                    "them. Measure the window over all of its batches: measure_window(...)."
-                )
-        return self._replace(
-            num_active_tokens=self.num_active_tokens or 1, num_sequences=self.num_sequences or 1
-        )
-
+from .loss_output import Output
+from .window import Window
 
 Keys = TypeVar("Keys", bound=TokenKeys)
 _LOG: Final = logging.getLogger(__name__)
+
+
+def aggregation_name(aggregation: str) -> F.Aggregation:
+    """The name of an aggregation, from it or from TorchRL's name."""
+    theirs: dict[str, F.Aggregation] = {"prompt_mean": "sequence_mean"}
+    return one_of("aggregation", aggregation, F.AGGREGATIONS, theirs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions:
+    """Options of a loss over tokens, checked when they are made.
+
+    Args:
+        aggregation: ``"token_mean"``, ``"sequence_mean"`` (TorchRL's ``"prompt_mean"``),
+            ``"fixed_length"``, ``"sequence_sum"``; ``"none"`` gives ``[K]`` values.
+        max_tokens: what ``"fixed_length"`` divides by.
+        masking_strategy: ``"assistant"``: what the policy sampled; ``"response"``: everything
+            from the first sampled token on; ``"all"``. (TorchRL: ``"rlhf"``, ``"sft"``,
+            ``"generic"``.)
+        temperature: the logits are divided by it.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or cannot take effect with the others.
+    """
+
+    aggregation: str = "token_mean"
+    max_tokens: int | None = None
+    masking_strategy: str = "assistant"
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        resolve_masking_strategy(self.masking_strategy)
+        check_numbers("", POSITIVE, temperature=self.temperature)
+        fixed = self.named_aggregation == "fixed_length"
+        if fixed != (self.max_tokens is not None):
+            raise ValueError(
+                "max_tokens goes with aggregation 'fixed_length': give both or none, got "
+                f"aggregation={self.aggregation!r} and max_tokens={self.max_tokens}."
+            )
+        check_counts(max_tokens=self.max_tokens)
+
+    @property
+    def named_aggregation(self) -> F.Aggregation:
+        """The aggregation by its own name, without aliases."""
+        return aggregation_name(self.aggregation)
 
 
 def scorer_device(actor: object) -> torch.device | None:

@@ -1,0 +1,155 @@
+"""Distillation of a teacher from the log-probs of single tokens.
+
+Shape legend: B rows, K trained tokens of all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tensordict import TensorClass
+from torch import Tensor
+
+from objectives import functional as F
+from objectives.batching.loss_keys import DistillationLossKeys
+from objectives.batching.packed_batch import Entries, PackedBatch
+from torchrl_data.checks import one_of
+from torchrl_data.token_scorer import TokenScorer, TokenScores
+
+from .loss_output import LossTerms, loss_output, make_output
+from .token_loss import TokenLoss, TokenOptions
+from .window import Window
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationOptions(TokenOptions):
+    """Options of :class:`~objectives.DistillationLoss`, checked when they are made.
+
+    Args:
+        aggregation: see :class:`~objectives.DistillationLoss`.
+        max_tokens: what ``"fixed_length"`` divides by.
+        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``.
+        temperature: the student's logits are divided by it.
+        kl_direction: ``"reverse"`` or ``"forward"``.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
+
+    Example:
+        >>> DistillationOptions(kl_direction="forward").temperature
+        1.0
+    """
+
+    temperature: float | None = 1.0
+    kl_direction: F.KLDirection | str = "reverse"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("kl_direction", self.kl_direction, F.KL_DIRECTIONS)
+
+
+@loss_output
+class DistillationLossOutput(LossTerms, TensorClass["nocast"]):
+    """Terms and metrics of :class:`~objectives.DistillationLoss`.
+
+    All are scalars, ``[]``; with ``aggregation="none"`` the term is ``[K]``, one value per
+    trained token.
+    """
+
+    _documentation = __doc__
+
+    loss_distill: Tensor
+    kl_to_teacher: Tensor
+    """Mean KL estimate, in nats per token; detached."""
+    num_active_tokens: Tensor
+    """Trained tokens of this call."""
+    num_sequences: Tensor
+    """Rows of this call."""
+
+
+class DistillationLoss(TokenLoss[DistillationLossKeys, DistillationLossOutput]):
+    """KL to a teacher, estimated (k3) on tokens that the student or the teacher sampled.
+
+    For a divergence over the whole vocabulary see
+    :func:`~objectives.functional.generalized_jsd`.
+
+    Args:
+        actor_network: the student; scores packed tokens.
+        kl_direction: ``"reverse"``: KL(student || teacher), for tokens that the student sampled;
+            ``"forward"``: KL(teacher || student), for tokens that the teacher sampled.
+        aggregation: ``"token_mean"``, ``"sequence_mean"``, ``"sequence_sum"``,
+            ``"fixed_length"``, or ``"none"``, which gives ``[K]`` values.
+        max_tokens: what ``"fixed_length"`` divides by.
+        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``, as for ``GRPOLoss``.
+        temperature: the student's logits are divided by it, as the teacher's were.
+        read: entry names.
+        allow_empty: a batch without a trained token has loss 0; otherwise it raises.
+
+    Raises:
+        TypeError: the actor cannot score.
+        ValueError: an option is unknown or out of range.
+
+    See Also:
+        Agarwal et al., 2024, arXiv:2306.13649.
+
+    Example:
+        >>> import math
+        >>> from tensordict import lazy_stack
+        >>> from torchrl_modules import TransformersWrapper
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> model = tiny_qwen3(len(tokenizer))
+        >>> _ = torch.nn.init.zeros_(model.lm_head.weight)  # all tokens are equally likely
+        >>> row = TensorDict({("tokens", "full"): torch.tensor([65, 66])})  # [T]
+        >>> row["masks", "all_assistant_mask"] = torch.tensor([False, True])
+        >>> teacher = torch.full((2,), math.log(2 / len(tokenizer)))
+        >>> row["next", "teacher_log_probs", "full"] = teacher
+        >>> loss = DistillationLoss(TransformersWrapper(model, tokenizer=tokenizer))
+        >>> loss(lazy_stack([row])).total().detach()  # k3 of a ratio of 2: 2 - 1 - log 2
+        tensor(0.3069)
+    """
+
+    option_type = DistillationOptions
+    key_type = DistillationLossKeys
+    output_type = DistillationLossOutput
+
+    def __init__(
+        self,
+        actor_network: TokenScorer,
+        *,
+        kl_direction: F.KLDirection | str = "reverse",
+        aggregation: str = "token_mean",
+        max_tokens: int | None = None,
+        masking_strategy: str = "assistant",
+        temperature: float = 1.0,
+        read: DistillationLossKeys | None = None,
+        allow_empty: bool = False,
+    ) -> None:
+        settings = {
+            "kl_direction": kl_direction,
+            "aggregation": aggregation,
+            "max_tokens": max_tokens,
+            "masking_strategy": masking_strategy,
+            "temperature": temperature,
+        }
+        read = read or DistillationLossKeys()
+        super().__init__(actor_network, settings, read=read, allow_empty=allow_empty)
+
+    def _entries(self) -> Entries:
+        teacher = self.read.teacher_log_probs
+        return Entries({"teacher_log_probs": teacher}, {})
+
+    def of_scores(
+        self, batch: PackedBatch, scores: TokenScores, window: Window
+    ) -> DistillationLossOutput:
+        """See the base class."""
+        log_prob = scores.log_prob
+        batch = batch.targets_on(log_prob.device)
+        teacher = batch.entries["teacher_log_probs"].to(log_prob.dtype)
+        kl = F.sampled_distillation(log_prob, teacher, direction=self.options.kl_direction)
+        terms = {
+            "loss_distill": self._reduce(kl, batch, window),
+            "kl_to_teacher": F.token_mean(kl.detach()),
+            "num_active_tokens": kl.detach().new_full((), batch.num_targets),
+            "num_sequences": kl.detach().new_full((), batch.num_rows),
+        }
+        return make_output(DistillationLossOutput, terms)

@@ -1,0 +1,272 @@
+"""The options of the GRPO loss: one frozen record that checks itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from numbers import Real
+from typing import Any, Final, Literal, TypedDict
+
+from objectives import functional as F
+from torchrl_data.checks import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    check_names,
+    check_numbers,
+    check_type,
+    one_of,
+    pair,
+)
+
+from .sampler_correction import SamplerCorrection
+from .surrogates import (
+    SURROGATES,
+    ClippedSurrogate,
+    SurrogateFunction,
+    SurrogateSettings,
+    surrogate_inputs,
+    takes_clip,
+    try_surrogate,
+)
+from .token_filters import TokenFilters
+from .token_loss import TokenOptions
+
+ClipEpsilon = float | tuple[float, float]
+OldPolicy = Literal["sampler", "recomputed", "current"]
+OLD_POLICIES: Final[tuple[OldPolicy, ...]] = ("sampler", "recomputed", "current")
+
+
+class GRPOSettings(TypedDict, total=False):
+    """The keyword arguments of :class:`~objectives.GRPOLoss`, see :class:`GRPOOptions`."""
+
+    clip_epsilon: ClipEpsilon | None
+    surrogate: str | SurrogateSettings | SurrogateFunction
+    ratio_level: F.RatioLevel | str
+    aggregation: str
+    max_tokens: int | None
+    masking_strategy: str
+    kl_to_ref_coeff: float | None
+    kl_to_inference_coeff: float | None
+    kl_estimator: F.KLEstimator | str | None
+    kl_bias_correction: bool
+    entropy_bonus: bool
+    entropy_coeff: float | None
+    filters: TokenFilters | None
+    kl_mask_threshold: float | None
+    temperature: float | None
+    old_policy: OldPolicy | str
+    sampler_correction: SamplerCorrection | None
+    skip_rows_without_signal: bool
+    teacher_coeff: float | None
+    advantage_coeff: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOOptions(TokenOptions):
+    """The options of :class:`~objectives.GRPOLoss`, checked when they are made.
+
+    Args:
+        aggregation: ``"token_mean"``, ``"sequence_mean"`` (TorchRL's ``"prompt_mean"``),
+            ``"fixed_length"``, ``"sequence_sum"``; ``"none"`` gives ``[K]`` values.
+        max_tokens: what ``"fixed_length"`` divides by.
+        masking_strategy: ``"assistant"``: what the policy sampled; ``"response"``: everything
+            from the first sampled token on; ``"all"``. (TorchRL: ``"rlhf"``, ``"sft"``,
+            ``"generic"``.) A token that was not sampled has no behaviour log-prob and counts as
+            on policy.
+        temperature: that of the sampling, so that the ratio compares like with like; None takes
+            the actor's own (``actor_network.temperature``), or 1 where it has none.
+        clip_epsilon: the ratio is clipped to ``[1 - low, 1 + high]``; one number for both, or the
+            pair. None is the surrogate's default: 0.2 for ``"clipped"``.
+        surrogate: ``"clipped"``, ``"cispo"``, ``"sapo"``, ``"vespo"``, ``"gmpo"``,
+            ``"divergence"``; settings such as ``CispoSurrogate(max_ratio=5.0)``; or a function of
+            your own, see :class:`PolicyTokens` and :func:`reads`.
+        ratio_level: ``"token"``, ``"sequence"`` (GSPO) or ``"sequence_token"``.
+        kl_to_ref_coeff: weight of the KL to the reference; None or 0 for none.
+        kl_to_inference_coeff: weight of the KL to the policy that sampled; None or 0 for none.
+        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``; None is ``"k3"``.
+        kl_bias_correction: multiply the KL to the reference by the importance ratio.
+        entropy_bonus: reward entropy, and report it.
+        entropy_coeff: weight of the entropy bonus; None is 0.01.
+        filters: which tokens the policy term leaves out.
+        kl_mask_threshold: short for ``TokenFilters(trust_region=...)``, in nats.
+        old_policy: what the ratio's denominator is: ``"sampler"``, the log-probs stored when the
+            tokens were sampled; ``"recomputed"``, the trainer's own from before the update;
+            ``"current"``, this very call's (one update per batch).
+        sampler_correction: settings; weighs tokens by ``pi_old / pi_sampler``, for
+            ``old_policy`` other than ``"sampler"``.
+        skip_rows_without_signal: do not score rows whose advantage is 0; metrics then leave them
+            out, the loss is the same.
+        teacher_coeff: weight of ``log q - log pi`` of each token, q the teacher, which is added to
+            its advantage: on-policy distillation; None for none.
+        advantage_coeff: weight of the batch's own advantage beside it; with 0 it is not read.
+
+    Raises:
+        TypeError: settings are of another class.
+        ValueError: an option is unknown, out of range, or cannot take effect with the others.
+    """
+
+    clip_epsilon: ClipEpsilon | None = None
+    surrogate: str | SurrogateSettings | SurrogateFunction = "clipped"
+    ratio_level: F.RatioLevel | str = "token"
+    kl_to_ref_coeff: float | None = None
+    kl_to_inference_coeff: float | None = None
+    kl_estimator: F.KLEstimator | str | None = None
+    kl_bias_correction: bool = False
+    entropy_bonus: bool = False
+    entropy_coeff: float | None = None
+    filters: TokenFilters | None = None
+    kl_mask_threshold: float | None = None
+    old_policy: OldPolicy | str = "sampler"
+    sampler_correction: SamplerCorrection | None = None
+    skip_rows_without_signal: bool = False
+    teacher_coeff: float | None = None
+    advantage_coeff: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("ratio_level", self.ratio_level, F.RATIO_LEVELS)
+        one_of("old_policy", self.old_policy, OLD_POLICIES)
+        check_numbers(
+            "",
+            NOT_NEGATIVE,
+            kl_to_ref_coeff=self.kl_to_ref_coeff,
+            kl_to_inference_coeff=self.kl_to_inference_coeff,
+            entropy_coeff=self.entropy_coeff,
+            advantage_coeff=self.advantage_coeff,
+        )
+        check_numbers("", POSITIVE, teacher_coeff=self.teacher_coeff)
+        if not self.advantage_coeff and self.teacher_coeff is None:
+            raise ValueError("advantage_coeff=0 leaves no advantage: give teacher_coeff too.")
+        check_type("filters", self.filters, TokenFilters)
+        check_type("sampler_correction", self.sampler_correction, SamplerCorrection)
+        region = None if self.filters is None else self.filters.trust_region
+        if None not in (self.kl_mask_threshold, region):
+            raise ValueError(
+                f"kl_mask_threshold={self.kl_mask_threshold} and filters.trust_region={region} are "
+                "one option: give one."
+            )
+        self._check_ratio()
+        one_of("kl_estimator", self.kl_estimator or "k3", F.KL_ESTIMATORS)
+        # A coefficient of 0 may be a value of a schedule, which comes to another one.
+        if self.kl_estimator and self.kl_to_ref_coeff is None is self.kl_to_inference_coeff:
+            raise ValueError(
+                f"kl_estimator={self.kl_estimator!r} has no effect without kl_to_ref_coeff or "
+                "kl_to_inference_coeff."
+            )
+        if self.kl_bias_correction and self.kl_to_ref_coeff is None:
+            raise ValueError("kl_bias_correction has no effect without kl_to_ref_coeff.")
+        if self.entropy_coeff is not None and not self.entropy_bonus:
+            raise ValueError(
+                f"entropy_coeff={self.entropy_coeff} has no effect without entropy_bonus=True."
+            )
+        filters = self.all_filters()
+        if self.skip_rows_without_signal and self.has_penalty:
+            raise ValueError(
+                "skip_rows_without_signal drops rows that a KL, entropy or teacher term would "
+                "still move: switch one of them off."
+            )
+        if self.skip_rows_without_signal and filters.top_entropy_fraction is not None:
+            raise ValueError(
+                "skip_rows_without_signal does not score rows that top_entropy_fraction counts: "
+                "switch one of them off."
+            )
+
+    def all_filters(self) -> TokenFilters:
+        """The filters, with TorchRL's name for one of them."""
+        filters = self.filters or TokenFilters()
+        if self.kl_mask_threshold is None:
+            return filters
+        return replace(filters, trust_region=self.kl_mask_threshold)
+
+    def surrogate_function(self) -> SurrogateFunction:
+        """The surrogate with its settings and the clip bounds."""
+        settings = self.surrogate
+        if isinstance(settings, str):
+            settings = SURROGATES[one_of("surrogate", settings, tuple(SURROGATES))]()
+        clip = self.clip_epsilon
+        function = settings.bind() if isinstance(settings, SurrogateSettings) else settings
+        if clip is None:
+            return function
+        if not takes_clip(settings):
+            raise ValueError(
+                f"clip_epsilon={self.clip_epsilon} has no effect on surrogate {self.surrogate!r}: "
+                "give it settings with a bound of its own, and leave clip_epsilon out."
+            )
+        if {"clip_low", "clip_high"} & getattr(function, "keywords", {}).keys():
+            raise ValueError(
+                f"clip_epsilon={self.clip_epsilon} and {settings} both give the clip bounds: give "
+                "them once."
+            )
+        low, high = pair("clip_epsilon", (clip, clip) if isinstance(clip, Real) else clip)
+        if isinstance(settings, SurrogateSettings):
+            return replace(settings, clip_low=low, clip_high=high).bind()  # type: ignore[call-arg]
+        return partial(function, clip_low=low, clip_high=high)
+
+    def _check_ratio(self) -> None:
+        if not callable(self.surrogate) and not isinstance(self.surrogate, SurrogateSettings | str):
+            raise TypeError(
+                f"surrogate takes one of {tuple(SURROGATES)}, settings such as "
+                f"ClippedSurrogate(...), or a function, got {self.surrogate!r}."
+            )
+        function = self.surrogate_function()
+        inputs = surrogate_inputs(function)
+        if not isinstance(self.surrogate, SurrogateSettings | str):  # which are tried themselves
+            try_surrogate(function)
+        if inputs & {"lengths", "behavior_log_prob"} and self.ratio_level != "token":
+            raise ValueError(
+                f"surrogate {self.surrogate!r} has a ratio of its own: leave ratio_level at "
+                f"'token', got {self.ratio_level!r}."
+            )
+        if self.sampler_correction is not None and self.old_policy == "sampler":
+            raise ValueError(
+                "sampler_correction weighs by pi_old / pi_sampler, which is 1 for "
+                "old_policy='sampler': set old_policy to 'recomputed' or 'current'."
+            )
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether a term moves the policy also where the batch's advantage is 0."""
+        kl = self.kl_to_ref_coeff or self.kl_to_inference_coeff
+        return bool(kl or self.entropy_bonus or self.teacher_coeff)
+
+
+def options_of(
+    who: str, preset: GRPOSettings, options: GRPOOptions | None, settings: Mapping[str, Any]
+) -> GRPOOptions:
+    """The options of a loss from what it was given."""
+    check_names(who, settings, [field.name for field in fields(GRPOOptions)])
+    check_type("options", options, GRPOOptions, who=who)
+    if options is not None:
+        if preset:
+            raise ValueError(
+                f"{who} is GRPOLoss with options of its own ({dict(preset)}): give options= to "
+                "GRPOLoss, or single ones here."
+            )
+        return replace(options, **settings)
+    merged: dict[str, Any] = {**preset, **settings}
+    # The preset's clip bounds give way to another surrogate, unless that leaves its own open.
+    if "surrogate" in settings and "clip_epsilon" not in settings:
+        chosen = settings["surrogate"]
+        unbounded = (
+            isinstance(chosen, ClippedSurrogate) and chosen.clip_low is None is chosen.clip_high
+        )
+        if chosen != "clipped" and not unbounded:
+            merged.pop("clip_epsilon", None)
+    return GRPOOptions(**merged)
+
+
+def signature_with(preset: GRPOSettings, *, method: bool = False) -> inspect.Signature:
+    """The signature that a loss shows: every option with its default, instead of ``**settings``."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    positional = ["self", "actor_network"] if method else ["actor_network"]
+    shown = [
+        *(inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in positional),
+        inspect.Parameter("options", keyword, default=None, annotation="GRPOOptions | None"),
+        inspect.Parameter("read", keyword, default=None, annotation="GRPOLossKeys | None"),
+    ]
+    for field in fields(GRPOOptions):
+        default = preset.get(field.name, field.default)
+        shown.append(inspect.Parameter(field.name, keyword, default=default, annotation=field.type))
+    return inspect.Signature(shown)

@@ -1,0 +1,1 @@
+"""Models, as the settings describe them: where they are read, loaded, adapted and sampled."""

@@ -1,0 +1,201 @@
+"""The actor that is trained and the policy that samples, from the settings."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from torchrl_agents.settings.command_line import num_ranks
+from torchrl_agents.settings.schema import (
+    PolicyConfig,
+    RecipeConfig,
+    RolloutsConfig,
+    SettingsError,
+    TrainingConfig,
+    collects_on_ray,
+    refusing,
+)
+from torchrl_data import page
+from torchrl_envs.tasks.task import Task
+from torchrl_modules import TransformersWrapper
+from torchrl_modules.engines.transformers import TransformersEngine
+from torchrl_modules.model_splits import plans_of
+from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
+from torchrl_modules.weights.quantized_weights import quantization_of
+
+from .chat_server_policy import ChatServerPolicy
+from .loading import load_model, load_processor, load_tokenizer
+from .policy_arguments import wrapper_arguments
+from .sources import model_source, task_tokenizer
+from .vllm_policy import vllm_policy
+
+
+def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
+    """The actor that is trained and the policy that samples.
+
+    With Transformers they are one, so that the weights are there once (a streaming collector makes
+    a copy to draw from); vLLM has its own copy, which every update replaces. On Ray collectors have
+    policies of their own, and what this process samples, to test the model, it samples from that.
+
+    Args:
+        cfg: the settings.
+        task: for the embedded model, and the tokenizer beside a server.
+
+    Returns:
+        A :class:`TransformersWrapper` and a :class:`LLMWrapperBase`; the second alone, after
+        ``None``, where nothing is trained and an engine has the model.
+
+    Raises:
+        SettingsError: the model can't be loaded, or used as the settings say.
+    """
+    if cfg.engine.name == "chat":
+        # What it says is written down in tokens that are not its own.
+        arguments = wrapper_arguments(cfg.policy, task_tokenizer(task))
+        url, model = cast("str", cfg.engine.url), cast("str", cfg.policy.model)
+        with refusing("engine=chat"):
+            return None, ChatServerPolicy(url, model, **arguments)
+    is_vllm = cfg.engine.name == "vllm" and not collects_on_ray(cfg)
+    with model_source(cfg, task) as source:
+        if is_vllm and not isinstance(cfg, TrainingConfig):
+            tokenizer = load_tokenizer(cfg.policy, source)
+            return None, vllm_policy(cfg, source, tokenizer, load_processor(cfg.policy, source))
+        model, tokenizer = load_model(cfg.policy, source, images=True)
+        processor = load_processor(cfg.policy, source)
+        check_images(cfg, processor)
+        _check_quantization(cfg, model)
+        check_split(cfg, model)
+        with refusing(f"policy.model={source!r} can't be used so"):
+            actor = transformers_policy(cfg, model, tokenizer, processor=processor)
+        if not is_vllm:
+            return actor, actor
+        sampler = vllm_policy(cfg, source, tokenizer, processor)
+        warn_of_other_dtype(actor, sampler)
+        return actor, sampler
+
+
+def _check_quantization(cfg: RecipeConfig, model: PreTrainedModel) -> None:
+    kind = quantization_of(model)
+    if kind is None or not isinstance(cfg, TrainingConfig):
+        return
+    who = f"policy.model={cfg.policy.model}"
+    if kind != "4bit":
+        raise SettingsError(
+            f"{who} has weights that {kind} quantised, over which nothing is trained here. Give "
+            "whole weights; policy.load_in_4bit=true keeps them in 4 bits."
+        )
+    if cfg.policy.lora_rank is None:
+        raise SettingsError(f"{who} has weights of 4 bits: train adapters, policy.lora_rank=16.")
+
+
+def check_images(cfg: RecipeConfig, processor: Any) -> None:
+    """Check that a model that reads images can be trained so.
+
+    Args:
+        cfg: the settings.
+        processor: of the model; ``None`` of one that reads no images.
+
+    Raises:
+        SettingsError: it can't.
+    """
+    if processor is None:
+        return
+    policy = cfg.policy
+    faults = {
+        "policy.lora_rank": policy.lora_rank is not None,
+        "policy.load_in_4bit": policy.load_in_4bit,
+        "policy.add_control_tokens": policy.add_control_tokens,
+        f"{num_ranks()} ranks": num_ranks() > 1,
+    }
+    if isinstance(cfg, RolloutsConfig):
+        collector, streams = cfg.collector, cfg.collector.mode == "streaming"
+        by_transformers, in_turn = cfg.engine.name == "transformers", collector.max_staleness == 0
+        faults |= {
+            "collector=ray": collects_on_ray(cfg),
+            "collector.verify_every": bool(collector.verify_every),
+            "collector=streaming and engine=transformers": streams and by_transformers,
+            "collector=streaming and collector.max_staleness=0": streams and in_turn,
+        }
+    for setting, is_set in faults.items():
+        if is_set:
+            raise SettingsError(
+                f"policy.model={policy.model} is a vision-language model, which is not trained "
+                f"with {setting}. See {page('docs/images.md')}."
+            )
+
+
+def check_split(cfg: RecipeConfig, model: PreTrainedModel) -> None:
+    """Check that ranks can compute parts of a layer of the model, where the settings want it.
+
+    Args:
+        cfg: the settings.
+        model: with weights or without.
+
+    Raises:
+        SettingsError: they can't.
+    """
+    if not isinstance(cfg, TrainingConfig) or not cfg.train.splits_model:
+        return
+    with refusing(f"policy.model={cfg.policy.model}"):
+        plans_of(
+            model,
+            tensor_parallel_size=cfg.train.tensor_parallel_size,
+            expert_parallel_size=cfg.train.expert_parallel_size,
+            num_ranks=num_ranks(),
+            who="train",
+        )
+
+
+def transformers_policy(
+    cfg: RecipeConfig,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    generate: bool = True,
+    processor: Any = None,
+) -> TransformersWrapper:
+    """A policy over a model that is there, as the settings say.
+
+    Args:
+        cfg: the settings.
+        model: with its wrappers.
+        tokenizer: its tokenizer.
+        generate: whether it samples.
+        processor: of a model that reads images.
+
+    Raises:
+        ValueError: the model can't be used so.
+    """
+    train = cfg.train if isinstance(cfg, TrainingConfig) else None
+    autocast = train is not None and train.autocast
+    arguments = wrapper_arguments(cfg.policy, tokenizer)
+    if isinstance(cfg, RolloutsConfig) and cfg.record.kept_counts:
+        arguments["generate_kwargs"] = replace(arguments["generate_kwargs"], kept_counts=True)
+    return TransformersWrapper(
+        model,
+        generate=generate,
+        max_model_len=cfg.policy.max_model_len,
+        autocast_dtype=torch.bfloat16 if autocast else None,
+        compile_layers=None if train is None else train.compile_layers,
+        batch_invariant=cfg.engine.batch_invariant and cfg.engine.name == "transformers",
+        processor=processor,
+        **arguments,
+    )
+
+
+def set_generation(cfg: PolicyConfig, policy: TransformersWrapper) -> TransformersWrapper:
+    """Let the model, once saved, sample as it did here, and stop where it did."""
+    settings = cast("TransformersEngine", policy.engine).inside.generation_config
+    assert settings is not None
+    settings._from_model_config = False  # or Transformers makes them anew
+    settings.update(
+        do_sample=True,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        max_new_tokens=policy.sampling.max_new_tokens,
+        eos_token_id=list(policy.sampling.stop_token_ids or ()) or settings.eos_token_id,
+        pad_token_id=policy.tokenizer.pad_token_id,
+    )
+    return policy

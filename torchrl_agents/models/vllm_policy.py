@@ -1,0 +1,131 @@
+"""A policy over vLLM: in this process, at servers that run, or at servers started here."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, RolloutsConfig, refusing
+from torchrl_modules import EngineFleet, LLMWrapperBase
+from torchrl_modules.vllm.runtime import import_vllm, request_batch_invariance
+from torchrl_modules.vllm.settings import ADAPTER_RANKS, mask_settings
+
+from .loading import load_tokenizer
+from .policy_arguments import wrapper_arguments
+from .sources import Source, files_of, folder_of, model_files, model_folder
+
+
+def vllm_policy(
+    cfg: RecipeConfig, source: str, tokenizer: PreTrainedTokenizerBase, processor: Any = None
+) -> LLMWrapperBase:
+    """A policy over vLLM.
+
+    Args:
+        cfg: the settings.
+        source: hub id or folder of the model.
+        tokenizer: its tokenizer.
+        processor: of a model that reads images.
+
+    Raises:
+        SettingsError: no server answers, or the engine can't be made so.
+    """
+    from torchrl_modules import vLLMWrapper
+
+    arguments = wrapper_arguments(cfg.policy, tokenizer)
+    engine_kwargs = _engine_kwargs(cfg)
+    if cfg.engine.starts_servers:
+        # The folder of an embedded model goes, and an engine may be started again.
+        kept = source if cfg.policy.model is not None else files_of(source)
+        devices, count = cfg.engine.devices, cfg.engine.num_engines
+        fleet = _started_fleet(kept, devices, count, engine_kwargs, processor)
+        return vLLMWrapper(fleet, **arguments)
+    where = list(cfg.engine.urls) or cfg.engine.url or source
+    with refusing("engine"):  # servers that run are asked
+        return vLLMWrapper(
+            where, engine_kwargs=engine_kwargs or None, processor=processor, **arguments
+        )
+
+
+def engines_of_collector(
+    cfg: RolloutsConfig, policy: LLMWrapperBase
+) -> Callable[[], LLMWrapperBase]:
+    """Factory of the policy of a collector on Ray: over servers of its own, on its node and GPUs.
+
+    Args:
+        cfg: the settings.
+        policy: over Transformers; has the model and its tokenizer.
+    """
+    given = cfg.policy.model
+    source: Source = model_files(policy) if given is None else model_folder(given)
+    if isinstance(source, str) and Path(source).is_dir():
+        source = str(Path(source).resolve())  # the collector's directory is another one
+    count = cfg.engine.num_engines // cfg.collector.num_collectors
+    return partial(_policy_of_collector, source, count, _engine_kwargs(cfg), cfg.policy)
+
+
+def _policy_of_collector(
+    source: Source, count: int, engine_kwargs: Mapping[str, Any], cfg: PolicyConfig
+) -> LLMWrapperBase:
+    from torchrl_modules import vLLMWrapper
+
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if len(visible) % count:
+        raise ValueError(
+            f"{count} engines of a collector share the GPUs that Ray gave it, {visible}. Give it "
+            f"a multiple of them: +collector.remote_config.num_gpus={count}."
+        )
+    with folder_of(source) as folder:
+        tokenizer = load_tokenizer(cfg, folder)
+    fleet = _started_fleet(source, visible, count, engine_kwargs)
+    return vLLMWrapper(fleet, **wrapper_arguments(cfg, tokenizer))
+
+
+def _started_fleet(
+    source: Source,
+    devices: Sequence[int | str],
+    count: int,
+    options: Mapping[str, Any],
+    processor: Any = None,
+) -> EngineFleet:
+    """Servers that are started here, each on its share of the devices."""
+    from torchrl_modules.vllm.bridges import OwnServerEngine
+
+    each = len(devices) // count
+    shares = [devices[i * each : (i + 1) * each] or None for i in range(count)]
+    servers = [partial(_server, source, devices=share, **options) for share in shares]
+    return EngineFleet([partial(OwnServerEngine, one, processor=processor) for one in servers])
+
+
+@contextmanager
+def _server(source: Source, **options: Any) -> Iterator[str]:
+    from torchrl_modules import start_server
+
+    with folder_of(source) as folder, start_server(folder, **options) as url:
+        yield url
+
+
+def _engine_kwargs(cfg: RecipeConfig) -> dict[str, Any]:
+    engine_kwargs = dict(cfg.engine.engine_kwargs)
+    if cfg.policy.sampling_mask:
+        if cfg.engine.batch_invariant and not cfg.engine.starts_servers:
+            request_batch_invariance(who="engine.batch_invariant")  # before vLLM is imported
+        is_cpu = import_vllm().current_platform.is_cpu()
+        engine_kwargs = {**mask_settings(is_cpu=is_cpu), **engine_kwargs}
+    if cfg.engine.batch_invariant:
+        engine_kwargs["batch_invariant"] = True
+    if cfg.engine.colocate and not (cfg.engine.url or cfg.engine.urls):
+        engine_kwargs["enable_sleep_mode"] = True
+    if cfg.policy.max_model_len is not None:
+        engine_kwargs.setdefault("max_model_len", cfg.policy.max_model_len)
+    if engine_kwargs.get("enable_lora"):
+        # An engine applies the adapters that are trained, of all versions that may be in flight.
+        trained = cfg.policy.lora_rank or 1
+        ranks = (rank for rank in ADAPTER_RANKS if rank >= trained)
+        engine_kwargs.setdefault("max_lora_rank", next(ranks, trained))
+        if isinstance(cfg, RolloutsConfig) and cfg.collector.mode != "sync":
+            engine_kwargs.setdefault("max_loras", cfg.collector.max_staleness + 2)
+    return engine_kwargs
