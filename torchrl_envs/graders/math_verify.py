@@ -87,7 +87,8 @@ class MathVerifyReward:
         """
         arguments = {"response": final_text(completion), "right": str(columns[self.answer_column])}
         try:
-            return float(self._processes.call("grade", arguments))
+            grade: Any = self._processes.call("grade", arguments)
+            return float(grade)
         except CallTimeoutError:
             self.num_timeouts += 1
             if self.timeout_reward is not None:
