@@ -1,9 +1,8 @@
 """The scheduler of vLLM with images that its workers can read again.
 
 vLLM 0.32 leaves the pixels out of a request that begins with a cached prefix with the image in it.
-Where the request is read from its beginning later, for new weights or because the cache was full,
-the scheduler asks a worker for what this image becomes, which it can't say, and the engine dies of
-an "Encoder cache miss".
+Where the request is read from its beginning later, for new weights say, the scheduler asks a worker
+for what this image becomes, which it can't say, and the engine dies of an "Encoder cache miss".
 """
 
 import copy

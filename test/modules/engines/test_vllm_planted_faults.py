@@ -2,6 +2,8 @@
 
 import asyncio
 import copy
+import itertools
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -137,23 +139,38 @@ def test_tokens_and_masks_of_others_are_named(drawn, verified):
     assert causes == [{Cause.TOKENS}, {Cause.MASK}]
 
 
-def test_a_cache_of_old_weights_is_named(vllm_engine, model, drawn, verified):
+def test_a_cache_of_old_weights_is_named(vllm_engine, model, drawn, verified, monkeypatch):
     """The update was told to keep what the weights before it had read."""
     (begun, _) = drawn()
     prompt = list(begun.ids[: begun.num_prompt_tokens])
     params = SamplingParameters(max_new_tokens=60, stop_token_ids=())
+    # Before the engine's thread draws: both take their numbers from the same generator.
+    new = moved(model, 2).state_dict()
+    llm_engine = vllm_engine._llm.llm_engine
+    reached, asked, numbers = threading.Event(), threading.Event(), itertools.count(1)
+
+    def step():
+        """The second one ends when the update is asked for, however slow that is."""
+        if next(numbers) == 2:
+            reached.set()
+            assert asked.wait(timeout=20)
+        return type(llm_engine).step(llm_engine)
 
     async def main():
         face = AsyncVLLMEngine(vllm_engine)
         async with face, face.submit(prompt, params) as stream:
-            async for _ in stream:
-                break
-            await face.update_weights(moved(model, 2).state_dict(), recompute=False)
+            assert await asyncio.to_thread(reached.wait, 20)
+            update = asyncio.create_task(face.update_weights(new, recompute=False))
+            await asyncio.sleep(0)  # it is asked for
+            asked.set()
+            await update
             return await stream.result()
 
-    told = asyncio.run(main())
+    with monkeypatch.context() as patch:
+        patch.setattr(llm_engine, "step", step)
+        told = asyncio.run(main())
     drawn_ids, spans = told.generation.ids, told.versions
-    assert len(spans) == 2
+    assert [(span.start, span.end) for span in spans] == [(0, 2), (2, 60)]
     versions = [1 + (t >= spans[1].start) for t in range(len(drawn_ids))]
     columns = {
         "ids": [*prompt, *drawn_ids],
