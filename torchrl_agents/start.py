@@ -55,16 +55,11 @@ from .parallel import follow, loading_device
 from .run import LastTestError, Run, claim_folder, remove
 from .run_log import RunLog
 from .settings.arguments import settings_text
-from .settings.command_line import check_rules, task_settings
-from .settings.schema import (
-    Recipe,
-    RecipeConfig,
-    RolloutsConfig,
-    SettingsError,
-    TrainingConfig,
-    collects_on_ray,
-    refusing,
-)
+from .settings.errors import SettingsError, refusing
+from .settings.recipe import Recipe
+from .settings.rules import check_rules
+from .settings.schema import RecipeConfig, RolloutsConfig, TrainingConfig, collects_on_ray
+from .settings.task_settings import task_settings
 from .setup import build_task, set_limits, tell_left_out
 from .stop_signals import StopSignals
 from .training import learn

@@ -79,7 +79,7 @@ class SessionRouter:
 
 Opener = Callable[[], AsyncEngine]
 _log = logging.getLogger(__name__)
-_SERVING: Final = (EngineState.HEALTHY, EngineState.SUSPECT)
+SERVING: Final = (EngineState.HEALTHY, EngineState.SUSPECT)
 _PROBE_TIMEOUT_S: Final = 5.0
 _RETRY_S: Final = 0.5
 _LONGEST_RETRY_S: Final = 30.0
@@ -446,7 +446,7 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
         its acknowledgement of them has come.
         """
         served = (member.known.served or 0 for member in self._members)
-        now = (each.engine.version for each in self._members if each.known.state in _SERVING)
+        now = (each.engine.version for each in self._members if each.known.state in SERVING)
         return max(self._version, self._drawn, *served, *now)
 
     def note_drawn(self, response: Generation) -> None:
@@ -686,7 +686,7 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
 
     async def _set_paused(self, paused: bool) -> None:
         self.is_paused = paused
-        members = [member for member in self._members if member.known.state in _SERVING]
+        members = [member for member in self._members if member.known.state in SERVING]
         await asyncio.gather(*(member.set_paused(paused) for member in members))
 
 

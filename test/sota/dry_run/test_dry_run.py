@@ -18,7 +18,8 @@ from transformers import AutoConfig
 from torchrl_agents import start
 from torchrl_agents.loggers import check_loggers
 from torchrl_agents.settings.command_line import read_command_line
-from torchrl_agents.settings.schema import LoggerConfig, SettingsError, TrainingConfig
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import LoggerConfig, TrainingConfig
 from torchrl_agents.start import run_recipe
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
