@@ -52,7 +52,7 @@ DOORS = {
 """Where a dependency that is heavy, or that not everyone has, is imported when the code runs."""
 
 MOST_BREACHES = {
-    "seams": 9,
+    "seams": 6,
     "legends_outside_docstrings": 2,
     "names_defined_twice": 17,
 }
