@@ -52,8 +52,8 @@ DOORS = {
 """Where a dependency that is heavy, or that not everyone has, is imported when the code runs."""
 
 MOST_BREACHES = {
-    "seams": 6,
-    "legends_outside_docstrings": 2,
+    "seams": 0,
+    "legends_outside_docstrings": 0,
     "names_defined_twice": 17,
 }
 """Breaches of order, see ``test/house/measures.py``. These may only go down."""
