@@ -1077,13 +1077,15 @@ def training(run: Run) -> None:
     if run.is_cuda:
         from torchrl_modules.compiled_layers import compile_layers
         from torchrl_modules.scoring import packed_attention as packed
+        from torchrl_modules.scoring import trie_attention as trie
 
         def without_flash() -> None:
-            flash, packed.has_flash_attention = packed.has_flash_attention, lambda *_: False
+            flash = trie.has_flash_attention
+            trie.has_flash_attention = packed.has_flash_attention = lambda *_: False
             try:
                 measure("ours, flex attention", ours)
             finally:
-                packed.has_flash_attention = flash
+                trie.has_flash_attention = packed.has_flash_attention = flash
 
         run.attempt("flex attention", without_flash)
         compile_layers(model, False)

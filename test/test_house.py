@@ -51,9 +51,9 @@ DOORS = {
 """Where a dependency that is heavy, or that not everyone has, is imported when the code runs."""
 
 MOST_BREACHES = {
-    "seams": 21,
-    "legends_outside_docstrings": 2,
-    "names_defined_twice": 18,
+    "seams": 0,
+    "legends_outside_docstrings": 0,
+    "names_defined_twice": 17,
 }
 """Breaches of order, see ``test/house/measures.py``. These may only go down."""
 SHARE_AWAY_FROM_HOME = 0.39

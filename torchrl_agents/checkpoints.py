@@ -19,7 +19,8 @@ from objectives import Ranks
 from .found_run import CHECKPOINTS
 from .rank_jobs import RankJob, tell
 from .run import Failures
-from .settings.schema import CheckpointConfig, SettingsError
+from .settings.errors import SettingsError
+from .settings.schema import CheckpointConfig
 
 _LOG = logging.getLogger("torchrl_agents")
 _UNCHANGED_BY_COLLECTING = ("model", "optimizer", "opponents", "reference")

@@ -34,13 +34,13 @@ from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase
 
 from .models.vllm_policy import engines_of_collector
-from .settings import schema
+from .settings.schema import CollectorConfig, RolloutsConfig, TrainingConfig
 
 _LOG = logging.getLogger("torchrl_agents")
 AnyCollector = LLMCollector | StreamingCollector | RayLLMCollector
 
 
-def staleness_of(cfg: schema.CollectorConfig) -> StalenessPolicy:
+def staleness_of(cfg: CollectorConfig) -> StalenessPolicy:
     """Return how old tokens may be.
 
     Raises:
@@ -52,12 +52,12 @@ def staleness_of(cfg: schema.CollectorConfig) -> StalenessPolicy:
     return kind(cfg.max_staleness, pipeline_depth=cfg.pipeline_depth, recompute=cfg.recompute)
 
 
-def tasks_of(cfg: schema.CollectorConfig) -> int | LoadCap:
+def tasks_of(cfg: CollectorConfig) -> int | LoadCap:
     """Return how many episodes may run at once."""
     return LoadCap(cfg.max_inflight_tasks) if cfg.follow_load else cfg.max_inflight_tasks
 
 
-def refill_of(cfg: schema.CollectorConfig) -> GroupRefill | None:
+def refill_of(cfg: CollectorConfig) -> GroupRefill | None:
     """What asks for other groups in the place of those without a signal, if anything does.
 
     Raises:
@@ -73,7 +73,7 @@ def rollout_buffer(transform: Transform | None = None) -> ReplayBuffer:
 
 
 def build_collector(
-    cfg: schema.RolloutsConfig,
+    cfg: RolloutsConfig,
     env: TaskEnv,
     policy: LLMWrapperBase,
     *,
@@ -121,7 +121,7 @@ class HeldOut:
         policy: what is evaluated, sampled as in training.
     """
 
-    cfg: schema.TrainingConfig
+    cfg: TrainingConfig
     collector: AnyCollector
     env: TaskEnv
     policy: LLMWrapperBase

@@ -8,8 +8,9 @@ from typing import Any, Final
 from omegaconf import DictConfig, OmegaConf
 
 from collectors.checkpoint.retention import stored
-from torchrl_agents.settings.command_line import OF_RANKS, RECORD, read_record
-from torchrl_agents.settings.schema import SettingsError
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.recorded_arguments import RECORD, read_record
+from torchrl_agents.settings.started_ranks import OF_RANKS
 
 CHECKPOINTS: Final = "checkpoints"
 _MAY_DIFFER: Final = (

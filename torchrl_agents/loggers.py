@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from torchrl.record.loggers import Logger
 
-from torchrl_agents.settings.schema import SettingsError, TrainingConfig, refusing
+from torchrl_agents.settings.errors import SettingsError, refusing
+from torchrl_agents.settings.schema import TrainingConfig
 
 from .run import Run
 

@@ -10,7 +10,8 @@ from typing import Final
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
 from collectors import Estimate
-from torchrl_agents.settings.schema import TrainingConfig, refusing
+from torchrl_agents.settings.errors import refusing
+from torchrl_agents.settings.schema import TrainingConfig
 
 from .run import Run
 

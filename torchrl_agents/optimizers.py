@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_agents.settings.schema import SCHEDULES, OptimConfig
 from torchrl_data import import_package
+
+from .settings.schema import SCHEDULES, OptimConfig
 
 
 def matrices_of(model: nn.Module) -> list[Tensor]:

@@ -48,7 +48,9 @@ from .models.sources import folder_of, model_files, model_folder
 from .optimizers import set_learning_rate
 from .rank_jobs import RankJob, tell
 from .run import Run
-from .settings.schema import Recipe, TrainingConfig, refusing
+from .settings.errors import refusing
+from .settings.recipe import Recipe
+from .settings.schema import TrainingConfig
 from .stop_signals import SIGNALS
 
 

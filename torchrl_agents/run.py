@@ -26,8 +26,10 @@ from collectors.checkpoint.files import sha256
 from collectors.checkpoint.retention import stored
 from collectors.resume.identity import installed_versions
 from objectives import Ranks
-from torchrl_agents.settings.command_line import AUTO, RECORD, read_record
-from torchrl_agents.settings.schema import Recipe, SettingsError, check_path_parts
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.settings.recorded_arguments import AUTO, RECORD, read_record
+from torchrl_agents.settings.rules import check_path_parts
 
 from .found_run import CHECKPOINTS, FINISHED, check_same_settings, find_run, plain_settings
 from .run_log import RunLog

@@ -23,7 +23,10 @@ from .models.policies import build_policies
 from .models.warm_start import warm_start
 from .origin import origin_of
 from .run import Run
-from .settings import schema
+from .settings.defaults import defaults_of, fill_in
+from .settings.errors import SettingsError, refusing
+from .settings.recipe import Recipe
+from .settings.schema import EpisodeConfig, RecipeConfig, RolloutsConfig, TrainingConfig
 
 _LOG = logging.getLogger("torchrl_agents")
 
@@ -42,7 +45,7 @@ class Setup(NamedTuple):
         return [*dict.fromkeys((self.env, self.held_out_env))]
 
 
-def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
+def build_task(recipe: Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
     """The task and its environments; whatever is wrong with them shows before a model is loaded.
 
     Args:
@@ -54,12 +57,12 @@ def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Set
         SettingsError: the task's settings or data can't be used.
     """
     test, count, limits = cfg.evaluate, cfg.evaluate.num_samples, cfg.limits
-    with schema.refusing(f"task={cfg.task.id}"):
+    with refusing(f"task={cfg.task.id}"):
         task = _make_task(recipe, cfg, settings, num_held_out=test.num_prompts)
         note, other = getattr(task.held_out_rows, "note", ""), getattr(cfg, "data", None)
-        if note and isinstance(cfg, schema.TrainingConfig) and not getattr(other, "dataset", None):
+        if note and isinstance(cfg, TrainingConfig) and not getattr(other, "dataset", None):
             _LOG.warning("%s", note)  # where the task's rows are trained on
-        if isinstance(cfg, schema.TrainingConfig):
+        if isinstance(cfg, TrainingConfig):
             for row in islice(task.held_out_rows, 1):
                 encoder = Encoder(known_tensorclasses())
                 encoder.root = "checkpoints hold rows of the data; leave the column out of row"
@@ -75,7 +78,7 @@ def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Set
         if test.ks is None:
             test.ks = [1 << i for i in range(count.bit_length())] if count > 1 else []
         if not all(1 <= k <= count for k in test.ks):
-            raise schema.SettingsError(
+            raise SettingsError(
                 f"evaluate.ks must be from 1 to evaluate.num_samples={count}, got {test.ks}."
             )
         # All held-out rows once, in batches of whole prompts.
@@ -83,7 +86,7 @@ def build_task(recipe: schema.Recipe, cfg: Any, settings: dict[str, Any]) -> Set
         sizes = {"num_envs": num_prompts * count, "repeats": count, "num_epochs": 1}
         held_out_env = TaskEnv(task, held_out=True, **sizes, **common)
         test.solved_by = _solved_by(held_out_env, test.solved_by)
-        if not isinstance(cfg, schema.RolloutsConfig):
+        if not isinstance(cfg, RolloutsConfig):
             return Setup(task, held_out_env, held_out_env)
         if cfg.warm_start.num_steps and not task.demonstrations:
             if "warm_start.num_steps" in str(HydraConfig.instance().cfg):  # it was typed
@@ -126,7 +129,7 @@ def _solved_by(env: TaskEnv, asked: Any) -> list[str] | None:
 
 
 def _make_task(
-    recipe: schema.Recipe, cfg: schema.RecipeConfig, settings: dict[str, Any], *, num_held_out: int
+    recipe: Recipe, cfg: RecipeConfig, settings: dict[str, Any], *, num_held_out: int
 ) -> Task:
     origin = origin_of(cfg.policy.model)
     is_embedded = origin.model is None
@@ -134,7 +137,7 @@ def _make_task(
         cfg.task.level = settings["level"] = "easy"
         _LOG.info("what the embedded model is asked is easy: task.level=easy")
     task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **settings)
-    defaults = schema.defaults_of(cfg, recipe.embedded, recipe.pretrained, origin=origin.model)
+    defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained, origin=origin.model)
     if is_embedded:
         defaults["policy.max_new_tokens"] = task.max_new_tokens
         if task.entropy_coeff is not None and "loss.entropy_coeff" in defaults:
@@ -143,7 +146,7 @@ def _make_task(
             own = task.num_warm_steps or defaults["warm_start.num_steps"]
             is_new = cfg.policy.model is None
             defaults["warm_start.num_steps"] = own if is_new and task.demonstrations else 0
-    if isinstance(cfg, schema.TrainingConfig):
+    if isinstance(cfg, TrainingConfig):
         autocast = default_autocast(describe(cfg.policy.device), cfg.policy.dtype)
         defaults["train.autocast"] = autocast
         if autocast and cfg.train.autocast is None:
@@ -151,28 +154,28 @@ def _make_task(
     inherited = {name: x for name, x in origin.settings.items() if attrgetter(name)(cfg) is None}
     if origin.task != cfg.task.id:
         inherited.pop("policy.max_new_tokens", None)  # its turns were as long as its task's are
-    schema.fill_in(cfg, defaults | inherited)
+    fill_in(cfg, defaults | inherited)
     if inherited:
         _LOG.info("as in the run that left %s: %s", cfg.policy.model, inherited)
     return task
 
 
-def load_models(cfg: schema.RecipeConfig, setup: Setup, run: Run) -> tuple[Any, Any]:
+def load_models(cfg: RecipeConfig, setup: Setup, run: Run) -> tuple[Any, Any]:
     """Load the actor, which is trained, and the policy, which samples.
 
     The environments get a budget of tokens, which depends on the model's length.
     """
     with run.log.phase("loading the model"):
         actor, policy = build_policies(cfg, setup.task)
-        with schema.refusing(f"task={cfg.task.id}"):
+        with refusing(f"task={cfg.task.id}"):
             set_limits(setup, cfg.limits, policy)
-        if isinstance(cfg, schema.TrainingConfig):
+        if isinstance(cfg, TrainingConfig):
             settle_micro_batches(cfg, actor)
     return actor, policy
 
 
 def warm_up(
-    cfg: schema.RolloutsConfig,
+    cfg: RolloutsConfig,
     setup: Setup,
     run: Run,
     actor: TransformersWrapper,
@@ -207,7 +210,7 @@ def warm_up(
     return (actor, policy) if is_quantized else add_adapters(cfg, actor, policy)
 
 
-def set_limits(setup: Setup, cfg: schema.EpisodeConfig, policy: Any) -> None:
+def set_limits(setup: Setup, cfg: EpisodeConfig, policy: Any) -> None:
     """Bound failed rewards, and the tokens of an episode by the model's length at least.
 
     Rows whose prompt is too long for the model are said.

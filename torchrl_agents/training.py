@@ -38,13 +38,9 @@ from .recorder import Recorder, show_rollouts
 from .run import LastTestError, Run
 from .run_log import has_signal, tell_of_no_signal
 from .saved_model import save_model
-from .settings.schema import (
-    EpochsTrainConfig,
-    Recipe,
-    SettingsError,
-    TrainingConfig,
-    compares_groups,
-)
+from .settings.errors import SettingsError
+from .settings.recipe import Recipe, compares_groups
+from .settings.schema import EpochsTrainConfig, TrainingConfig
 from .setup import Setup
 from .stop_signals import StopRequested
 

@@ -47,7 +47,8 @@ from .models.adapters import frozen_weights, is_adapted
 from .models.loading import load_model
 from .models.policy_arguments import sampling_of
 from .models.sources import model_folder
-from .settings.schema import PolicyConfig, SettingsError
+from .settings.errors import SettingsError
+from .settings.schema import PolicyConfig
 
 _MOST_ROWS = 64
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from config import DistillationConfig
 
 from torchrl_agents.settings.command_line import read_command_line
-from torchrl_agents.settings.schema import Recipe
+from torchrl_agents.settings.recipe import Recipe
 
 RECIPE = Recipe(
     name="distillation",

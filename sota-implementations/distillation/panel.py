@@ -15,7 +15,8 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torchrl_agents.settings.schema import CollectorConfig, PolicyConfig, refusing
+from torchrl_agents.settings.errors import refusing
+from torchrl_agents.settings.schema import CollectorConfig, PolicyConfig
 from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_data.keys import ASSISTANT_MASK, LOG_PROBS_FULL, ROW
 from torchrl_data.token_scorer import TokenScorer, TokenScores

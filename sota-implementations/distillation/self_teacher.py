@@ -7,7 +7,7 @@ import torch
 from config import DistillationConfig, TeacherConfig
 from tensordict import TensorDictBase
 
-from torchrl_agents.settings.schema import SettingsError, refusing
+from torchrl_agents.settings.errors import SettingsError, refusing
 from torchrl_data.checks import check_numbers
 from torchrl_data.import_path import import_callable
 from torchrl_envs import (

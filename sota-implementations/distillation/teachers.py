@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from torchrl_agents.models.loading import load_model, load_tokenizer
 from torchrl_agents.models.sources import model_folder
-from torchrl_agents.settings.schema import PolicyConfig, SettingsError, refusing
+from torchrl_agents.settings.errors import SettingsError, refusing
+from torchrl_agents.settings.schema import PolicyConfig
 from torchrl_data import ConversationEncoder, SpanAligner
 from torchrl_data.token_scorer import TokenScorer, TokenScores
 from torchrl_modules import LLMWrapperBase, TransformersWrapper

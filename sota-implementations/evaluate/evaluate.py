@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torchrl_agents.settings.command_line import read_command_line
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.recipe import Recipe
 from torchrl_agents.settings.schema import (
     CheckpointConfig,
     EngineConfig,
     EpisodeConfig,
-    Recipe,
     RecipeConfig,
     SamplesConfig,
-    SettingsError,
 )
 
 ENGINES: Final = ("transformers", "vllm", "chat")

@@ -8,7 +8,8 @@ torchrl-agents expert-iteration experiment=control    # a control: shuffled rewa
 from dataclasses import dataclass, field
 
 from torchrl_agents.settings.command_line import read_command_line
-from torchrl_agents.settings.schema import EpochsTrainConfig, Recipe, RolloutsConfig
+from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.settings.schema import EpochsTrainConfig, RolloutsConfig
 
 
 @dataclass

@@ -11,7 +11,7 @@ from config import PRESETS, GRPOConfig, LossConfig
 
 import objectives
 import torchrl_envs
-from torchrl_agents.settings.schema import BASELINES
+from torchrl_agents.settings.recipe import BASELINES
 from torchrl_data.import_path import import_callable
 
 if TYPE_CHECKING:

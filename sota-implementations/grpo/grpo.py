@@ -22,7 +22,7 @@ from build import (
 from config import ALGORITHMS, PRESETS, GRPOConfig, LossConfig
 
 from torchrl_agents.settings.command_line import read_command_line
-from torchrl_agents.settings.schema import Recipe
+from torchrl_agents.settings.recipe import Recipe
 
 RECIPE = Recipe(
     name="grpo",

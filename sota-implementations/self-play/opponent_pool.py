@@ -11,8 +11,8 @@ from config import OpponentsConfig
 from torch import Tensor
 
 from torchrl_agents.models.policies import transformers_policy
-from torchrl_agents.settings.command_line import num_ranks
 from torchrl_agents.settings.schema import RecipeConfig
+from torchrl_agents.settings.started_ranks import num_ranks
 from torchrl_agents.training import Step
 from torchrl_modules import TransformersWrapper
 

@@ -8,7 +8,8 @@ torchrl-agents self-play experiment=control           # a control: shuffled rewa
 from config import SelfPlayConfig
 
 from torchrl_agents.settings.command_line import read_command_line
-from torchrl_agents.settings.schema import Recipe, SettingsError
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.recipe import Recipe
 
 RECIPE = Recipe(
     name="self_play",

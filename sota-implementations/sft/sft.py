@@ -9,15 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrl_agents.settings.command_line import read_command_line
-from torchrl_agents.settings.schema import (
-    EngineConfig,
-    EpisodeConfig,
-    Recipe,
-    SettingsError,
-    TrainConfig,
-    TrainingConfig,
-    refusing,
-)
+from torchrl_agents.settings.errors import SettingsError, refusing
+from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.settings.schema import EngineConfig, EpisodeConfig, TrainConfig, TrainingConfig
 
 
 @dataclass

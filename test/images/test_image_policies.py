@@ -19,7 +19,8 @@ from collectors.record.row_values import recorded_prompt
 from objectives import GRPOLoss, SFTLoss
 from objectives.batching.equal_shares import equal_shares
 from torchrl_agents.models.loading import load_model
-from torchrl_agents.settings.schema import PolicyConfig, SettingsError
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import PolicyConfig
 from torchrl_data import Conversations, encode_demonstrations, row_tensordicts
 from torchrl_data.conversation import continues
 from torchrl_data.conversation_io import write_conversations

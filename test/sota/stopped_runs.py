@@ -34,7 +34,8 @@ from objectives import MCAdvantage
 from torchrl_agents import learning_curve, start
 from torchrl_agents.models.policies import build_policies
 from torchrl_agents.run import claim_folder
-from torchrl_agents.settings.command_line import compose_config, prepare, task_settings
+from torchrl_agents.settings.command_line import compose_config, prepare
+from torchrl_agents.settings.task_settings import task_settings
 from torchrl_modules import EngineLoad, Generation
 from torchrl_modules.engines.engine import EngineDied
 

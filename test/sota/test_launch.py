@@ -12,7 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchrl_agents import start
-from torchrl_agents.settings.command_line import compose_config, store_task
+from torchrl_agents.settings.command_line import compose_config
+from torchrl_agents.settings.task_settings import store_task
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "sota-implementations/grpo/launch"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_agents.models.adapters import WithoutAdapters, frozen_weights
 from torchrl_agents.settings.command_line import prepare
-from torchrl_agents.settings.schema import SettingsError
+from torchrl_agents.settings.errors import SettingsError
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.policies.loading import load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer

@@ -13,8 +13,10 @@ from collectors import CheckpointStore
 from collectors.ledger.reasons import LedgerError
 from torchrl_agents import start
 from torchrl_agents.settings import command_line
-from torchrl_agents.settings.command_line import compose_config, groups, setting_names
-from torchrl_agents.settings.schema import SettingsError
+from torchrl_agents.settings.arguments import setting_names
+from torchrl_agents.settings.command_line import compose_config, groups
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.task_settings import store_task
 
 MINE = """
 from pathlib import Path
@@ -350,7 +352,7 @@ def test_names_of_other_libraries_stand_for_settings_that_there_are(script):
     known, table = set(), OmegaConf.load(command_line._ELSEWHERE)
     for name, task in (("grpo", "environment"), ("sft", "gcd"), ("self-play", "nim")):
         recipe = script(name).RECIPE
-        command_line.store_task(task)
+        store_task(task)
         known |= {*setting_names(compose_config(recipe, [f"task={task}"])), *groups(recipe)}
     told = {text.split()[0] for texts in table.values() for text in texts}
     assert told - known == {"hydra.run.dir"}
@@ -360,7 +362,7 @@ def test_names_of_other_libraries_stand_for_settings_that_there_are(script):
 def test_what_the_page_about_trl_translates_is_told_to_whoever_types_it(script):
     """A name in its tables leads to a setting that stands in the same row."""
     recipe = script("grpo").RECIPE
-    command_line.store_task("environment")
+    store_task("environment")
     composed = compose_config(recipe, ["task=environment"])
     known, own = [*setting_names(composed)], groups(recipe)
     text = (Path(__file__).parents[2] / "docs/from-trl.md").read_text()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from torchrl_agents.loggers import LOGGERS
-from torchrl_agents.settings.command_line import _TYPES
 from torchrl_agents.settings.schema import BACKENDS
+from torchrl_agents.settings.task_settings import _TYPES
 from torchrl_envs.tasks import TASKS, find_task, generator_names, settings_of_task
 
 ROOT = Path(__file__).parents[2]

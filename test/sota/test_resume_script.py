@@ -18,8 +18,9 @@ from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl_agents.found_run import check_same_settings, find_run, plain_settings
 from torchrl_agents.recorder import Recorder, lines_until
 from torchrl_agents.run import Run
-from torchrl_agents.settings.command_line import read_record, with_recorded
-from torchrl_agents.settings.schema import SettingsError, TrainingConfig
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.recorded_arguments import read_record, with_recorded
+from torchrl_agents.settings.schema import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"

@@ -20,16 +20,14 @@ from tensordict import TensorDict, lazy_stack
 from collectors import Drop, LoadCap, Wait
 from torchrl_agents import optimizers, start
 from torchrl_agents.collection import staleness_of, tasks_of
-from torchrl_agents.settings import command_line
-from torchrl_agents.settings.arguments import settings_text, with_files, with_texts
-from torchrl_agents.settings.command_line import (
-    compose_config,
-    groups,
-    prepare,
-    store_task,
-    task_settings,
-)
-from torchrl_agents.settings.schema import SettingsError, defaults_of, fill_in
+from torchrl_agents.settings import command_line, rules
+from torchrl_agents.settings.arguments import settings_text
+from torchrl_agents.settings.command_line import compose_config, groups, prepare
+from torchrl_agents.settings.defaults import defaults_of, fill_in
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.setting_files import with_files
+from torchrl_agents.settings.task_settings import store_task, task_settings
+from torchrl_agents.settings.text_arguments import with_texts
 from torchrl_agents.setup import build_task
 from torchrl_envs.tasks import TASKS
 
@@ -66,7 +64,7 @@ def check(compose, grpo):
 
 
 def test_every_choice_of_every_group_composes_and_builds(check, grpo, training, monkeypatch):
-    monkeypatch.setattr(command_line, "find_spec", lambda _: True)
+    monkeypatch.setattr(rules, "find_spec", lambda _: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     tried = 0
     for group, choices in groups(grpo.RECIPE).items():

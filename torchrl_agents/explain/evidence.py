@@ -13,7 +13,7 @@ from typing import Any, Final
 import yaml
 
 from collectors.record import RolloutSample, RunRecord
-from torchrl_agents.settings.schema import BASELINES
+from torchrl_agents.settings.recipe import BASELINES
 
 from .run_finding import RolloutId
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from collectors.weight_update.merged_adapters import whole
 from collectors.weight_update.plain_weights import unwrapped_module
-from torchrl_agents.settings.schema import PolicyConfig, TrainingConfig, refusing
+from torchrl_agents.settings.errors import refusing
+from torchrl_agents.settings.schema import PolicyConfig, TrainingConfig
 from torchrl_data.token_scorer import TokenScorer, TokenScores
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 

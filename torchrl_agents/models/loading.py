@@ -17,7 +17,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from torchrl_agents.settings.schema import PolicyConfig, SettingsError, refusing
+from torchrl_agents.settings.errors import SettingsError, refusing
+from torchrl_agents.settings.schema import PolicyConfig
 from torchrl_data import page
 from torchrl_data.pretrained import load_pretrained
 from torchrl_data.templates.registry import (

@@ -7,16 +7,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from torchrl_agents.settings.command_line import num_ranks
+from torchrl_agents.settings.errors import SettingsError, refusing
 from torchrl_agents.settings.schema import (
     PolicyConfig,
     RecipeConfig,
     RolloutsConfig,
-    SettingsError,
     TrainingConfig,
     collects_on_ray,
-    refusing,
 )
+from torchrl_agents.settings.started_ranks import num_ranks
 from torchrl_data import page
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import TransformersWrapper

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from collectors.weight_update.plain_weights import gathered_state_dict
-from torchrl_agents.settings.schema import RecipeConfig, refusing
+from torchrl_agents.settings.errors import refusing
+from torchrl_agents.settings.schema import RecipeConfig
 from torchrl_data.templates.registry import builtin_template
 from torchrl_envs.datasets import MODEL_FILES, check_source
 from torchrl_envs.tasks.task import Task

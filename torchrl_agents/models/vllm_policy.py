@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, RolloutsConfig, refusing
+from torchrl_agents.settings.errors import refusing
+from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, RolloutsConfig
 from torchrl_modules import EngineFleet, LLMWrapperBase
 from torchrl_modules.vllm.runtime import import_vllm, request_batch_invariance
 from torchrl_modules.vllm.settings import ADAPTER_RANKS, mask_settings

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from objectives import SFTLoss
-from torchrl_agents.settings.schema import SettingsError
+from torchrl_agents.settings.errors import SettingsError
 from torchrl_data.conversation import Conversations
 from torchrl_data.conversation_io import row_tensordicts
 from torchrl_modules import TransformersWrapper

@@ -94,9 +94,6 @@ class Accepted(NamedTuple):
     """Parameters that may say anything."""
 
 
-# What is answered ---------------------------------------------------------------------------------
-
-
 def reply_to(
     request: TurnRequest,
     text: str,

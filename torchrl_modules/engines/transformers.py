@@ -49,8 +49,6 @@ from .readers import find_prompt_reader, group_rows, num_positions
 from .routed_reader import RoutedReader
 from .slot_reader import SlotReader
 
-# Sampling from a Transformers model in this process.
-
 _TRIMMED_PARAMETERS: Final = 10_000_000
 """A model on the CPU with as many gives freed memory back to the system around a drawing."""
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None

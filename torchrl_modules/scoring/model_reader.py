@@ -22,7 +22,8 @@ from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.transformers_releases import forward_parameters
 
 from .expert_routes import ExpertRoutes, replayed_layers
-from .packed_attention import build_trie, can_share, no_mask, packed_input
+from .packed_attention import can_share, no_mask, packed_input
+from .trie_attention import build_trie
 from .wrapped_models import call
 
 

@@ -30,7 +30,7 @@ from torchrl_modules import (
 )
 from torchrl_modules.engines.checked_generation import checked
 from torchrl_modules.engines.engine import VersionSpan
-from torchrl_modules.engines.fleet import SessionRouter
+from torchrl_modules.engines.session_router import SessionRouter
 from torchrl_modules.engines.supervision import EngineState
 from torchrl_modules.vllm.bridges import OwnServerEngine
 from torchrl_modules.weights.expected_weights import UpdateRefused

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_modules.scoring import packed_attention
-from torchrl_modules.scoring.packed_attention import build_trie
+from torchrl_modules.scoring import trie_attention
+from torchrl_modules.scoring.trie_attention import build_trie
 
 
 def scores_of(query, key, scale, causal, window):
@@ -70,7 +70,7 @@ def attended(rows, share, window, seed, groups=2):
     leaves = [torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes]
     leaves = [x.requires_grad_() for x in leaves]
     slope = torch.randn(1, size, 2 * groups, 8, generator=draw, dtype=torch.float64)
-    out = packed_attention._flash_attention(*leaves, trie.varlen_plan, None, window)
+    out = trie_attention.flash_attention(*leaves, trie.varlen_plan, None, window)
     found = [out, *torch.autograd.grad((out * slope).sum(), leaves)]
     at, ends = torch.arange(size), trie.subtree_end
     sees = (at <= at[:, None]) & (at[:, None] < ends)
@@ -86,8 +86,8 @@ def attended(rows, share, window, seed, groups=2):
 @pytest.fixture(autouse=True, scope="module")
 def _kernel_of_this_file():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_attention, "_varlen_forward", varlen_forward)
-        patch.setattr(packed_attention, "_varlen_backward", varlen_backward)
+        patch.setattr(trie_attention, "_varlen_forward", varlen_forward)
+        patch.setattr(trie_attention, "_varlen_backward", varlen_backward)
         yield
 
 
@@ -97,7 +97,7 @@ def assert_alike(found, expected):
 
 
 def test_rows_that_share_at_several_depths_give_what_a_mask_gives(monkeypatch):
-    monkeypatch.setattr(packed_attention, "_WORTH", 1 << 20)  # whatever is shared
+    monkeypatch.setattr(trie_attention, "_WORTH", 1 << 20)  # whatever is shared
     a, b = [1] * 9, [2] * 5
     rows = [a + b + [3] * 7, a + b + [4] * 10, a + [5] * 9, [6] * 7, a + b]
     found, expected, trie = attended(rows, True, None, 0)
@@ -127,16 +127,16 @@ def test_a_kernel_that_is_wrong_is_told_once_and_not_used(monkeypatch):
         query, *others = varlen_backward(grad, *args, **kwargs)
         return [1.2 * query, *others]
 
-    device, check = torch.device("cpu"), packed_attention._flash_is_right.__wrapped__
-    monkeypatch.setattr(packed_attention, "_FLASH_GAP", 0.1)
+    device, check = torch.device("cpu"), trie_attention._flash_is_right.__wrapped__
+    monkeypatch.setattr(trie_attention, "_FLASH_GAP", 0.1)
     assert check(device, torch.bfloat16, 2, 8)
-    monkeypatch.setattr(packed_attention, "_varlen_backward", wrong)
+    monkeypatch.setattr(trie_attention, "_varlen_backward", wrong)
     with pytest.warns(UserWarning, match="heads of 8, 2 to a key: it is off by 0.2"):
         assert not check(device, torch.bfloat16, 2, 8)
 
     def fail(*_, **__):
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(packed_attention, "_varlen_forward", fail)
+    monkeypatch.setattr(trie_attention, "_varlen_forward", fail)
     with pytest.warns(UserWarning, match="RuntimeError: no kernel image. Flex attention"):
         assert not check(device, torch.bfloat16, 2, 8)

@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from torchrl_agents.models.loading import load_model
-from torchrl_agents.settings.schema import PolicyConfig, SettingsError
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import PolicyConfig
 from torchrl_modules import SamplingParameters, TransformersEngine, TransformersWrapper
 from torchrl_modules.scoring.scorer import PackedScorer
 

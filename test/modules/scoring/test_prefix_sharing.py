@@ -8,8 +8,8 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from torchrl_data.ragged.packed import pack
-from torchrl_modules.scoring.packed_attention import PrefixTrie, Segment, build_trie, trie_attention
 from torchrl_modules.scoring.scorer import PackedScorer
+from torchrl_modules.scoring.trie_attention import PrefixTrie, Segment, build_trie, trie_attention
 
 # Few tokens, so that sequences often begin alike.
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=8)

@@ -12,7 +12,8 @@ from torchrl_modules import SamplingParameters, TransformersEngine
 from torchrl_modules.engines import slot_reader
 from torchrl_modules.engines.readers import find_prompt_reader
 from torchrl_modules.engines.slot_reader import SlotReader
-from torchrl_modules.scoring.packed_attention import build_trie, use_packed_attention
+from torchrl_modules.scoring.packed_attention import use_packed_attention
+from torchrl_modules.scoring.trie_attention import build_trie
 
 MODELS = ("Llama", "Qwen3", "Gemma3")
 

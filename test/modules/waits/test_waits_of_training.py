@@ -6,7 +6,7 @@ import torch
 from objectives import GRPOLoss, SFTLoss
 from torchrl_data.devices import on_device, on_host
 from torchrl_modules import TransformersWrapper
-from torchrl_modules.scoring.packed_attention import build_trie
+from torchrl_modules.scoring.trie_attention import build_trie
 from torchrl_modules.tiny_model import train_tokenizer
 
 MODELS = ("Llama", "Qwen3", "Gemma3")

@@ -15,10 +15,11 @@ from datasets import Dataset
 from PIL import Image
 from transformers import AutoConfig
 
-from torchrl_agents import start
+from torchrl_agents import dry_run
 from torchrl_agents.loggers import check_loggers
 from torchrl_agents.settings.command_line import read_command_line
-from torchrl_agents.settings.schema import LoggerConfig, SettingsError, TrainingConfig
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import LoggerConfig, TrainingConfig
 from torchrl_agents.start import run_recipe
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
@@ -229,7 +230,7 @@ def test_servers_are_asked(run, models):
     ],
 )
 def test_packages_that_are_not_there(run, models, monkeypatch, recipe, setting, package):
-    monkeypatch.setattr(start, "find_spec", lambda name: None if name == package else name)
+    monkeypatch.setattr(dry_run, "find_spec", lambda name: None if name == package else name)
     with pytest.raises(SystemExit, match=f"{setting} needs the package {package}"):
         run(recipe, *TASK, STUDENT, setting, "dry_run=true")
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torchrl_agents.settings.schema import CollectorConfig, PolicyConfig, SettingsError
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import CollectorConfig, PolicyConfig
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 

@@ -1,0 +1,136 @@
+"""A recipe: what tells one from another, its settings, and what they are checked with."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from hydra.core.config_store import ConfigStore
+
+from . import program
+from .schema import (
+    SCHEDULES,
+    CollectorConfig,
+    EngineConfig,
+    LoggerConfig,
+    OptimConfig,
+    PolicyConfig,
+    RecipeConfig,
+)
+
+GROUPS: Final[dict[str, dict[str, Any]]] = {
+    "policy": {
+        "embedded": PolicyConfig(),
+        "qwen3_0.6b": PolicyConfig(model="Qwen/Qwen3-0.6B"),
+        "smollm2": PolicyConfig(model="smollm2", chat_template_name="smollm"),
+    },
+    "engine": {"transformers": EngineConfig(), "vllm": EngineConfig(name="vllm")},
+    "collector": {
+        "sync": CollectorConfig(),
+        "streaming": CollectorConfig(mode="streaming"),
+        "ray": CollectorConfig(mode="ray"),
+    },
+    "optim": {
+        "adamw": OptimConfig(),
+        **{name: OptimConfig(name=name) for name in ("adamw8bit", "muon", "sgd")},
+    },
+    "logger": {
+        "files": LoggerConfig(),
+        "none": LoggerConfig(backends=[]),
+        **{name: LoggerConfig(backends=["csv", name]) for name in ("wandb", "trackio", "mlflow")},
+    },
+}
+"""The choices of each group, by name."""
+SHARED: Final = Path(__file__).parent / "config"
+"""Files of settings that all recipes have."""
+FILES: Final = ("profile", "experiment", "debug")
+"""Groups whose choices are YAML files."""
+VALUES: Final[dict[str, Collection[str]]] = {
+    "policy.dtype": ("float32", "bfloat16", "float16"),
+    "collector.mode": GROUPS["collector"],
+    "collector.staleness_policy": ("wait", "drop"),
+    "optim.name": GROUPS["optim"],
+    "optim.schedule": SCHEDULES,
+    "checkpoint.on_error": ("warn", "stop"),
+    "train.parallel": ("auto", "ddp", "fsdp2"),
+    "train.reduce": ("auto", "step", "micro_batch"),
+}
+"""The values that a setting may have, by its path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A script with settings of its own.
+
+    Making one tells Hydra its schema, as ``schema``, and the choices of its groups.
+    """
+
+    name: str
+    """Of the script, of the file with its defaults, and of the folder of its runs."""
+    summary: str
+    """One line for the help."""
+    example: str
+    """Arguments, for the help."""
+    config: type[RecipeConfig]
+    """Its settings. The folder ``config`` beside their module has its YAML files."""
+    config_dir: Path = field(init=False)
+    """That folder."""
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The choices of its own groups, by name; those of all recipes are :data:`GROUPS`."""
+    choices: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """The values that settings may have, by the setting's path, beside :data:`VALUES`."""
+    embedded: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of the embedded model that differ from those of all recipes."""
+    pretrained: Mapping[str, Any] = field(default_factory=dict)
+    """The same of a model that was given."""
+    needs_groups: bool = True
+    """Whether a group of one has no signal."""
+    parts: Callable[[Any], Mapping[str, Callable[[], Any]]] = lambda _: {}
+    """What is tried without a model, from the settings, by the group that is wrong if it fails."""
+
+    rehearse: Callable[..., Any] | None = None
+    """What else a dry run tries: gets settings, task and a policy whose model has no weights."""
+
+    loss: Callable[[Any, Any], Any] | None = None
+    """The loss, from settings and actor; settings are tried with it, too."""
+    train: Callable[[Any], Any] | None = None
+    """The loop, which every rank runs; ``None``: :func:`torchrl_agents.training.learn`, which has
+    its argument and its result."""
+
+    def __post_init__(self) -> None:
+        folder = Path(inspect.getfile(self.config)).resolve().with_name("config")
+        object.__setattr__(self, "config_dir", folder)
+        engines = {"engine.name": self.all_groups["engine"]}
+        object.__setattr__(self, "choices", {**VALUES, **engines, **self.choices})
+        store = ConfigStore.instance()
+        store.store(name="schema", node=self.config)
+        for group, choices in self.all_groups.items():
+            for name, node in choices.items():
+                store.store(group=group, name=name, node=node)
+
+    @property
+    def folders(self) -> tuple[Path, Path]:
+        """Folders of its files of settings: its own, and those of all recipes."""
+        return self.config_dir, SHARED
+
+    @property
+    def program(self) -> str:
+        """Command that was typed for it, with which its messages begin: ``torchrl-agents grpo``."""
+        return program(self.name)
+
+    @property
+    def all_groups(self) -> dict[str, Mapping[str, Any]]:
+        """The choices of each group that its settings have."""
+        shared = {k: v for k, v in GROUPS.items() if k in self.config.__dataclass_fields__}
+        return {**shared, **self.groups}
+
+
+BASELINES: Final = ("batch_mean", "running_mean")
+"""Values of ``loss.advantage`` with which a rollout is not compared with others of its prompt."""
+
+
+def compares_groups(recipe: "Recipe", cfg: RecipeConfig) -> bool:
+    """Whether a group whose rewards are all equal has no signal."""
+    advantage = getattr(getattr(cfg, "loss", None), "advantage", None)
+    return recipe.needs_groups and advantage not in BASELINES

@@ -1,0 +1,78 @@
+"""The help of a recipe: every choice and every setting, with its value and what it means."""
+
+import ast
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from itertools import pairwise
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchrl_envs.tasks import settings_of_task
+
+from .arguments import setting_names
+from .defaults import EMBEDDED, PRETRAINED
+from .recipe import Recipe
+
+
+def recipe_help(recipe: Recipe, cfg: DictConfig, choices: Mapping[str, Sequence[str]]) -> str:
+    """All that a recipe can be told.
+
+    Args:
+        recipe: whose settings they are.
+        cfg: the settings as chosen so far.
+        choices: those of each group.
+    """
+    lines = [
+        recipe.summary,
+        "",
+        f"  {recipe.program} {recipe.example}",
+        "",
+        "Choices (group=choice); --multirun takes several, with commas:",
+    ]
+    for group, names in choices.items():
+        more = ", textarena/<game>, any generator of reasoning-gym" if group == "task" else ""
+        lines.append(f"  {group:<12}{', '.join(names)}{more}")
+    lines += ["", f"Settings (setting=value), with the values of task={cfg.task.id}:", ""]
+    root = _described(recipe.config)
+    for name in (n for n in cfg if not isinstance(cfg._get_node(n), DictConfig)):
+        lines.append(_setting(recipe, cfg, str(name), root.get(str(name), "")))
+    for name in (n for n in cfg if isinstance(cfg._get_node(n), DictConfig) and n != "task"):
+        of_group = _described(OmegaConf.get_type(cfg, str(name)))
+        lines += ["", f"{name}: {of_group['']}"]
+        lines += [
+            _setting(recipe, cfg, f"{name}.{key}", of_group.get(str(key), "")) for key in cfg[name]
+        ]
+    lines += ["", f"task: {cfg.task.id}"]
+    said = settings_of_task(cfg.task.id)
+    for key in (k for k in setting_names(cfg.task) if k not in ("id", "config")):
+        lines.append(_setting(recipe, cfg, f"task.{key}", said[key][2] if key in said else ""))
+    return "\n".join(lines)
+
+
+def _setting(recipe: Recipe, cfg: DictConfig, key: str, text: str) -> str:
+    value = "???" if OmegaConf.is_missing(cfg, key) else OmegaConf.select(cfg, key)
+    embedded, pretrained = {**EMBEDDED, **recipe.embedded}, {**PRETRAINED, **recipe.pretrained}
+    if value is None and key in {**embedded, **pretrained}:
+        own = [d.get(key, "the task's") for d in (embedded, pretrained)]
+        text = f"{text} [embedded model: {own[0]}; given model: {own[1]}]".strip()
+    plain = value is None or isinstance(value, bool)
+    shown = {None: "null", True: "true", False: "false"}[value] if plain else str(value)
+    shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
+    return f"  {f'{key}={shown}':<44} {text}".rstrip()
+
+
+def _described(kind: type | None) -> dict[str, str]:
+    """Return what the docstrings of a data class's fields say, and under ``""`` its own."""
+    assert kind is not None
+    found = {"": inspect.getdoc(kind) or ""}
+    for base in reversed(kind.__mro__):
+        if not is_dataclass(base):
+            continue
+        (node,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(node, ast.ClassDef)
+        for pair in pairwise(node.body):
+            match pair:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(text)):
+                    found[name] = " ".join(str(text).split())
+    return found

@@ -1,0 +1,399 @@
+"""Rules of settings: what can't work is refused by name, before torch is imported."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any, Final
+
+from omegaconf import OmegaConf
+
+from torchrl_envs.datasets import DATA_FILES, MODEL_FILES, check_source
+
+from .arguments import escaped
+from .errors import SettingsError, refusing
+from .recipe import Recipe, compares_groups
+from .schema import (
+    BACKENDS,
+    CollectorConfig,
+    OptimConfig,
+    RecipeConfig,
+    RolloutsConfig,
+    TrainConfig,
+    TrainingConfig,
+    collects_on_ray,
+)
+from .started_ranks import OF_RANKS, num_ranks
+
+_RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
+    (
+        "at least 1",
+        lambda x: x >= 1,
+        "policy.max_model_len policy.max_new_tokens policy.lora_rank engine.num_engines "
+        "collector.num_prompts collector.group_size collector.max_turns collector.num_collectors "
+        "collector.max_episode_tokens collector.min_turn_tokens collector.verify_every "
+        "warm_start.batch_size "
+        "train.num_steps train.num_epochs train.micro_batch_tokens checkpoint.every "
+        "evaluate.num_prompts evaluate.every evaluate.num_samples evaluate.max_rollouts",
+    ),
+    (
+        "at least 0 and finite",
+        lambda x: math.isfinite(x) and x >= 0,
+        "collector.max_staleness collector.pipeline_depth optim.num_warmup_steps "
+        "optim.weight_decay warm_start.num_steps checkpoint.keep_best evaluate.num_shown",
+    ),
+    (
+        "positive and finite",
+        lambda x: math.isfinite(x) and x > 0,
+        "policy.lora_alpha optim.learning_rate optim.eps optim.max_grad_norm "
+        "warm_start.learning_rate train.timeout_s train.wait_s",
+    ),
+    ("in [0, 1)", lambda x: 0 <= x < 1, "optim.beta1 optim.beta2 optim.momentum"),
+    ("in [0, 1]", lambda x: 0 <= x <= 1, "collector.max_error_fraction"),
+    ("from 0 to 2**63 - 1", lambda x: 0 <= x < 1 << 63, ".seed"),
+    ("-1 or at least 1", lambda x: x == -1 or x >= 1, "collector.max_inflight_tasks"),
+    ("at least 2: the newest may be damaged", lambda x: x >= 2, "checkpoint.keep_last"),
+)
+"""What a number must be, in words, and the settings of which that holds; ``None`` may always be."""
+
+
+def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
+    """Refuse settings that can't work, as far as that is known without torch.
+
+    Raises:
+        SettingsError: names the setting, what it must be, and what it is.
+    """
+    check_path_parts(cfg.name, cfg.task.id)
+    for words, holds, names in _RULES:
+        for key in names.split():
+            group, name = key.split(".")
+            value = getattr(getattr(cfg, group, None) if group else cfg, name, None)
+            if value is not None and not holds(value):
+                raise SettingsError(f"{key.lstrip('.')} must be {words}, got {value}.")
+    settings = OmegaConf.create(escaped(asdict(cfg)))
+    backends = OmegaConf.select(settings, "logger.backends") or []
+    listed = {f"logger.backends[{i}]": BACKENDS for i in range(len(backends))}
+    for key, known in {**recipe.choices, **listed}.items():
+        if (value := OmegaConf.select(settings, key)) not in (None, *known):
+            raise SettingsError(f"{key} must be one of {', '.join(known)}, got {value!r}.")
+    faults = [_policy_faults(cfg), _engine_faults(cfg), _invariance_faults(cfg)]
+    if isinstance(cfg, TrainingConfig):
+        faults.append(_training_faults(recipe, cfg))
+    if isinstance(cfg, RolloutsConfig):
+        faults.append(_rollout_faults(recipe, cfg))
+        faults.append(_record_faults(cfg))
+    # One after the other: what is looked at later may need that the rest is right.
+    if (words := next(chain.from_iterable(faults), None)) is not None:
+        raise SettingsError(words)
+
+
+def check_path_parts(name: str | None, task: str) -> None:
+    """Refuse names that would be no folders of their own below that of the recipe's runs.
+
+    Args:
+        name: of the run, if it has one.
+        task: its name; a slash in it is a folder in a folder.
+
+    Raises:
+        SettingsError: names the setting, and what is wrong with it.
+    """
+    parts = [("name", part) for part in (() if name is None else (name,))]
+    parts += [("task", part) for part in task.split("/")]
+    for setting, part in parts:
+        is_odd = part in ("", ".", "..") or "/" in part or not part.isprintable()
+        if is_odd or len(part.encode()) > _LONGEST_NAME:
+            raise SettingsError(
+                f"{setting}={part!r} can't be the name of a folder: it needs 1 to {_LONGEST_NAME} "
+                "bytes of printable characters without '/', and more than '.' or '..'. A folder "
+                "elsewhere is hydra.run.dir=."
+            )
+
+
+_LONGEST_NAME: Final = 200
+"""Of a folder, in bytes: file systems take 255, with the number of a run and endings of files."""
+
+
+def _policy_faults(cfg: RecipeConfig) -> Iterator[str]:
+    policy = cfg.policy
+    if cfg.dry_run and (cfg.overwrite or cfg.resume is not None):
+        yield "dry_run=true changes no earlier run: leave overwrite= and resume= out."
+    if policy.add_control_tokens and (policy.model is None or cfg.engine.name != "transformers"):
+        yield "policy.add_control_tokens of a policy.model is for one with engine=transformers."
+    if policy.chat_template is not None and (policy.model is None or policy.chat_template_name):
+        yield "policy.chat_template is for a policy.model, in place of policy.chat_template_name."
+    if policy.model is None and policy.model_kwargs:
+        yield "policy.model_kwargs are for a policy.model that is loaded."
+    yield from _quantization_faults(cfg)
+    data = getattr(cfg, "data", None)
+    for where, source, suffixes in (
+        (f"task={cfg.task.id}", getattr(cfg.task, "dataset", None), DATA_FILES),
+        ("data.dataset", getattr(data, "dataset", None), DATA_FILES),
+        # With engine=chat a model has its name at the server.
+        (f"policy.model={policy.model}", cfg.engine.name != "chat" and policy.model, MODEL_FILES),
+    ):
+        with refusing(where):
+            check_source(source, suffixes)
+    rank = policy.lora_rank
+    given = [name for name in ("lora_alpha", "lora_target_modules") if getattr(policy, name)]
+    if rank is None and given:
+        yield f"policy.{given[0]} is for adapters: set policy.lora_rank, too."
+    if rank is not None and not isinstance(cfg, TrainingConfig):
+        yield f"policy.lora_rank={rank}: nothing is trained here. Leave it out."
+    if rank is not None and find_spec("peft") is None:
+        yield "policy.lora_rank needs the package peft: pip install 'torchrl-agents[lora]'."
+
+
+def _quantization_faults(cfg: RecipeConfig) -> Iterator[str]:
+    policy = cfg.policy
+    ways = {
+        "policy.load_in_4bit": policy.load_in_4bit,
+        "policy.model_kwargs.quantization_config": "quantization_config" in policy.model_kwargs,
+    }
+    given = [name for name, is_given in ways.items() if is_given]
+    if not given:
+        return
+    who = given[-1]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} say the same: leave one of them out."
+    if policy.model is None:
+        yield f"{who} is for a policy.model that is loaded."
+    if find_spec("bitsandbytes") is None:
+        install = "pip install 'torchrl-agents[qlora]'"
+        yield f"{who} needs the package bitsandbytes, which is not here: {install}."
+    if collects_on_ray(cfg) and cfg.engine.name == "transformers":
+        yield f"{who}: collectors on Ray have no policy of 4 bits. Take engine=vllm."
+    if not isinstance(cfg, TrainingConfig):
+        if cfg.engine.name != "transformers":
+            how = "vLLM quantises by settings of its own: engine.engine_kwargs.quantization."
+            yield f"{who} is for engine=transformers. {how}"
+    elif policy.lora_rank is None:
+        yield f"{who}: weights of 4 bits are not trained. Train adapters: policy.lora_rank."
+    elif num_ranks() > 1:
+        yield f"{who} is for one process: of several ranks none would have its weights."
+
+
+def _optimizer_faults(cfg: TrainingConfig) -> Iterator[str]:
+    name = cfg.optim.name
+    if name == "adamw8bit" and find_spec("bitsandbytes") is None:
+        install = "pip install 'torchrl-agents[adamw8bit]'"
+        yield f"optim.name=adamw8bit needs the package bitsandbytes, which is not here: {install}."
+    if name in ("adamw8bit", "muon") and num_ranks() > 1 and cfg.train.parallel != "ddp":
+        yield f"optim.name={name} needs whole parameters on each rank: train.parallel=ddp."
+    if name != "muon" and cfg.optim.momentum != OptimConfig().momentum:
+        yield f"optim.momentum is for optim.name=muon, not {name}."
+
+
+def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:
+    yield from _optimizer_faults(cfg)
+    if find_spec("matplotlib") is None:
+        what = f"{recipe.name} draws its learning curve with matplotlib"
+        yield f"{what}: pip install 'torchrl-agents[train]'."
+    for backend in cfg.logger.backends:
+        if backend != "csv" and find_spec(backend) is None:
+            yield f"logger.backends: {backend} needs the package {backend}: pip install {backend}."
+    if cfg.train.stop_at is not None and cfg.evaluate.every is None:
+        yield f"train.stop_at={cfg.train.stop_at} needs tests between steps: set evaluate.every=."
+    changed = [n for n in OF_RANKS if getattr(cfg.train, n) != getattr(TrainConfig(), n)]
+    for name in changed:
+        if num_ranks() == 1:
+            yield f"train.{name} is for several ranks, which torchrun starts."
+        elif name in ("num_replicas", "cpu_offload") and cfg.train.parallel != "fsdp2":
+            yield f"train.{name} is for train.parallel=fsdp2, got {cfg.train.parallel}."
+    yield from _split_faults(cfg)
+    if cfg.train.num_replicas < 1 or num_ranks() % cfg.train.num_replicas:
+        yield f"train.num_replicas={cfg.train.num_replicas} has to divide the {num_ranks()} ranks."
+    if num_ranks() > 1 and cfg.engine.name == "vllm" and not _has_servers(cfg):
+        yield "Several ranks need vLLM's servers: give engine.url=, urls= or devices=."
+
+
+def _split_faults(cfg: TrainingConfig) -> Iterator[str]:
+    """Faults of a model of which ranks compute parts of one layer."""
+    train, ranks = cfg.train, num_ranks()
+    matrices, experts = train.tensor_parallel_size, train.expert_parallel_size
+    if min(matrices, experts) < 1:
+        yield f"train.tensor_parallel_size={matrices}, expert_parallel_size={experts}: at least 1."
+    elif ranks > 1 and train.splits_model:
+        if ranks % matrices:
+            yield f"train.tensor_parallel_size={matrices} has to divide the {ranks} ranks."
+        if experts > 1 and (experts % matrices or ranks % experts):
+            yield (
+                f"train.expert_parallel_size={experts} has to be a multiple of "
+                f"train.tensor_parallel_size={matrices}, and to divide the {ranks} ranks."
+            )
+        is_set = {
+            "train.parallel=ddp": train.parallel == "ddp",
+            "train.num_replicas": train.num_replicas > 1,
+            "train.cpu_offload": train.cpu_offload,
+            "train.compile_layers": bool(train.compile_layers),
+            "policy.lora_rank": cfg.policy.lora_rank is not None,
+            "policy.routed_experts": cfg.policy.routed_experts,
+            "engine.batch_invariant": cfg.engine.batch_invariant,
+        }
+        for name in (name for name, value in is_set.items() if value):
+            yield (
+                f"{name} does not go with train.tensor_parallel_size and expert_parallel_size: "
+                "leave one of them out."
+            )
+
+
+def _has_servers(cfg: RecipeConfig) -> bool:
+    """Return whether vLLM runs in processes of its own, wherever they are started."""
+    engine = cfg.engine
+    return bool(engine.url or engine.urls or engine.starts_servers) or collects_on_ray(cfg)
+
+
+def _invariance_faults(cfg: RecipeConfig) -> Iterator[str]:
+    engine, policy = cfg.engine, cfg.policy
+    if not engine.batch_invariant:
+        return
+    if engine.name == "chat":
+        yield "engine.batch_invariant is for engine=transformers or vllm, not for a chat server."
+    if engine.url or engine.urls:
+        yield (
+            "engine.batch_invariant can't reach a server that runs already: start it with "
+            "VLLM_BATCH_INVARIANT=1 in its environment, and leave engine.batch_invariant out."
+        )
+    if engine.name != "transformers":
+        return
+    why = "engine.batch_invariant of engine=transformers is for float32 on a CPU, got"
+    if policy.dtype != "float32":
+        yield f"{why} policy.dtype={policy.dtype}."
+    if policy.device is not None and policy.device != "cpu":
+        yield f"{why} policy.device={policy.device}."
+    if policy.gradient_checkpointing:
+        yield (
+            "engine.batch_invariant: layers that are computed again in the backward pass would "
+            "take other kernels: set policy.gradient_checkpointing=false."
+        )
+    train = cfg.train if isinstance(cfg, TrainingConfig) else None
+    if train is not None and train.autocast:
+        yield f"{why} train.autocast=true."
+    if train is not None and train.compile_layers:
+        yield "engine.batch_invariant goes without train.compile_layers: leave one of them out."
+
+
+def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
+    engine, longest = cfg.engine, cfg.policy.max_model_len
+    is_vllm = engine.name == "vllm"
+    if not is_vllm and (engine.urls or engine.starts_servers):
+        yield "engine.urls, num_engines and devices are for engine=vllm."
+    if bool(engine.url) + bool(engine.urls) + engine.starts_servers > 1:
+        yield "engine.url, engine.urls, and num_engines with devices: give one of them."
+    if len(engine.devices) % engine.num_engines:
+        yield (
+            f"engine.devices={engine.devices} are shared out to engine.num_engines="
+            f"{engine.num_engines}: take a multiple of them of devices."
+        )
+    if is_vllm and (engine.url or engine.urls) and longest:
+        yield (
+            f"policy.max_model_len={longest}: a server at engine.url has the length that it was "
+            "started with (--max-model-len). Leave it out."
+        )
+    if (engine.name == "transformers" and engine.url) or (not is_vllm and engine.engine_kwargs):
+        yield "engine.url and engine.engine_kwargs are for engine=vllm."
+    in_steps = isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "sync"
+    if engine.colocate and not (is_vllm and in_steps):
+        yield "engine.colocate lends the memory of engine=vllm to a step: it needs collector=sync."
+    own_adapters = engine.engine_kwargs.get("enable_lora")
+    if own_adapters and cfg.policy.lora_rank is None:
+        yield "engine.engine_kwargs.enable_lora needs policy.lora_rank."
+    if own_adapters and (engine.url or engine.urls):
+        yield "engine.engine_kwargs.enable_lora: start the servers with --enable-lora instead."
+    if engine.name == "chat" and not (engine.url and cfg.policy.model):
+        yield "engine=chat needs engine.url=http://.../v1 and policy.model=, its name there."
+
+
+def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
+    collector, default = cfg.collector, CollectorConfig()
+    if compares_groups(recipe, cfg) and collector.group_size < 2:
+        yield (
+            "collector.group_size must be at least 2: a group of one never has a signal. One "
+            "rollout a prompt goes with loss.advantage=batch_mean or running_mean of grpo."
+        )
+    yield from _refill_faults(recipe, cfg)
+    for name in (
+        *("max_staleness", "staleness_policy", "pipeline_depth", "recompute", "follow_load"),
+        "max_inflight_tasks",
+    ):
+        if collector.mode == "sync" and getattr(collector, name) != getattr(default, name):
+            yield f"collector.{name} is for collector=streaming."
+    if collector.follow_load and cfg.engine.name != "vllm":
+        yield "collector.follow_load needs engine=vllm: other engines don't tell how full they are."
+    if collector.mode != "ray" and (collector.num_collectors > 1 or collector.remote_config):
+        yield "collector.num_collectors and remote_config are for collector=ray."
+    if collects_on_ray(cfg) and cfg.engine.name == "vllm":
+        yield from _ray_faults(cfg)
+    for key, bound in (
+        ("policy.max_model_len", cfg.policy.max_model_len),
+        ("collector.max_episode_tokens", collector.max_episode_tokens),
+    ):
+        least = collector.min_turn_tokens
+        if bound is not None and bound < least:
+            yield f"{key}={bound} leaves no room for a turn of collector.min_turn_tokens={least}."
+    if cfg.policy.temperature <= 0:
+        yield f"policy.temperature must be positive for a signal, got {cfg.policy.temperature}."
+
+
+def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:
+    if cfg.collector.verify_every is not None and num_ranks() > 1:
+        yield "collector.verify_every is for one rank: leave it out."
+    if cfg.record.kept_counts and cfg.engine.name != "transformers":
+        yield "record.kept_counts needs engine=transformers: other engines don't tell them."
+    truncates = cfg.policy.top_k > 0 or cfg.policy.top_p < 1 or cfg.policy.min_p > 0
+    if cfg.policy.routed_experts and (
+        cfg.engine.name != "transformers" or cfg.collector.mode != "sync"
+    ):
+        yield (
+            "policy.routed_experts is for engine=transformers and collector=sync, got "
+            f"engine={cfg.engine.name} and collector={cfg.collector.mode}: others don't tell them."
+        )
+    if cfg.policy.routed_experts and cfg.policy.gradient_checkpointing:
+        yield (
+            "policy.routed_experts are not replayed where layers are computed again in the "
+            "backward pass: set policy.gradient_checkpointing=false."
+        )
+    if cfg.policy.sampling_mask and not truncates:
+        yield "policy.sampling_mask is for policy.top_k, top_p or min_p: nothing is left out."
+    if cfg.policy.sampling_mask and cfg.engine.name == "chat":
+        yield "policy.sampling_mask needs engine=transformers or vllm: a server does not tell it."
+    urls = cfg.engine.url or cfg.engine.urls
+    served = cfg.engine.starts_servers or urls or collects_on_ray(cfg)
+    if cfg.policy.sampling_mask and cfg.engine.name == "vllm" and served:
+        yield "policy.sampling_mask needs an engine of this process: leave servers of vLLM out."
+    if not cfg.record.replay and not (cfg.policy.sampling_mask or cfg.policy.routed_experts):
+        yield (
+            "record.replay=false leaves out what policy.sampling_mask and policy.routed_experts "
+            "record, and neither is on: leave it out."
+        )
+    if cfg.record.kept_counts and not truncates:
+        yield "record.kept_counts is for policy.top_k, top_p or min_p: nothing is left out."
+
+
+def _refill_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
+    collector = cfg.collector
+    if collector.refill and not compares_groups(recipe, cfg):
+        what = "this loss.advantage" if recipe.needs_groups else recipe.name
+        yield f"collector.refill: {what} has no groups without a signal. Leave it out."
+    if collector.max_draws != CollectorConfig().max_draws and not collector.refill:
+        yield "collector.max_draws is for collector.refill=true."
+    if collector.refill and getattr(cfg.train, "shuffle_rewards", False):
+        yield "collector.refill chooses groups before train.shuffle_rewards: take one of them."
+
+
+def _ray_faults(cfg: RolloutsConfig) -> Iterator[str]:
+    """Each collector has a copy of the model, or starts servers of its own."""
+    engine, count = cfg.engine, cfg.collector.num_collectors
+    for name in ("url", "urls", "devices"):
+        if getattr(engine, name):
+            yield (
+                f"engine.{name}: on Ray each collector starts servers of its own, on the GPUs that "
+                "+collector.remote_config.num_gpus= gives it. Leave it out."
+            )
+    if engine.num_engines % count:
+        yield (
+            f"engine.num_engines={engine.num_engines} are shared out to collector.num_collectors="
+            f"{count}: take a multiple of them of engines."
+        )
+    if "max_model_len" in engine.engine_kwargs:
+        yield "engine.engine_kwargs.max_model_len: Ray bounds episodes by policy.max_model_len."
