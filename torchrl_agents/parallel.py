@@ -197,8 +197,8 @@ def share_model(
 class Follower:
     """A rank other than 0: it makes the steps of a recipe's loop when rank 0 says so.
 
-    The loop has it in the place of :class:`.Training` and of each :class:`.Step`: what rank 0 alone
-    does in a step is nothing here.
+    The loop has it in the place of :class:`.Training` and of each :class:`.TrainingStep`: what
+    rank 0 alone does in a step is nothing here.
 
     Args:
         recipe: of the run.

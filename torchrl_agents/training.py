@@ -48,7 +48,7 @@ _LOG = logging.getLogger("torchrl_agents")
 
 
 @dataclass
-class Step:
+class TrainingStep:
     """A step that is under way: draw its rows, make its passes, push the weights.
 
     A signal ends it between two of these, or gives its batch up; what it has done by then is kept,
@@ -77,7 +77,7 @@ class Step:
         return kept | {"metrics": self.metrics.state_dict()} if self.is_drawn else None
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], training: "Training") -> "Step":
+    def from_state(cls, state: Mapping[str, Any], training: "Training") -> "TrainingStep":
         """Make the step of which :meth:`state` was kept."""
         metrics = training.new_metrics()
         metrics.load_state_dict(state["metrics"])
@@ -196,7 +196,7 @@ class Training:
     data: Rollouts
     """Gives the rows."""
     _: KW_ONLY
-    measure: Callable[[Step], Mapping[str, float]] = lambda _: {}
+    measure: Callable[[TrainingStep], Mapping[str, float]] = lambda _: {}
     """Further metrics, of a step that is over."""
     parts: Mapping[str, Stateful] = field(default_factory=dict)
     """What else is saved, by name."""
@@ -241,7 +241,7 @@ class Training:
         return Checkpoints(self.cfg.checkpoint, self.ranks, state).open(self.folder)
 
     @contextmanager
-    def steps(self, loss: Any, gate: NonFiniteGate) -> Iterator[Iterator[Step]]:
+    def steps(self, loss: Any, gate: NonFiniteGate) -> Iterator[Iterator[TrainingStep]]:
         """Test, let the caller make the steps, test again, and leave the model and the result.
 
         A run goes on where it was stopped. What is around a step is here: it is recorded, followed
@@ -279,7 +279,7 @@ class Training:
             after_step = -1 if before is None else done
             if before is None:
                 before = self._first_test(held_out)
-            step = None if pending is None else Step.from_state(pending, self)
+            step = None if pending is None else TrainingStep.from_state(pending, self)
             self.timer.reset()
 
             parts = (self.setup.task, collector, loss)
@@ -291,10 +291,10 @@ class Training:
             last, num_flat = next(reversed(recorder.history), {}), 0
             recorder.write_tests(held_out.take(), now=done)
 
-            def left() -> Iterator[Step]:
+            def left() -> Iterator[TrainingStep]:
                 nonlocal done, last, num_flat, step
                 while done < num_steps and not recorder.reached(cfg.train.stop_at):
-                    step = step or Step(done + 1, self, self.new_metrics())
+                    step = step or TrainingStep(done + 1, self, self.new_metrics())
                     yield step
                     last = step.reduced_metrics()
                     recorder.write(step.number, last, step.trajectories, step.trained)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from collectors.weight_update.in_process_updater import InProcessUpdater
 from torchrl_modules.weights.adapter_weights import AdapterWeights
-from torchrl_modules.weights.lazy_weights import LazyWeights, copied
+from torchrl_modules.weights.lazy_weights import LazyWeights, copied_weights
 
 
 class SnapshotUpdater(InProcessUpdater):
@@ -30,7 +30,7 @@ class SnapshotUpdater(InProcessUpdater):
             if isinstance(weights, AdapterWeights):
                 return deepcopy(weights)
             device = "cpu" if isinstance(weights, LazyWeights) else None
-            return copied(weights, dtype=dtype, device=device)
+            return copied_weights(weights, dtype=dtype, device=device)
 
     def push(self, source: nn.Module | Mapping[str, Tensor], *, version: int | None = None) -> int:
         """Refused: it would change the weights under what is being drawn."""

@@ -211,7 +211,7 @@ def num_rows(member: TensorDictBase) -> int:
     return 1 if earlier is None else 1 + len(list(earlier.keys()))
 
 
-def rows_of(member: TensorDictBase) -> Iterator[TensorDictBase]:
+def rows_of_member(member: TensorDictBase) -> Iterator[TensorDictBase]:
     """The rows of an episode, in order; its last row is as it came."""
     earlier = member.get(_EARLIER, None)
     if earlier is not None:

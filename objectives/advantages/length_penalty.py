@@ -26,7 +26,7 @@ from .estimators import (
     TurnCredit,
     read_entry,
 )
-from .group_queue import rows_of
+from .group_queue import rows_of_member
 from .tree_credit import TREE_CREDITS
 
 
@@ -73,7 +73,10 @@ class LengthPenalty(AdvantageEstimator):
 
     def _penalised(self, group: RewardedGroup) -> RewardedGroup:
         lengths = [
-            sum(int(read_entry(part, self.assistant_mask_key, WHO).sum()) for part in rows_of(row))
+            sum(
+                int(read_entry(part, self.assistant_mask_key, WHO).sum())
+                for part in rows_of_member(row)
+            )
             for row in group.rows
         ]
         shares = F.relative_length(

@@ -36,7 +36,15 @@ from .estimators import (
     read_entry,
     trajectory_return,
 )
-from .group_queue import GroupQueue, GroupStats, Waiting, member_of, num_rows, row_place, rows_of
+from .group_queue import (
+    GroupQueue,
+    GroupStats,
+    Waiting,
+    member_of,
+    num_rows,
+    row_place,
+    rows_of_member,
+)
 from .group_refill import MAX_DRAWS, GroupRefill
 from .tree_credit import (
     TREE_CREDITS,
@@ -176,7 +184,9 @@ class ByGroups(ChecksAttributes, Transform):
 
     def _return(self, member: TensorDictBase) -> float:
         """The return of an episode; of dense rewards each row has those of its own tokens."""
-        rewards = [read_entry(row, self.reward_key, self._get_name()) for row in rows_of(member)]
+        rewards = [
+            read_entry(row, self.reward_key, self._get_name()) for row in rows_of_member(member)
+        ]
         is_dense = any(reward.numel() > 1 for reward in rewards)
         reward = torch.cat([each.reshape(-1) for each in rewards]) if is_dense else rewards[-1]
         scorable = member.get(self.scorable_key, None)
@@ -484,7 +494,7 @@ class MCAdvantage(ByGroups):
             keep = [kept for group in groups for kept in self._kept(group)]
             released = []
             for row, own, kept in zip(complete, advantages, keep, strict=True):
-                for part, advantage in zip(rows_of(row), own, strict=True) if kept else ():
+                for part, advantage in zip(rows_of_member(row), own, strict=True) if kept else ():
                     part.set(self.advantage_key, advantage)
                     released.append(part)
             return released

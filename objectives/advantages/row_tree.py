@@ -15,7 +15,7 @@ from torchrl_data import keys
 from torchrl_data.batched_object import read_objects
 from torchrl_data.missing_entry import MissingEntryError
 
-from .group_queue import rows_of
+from .group_queue import rows_of_member
 
 _ENTRIES = (keys.PARENT_SEGMENT, keys.PARENT_TOKENS, keys.ROW_KIND, keys.AGENT)
 
@@ -45,7 +45,7 @@ class RowTree(NamedTuple):
             MissingEntryError: an episode has several rows, and they do not say where they come
                 from.
         """
-        rows = list(rows_of(member))
+        rows = list(rows_of_member(member))
         if len(rows) == 1:
             (row,) = rows
             return cls(rows, [-1], [0], [_text(row, keys.ROW_KIND, "main")], [_agent(row)])

@@ -16,7 +16,7 @@ from .estimators import (
     TrajectoryReturn,
     read_entry,
 )
-from .group_queue import num_rows, rows_of
+from .group_queue import num_rows, rows_of_member
 from .group_refill import MAX_DRAWS, GroupRefill
 from .mc_advantage import ByGroups
 
@@ -118,7 +118,7 @@ class TopKRewardSelector(ByGroups):
             group_id = int(read_entry(row, self.group_key, "TopKRewardSelector"))
             if (members := self.queue.add(group_id, row)) is None:
                 continue
-            best = [row for member in self._best(members) for row in rows_of(member)]
+            best = [row for member in self._best(members) for row in rows_of_member(member)]
             self.stats.rows_dropped_unselected += sum(map(num_rows, members)) - len(best)
             released += best
         for _, late in self.queue.expire():

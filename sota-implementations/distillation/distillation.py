@@ -52,7 +52,7 @@ from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, build_task, load_models, warm_up
 from torchrl_agents.start import run_recipe
-from torchrl_agents.training import Rollouts, Step, Training, learn
+from torchrl_agents.training import Rollouts, Training, TrainingStep, learn
 from torchrl_data.keys import ADVANTAGE, ASSISTANT_MASK, LOG_PROBS_FULL
 
 
@@ -96,7 +96,7 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run) -> dict:
 
     collector = build_collector(cfg, setup.env, policy, postproc=judge)
 
-    def kl_to_teacher(step: Step) -> dict[str, float]:
+    def kl_to_teacher(step: TrainingStep) -> dict[str, float]:
         assert step.trained is not None
         rows = step.trained.unbind(0)
         of_rows = [gaps_of(row) for row in rows]

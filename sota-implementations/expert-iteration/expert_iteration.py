@@ -53,7 +53,7 @@ from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, load_models, warm_up
 from torchrl_agents.start import run_recipe
-from torchrl_agents.training import Rollouts, Step, Training, learn
+from torchrl_agents.training import Rollouts, Training, TrainingStep, learn
 
 
 def build_selector(cfg: ExpertConfig) -> TopKRewardSelector:
@@ -82,7 +82,7 @@ def main(cfg: ExpertConfig, setup: Setup, run: Run) -> dict:
     postproc = before_buffer(cfg, None)
     collector = build_collector(cfg, setup.env, policy, transform=best, postproc=postproc)
 
-    def kept(step: Step) -> dict[str, float]:
+    def kept(step: TrainingStep) -> dict[str, float]:
         num_kept = 0 if step.trained is None else len(step.trained)
         num_drawn = setup.env.batch_size.numel()
         if cfg.collector.refill and step.trajectories is not None:

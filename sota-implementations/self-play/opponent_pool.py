@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_agents.models.policies import transformers_policy
 from torchrl_agents.settings.schema import RecipeConfig
 from torchrl_agents.settings.started_ranks import num_ranks
-from torchrl_agents.training import Step
+from torchrl_agents.training import TrainingStep
 from torchrl_modules import TransformersWrapper
 
 
@@ -96,7 +96,7 @@ class OpponentPool:
         first = int(rng.integers(2))
         return {game: (first + game) % 2 for game in range(count)}
 
-    def after(self, step: Step) -> Mapping[str, float]:
+    def after(self, step: TrainingStep) -> Mapping[str, float]:
         """A step is over: take a version if it is time, and tell how many there are."""
         self._num_steps = step.number
         if step.number % self._every == 0:

@@ -84,7 +84,7 @@ from torchrl_agents.parallel import share_model
 from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, build_task, load_models
 from torchrl_agents.start import run_recipe
-from torchrl_agents.training import Rollouts, Step, Training, learn
+from torchrl_agents.training import Rollouts, Training, TrainingStep, learn
 from torchrl_data import row_tensordicts
 from torchrl_envs import DataLoadingPrimer, load_rows
 from torchrl_envs.datasets.row_stream import NumberedRows
@@ -277,7 +277,7 @@ def main(cfg: SFTConfig, test: Setup, run: Run) -> dict:
         parts = held_out.micro_batches(max_tokens=cfg.train.micro_batch_tokens or DEFAULT_TOKENS)
         return float(SFTLossOutput.combine([test_loss(part, window=window) for part in parts]).nll)
 
-    def measure(step: Step) -> dict[str, float]:
+    def measure(step: TrainingStep) -> dict[str, float]:
         is_time = step.number % max(1, cfg.train.num_steps // 20) == 0
         return {"held_out_nll": held_out_nll()} if is_time else {}
 

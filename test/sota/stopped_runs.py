@@ -88,7 +88,7 @@ POINTS = {
     "collecting, in a reward": Point(
         "torchrl_envs.tasks.calculator.chose_right_tool", DRAW, 2, hangs=True
     ),
-    "between two passes": Point("torchrl_agents.training.Step.note", after=True),
+    "between two passes": Point("torchrl_agents.training.TrainingStep.note", after=True),
     "in backward": Point("objectives.NonFiniteGate.backward"),
     "in a weight push": Point("collectors.weight_update.WeightUpdater.push", DRAW, 1),
     "saving on a thread": Point("collectors.checkpoint.saver.publish", takes_s=1.0),

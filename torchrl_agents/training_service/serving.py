@@ -11,7 +11,7 @@ import torch
 from torchrl_data import import_package
 from torchrl_data.checks import one_of
 from torchrl_modules import local_model
-from torchrl_modules.policies.loading import accelerator, load_model
+from torchrl_modules.policies.loading import accelerator, load_policy_model
 
 from .adapted_model import AdaptedModel
 from .checkpoint_folder import CheckpointFolder
@@ -69,7 +69,7 @@ def load_adapted_model(
         "model_kwargs": None,
     }
     model: Any
-    model, tokenizer, _ = load_model(folder, None, None, place)
+    model, tokenizer, _ = load_policy_model(folder, None, None, place)
     where = str(Path(folder).resolve()) if Path(folder).is_dir() else folder
     adapted = AdaptedModel(name, model, tokenizer, where, **options)
     if engine == "vllm":

@@ -14,7 +14,7 @@ from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weights.adapter_weights import AdapterWeights, mapped
 from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
-from torchrl_modules.weights.lazy_weights import copied
+from torchrl_modules.weights.lazy_weights import copied_weights
 
 from .engine import ClosedOnLeaving, EngineDied, EngineLoad, Generation, can_keep_caches
 from .engine_load import tells_load
@@ -377,7 +377,9 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
     ) -> None:
         async with self._updating:
             number = next_version(version, self._version, who="EngineFleet.update_weights")
-            keep: Callable[[], Mapping[str, Tensor]] = partial(copied, state_dict, device="cpu")
+            keep: Callable[[], Mapping[str, Tensor]] = partial(
+                copied_weights, state_dict, device="cpu"
+            )
             if isinstance(state_dict, AdapterWeights):
                 keep = partial(mapped, state_dict, lambda x: x.detach().to("cpu", copy=True))
             copying = asyncio.create_task(asyncio.to_thread(keep))

@@ -19,7 +19,7 @@ from torchrl_modules.scoring.image_reading import (
     own_positions,
     run_image_trial,
 )
-from torchrl_modules.scoring.trial import Trial
+from torchrl_modules.scoring.trial import ReadingTrial
 from torchrl_modules.transformers_releases import with_cache
 
 from .decoding import PromptReader
@@ -105,7 +105,7 @@ def find_image_reader(model: PreTrainedModel, processor: ImageProcessor) -> type
 
 
 def _continued_with_images(
-    processor: ImageProcessor, cls: type[ImageRows], model: PreTrainedModel, trial: Trial
+    processor: ImageProcessor, cls: type[ImageRows], model: PreTrainedModel, trial: ReadingTrial
 ) -> list[Tensor]:
     """Log-probs of the last tokens of rows, read one by one; the first row leaves on the way."""
     rows, results = trial.rows, [[] for _ in trial.rows]

@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from torchrl_data.devices import on_device
 from torchrl_data.ragged.packed import pad
 from torchrl_modules.scoring.packed_attention import cap_attention, use_packed_attention
-from torchrl_modules.scoring.trial import Trial, find_first, run_trial
+from torchrl_modules.scoring.trial import ReadingTrial, find_first, run_trial
 from torchrl_modules.transformers_releases import cache_name, forward_parameters, with_cache
 
 from .decoding import PromptReader, last_position
@@ -262,8 +262,8 @@ def fastest(
     known: FoundReaders,
     model: PreTrainedModel,
     readers: Sequence[type[Reader]],
-    run: Callable[[], Trial],
-    log_probs: Callable[[type[Reader], PreTrainedModel, Trial], list[Tensor]],
+    run: Callable[[], ReadingTrial],
+    log_probs: Callable[[type[Reader], PreTrainedModel, ReadingTrial], list[Tensor]],
     what: str,
 ) -> type[Reader]:
     """The first reader that gives the model's own log-probs, of what rows are read."""
@@ -298,7 +298,7 @@ def fastest(
     return readers[at]
 
 
-def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: Trial) -> list[Tensor]:
+def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: ReadingTrial) -> list[Tensor]:
     """Return what a reader says of rows, in the first way of using it that is wrong, if one is."""
     # Read one by one; rows leave on the way.
     rows = trial.rows

@@ -77,7 +77,7 @@ from torchrl_modules.engines.engine import Engine, Generation
 from torchrl_modules.sampling.parameters import SamplingParameters, requested_sampling
 from torchrl_modules.sampling.repeats import repeat_rows
 from torchrl_modules.weights.adapter_weights import AdapterWeights
-from torchrl_modules.weights.lazy_weights import LazyWeights, copied
+from torchrl_modules.weights.lazy_weights import LazyWeights, copied_weights
 
 
 class RowsToScore(NamedTuple):
@@ -625,7 +625,7 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         if isinstance(weights, LazyWeights):
             if not getattr(self.engine, "reads_in_order", False):  # never whole on a GPU
                 dtype = getattr(self.engine, "update_dtype", None)
-                weights = copied(weights, dtype=dtype, device="cpu")
+                weights = copied_weights(weights, dtype=dtype, device="cpu")
         elif not isinstance(weights, AdapterWeights):
             weights = {name: value.detach() for name, value in weights.items()}
         self.engine.update_weights(weights, version=version)

@@ -25,7 +25,7 @@ OF_BOTH: Final = ("revision", "trust_remote_code", "cache_dir", "token", "local_
 _SHOWN_KEYS: Final = 5
 
 
-def load_model(
+def load_policy_model(
     path: str, tokenizer: PreTrainedTokenizerBase | None, processor: Any, options: Mapping[str, Any]
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, Any]:
     """A model in evaluation mode, its tokenizer, and its processor where it reads images."""

@@ -26,7 +26,7 @@ from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.scoring.token_distribution import TokenDistribution
 
 from .base import LLMWrapperBase, RowsToScore, rows_to_score, write_scores
-from .loading import load_model
+from .loading import load_policy_model
 from .model_files import local_model
 
 
@@ -125,7 +125,7 @@ class TransformersWrapper(LLMWrapperBase):
             "model_kwargs": model_kwargs,
         }
         if isinstance(model, str):
-            model, tokenizer, processor = load_model(
+            model, tokenizer, processor = load_policy_model(
                 local_model(model), tokenizer, processor, options
             )
         elif given := [name for name, value in options.items() if value is not None]:

@@ -18,7 +18,7 @@ from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.transformers_releases import forward_parameters
 
 from .model_reader import ModelReader, targets_of
-from .trial import Trial, own_log_probs, trial_rows
+from .trial import ReadingTrial, own_log_probs, trial_rows
 from .wrapped_models import evaluation_mode
 
 
@@ -110,7 +110,7 @@ def own_positions(model: nn.Module) -> Iterator[RowPositions]:
         positions.forget()
 
 
-def run_image_trial(model: PreTrainedModel, processor: ImageProcessor, *, who: str) -> Trial:
+def run_image_trial(model: PreTrainedModel, processor: ImageProcessor, *, who: str) -> ReadingTrial:
     """Try a model's own forward on rows with images, one at a time."""
     # The first two rows differ in their images alone.
     name = type(model).__name__

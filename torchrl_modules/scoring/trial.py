@@ -34,7 +34,7 @@ class Difference(NamedTuple):
         return f"{self.worst:.2g} nats at worst, {self.mean:.2g} on average"
 
 
-class Trial(NamedTuple):
+class ReadingTrial(NamedTuple):
     """Rows, and what a model itself makes of them, one row at a time."""
 
     rows: list[Tensor]
@@ -67,7 +67,7 @@ def own_log_probs(
     inputs: Callable[[int], dict[str, Any]],
     failure: str,
     images: Sequence[Sequence[str]] = (),
-) -> Trial:
+) -> ReadingTrial:
     """Score rows with nothing but the model's own forward, one at a time."""
     # inputs: what the forward takes of a row beside its tokens.
     # failure: begins the error where the forward fails.
@@ -84,10 +84,10 @@ def own_log_probs(
     tf32 = model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     is_exact = model.dtype in (torch.float32, torch.float64) and not tf32
     tolerance = Difference(5e-4, 1e-4) if is_exact else Difference(torch.inf, 0.1)
-    return Trial(rows, log_probs, tolerance, images)
+    return ReadingTrial(rows, log_probs, tolerance, images)
 
 
-def run_trial(model: PreTrainedModel, *, who: str) -> Trial:
+def run_trial(model: PreTrainedModel, *, who: str) -> ReadingTrial:
     """Try a model's own forward on rows of text, and check that it is a policy."""
     name = type(model).__name__
     if model.device.type == "meta":
@@ -129,7 +129,7 @@ class Rejected(NamedTuple):
 
 def find_first(
     model: PreTrainedModel,
-    trial: Trial,
+    trial: ReadingTrial,
     ways: Sequence[tuple[str, Callable[[], Sequence[Tensor]]]],
     failure: str,
 ) -> tuple[int, Difference, list[Rejected]]:

@@ -79,7 +79,7 @@ def first_names(weights: Mapping[str, Any]) -> dict[str, str]:
     return {name: first.setdefault(storage_of(x), name) for name, x in facts}
 
 
-def copied(
+def copied_weights(
     weights: Mapping[str, Tensor],
     *,
     dtype: torch.dtype | None = None,
