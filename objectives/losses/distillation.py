@@ -131,7 +131,6 @@ class DistillationLoss(TokenLoss[DistillationLossKeys, DistillationLossOutput]):
             "masking_strategy": masking_strategy,
             "temperature": temperature,
         }
-        read = read or DistillationLossKeys()
         super().__init__(actor_network, settings, read=read, allow_empty=allow_empty)
 
     def _entries(self) -> Entries:

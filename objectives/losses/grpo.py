@@ -190,7 +190,6 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         read: GRPOLossKeys | None = None,
         **settings: Unpack[GRPOSettings],
     ) -> None:
-        read = read or GRPOLossKeys()
         super().__init__(actor_network, settings, options=options, read=read, allow_empty=True)
 
     def _made_options(

@@ -174,7 +174,6 @@ class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
             "beta": beta,
             "temperature": temperature,
         }
-        read = read or SFTLossKeys()
         super().__init__(actor_network, settings, read=read, allow_empty=allow_empty)
 
     def _entries(self) -> Entries:

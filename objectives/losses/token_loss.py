@@ -118,7 +118,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         actor_network: scores packed tokens (:class:`~torchrl_data.TokenScorer`).
         settings: options by name.
         options: what ``settings`` are added to.
-        read: names of the batch entries to read.
+        read: names of the batch entries to read; the usual ones when not given.
         allow_empty: a batch without a trained token has loss 0; otherwise it raises.
 
     Raises:
@@ -143,15 +143,16 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         settings: Mapping[str, Any],
         *,
         options: TokenOptions | None = None,
-        read: Keys,
+        read: Keys | None,
         allow_empty: bool,
     ) -> None:
         super().__init__()
         self._made_options(options, settings)  # what is wrong with them is told first
         check_scorer(self._get_name(), actor_network)
-        check_type("read", read, self.key_type)
+        keys: Any = self.key_type() if read is None else read
+        check_type("read", keys, self.key_type)
         self.actor_network = actor_network
-        self.read = read
+        self.read: Keys = keys
         self.allow_empty = allow_empty
         self.on_scores: Callable[[PackedBatch, TokenScores], None] | None = None
         """Told of the scores of trained tokens, detached, whenever they were computed."""

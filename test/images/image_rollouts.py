@@ -87,6 +87,25 @@ def gap(rows, scorers):
     return max(gaps)
 
 
+def with_pushes(collector, family, scorers):
+    """The batches of a streaming collector, which is given new weights after each of three.
+
+    In turn those of a model that sees otherwise, and of the first one. `scorers` gets a scorer for
+    each version.
+    """
+    seen, pushed = set(), [sees_otherwise(family), family]
+    for step, batch in enumerate(collector):
+        assert [len(row["images"]["data"]) for row in batch.unbind(0)] == [3] * GROUP
+        assert [row["num_turns"].item() for row in batch.unbind(0)] == [3] * GROUP
+        yield batch
+        seen |= {*batch[0]["policy_versions", "full"].tolist()}
+        if step < 3:
+            new = pushed[step % 2]
+            version = collector.update_policy_weights_(new[0], wait=True)
+            scorers[version] = scorer_of(new)
+    assert len(seen - {-1}) > 1
+
+
 def sees_otherwise(family):
     """The same language model, whose vision tower and connector are others."""
     model, *rest = family

@@ -17,6 +17,7 @@ from image_rollouts import (
     sampled,
     scorer_of,
     sees_otherwise,
+    with_pushes,
 )
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -129,22 +130,12 @@ def test_a_response_in_flight_sees_with_the_weights_that_come(policy, family):
 def test_collected_beside_training_with_pushes_of_what_sees(policy, family, recompute):
     """Through the streaming collector: three turns an episode, of which tools show the later."""
     scorers = {policy.engine.version: scorer_of(family)}
-    pushed = [sees_otherwise(family), family]
     with StreamingCollector(
         make_env(12, groups=1), policy, staleness=Wait(4, recompute=recompute)
     ) as collector:
-        seen = set()
-        for step, batch in enumerate(collector):
-            assert [len(row["images"]["data"]) for row in batch.unbind(0)] == [3] * GROUP
-            assert [row["num_turns"].item() for row in batch.unbind(0)] == [3] * GROUP
+        for batch in with_pushes(collector, family, scorers):
             if recompute:  # else what was in flight is of neither version alone
                 assert gap(batch, scorers) < 1e-4
-            seen |= {*batch[0]["policy_versions", "full"].tolist()}
-            if step < 3:
-                new = pushed[step % 2]
-                version = collector.update_policy_weights_(new[0], wait=True)
-                scorers[version] = scorer_of(new)
-        assert len(seen - {-1}) > 1
     if not recompute:
         assert gap(sampled(policy), scorers) < 1e-4
 

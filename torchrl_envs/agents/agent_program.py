@@ -261,7 +261,7 @@ class AgentProgram(ToolSource, RewardSource):
             return
         try:
             self._answer(episode, agent, agent.asked)
-            if episode.is_done or episode.stop_reason:
+            if episode.is_over:
                 return
             outcome = await self._next(agent, partial(agent.branches.go_on, episode))
             if isinstance(outcome.value, ProgramEnd):

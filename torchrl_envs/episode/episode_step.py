@@ -34,7 +34,6 @@ from .episode_entries import (
     write_flags,
 )
 from .episode_transform import EpisodeTransform, overrides
-from .tool_source import ToolDispatcher
 
 _THEIRS: Final = ("torchrl.envs.llm", "torchrl.objectives.llm", "torchrl.data.llm")
 _KNOWN: Final = ("torchrl.envs.transforms.", "torchrl_envs.")
@@ -194,7 +193,9 @@ class StepOrder(Compose):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         env: Any = self.container
         env._find_parts()
-        plan = env._plan = env._plan or StepPlan.of(self.transforms, env.runner.dispatcher)  # type: ignore[arg-type]
+        if env._plan is None:
+            env._plan = StepPlan.of([*env.runner.dispatchers, *list[Any](self.transforms)])
+        plan: StepPlan = env._plan
         step = EpisodeStep(env, tensordict, next_tensordict)
         for role, parts in plan.turn:
             if role == "answers":
@@ -224,14 +225,13 @@ class StepPlan(NamedTuple):
     """They read the reward, once it is there."""
 
     @classmethod
-    def of(cls, transforms: Iterable[Transform], dispatcher: ToolDispatcher) -> "StepPlan":
+    def of(cls, transforms: Iterable[Transform]) -> "StepPlan":
         """The plan of an environment.
 
         Args:
-            transforms: in the order in which they were appended.
-            dispatcher: answers first, where there are tools.
+            transforms: what answers tools, and then those of the environment in their order.
         """
-        turn: list[tuple[str, list[Any]]] = [("answers", [dispatcher])] * bool(dispatcher.sources)
+        turn: list[tuple[str, list[Any]]] = []
         by_role: dict[str, list[Any]] = {"counts": [], "reads the reward": []}
         for transform in transforms:
             role = role_of(transform)

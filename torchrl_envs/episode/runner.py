@@ -58,11 +58,13 @@ class EpisodeRunner:
     def __init__(self, calls: ConcurrentCalls, parse: TurnParser = parse_tool_calls) -> None:
         self.calls = calls
         self.dispatcher = ToolDispatcher(parse)
-        """Answers turns that call tools; the first to see one."""
+        """Answers turns that call tools."""
+        self.dispatchers: Sequence[ToolDispatcher] = ()
+        """It alone, where there are tools: it answers a turn before all others."""
         self.max_turns: int | None = None
         """Most turns of each episode: the smallest ``max_steps`` of all ``StepCounter``."""
         self.answering: Sequence[EpisodeTransform] = ()
-        """Those that answer the policy's turns, in order: the dispatcher of tools is the first."""
+        """Those that answer the policy's turns, in order."""
         self._parts: dict[str, list[EpisodeTransform]] = {event: [] for event in _EVENTS}
         self._answer_cuts: Sequence[EpisodeTransform] = ()
         self._open: dict[int, tuple[int, Resources]] = {}
@@ -95,8 +97,8 @@ class EpisodeRunner:
             event: [part for part in transforms if any(overrides(part, name) for name in forms)]
             for event, forms in _EVENTS.items()
         }
-        first = [self.dispatcher] if sources else []
-        self.answering = [*first, *self._parts["after_turn"]]
+        self.dispatchers = [self.dispatcher] if sources else []
+        self.answering = [*self.dispatchers, *self._parts["after_turn"]]
 
     # Events -------------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class MCPToolTransform(ToolSource):
         show_schemas: bool = True,
     ) -> None:
         check_counts("MCPToolTransform", max_tools=max_tools)
-        limits: Any = {"timeout_s": timeout_s, "max_tools": max_tools, "images": images}
+        options: Any = {"timeout_s": timeout_s, "max_tools": max_tools, "images": images}
         super().__init__(
             timeout_s=timeout_s, max_result_bytes=max_result_bytes, show_schemas=show_schemas
         )
@@ -101,7 +101,7 @@ class MCPToolTransform(ToolSource):
         self._homes: dict[str, tuple[str, str]] = {}
         self._loop = ReplaceableLoop()
         self._shared = {
-            name: MCPConnection(f"the MCP server {name!r}", server, **limits)
+            name: MCPConnection(f"the MCP server {name!r}", server, **options)
             for name, server in servers.items()
         }
         try:

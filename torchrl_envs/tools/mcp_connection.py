@@ -101,12 +101,12 @@ class MCPConnection:
         return self._offered
 
     @property
-    def _limits(self) -> Any:
+    def _options(self) -> Any:
         return {"timeout_s": self.timeout_s, "max_tools": self.max_tools, "images": self.images}
 
     def another(self) -> "MCPConnection":
         """A session of its own with the same server, which expects the same tools."""
-        made = MCPConnection(self.name, self.server, **self._limits)
+        made = MCPConnection(self.name, self.server, **self._options)
         made._expected = self._expected
         return made
 
@@ -119,7 +119,7 @@ class MCPConnection:
                 f"A connection to {self.name} can't be copied or sent to another process: that is "
                 f"an object of this one ({error}). Give a function of a module, which returns it."
             ) from error
-        make = functools.partial(type(self), **self._limits)
+        make = functools.partial(type(self), **self._options)
         return make, (self.name, self.server), {"_expected": self._expected}
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
