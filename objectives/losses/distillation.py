@@ -5,7 +5,8 @@ Shape legend: B rows, K trained tokens of all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from tensordict import TensorClass
 from torch import Tensor
@@ -17,20 +18,14 @@ from torchrl_data.checks import one_of
 from torchrl_data.token_scorer import TokenScorer, TokenScores
 
 from .loss_output import LossTerms, loss_output, make_output
-from .token_loss import TokenLoss, TokenOptions
+from .token_loss import TokenLoss, takes
+from .token_options import TokenOptions
 from .window import Window
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationOptions(TokenOptions):
     """Options of :class:`~objectives.DistillationLoss`, checked when they are made.
-
-    Args:
-        aggregation: see :class:`~objectives.DistillationLoss`.
-        max_tokens: what ``"fixed_length"`` divides by.
-        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``.
-        temperature: the student's logits are divided by it.
-        kl_direction: ``"reverse"`` or ``"forward"``.
 
     Raises:
         ValueError: an option is unknown or out of range.
@@ -41,7 +36,10 @@ class DistillationOptions(TokenOptions):
     """
 
     temperature: float | None = 1.0
+    """The student's logits are divided by it, as the teacher's were."""
     kl_direction: F.KLDirection | str = "reverse"
+    """``"reverse"``: KL(student || teacher), for tokens that the student sampled; ``"forward"``:
+    KL(teacher || student), for tokens that the teacher sampled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,6 +65,14 @@ class DistillationLossOutput(LossTerms, TensorClass["nocast"]):
     """Rows of this call."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Arguments(DistillationOptions):
+    actor_network: TokenScorer = field(kw_only=False)
+    options: DistillationOptions | None = None
+    read: DistillationLossKeys | None = None
+    allow_empty: bool = False
+
+
 class DistillationLoss(TokenLoss[DistillationLossKeys, DistillationLossOutput]):
     """KL to a teacher, estimated (k3) on tokens that the student or the teacher sampled.
 
@@ -75,15 +81,11 @@ class DistillationLoss(TokenLoss[DistillationLossKeys, DistillationLossOutput]):
 
     Args:
         actor_network: the student; scores packed tokens.
-        kl_direction: ``"reverse"``: KL(student || teacher), for tokens that the student sampled;
-            ``"forward"``: KL(teacher || student), for tokens that the teacher sampled.
-        aggregation: ``"token_mean"``, ``"sequence_mean"``, ``"sequence_sum"``,
-            ``"fixed_length"``, or ``"none"``, which gives ``[K]`` values.
-        max_tokens: what ``"fixed_length"`` divides by.
-        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``, as for ``GRPOLoss``.
-        temperature: the student's logits are divided by it, as the teacher's were.
-        read: entry names.
+        options: all options as one record.
+        read: names of the batch entries to read.
         allow_empty: a batch without a trained token has loss 0; otherwise it raises.
+        **settings: single options by name, such as ``kl_direction=``, ``temperature=``: the fields
+            of :class:`~objectives.DistillationOptions`, where each is described.
 
     Raises:
         TypeError: the actor cannot score.
@@ -112,26 +114,19 @@ class DistillationLoss(TokenLoss[DistillationLossKeys, DistillationLossOutput]):
     key_type = DistillationLossKeys
     output_type = DistillationLossOutput
 
+    @takes(_Arguments)
     def __init__(
         self,
         actor_network: TokenScorer,
         *,
-        kl_direction: F.KLDirection | str = "reverse",
-        aggregation: str = "token_mean",
-        max_tokens: int | None = None,
-        masking_strategy: str = "assistant",
-        temperature: float = 1.0,
+        options: DistillationOptions | None = None,
         read: DistillationLossKeys | None = None,
         allow_empty: bool = False,
+        **settings: Any,
     ) -> None:
-        settings = {
-            "kl_direction": kl_direction,
-            "aggregation": aggregation,
-            "max_tokens": max_tokens,
-            "masking_strategy": masking_strategy,
-            "temperature": temperature,
-        }
-        super().__init__(actor_network, settings, read=read, allow_empty=allow_empty)
+        super().__init__(
+            actor_network, settings, options=options, read=read, allow_empty=allow_empty
+        )
 
     def _entries(self) -> Entries:
         teacher = self.read.teacher_log_probs

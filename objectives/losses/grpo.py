@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, Unpack
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from tensordict import TensorClass, TensorDictBase
@@ -18,15 +19,14 @@ from objectives import functional as F
 from objectives.batching.loss_keys import GRPOLossKeys
 from objectives.batching.packed_batch import Entries, PackedBatch, rows_with
 from objectives.batching.ranks import Ranks, gathered_rows
-from torchrl_data.checks import check_type
 from torchrl_data.token_scorer import TokenScorer, TokenScores
 
-from .grpo_options import GRPOOptions, GRPOSettings, options_of, signature_with
+from .grpo_options import GRPOOptions
 from .loss_output import LossTerms, loss_output, make_output
 from .policy_scores import _MOST_LOG_PROB, PolicyScores, filter_tokens, policy_scores
-from .surrogates import PolicyTokens, batch_entries, surrogate_inputs
+from .surrogates import PolicyTokens, batch_entries, keeps_clip, surrogate_inputs
 from .token_filters import TokenFilters
-from .token_loss import TokenLoss, TokenOptions
+from .token_loss import TokenLoss, takes
 from .window import Window
 
 _LOG = logging.getLogger(__name__)
@@ -101,6 +101,13 @@ class GRPOLossOutput(LossTerms, TensorClass["nocast"]):
     """Tokens whose sampler correction was truncated or masked."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Arguments(GRPOOptions):
+    actor_network: TokenScorer = field(kw_only=False)
+    options: GRPOOptions | None = None
+    read: GRPOLossKeys | None = None
+
+
 class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
     r"""GRPO and its variants (DAPO, Dr. GRPO, GSPO, ...), selected by options.
 
@@ -170,34 +177,26 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         [-0.5, 1.0, 4.0]
     """
 
-    preset: ClassVar[GRPOSettings] = {}
-    """What a subclass sets itself."""
     option_type = GRPOOptions
     key_type = GRPOLossKeys
     output_type = GRPOLossOutput
     takes_own_temperature = True
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        own = "__init__" in vars(cls)
-        cls.__signature__ = None if own else signature_with(cls.preset)
-
+    @takes(_Arguments)
     def __init__(
         self,
         actor_network: TokenScorer,
         *,
         options: GRPOOptions | None = None,
         read: GRPOLossKeys | None = None,
-        **settings: Unpack[GRPOSettings],
+        **settings: Any,
     ) -> None:
         super().__init__(actor_network, settings, options=options, read=read, allow_empty=True)
 
-    def _made_options(
-        self, options: TokenOptions | None, settings: Mapping[str, Any]
-    ) -> GRPOOptions:
-        check_type("options", options, GRPOOptions, who=self._get_name())
-        is_record = isinstance(options, GRPOOptions)
-        return options_of(self._get_name(), self.preset, options if is_record else None, settings)
+    def _preset_beside(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        if keeps_clip(settings.get("surrogate", "clipped")):
+            return self.preset
+        return {name: value for name, value in self.preset.items() if name != "clip_epsilon"}
 
     def _options_changed(self) -> None:
         self._filters = self.options.all_filters()
@@ -310,7 +309,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
     @property
     def wants_entropy(self) -> bool:
         """Whether a bonus or a filter goes by the entropy of the trained tokens."""
-        return self.options.entropy_bonus or self._filters.top_entropy_fraction is not None
+        return self.options.has_entropy_bonus or self._filters.top_entropy_fraction is not None
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> GRPOLossOutput:
         """See the base class."""
@@ -334,7 +333,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
             terms["loss_kl_to_inference"] = penalty
         if policy.entropy is not None:
             terms["entropy"] = F.token_mean(policy.entropy.detach())
-        if policy.entropy is not None and options.entropy_bonus:
+        if policy.entropy is not None and options.has_entropy_bonus:
             coefficient = 0.01 if options.entropy_coeff is None else options.entropy_coeff
             entropy = policy.entropy
             if batch.weights is not None:
@@ -471,6 +470,3 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
 def _row_counts(batch: PackedBatch, device: torch.device) -> dict[str, Tensor]:
     counts = {"num_sequences": batch.num_rows, "num_rows_left_out": int(batch.left_out.sum())}
     return {name: torch.full((), float(n), device=device) for name, n in counts.items()}
-
-
-setattr(GRPOLoss.__init__, "__signature__", signature_with({}, method=True))  # noqa: B010

@@ -2,129 +2,93 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import Any, Final, Literal, TypedDict
+from typing import TYPE_CHECKING, Final, Literal
 
-from objectives import functional as F
-from torchrl_data.checks import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    check_names,
-    check_numbers,
-    check_type,
-    one_of,
-    pair,
-)
+from torchrl_data.checks import NOT_NEGATIVE, POSITIVE, check_numbers, check_type, one_of, pair
 
 from .sampler_correction import SamplerCorrection
-from .surrogates import (
-    SURROGATES,
-    ClippedSurrogate,
-    SurrogateFunction,
-    SurrogateSettings,
-    surrogate_inputs,
-    takes_clip,
-    try_surrogate,
-)
 from .token_filters import TokenFilters
-from .token_loss import TokenOptions
+from .token_options import TokenOptions
+
+if TYPE_CHECKING:
+    from objectives import functional as F
+
+    from .surrogates import SurrogateFunction, SurrogateSettings
 
 ClipEpsilon = float | tuple[float, float]
 OldPolicy = Literal["sampler", "recomputed", "current"]
 OLD_POLICIES: Final[tuple[OldPolicy, ...]] = ("sampler", "recomputed", "current")
 
 
-class GRPOSettings(TypedDict, total=False):
-    """The keyword arguments of :class:`~objectives.GRPOLoss`, see :class:`GRPOOptions`."""
-
-    clip_epsilon: ClipEpsilon | None
-    surrogate: str | SurrogateSettings | SurrogateFunction
-    ratio_level: F.RatioLevel | str
-    aggregation: str
-    max_tokens: int | None
-    masking_strategy: str
-    kl_to_ref_coeff: float | None
-    kl_to_inference_coeff: float | None
-    kl_estimator: F.KLEstimator | str | None
-    kl_bias_correction: bool
-    entropy_bonus: bool
-    entropy_coeff: float | None
-    filters: TokenFilters | None
-    kl_mask_threshold: float | None
-    temperature: float | None
-    old_policy: OldPolicy | str
-    sampler_correction: SamplerCorrection | None
-    skip_rows_without_signal: bool
-    teacher_coeff: float | None
-    advantage_coeff: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class GRPOOptions(TokenOptions):
     """The options of :class:`~objectives.GRPOLoss`, checked when they are made.
 
-    Args:
-        aggregation: ``"token_mean"``, ``"sequence_mean"`` (TorchRL's ``"prompt_mean"``),
-            ``"fixed_length"``, ``"sequence_sum"``; ``"none"`` gives ``[K]`` values.
-        max_tokens: what ``"fixed_length"`` divides by.
-        masking_strategy: ``"assistant"``: what the policy sampled; ``"response"``: everything
-            from the first sampled token on; ``"all"``. (TorchRL: ``"rlhf"``, ``"sft"``,
-            ``"generic"``.) A token that was not sampled has no behaviour log-prob and counts as
-            on policy.
-        temperature: that of the sampling, so that the ratio compares like with like; None takes
-            the actor's own (``actor_network.temperature``), or 1 where it has none.
-        clip_epsilon: the ratio is clipped to ``[1 - low, 1 + high]``; one number for both, or the
-            pair. None is the surrogate's default: 0.2 for ``"clipped"``.
-        surrogate: ``"clipped"``, ``"cispo"``, ``"sapo"``, ``"vespo"``, ``"gmpo"``,
-            ``"divergence"``; settings such as ``CispoSurrogate(max_ratio=5.0)``; or a function of
-            your own, see :class:`PolicyTokens` and :func:`reads`.
-        ratio_level: ``"token"``, ``"sequence"`` (GSPO) or ``"sequence_token"``.
-        kl_to_ref_coeff: weight of the KL to the reference; None or 0 for none.
-        kl_to_inference_coeff: weight of the KL to the policy that sampled; None or 0 for none.
-        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``; None is ``"k3"``.
-        kl_bias_correction: multiply the KL to the reference by the importance ratio.
-        entropy_bonus: reward entropy, and report it.
-        entropy_coeff: weight of the entropy bonus; None is 0.01.
-        filters: which tokens the policy term leaves out.
-        kl_mask_threshold: short for ``TokenFilters(trust_region=...)``, in nats.
-        old_policy: what the ratio's denominator is: ``"sampler"``, the log-probs stored when the
-            tokens were sampled; ``"recomputed"``, the trainer's own from before the update;
-            ``"current"``, this very call's (one update per batch).
-        sampler_correction: settings; weighs tokens by ``pi_old / pi_sampler``, for
-            ``old_policy`` other than ``"sampler"``.
-        skip_rows_without_signal: do not score rows whose advantage is 0; metrics then leave them
-            out, the loss is the same.
-        teacher_coeff: weight of ``log q - log pi`` of each token, q the teacher, which is added to
-            its advantage: on-policy distillation; None for none.
-        advantage_coeff: weight of the batch's own advantage beside it; with 0 it is not read.
+    Each can be given to the loss by its name.
 
     Raises:
         TypeError: settings are of another class.
         ValueError: an option is unknown, out of range, or cannot take effect with the others.
+
+    Example:
+        >>> options = GRPOOptions(clip_epsilon=(0.2, 0.28), entropy_coeff=0.01)
+        >>> options.has_entropy_bonus, options.kl_to_ref_coeff
+        (True, None)
     """
 
+    masking_strategy: str = "assistant"
+    """``"assistant"``: what the policy sampled; ``"response"``: everything from the first sampled
+    token on; ``"all"``. (TorchRL: ``"rlhf"``, ``"sft"``, ``"generic"``.) A token that was not
+    sampled has no behaviour log-prob and counts as on policy."""
+    temperature: float | None = None
+    """That of the sampling, so that the ratio compares like with like; None takes the actor's own
+    (``actor_network.temperature``), or 1 where it has none."""
     clip_epsilon: ClipEpsilon | None = None
+    """The ratio is clipped to ``[1 - low, 1 + high]``; one number for both, or the pair. None is
+    the surrogate's default: 0.2 for ``"clipped"``."""
     surrogate: str | SurrogateSettings | SurrogateFunction = "clipped"
+    """``"clipped"``, ``"cispo"``, ``"sapo"``, ``"vespo"``, ``"gmpo"``, ``"divergence"``; settings
+    such as ``CispoSurrogate(max_ratio=5.0)``; or a function of your own, see :class:`PolicyTokens`
+    and :func:`reads`."""
     ratio_level: F.RatioLevel | str = "token"
+    """``"token"``, ``"sequence"`` (GSPO) or ``"sequence_token"``."""
     kl_to_ref_coeff: float | None = None
+    """Weight of the KL to the reference; None or 0 for none."""
     kl_to_inference_coeff: float | None = None
+    """Weight of the KL to the policy that sampled; None or 0 for none."""
     kl_estimator: F.KLEstimator | str | None = None
+    """``"k1"``, ``"k2"`` or ``"k3"``; None is ``"k3"``."""
     kl_bias_correction: bool = False
-    entropy_bonus: bool = False
+    """Multiply the KL to the reference by the importance ratio."""
+    entropy_bonus: bool | None = None
+    """Reward entropy, and report it; None: where ``entropy_coeff`` is given and not 0."""
     entropy_coeff: float | None = None
+    """Weight of the entropy bonus; None is 0.01."""
     filters: TokenFilters | None = None
+    """Which tokens the policy term leaves out."""
     kl_mask_threshold: float | None = None
+    """Short for ``TokenFilters(trust_region=...)``, in nats."""
     old_policy: OldPolicy | str = "sampler"
+    """The denominator of the ratio: ``"sampler"``, the log-probs stored when the tokens were
+    sampled; ``"recomputed"``, the trainer's own from before the update; ``"current"``, this very
+    call's (one update per batch)."""
     sampler_correction: SamplerCorrection | None = None
+    """Settings; weighs tokens by ``pi_old / pi_sampler``, for ``old_policy`` other than
+    ``"sampler"``."""
     skip_rows_without_signal: bool = False
+    """Do not score rows whose advantage is 0; metrics then leave them out, the loss is the same."""
     teacher_coeff: float | None = None
+    """Weight of ``log q - log pi`` of each token, q the teacher, which is added to its advantage:
+    on-policy distillation; None for none."""
     advantage_coeff: float = 1.0
+    """Weight of the batch's own advantage beside it; with 0 it is not read."""
 
     def __post_init__(self) -> None:
+        from objectives import functional as F
+
         super().__post_init__()
         one_of("ratio_level", self.ratio_level, F.RATIO_LEVELS)
         one_of("old_policy", self.old_policy, OLD_POLICIES)
@@ -157,9 +121,9 @@ class GRPOOptions(TokenOptions):
             )
         if self.kl_bias_correction and self.kl_to_ref_coeff is None:
             raise ValueError("kl_bias_correction has no effect without kl_to_ref_coeff.")
-        if self.entropy_coeff is not None and not self.entropy_bonus:
+        if self.entropy_coeff is not None and self.entropy_bonus is False:
             raise ValueError(
-                f"entropy_coeff={self.entropy_coeff} has no effect without entropy_bonus=True."
+                f"entropy_coeff={self.entropy_coeff} has no effect with entropy_bonus=False."
             )
         filters = self.all_filters()
         if self.skip_rows_without_signal and self.has_penalty:
@@ -182,6 +146,8 @@ class GRPOOptions(TokenOptions):
 
     def surrogate_function(self) -> SurrogateFunction:
         """The surrogate with its settings and the clip bounds."""
+        from .surrogates import SURROGATES, SurrogateSettings, takes_clip
+
         settings = self.surrogate
         if isinstance(settings, str):
             settings = SURROGATES[one_of("surrogate", settings, tuple(SURROGATES))]()
@@ -205,6 +171,8 @@ class GRPOOptions(TokenOptions):
         return partial(function, clip_low=low, clip_high=high)
 
     def _check_ratio(self) -> None:
+        from .surrogates import SURROGATES, SurrogateSettings, surrogate_inputs, try_surrogate
+
         if not callable(self.surrogate) and not isinstance(self.surrogate, SurrogateSettings | str):
             raise TypeError(
                 f"surrogate takes one of {tuple(SURROGATES)}, settings such as "
@@ -229,44 +197,9 @@ class GRPOOptions(TokenOptions):
     def has_penalty(self) -> bool:
         """Whether a term moves the policy also where the batch's advantage is 0."""
         kl = self.kl_to_ref_coeff or self.kl_to_inference_coeff
-        return bool(kl or self.entropy_bonus or self.teacher_coeff)
+        return bool(kl or self.has_entropy_bonus or self.teacher_coeff)
 
-
-def options_of(
-    who: str, preset: GRPOSettings, options: GRPOOptions | None, settings: Mapping[str, Any]
-) -> GRPOOptions:
-    """The options of a loss from what it was given."""
-    check_names(who, settings, [field.name for field in fields(GRPOOptions)])
-    check_type("options", options, GRPOOptions, who=who)
-    if options is not None:
-        if preset:
-            raise ValueError(
-                f"{who} is GRPOLoss with options of its own ({dict(preset)}): give options= to "
-                "GRPOLoss, or single ones here."
-            )
-        return replace(options, **settings)
-    merged: dict[str, Any] = {**preset, **settings}
-    # The preset's clip bounds give way to another surrogate, unless that leaves its own open.
-    if "surrogate" in settings and "clip_epsilon" not in settings:
-        chosen = settings["surrogate"]
-        unbounded = (
-            isinstance(chosen, ClippedSurrogate) and chosen.clip_low is None is chosen.clip_high
-        )
-        if chosen != "clipped" and not unbounded:
-            merged.pop("clip_epsilon", None)
-    return GRPOOptions(**merged)
-
-
-def signature_with(preset: GRPOSettings, *, method: bool = False) -> inspect.Signature:
-    """The signature that a loss shows: every option with its default, instead of ``**settings``."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    positional = ["self", "actor_network"] if method else ["actor_network"]
-    shown = [
-        *(inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in positional),
-        inspect.Parameter("options", keyword, default=None, annotation="GRPOOptions | None"),
-        inspect.Parameter("read", keyword, default=None, annotation="GRPOLossKeys | None"),
-    ]
-    for field in fields(GRPOOptions):
-        default = preset.get(field.name, field.default)
-        shown.append(inspect.Parameter(field.name, keyword, default=default, annotation=field.type))
-    return inspect.Signature(shown)
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether entropy is rewarded."""
+        return bool(self.entropy_coeff) if self.entropy_bonus is None else self.entropy_bonus

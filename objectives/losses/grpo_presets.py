@@ -6,10 +6,10 @@ algorithm wants are made by :class:`~objectives.MCAdvantage`: Dr. GRPO goes with
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from .grpo import GRPOLoss
-from .grpo_options import GRPOSettings
 from .surrogates import CispoSurrogate, DivergenceSurrogate
 
 
@@ -40,7 +40,7 @@ class OriginalGRPO(GRPOLoss):
         ('sequence_mean', 0.04)
     """
 
-    preset: ClassVar[GRPOSettings] = {"aggregation": "sequence_mean"}
+    preset: ClassVar[Mapping[str, Any]] = {"aggregation": "sequence_mean"}
 
 
 class BNPO(GRPOLoss):
@@ -57,7 +57,7 @@ class BNPO(GRPOLoss):
         ('token_mean', (0.2, 0.28))
     """
 
-    preset: ClassVar[GRPOSettings] = {"aggregation": "token_mean"}
+    preset: ClassVar[Mapping[str, Any]] = {"aggregation": "token_mean"}
 
 
 class DAPO(GRPOLoss):
@@ -79,7 +79,7 @@ class DAPO(GRPOLoss):
         tensor(-1.2800)
     """
 
-    preset: ClassVar[GRPOSettings] = {"aggregation": "token_mean", "clip_epsilon": (0.2, 0.28)}
+    preset: ClassVar[Mapping[str, Any]] = {"aggregation": "token_mean", "clip_epsilon": (0.2, 0.28)}
 
 
 class DrGRPO(GRPOLoss):
@@ -94,7 +94,7 @@ class DrGRPO(GRPOLoss):
         ('fixed_length', 256)
     """
 
-    preset: ClassVar[GRPOSettings] = {"aggregation": "fixed_length"}
+    preset: ClassVar[Mapping[str, Any]] = {"aggregation": "fixed_length"}
 
 
 class LUSPO(GRPOLoss):
@@ -104,7 +104,7 @@ class LUSPO(GRPOLoss):
     that fits it.
     """
 
-    preset: ClassVar[GRPOSettings] = {"aggregation": "sequence_sum"}
+    preset: ClassVar[Mapping[str, Any]] = {"aggregation": "sequence_sum"}
 
 
 class GSPO(GRPOLoss):
@@ -113,7 +113,7 @@ class GSPO(GRPOLoss):
     A mean of log-ratios hardly leaves 0, so the clip is the paper's 3e-4 and 4e-4, not 0.2.
     """
 
-    preset: ClassVar[GRPOSettings] = {
+    preset: ClassVar[Mapping[str, Any]] = {
         "aggregation": "sequence_mean",
         "ratio_level": "sequence",
         "clip_epsilon": (3e-4, 4e-4),
@@ -132,7 +132,7 @@ class CISPO(GRPOLoss):
         ('cispo', 'token_mean')
     """
 
-    preset: ClassVar[GRPOSettings] = {"aggregation": "token_mean", "surrogate": "cispo"}
+    preset: ClassVar[Mapping[str, Any]] = {"aggregation": "token_mean", "surrogate": "cispo"}
 
 
 CISPOLoss = CISPO
@@ -142,19 +142,19 @@ CISPOLoss = CISPO
 class SAPO(GRPOLoss):
     """A soft gate in place of the clip (arXiv:2511.20347)."""
 
-    preset: ClassVar[GRPOSettings] = {"aggregation": "sequence_mean", "surrogate": "sapo"}
+    preset: ClassVar[Mapping[str, Any]] = {"aggregation": "sequence_mean", "surrogate": "sapo"}
 
 
 class VESPO(GRPOLoss):
     """A gamma-shaped weight of the whole sequence's ratio (arXiv:2602.10693)."""
 
-    preset: ClassVar[GRPOSettings] = {"aggregation": "token_mean", "surrogate": "vespo"}
+    preset: ClassVar[Mapping[str, Any]] = {"aggregation": "token_mean", "surrogate": "vespo"}
 
 
 class GMPO(GRPOLoss):
     """The geometric mean of the clipped token ratios (arXiv:2507.20673)."""
 
-    preset: ClassVar[GRPOSettings] = {"aggregation": "sequence_mean", "surrogate": "gmpo"}
+    preset: ClassVar[Mapping[str, Any]] = {"aggregation": "sequence_mean", "surrogate": "gmpo"}
 
 
 class DPPO(GRPOLoss):
@@ -163,7 +163,7 @@ class DPPO(GRPOLoss):
     For the binary KL: ``DPPO(policy, surrogate=DivergenceSurrogate(divergence="kl"))``.
     """
 
-    preset: ClassVar[GRPOSettings] = {
+    preset: ClassVar[Mapping[str, Any]] = {
         "aggregation": "token_mean",
         "surrogate": DivergenceSurrogate(),
     }
@@ -175,7 +175,7 @@ class IPO(GRPOLoss):
     The penalty is the KL to the sampler by k2, which is log^2 r / 2: its weight is 2 tau.
     """
 
-    preset: ClassVar[GRPOSettings] = {
+    preset: ClassVar[Mapping[str, Any]] = {
         "aggregation": "token_mean",
         "surrogate": DivergenceSurrogate(one_sided=False, threshold=0.2),
         "kl_to_inference_coeff": 2e-3,
@@ -186,7 +186,7 @@ class IPO(GRPOLoss):
 class KPop(GRPOLoss):
     """Tokens whose binary KL exceeds 0.1 in either direction are masked (KPop, Ant Group, 2026)."""
 
-    preset: ClassVar[GRPOSettings] = {
+    preset: ClassVar[Mapping[str, Any]] = {
         "aggregation": "token_mean",
         "surrogate": DivergenceSurrogate(divergence="symmetric_kl", one_sided=False),
     }
@@ -199,7 +199,7 @@ class PolicyDistillation(GRPOLoss):
     both are added up. What an older student sampled is weighed by the ratio, up to 5.
     """
 
-    preset: ClassVar[GRPOSettings] = {
+    preset: ClassVar[Mapping[str, Any]] = {
         "aggregation": "token_mean",
         "surrogate": CispoSurrogate(),
         "teacher_coeff": 1.0,

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from objectives import functional as F
 from torchrl_data.checks import POSITIVE, check_numbers, one_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from objectives import functional as F
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerCorrection:
     """Settings of :func:`~objectives.functional.sampler_correction`.
-
-    Args:
-        level: ``"token"``, ``"sequence"``, or ``"k3"``: no weights, sequences are dropped.
-        mode: ``"truncate"`` or ``"mask"``.
-        upper: highest weight.
-        lower: lowest weight.
-        max_k3: in nats per token: sequences whose mean k3 exceeds it have weight 0; 0.01 is usual
-            at level ``"k3"``, which needs it.
-        normalize: divide the weights by their mean over the window (``measure_window``), so that
-            they neither shrink nor stretch the step.
 
     Raises:
         ValueError: a name is unknown, the bounds are not ``0 <= lower <= 1 <= upper``, or a setting
@@ -37,13 +30,23 @@ class SamplerCorrection:
     """
 
     level: F.CorrectionLevel = "token"
+    """``"token"``, ``"sequence"``, or ``"k3"``: no weights, sequences are dropped."""
     mode: F.CorrectionMode = "truncate"
+    """``"truncate"`` or ``"mask"``."""
     upper: float = 2.0
+    """The highest weight."""
     lower: float = 0.0
+    """The lowest weight."""
     max_k3: float | None = None
+    """In nats per token: sequences whose mean k3 exceeds it have weight 0; 0.01 is usual at level
+    ``"k3"``, which needs it."""
     normalize: bool = False
+    """Divide the weights by their mean over the window (``measure_window``), so that they neither
+    shrink nor stretch the step."""
 
     def __post_init__(self) -> None:
+        from objectives import functional as F
+
         one_of("level", self.level, F.CORRECTION_LEVELS, who="SamplerCorrection")
         one_of("mode", self.mode, F.CORRECTION_MODES, who="SamplerCorrection")
         check_numbers("SamplerCorrection", POSITIVE, max_k3=self.max_k3)
@@ -76,6 +79,8 @@ class SamplerCorrection:
         Returns:
             Weights and where they were changed, ``[K]``.
         """
+        from objectives import functional as F
+
         bounds = {"upper": self.upper, "lower": self.lower, "max_k3": self.max_k3}
         packed = (train_log_prob, sampler_log_prob, mask, lengths)
         return F.sampler_correction(*packed, level=self.level, mode=self.mode, **bounds)

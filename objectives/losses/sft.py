@@ -5,8 +5,8 @@ Shape legend: B rows, K trained tokens of all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 from tensordict import TensorClass
 from torch import Tensor
@@ -18,7 +18,8 @@ from torchrl_data.checks import NOT_NEGATIVE, POSITIVE, check_numbers, one_of
 from torchrl_data.token_scorer import TokenScorer, TokenScores
 
 from .loss_output import LossTerms, loss_output, make_output
-from .token_loss import TokenLoss, TokenOptions, aggregation_name
+from .token_loss import TokenLoss, takes
+from .token_options import TokenOptions, aggregation_name
 from .window import Window
 
 SFTFunction = Literal["sft", "minor_sft"]
@@ -30,16 +31,6 @@ _MINOR_AGGREGATIONS: Final[tuple[F.Aggregation, ...]] = ("sequence_mean", "seque
 class SFTOptions(TokenOptions):
     """Options of :class:`~objectives.SFTLoss`, checked when they are made.
 
-    Args:
-        aggregation: ``None`` is ``"token_mean"``, and ``"sequence_mean"`` for minor SFT; see
-            :class:`~objectives.SFTLoss`.
-        max_tokens: what ``"fixed_length"`` divides by.
-        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``.
-        temperature: the logits are divided by it.
-        loss_function: ``"sft"`` or ``"minor_sft"``.
-        kl_to_ref_coeff: weight of the KL (k3) to the reference; None or 0 for none.
-        beta: of minor SFT; None is 0.1.
-
     Raises:
         ValueError: an option is unknown, out of range, or cannot take effect with the others.
 
@@ -49,10 +40,19 @@ class SFTOptions(TokenOptions):
     """
 
     aggregation: str | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """``"token_mean"``, ``"sequence_mean"``, ``"sequence_sum"``, ``"fixed_length"``, or ``"none"``,
+    which gives ``[K]`` values; None is ``"token_mean"``, and ``"sequence_mean"`` for minor SFT. Of
+    minor SFT it says what an answer's log-prob is (its sum for ``"sequence_sum"``, its mean for
+    ``"sequence_mean"``), and only these two apply."""
     temperature: float | None = 1.0
+    """The logits are divided by it."""
     loss_function: SFTFunction | str = "sft"
+    """``"sft"``, or ``"minor_sft"``: ``-log sigmoid(beta (log pi - log ref))`` of each row's
+    answer."""
     kl_to_ref_coeff: float | None = None
+    """Weight of the KL (k3) to the reference; None or 0 for none."""
     beta: float | None = None
+    """Of minor SFT; None is 0.1."""
 
     def __post_init__(self) -> None:
         one_of("loss_function", self.loss_function, SFT_FUNCTIONS)
@@ -99,6 +99,14 @@ class SFTLossOutput(LossTerms, TensorClass["nocast"]):
     """Mean KL estimate to the reference, in nats per token; detached."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Arguments(SFTOptions):
+    actor_network: TokenScorer = field(kw_only=False)
+    options: SFTOptions | None = None
+    read: SFTLossKeys | None = None
+    allow_empty: bool = False
+
+
 class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
     """Negative log-likelihood of the trained tokens, or minor SFT, with a KL to a reference.
 
@@ -110,19 +118,11 @@ class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
 
     Args:
         actor_network: scores packed tokens (:class:`~torchrl_data.TokenScorer`).
-        loss_function: ``"sft"``, or ``"minor_sft"``:
-            ``-log sigmoid(beta (log pi - log ref))`` of each row's answer.
-        aggregation: ``"token_mean"``, ``"sequence_mean"``, ``"sequence_sum"``,
-            ``"fixed_length"``, or ``"none"``, which gives ``[K]`` values; for minor SFT it says
-            what an answer's log-prob is (its sum for ``"sequence_sum"``, its mean for
-            ``"sequence_mean"``), and only these two apply.
-        max_tokens: what ``"fixed_length"`` divides by.
-        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``, as for ``GRPOLoss``.
-        kl_to_ref_coeff: weight of the KL (k3) to the reference; None or 0 for none.
-        beta: of minor SFT.
-        temperature: the logits are divided by it.
-        read: entry names.
+        options: all options as one record.
+        read: names of the batch entries to read.
         allow_empty: a batch without a trained token has loss 0; otherwise it raises.
+        **settings: single options by name, such as ``loss_function=``, ``aggregation=``: the fields
+            of :class:`~objectives.SFTOptions`, where each is described.
 
     Raises:
         TypeError: the actor cannot score.
@@ -151,30 +151,19 @@ class SFTLoss(TokenLoss[SFTLossKeys, SFTLossOutput]):
     key_type = SFTLossKeys
     output_type = SFTLossOutput
 
+    @takes(_Arguments)
     def __init__(
         self,
         actor_network: TokenScorer,
         *,
-        loss_function: SFTFunction | str = "sft",
-        aggregation: str | None = None,
-        max_tokens: int | None = None,
-        masking_strategy: str = "assistant",
-        kl_to_ref_coeff: float | None = None,
-        beta: float | None = None,
-        temperature: float = 1.0,
+        options: SFTOptions | None = None,
         read: SFTLossKeys | None = None,
         allow_empty: bool = False,
+        **settings: Any,
     ) -> None:
-        settings = {
-            "loss_function": loss_function,
-            "aggregation": aggregation,
-            "max_tokens": max_tokens,
-            "masking_strategy": masking_strategy,
-            "kl_to_ref_coeff": kl_to_ref_coeff,
-            "beta": beta,
-            "temperature": temperature,
-        }
-        super().__init__(actor_network, settings, read=read, allow_empty=allow_empty)
+        super().__init__(
+            actor_network, settings, options=options, read=read, allow_empty=allow_empty
+        )
 
     def _entries(self) -> Entries:
         reference = bool(self.options.kl_to_ref_coeff) or self.options.is_minor

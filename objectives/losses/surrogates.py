@@ -269,3 +269,13 @@ def takes_clip(
     """Return whether a surrogate has both bounds of ``clip_epsilon``."""
     function: Any = getattr(surrogate, "function", surrogate)
     return {"clip_low", "clip_high"} <= inspect.signature(function).parameters.keys()
+
+
+def keeps_clip(surrogate: str | SurrogateSettings | SurrogateFunction) -> bool:
+    """Return whether the clip bounds of a preset go on with a surrogate that was given.
+
+    They give way to another surrogate, and to one with bounds of its own.
+    """
+    if isinstance(surrogate, ClippedSurrogate):
+        return surrogate.clip_low is None is surrogate.clip_high
+    return surrogate == "clipped"

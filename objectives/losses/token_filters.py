@@ -13,12 +13,6 @@ class TokenFilters:
 
     They make the term 0 there and leave the counts that it is divided by alone.
 
-    Args:
-        trust_region: in nats: :func:`~objectives.functional.trust_region_mask` (KL-mask).
-        top_entropy_fraction: :func:`~objectives.functional.high_entropy_mask`.
-        off_policy_threshold: in nats: :func:`~objectives.functional.off_policy_sequence_mask`.
-        drop_truncated: :func:`~objectives.functional.overlong_mask`.
-
     Raises:
         ValueError: a threshold is out of range.
 
@@ -29,9 +23,16 @@ class TokenFilters:
     """
 
     trust_region: float | None = None
+    """In nats: tokens that moved further from where they were sampled are left out
+    (:func:`~objectives.functional.trust_region_mask`, KL-mask)."""
     top_entropy_fraction: float | None = None
+    """Only this share of the tokens is trained, those of the highest entropy
+    (:func:`~objectives.functional.high_entropy_mask`)."""
     off_policy_threshold: float | None = None
+    """In nats: bad sequences that moved further in the mean are left out
+    (:func:`~objectives.functional.off_policy_sequence_mask`)."""
     drop_truncated: bool = False
+    """Rollouts that were cut are left out (:func:`~objectives.functional.overlong_mask`)."""
 
     def __post_init__(self) -> None:
         check_numbers("TokenFilters", POSITIVE, trust_region=self.trust_region)

@@ -6,12 +6,13 @@ Shape legend: B rows, N tokens of all of them, K trained tokens.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import chain
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Concatenate, Final, Generic, ParamSpec, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDictBase
@@ -29,7 +30,7 @@ from objectives.batching.packed_batch import (
 )
 from objectives.batching.ranks import Ranks
 from torchrl_data.checked_attributes import ChecksAttributes
-from torchrl_data.checks import POSITIVE, check_counts, check_numbers, check_type, one_of
+from torchrl_data.checks import check_names, check_type
 from torchrl_data.missing_entry import MissingEntryError
 from torchrl_data.token_scorer import (
     TokenScorer,
@@ -41,55 +42,12 @@ from torchrl_data.token_scorer import (
 )
 
 from .loss_output import Output
+from .token_options import TokenOptions
 from .window import Window
 
+Arguments = ParamSpec("Arguments")
 Keys = TypeVar("Keys", bound=TokenKeys)
 _LOG: Final = logging.getLogger(__name__)
-
-
-def aggregation_name(aggregation: str) -> F.Aggregation:
-    """The name of an aggregation, from it or from TorchRL's name."""
-    theirs: dict[str, F.Aggregation] = {"prompt_mean": "sequence_mean"}
-    return one_of("aggregation", aggregation, F.AGGREGATIONS, theirs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenOptions:
-    """Options of a loss over tokens, checked when they are made.
-
-    Args:
-        aggregation: ``"token_mean"``, ``"sequence_mean"`` (TorchRL's ``"prompt_mean"``),
-            ``"fixed_length"``, ``"sequence_sum"``; ``"none"`` gives ``[K]`` values.
-        max_tokens: what ``"fixed_length"`` divides by.
-        masking_strategy: ``"assistant"``: what the policy sampled; ``"response"``: everything
-            from the first sampled token on; ``"all"``. (TorchRL: ``"rlhf"``, ``"sft"``,
-            ``"generic"``.)
-        temperature: the logits are divided by it.
-
-    Raises:
-        ValueError: an option is unknown, out of range, or cannot take effect with the others.
-    """
-
-    aggregation: str = "token_mean"
-    max_tokens: int | None = None
-    masking_strategy: str = "assistant"
-    temperature: float | None = None
-
-    def __post_init__(self) -> None:
-        resolve_masking_strategy(self.masking_strategy)
-        check_numbers("", POSITIVE, temperature=self.temperature)
-        fixed = self.named_aggregation == "fixed_length"
-        if fixed != (self.max_tokens is not None):
-            raise ValueError(
-                "max_tokens goes with aggregation 'fixed_length': give both or none, got "
-                f"aggregation={self.aggregation!r} and max_tokens={self.max_tokens}."
-            )
-        check_counts(max_tokens=self.max_tokens)
-
-    @property
-    def named_aggregation(self) -> F.Aggregation:
-        """The aggregation by its own name, without aliases."""
-        return aggregation_name(self.aggregation)
 
 
 def scorer_device(actor: object) -> torch.device | None:
@@ -98,6 +56,24 @@ def scorer_device(actor: object) -> torch.device | None:
         return None
     first = next(actor.parameters(), None)
     return None if first is None else first.device
+
+
+def takes(
+    record: Callable[Arguments, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Arguments], None]]:
+    """Make a constructor show the fields of a record as its arguments, in place of ``**settings``.
+
+    Args:
+        record: a data class with a field for each argument.
+    """
+
+    def declare(init: Callable[..., None]) -> Callable[Concatenate[Any, Arguments], None]:
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        shown = inspect.signature(record).parameters.values()
+        setattr(init, "__signature__", inspect.Signature([own, *shown]))  # noqa: B010
+        return init
+
+    return declare
 
 
 class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
@@ -129,6 +105,8 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
 
     option_type: ClassVar[type[TokenOptions]]
     """Class of its options."""
+    preset: ClassVar[Mapping[str, Any]] = {}
+    """Options that a subclass sets itself."""
     key_type: ClassVar[type[TokenKeys]] = TokenKeys
     """Class of its entry names."""
     output_type: ClassVar[type[TensorClass]]
@@ -136,6 +114,17 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
     takes_own_temperature: ClassVar[bool] = False
     """Without a temperature it takes the actor's own."""
     changeable = frozenset({"allow_empty"})
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        shown = None  # a constructor of its own shows itself
+        if "__init__" not in vars(cls):
+            _, *arguments = inspect.signature(cls.__init__).parameters.values()
+            preset = cls.preset
+            shown = inspect.Signature(
+                [each.replace(default=preset.get(each.name, each.default)) for each in arguments]
+            )
+        cls.__signature__ = shown
 
     def __init__(
         self,
@@ -168,18 +157,29 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
 
     @options.setter
     def options(self, options: TokenOptions) -> None:
-        if not isinstance(options, self.option_type):
-            raise TypeError(
-                f"{self._get_name()}: options takes {self.option_type.__name__}(...), got "
-                f"{options!r}."
-            )
+        check_type("options", options, self.option_type, who=self._get_name())
         self._configure(options, {})
 
     def _made_options(
         self, options: TokenOptions | None, settings: Mapping[str, Any]
     ) -> TokenOptions:
-        """The record of settings by name, added to another one."""
-        return self.option_type(**settings) if options is None else replace(options, **settings)
+        """The record of settings by name, added to another one or to what the class presets."""
+        who = self._get_name()
+        check_names(who, settings, [field.name for field in fields(self.option_type)])
+        if options is None:
+            return self.option_type(**{**self._preset_beside(settings), **settings})
+        check_type("options", options, self.option_type, who=who)
+        if self.preset:
+            raise ValueError(
+                f"{who} has options of its own ({dict(self.preset)}), which a record would "
+                "replace: give single options here, or options= to the class that it comes from."
+            )
+        return replace(options, **settings)
+
+    def _preset_beside(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the class presets, as far as it goes with the settings that are given."""
+        del settings
+        return self.preset
 
     def _configure(self, options: TokenOptions | None, settings: Mapping[str, Any]) -> None:
         """Take options, all or, where they are refused, none."""

@@ -396,7 +396,10 @@ BAD_OPTIONS = {
         },
         "top_entropy_fraction",
     ),
-    "entropy weight without its bonus": ({"entropy_coeff": 0.5}, "entropy_bonus"),
+    "entropy weight without its bonus": (
+        {"entropy_bonus": False, "entropy_coeff": 0.5},
+        "entropy_bonus=False",
+    ),
     "infinite entropy weight": ({"entropy_bonus": True, "entropy_coeff": math.inf}, "finite"),
     "estimator of no KL": ({"kl_estimator": "k1"}, "kl_to_ref_coeff"),
     "NaN temperature": ({"temperature": math.nan}, "temperature must be a finite"),

@@ -11,19 +11,41 @@ import torch
 import objectives
 import objectives.functional as F
 from objectives import DAPO, GSPO, ClippedSurrogate, GRPOLoss, GRPOOptions, SamplerCorrection
-from objectives.losses.grpo_options import GRPOSettings
 from torchrl_data.missing_entry import MissingEntryError
 
 FIELDS = {field.name for field in dataclasses.fields(GRPOOptions)}
 
 
 def test_keyword_arguments_are_the_fields_of_the_record():
-    hints = typing.get_type_hints(GRPOSettings)
-    assert hints == {name: typing.get_type_hints(GRPOOptions)[name] for name in FIELDS}
     shown = inspect.signature(GRPOLoss).parameters
     assert shown.keys() == {"actor_network", "options", "read"} | FIELDS
     assert shown["surrogate"].default == "clipped"
     assert inspect.signature(DAPO).parameters["clip_epsilon"].default == (0.2, 0.28)
+
+
+def test_a_subclass_presets_options_of_any_loss(make_scorer):
+    class Minor(objectives.SFTLoss):
+        preset: typing.ClassVar = {"loss_function": "minor_sft"}
+
+    assert Minor(make_scorer()).options == objectives.SFTOptions(loss_function="minor_sft")
+    assert Minor(make_scorer(), loss_function="sft").loss_function == "sft"
+    assert inspect.signature(Minor).parameters["loss_function"].default == "minor_sft"
+    record = objectives.SFTOptions(beta=0.3, loss_function="minor_sft")
+    assert objectives.SFTLoss(make_scorer(), options=record, beta=0.4).beta == 0.4
+    with pytest.raises(ValueError, match="Minor has options of its own"):
+        Minor(make_scorer(), options=record)
+    with pytest.raises(TypeError, match="SFTLoss has no setting .lossfunction.\. Did you mean .loss_function"):
+        objectives.SFTLoss(make_scorer(), lossfunction="sft")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_coefficient_is_enough_for_the_entropy_bonus(make_scorer, make_batch):
+    batch = make_batch()
+    want = GRPOLoss(make_scorer(), entropy_bonus=True, entropy_coeff=0.02)(batch)
+    got = GRPOLoss(make_scorer(), entropy_coeff=0.02)(batch)
+    torch.testing.assert_close(got.loss_entropy, want.loss_entropy)
+    assert got.loss_entropy.abs() > 0
+    assert not GRPOLoss(make_scorer(), entropy_coeff=0.0).wants_entropy
 
 
 def test_a_subclass_with_a_constructor_of_its_own_shows_that():
@@ -46,7 +68,7 @@ def test_options_as_a_record_and_by_name_are_the_same(make_scorer, make_batch):
     torch.testing.assert_close(got.total(), want.total())
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.clip_epsilon = 0.3
-    with pytest.raises(ValueError, match="DAPO is GRPOLoss with options of its own"):
+    with pytest.raises(ValueError, match="DAPO has options of its own"):
         DAPO(make_scorer(), options=options)
     with pytest.raises(TypeError, match=r"GRPOLoss: options takes GRPOOptions"):
         GRPOLoss(make_scorer(), options=SamplerCorrection())
@@ -123,7 +145,7 @@ CHANGES = {
     "kl_estimator": ({"kl_to_ref_coeff": 0.5}, "k1"),
     "kl_bias_correction": ({"kl_to_ref_coeff": 0.5}, True),
     "entropy_bonus": ({}, True),
-    "entropy_coeff": ({"entropy_bonus": True}, 0.7),
+    "entropy_coeff": ({}, 0.7),
     "filters": ({}, objectives.TokenFilters(trust_region=0.5, drop_truncated=True)),
     "kl_mask_threshold": ({}, 0.5),
     "old_policy": ({}, "recomputed"),
@@ -205,7 +227,7 @@ def test_a_preset_gives_way_to_an_option_that_is_set_later(make_scorer):
         ("kl_to_ref_coeff", -1.0, "kl_to_ref_coeff must be a finite number in"),
         ("clip_epsilon", (0.2,), "clip_epsilon takes a pair"),
         ("max_tokens", 9, "max_tokens goes with aggregation 'fixed_length'"),
-        ("entropy_coeff", 0.1, "no effect without entropy_bonus=True"),
+        ("entropy_coeff", -0.1, "must be a finite number in"),
         ("options", {"clip_epsilon": 0.2}, r"options takes GRPOOptions"),
         ("read", {"advantage": "credit"}, r"read takes GRPOLossKeys"),
         ("actor_network", torch.nn.Linear(1, 1), "score_packed"),
