@@ -160,7 +160,7 @@ def tell_of_no_signal(metrics: Mapping[str, float], num_steps: int) -> None:
         )
     elif metrics.get("kept_fraction") == 0:
         why = (
-            "a filter left nothing to train (kept_fraction is 0): look at loss.drop_truncated and "
+            "a filter left nothing to train (kept_fraction is 0): look at loss.filters and "
             f"truncated_fraction ({metrics.get('truncated_fraction', 0):.0%} of the rollouts), and "
             "at the other filters of the loss."
         )

@@ -288,15 +288,15 @@ def _class(name: str, node: ast.ClassDef, module: Module, also: str) -> Iterator
         told = {key: _below(owner.body, own[key][-1]) for key in own} | told
         members = own | members
     constructor = [f for f in members.pop("__init__", []) if isinstance(f, Function)]
-    settings = [_settings(f, module) for f in constructor]
+    records = [_record(f, module) for f in constructor]
     signatures = [
         _signature(_spelt_out(f, given) if given else f, bound=True).removesuffix(" -> None")
-        for f, given in zip(constructor, settings, strict=True)
+        for f, given in zip(constructor, records, strict=True)
     ]
     signatures = signatures or [_fields_as_arguments(node, members, outside)]
     bases = [f":py:obj:`~{base}`" for base in dict.fromkeys(outside) if base not in ("object",)]
     parts = [_doc(node), also]
-    parts += [_arguments_of(given) for given in settings if given]
+    parts += [_arguments_of(given) for given in records if given]
     parts += [f"Bases: {', '.join(bases)}"] if bases else []
     text = "\n\n".join(part for part in parts if part)
     yield from _described("class", name, signatures, text)
@@ -312,55 +312,56 @@ def _class(name: str, node: ast.ClassDef, module: Module, also: str) -> Iterator
     yield ""
 
 
-class _Settings(NamedTuple):
-    """What ``**settings: Unpack[Settings]`` takes."""
+class _Record(NamedTuple):
+    """The data class whose fields a constructor takes: ``@takes(record)``."""
 
     fields: dict[str, ast.AnnAssign]
-    record: ast.ClassDef
-    """The data class with the defaults and the descriptions, which the docstring names."""
-    module: Module
+    told: dict[str, str]
+    """The descriptions below the fields that have one."""
 
 
-def _settings(function: ast.AST, module: Module) -> _Settings | None:
+def _record(function: ast.AST, module: Module) -> _Record | None:
     assert isinstance(function, Function)
-    written = "" if function.args.kwarg is None else ast.unparse(function.args.kwarg)
-    if (found := re.search(r"Unpack\[(\w+)\]", written)) is None:
-        return None
-    (settings,) = module.find(found[1])
-    assert isinstance(settings.node, ast.ClassDef)
-    assert settings.module is not None
-    (named,) = set(re.findall(r":class:`(\w+)`", ast.get_docstring(settings.node) or ""))
-    (record,) = settings.module.find(named)
-    assert isinstance(record.node, ast.ClassDef)
-    fields = {
-        key: node
-        for key, (node, *_) in public_api._members(settings.node).items()
-        if isinstance(node, ast.AnnAssign)
-    }
-    return _Settings(fields, record.node, settings.module)
+    for mark in function.decorator_list:
+        match mark:
+            case ast.Call(func=ast.Name(id="takes"), args=[ast.Name(id=name)]):
+                (found,) = module.find(name)
+                assert isinstance(found.node, ast.ClassDef)
+                assert found.module is not None
+                return _fields(found.node, found.module)
+    return None
 
 
-def _spelt_out(function: ast.AST, given: _Settings) -> ast.AST:
-    """A function with each setting as an argument of its own."""
+def _fields(node: ast.ClassDef, module: Module) -> _Record:
+    """The fields of a data class and of those that it comes from, in their order."""
+    record = _Record({}, {})
+    for owner, _ in reversed(list(public_api._lineage(node, module, {}))):
+        for key, (field, *_) in public_api._members(owner).items():
+            if isinstance(field, ast.AnnAssign):
+                record.fields[key] = field
+                if told := _string_below(owner.body, field):
+                    record.told[key] = told
+    return record
+
+
+def _spelt_out(function: ast.AST, record: _Record) -> ast.AST:
+    """A function with each field as an argument of its own."""
     function = copy.deepcopy(function)
     assert isinstance(function, Function)
-    defaults: dict[str, ast.expr | None] = {}
-    for owner, _ in reversed(list(public_api._lineage(given.record, given.module, {}))):
-        for key, (node, *_) in public_api._members(owner).items():
-            if isinstance(node, ast.AnnAssign):
-                defaults[key] = node.value
     function.args.kwarg = None
-    for key, node in given.fields.items():
-        function.args.kwonlyargs.append(ast.arg(key, node.annotation))
-        function.args.kw_defaults.append(defaults[key])
+    arguments = function.args
+    named = {each.arg for each in (*arguments.args, *arguments.kwonlyargs)}
+    for key, node in record.fields.items():
+        if key not in named:
+            arguments.kwonlyargs.append(ast.arg(key, node.annotation))
+            arguments.kw_defaults.append(node.value)
     return function
 
 
-def _arguments_of(given: _Settings) -> str:
-    """The section of the arguments in the docstring of the record."""
-    docstring = ast.get_docstring(given.record) or ""
-    found = re.search(r"^Args:\n((?:    .*\n|\n)+)", docstring + "\n", re.MULTILINE)
-    return _told(f"Keyword Args:\n{found[1]}") if found else ""
+def _arguments_of(record: _Record) -> str:
+    """A section with what the fields mean."""
+    lines = [f"    {key}: {' '.join(text.split())}" for key, text in record.told.items()]
+    return _told("\n".join(["Keyword Args:", *lines]))
 
 
 def _fields_as_arguments(node: ast.ClassDef, members: dict, bases: list[str]) -> str:
@@ -402,11 +403,15 @@ def _value(node: ast.AST) -> list[str]:
 
 
 def _below(body: list[ast.stmt], node: ast.AST) -> str:
-    """The string below an assignment."""
+    """What the string below an assignment says."""
+    return _told(_string_below(body, node))
+
+
+def _string_below(body: list[ast.stmt], node: ast.AST) -> str:
     for first, second in itertools.pairwise(body):
         match second:
             case ast.Expr(value=ast.Constant(value=str(text))) if first is node:
-                return _told(inspect.cleandoc(text))
+                return inspect.cleandoc(text)
     return ""
 
 

@@ -11,6 +11,7 @@ from config import PRESETS, GRPOConfig, LossConfig
 
 import objectives
 import torchrl_envs
+from torchrl_agents.settings.option_settings import given_options
 from torchrl_agents.settings.recipe import BASELINES
 from torchrl_data.import_path import import_callable
 
@@ -36,40 +37,15 @@ def build_loss(
         ValueError: an option is unknown, out of range, or cannot take effect with the others.
     """
     kind = getattr(objectives, PRESETS[cfg.name])
-    surrogate = _surrogate(cfg, kind.preset)
-    options = {
-        "surrogate": surrogate,
-        "ratio_level": cfg.ratio_level,
-        "aggregation": cfg.aggregation,
-        "max_tokens": cfg.max_tokens,
-        "kl_estimator": cfg.kl_estimator,
-        "kl_mask_threshold": cfg.kl_mask_threshold,
-        "kl_to_ref_coeff": cfg.kl_to_ref_coeff or None,
-        "kl_to_inference_coeff": cfg.kl_to_inference_coeff or None,
-        "clip_epsilon": _clip_epsilon(cfg, kind.preset, surrogate),
-    }
-    options = {name: value for name, value in options.items() if value is not None}
-    merged = {**kind.preset, **options}
-    if merged.get("aggregation") == "fixed_length":
+    options = given_options(cfg, objectives.GRPOOptions)
+    options |= _surrogate(cfg, kind.preset)
+    if options.get("aggregation") == "none":
+        raise ValueError("aggregation=none gives a value for each token, and no number to train.")
+    if {**kind.preset, **options}.get("aggregation") == "fixed_length":
         options.setdefault("max_tokens", max_tokens)
-    if cfg.entropy_coeff:
-        options |= {"entropy_bonus": True, "entropy_coeff": cfg.entropy_coeff}
-    if cfg.sampler_correction is not None:
-        correction = objectives.SamplerCorrection(
-            level=cfg.sampler_correction,  # type: ignore[arg-type]
-            max_k3=cfg.max_k3,
-            normalize=cfg.normalize_correction,
-        )
-        options |= {"old_policy": "current", "sampler_correction": correction}
-    elif cfg.max_k3 is not None or cfg.normalize_correction:
-        raise ValueError("max_k3 and normalize_correction go with sampler_correction.")
-    loss = kind(
-        actor,
-        temperature=temperature,
-        kl_bias_correction=cfg.kl_bias_correction,
-        filters=objectives.TokenFilters(drop_truncated=cfg.drop_truncated),
-        **options,
-    )
+    if "sampler_correction" in options:
+        options.setdefault("old_policy", "current")
+    loss = kind(actor, temperature=temperature, **options)
     if not cfg.observation_coeff:
         return loss
     return objectives.MixedLoss(
@@ -77,80 +53,50 @@ def build_loss(
     )
 
 
-def check_correction(cfg: GRPOConfig) -> None:
-    """The correction takes this very pass's scores as those from before the update.
+def check_old_policy(cfg: GRPOConfig) -> None:
+    """Check what the ratio is taken to.
 
     Raises:
-        ValueError: there are several updates on the same rollouts.
+        ValueError: it is taken to this very pass, and there are several on the same rollouts; or to
+            what no part of the recipe computes.
     """
-    if cfg.loss.sampler_correction is not None and cfg.train.num_epochs != 1:
+    loss = cfg.loss
+    if loss.old_policy == "recomputed":
         raise ValueError(
-            f"sampler_correction goes with train.num_epochs=1, got {cfg.train.num_epochs}."
+            "old_policy=recomputed needs the trainer's log-probs from before the update, which "
+            "this recipe does not compute: take sampler or current."
         )
+    corrects = "sampler_correction" in given_options(loss, objectives.GRPOOptions)
+    if (corrects or loss.old_policy == "current") and cfg.train.num_epochs != 1:
+        who = "sampler_correction" if corrects else "old_policy=current"
+        raise ValueError(f"{who} goes with train.num_epochs=1, got {cfg.train.num_epochs}.")
 
 
-def _surrogate(cfg: LossConfig, preset: Any) -> Any:
-    """The surrogate with its settings; None for the preset's as it is."""
+def _surrogate(cfg: LossConfig, preset: Any) -> dict[str, Any]:
+    """The surrogate with its settings, as an option; none for the preset's as it is."""
     from objectives.losses.surrogates import SURROGATES, SurrogateSettings
     from torchrl_data.checks import one_of
 
-    own = {"divergence": cfg.divergence, "threshold": cfg.divergence_threshold}
-    own = {name: value for name, value in own.items() if value is not None}
+    settings = cfg.surrogate_settings
+    if cfg.surrogate is None and not settings:
+        return {}
     chosen = cfg.surrogate or preset.get("surrogate", "clipped")
-    if ":" in str(cfg.surrogate):
-        chosen = import_callable("surrogate", cfg.surrogate or "")
+    if ":" in str(chosen):
+        chosen = import_callable("surrogate", chosen)
     elif isinstance(chosen, str):
         chosen = SURROGATES[one_of("surrogate", chosen, tuple(SURROGATES))]
     kind = chosen if isinstance(chosen, type) else type(chosen)
-    if own and kind is not objectives.DivergenceSurrogate:
-        raise ValueError(
-            f"{', '.join(own)}: for dppo, ipo, kpop and surrogate=divergence, not {cfg.name}."
-        )
-    settings = {**own, **cfg.surrogate_settings}
-    if cfg.surrogate is None and not settings:
-        return None
     try:
         if isinstance(chosen, SurrogateSettings):  # a preset's
-            return replace(chosen, **settings)
+            return {"surrogate": replace(chosen, **settings)}
         if isinstance(chosen, type):
-            return chosen(**settings)
+            return {"surrogate": chosen(**settings)}
         inspect.signature(chosen).bind_partial(**settings)
     except TypeError as error:
         raise ValueError(
             f"surrogate_settings of {cfg.surrogate or kind.__name__}: {error}"
         ) from None
-    return partial(chosen, **settings) if settings else chosen
-
-
-def _clip_epsilon(cfg: LossConfig, preset: Any, surrogate: Any) -> tuple[float, float] | None:
-    """Both bounds, where one is given: the other is the preset's, or the surrogate's own."""
-    if cfg.clip_low is None and cfg.clip_high is None:
-        return None
-    from objectives.losses.surrogates import SURROGATES, takes_clip
-
-    own = preset.get("surrogate", "clipped")
-    own = SURROGATES[own] if isinstance(own, str) else own
-    chosen = own if surrogate is None else surrogate
-    if not takes_clip(chosen):
-        bounded = [name for name, kind in SURROGATES.items() if takes_clip(kind)]
-        kinds = {name: getattr(objectives, kind).preset for name, kind in PRESETS.items()}
-        able = [n for n, its in kinds.items() if its.get("surrogate", "clipped") in bounded]
-        raise ValueError(
-            f"clip_low and clip_high are for {', '.join(able)}, and surrogate="
-            f"{' or '.join(bounded)}, not for {cfg.name} with the surrogate "
-            f"{cfg.surrogate or type(chosen).__name__}. Leave them out."
-        )
-    function = getattr(chosen, "function", chosen)
-    bounds = [inspect.signature(function).parameters[n].default for n in ("clip_low", "clip_high")]
-    if function is getattr(own, "function", own):
-        bounds = preset.get("clip_epsilon", bounds)
-    given = [cfg.clip_low, cfg.clip_high]
-    low, high = (x if y is None else y for x, y in zip(bounds, given, strict=True))
-    if inspect.Parameter.empty in (low, high):
-        raise ValueError(
-            f"surrogate={cfg.surrogate} has no bounds of its own: give clip_low and clip_high."
-        )
-    return low, high
+    return {"surrogate": partial(chosen, **settings) if settings else chosen}
 
 
 def build_advantage(

@@ -5,47 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from objectives.losses.grpo_options import GRPOOptions
+from torchrl_agents.settings.option_settings import option_settings
 from torchrl_agents.settings.schema import EpochsTrainConfig, RolloutsConfig
+
+_OptionSettings = option_settings(
+    "LossOptions",
+    GRPOOptions,
+    leave_out=("temperature", "kl_mask_threshold", "teacher_coeff", "advantage_coeff"),
+)
+"""The options of the loss, but for policy.temperature, the second name of filters.trust_region, and
+those of a teacher, which another recipe has."""
 
 
 @dataclass
-class LossConfig:
+class LossConfig(_OptionSettings):
     """The loss and its advantages; see docs/losses.md. None takes the algorithm's own."""
 
     name: str = "dapo"
     """The algorithm: a preset of objectives/losses/grpo_presets.py in lower case."""
-    clip_low: float | None = None
-    """The ratio is kept above 1 - clip_low."""
-    clip_high: float | None = None
-    """The ratio is kept below 1 + clip_high."""
     surrogate: str | None = None
     """clipped, cispo, sapo, vespo, gmpo or divergence; or mine:f, a function of yours."""
     surrogate_settings: dict[str, Any] = field(default_factory=dict)
     """Settings of the surrogate by name: +loss.surrogate_settings.max_ratio=3."""
-    divergence: str | None = None
-    """Of dppo, ipo and kpop: tv, kl or symmetric_kl."""
-    divergence_threshold: float | None = None
-    """Of dppo, ipo and kpop: how far a token may have moved from where it was sampled."""
-    ratio_level: str | None = None
-    """token, sequence or sequence_token."""
-    aggregation: str | None = None
-    """token_mean, sequence_mean, fixed_length or sequence_sum."""
     max_tokens: int | None = None
     """What fixed_length divides by; none: max_new_tokens times the most turns."""
-    kl_to_ref_coeff: float = 0.0
-    """Weight of the KL to the model from before GRPO, of which a copy is kept."""
-    kl_to_inference_coeff: float = 0.0
-    """Weight of the KL to the policy that sampled."""
-    kl_estimator: str | None = None
-    """k1, k2 or k3."""
-    kl_bias_correction: bool = False
-    """Multiply the KL to the reference by the importance ratio."""
-    entropy_coeff: float | None = None
-    """Weight of an entropy bonus; without one the embedded model settles on some of the tools."""
-    kl_mask_threshold: float | None = None
-    """Leave tokens out that moved further than this, in nats."""
-    drop_truncated: bool = False
-    """Do not train rollouts that were cut."""
+    old_policy: str | None = None
+    """The denominator of the ratio: sampler, the log-probs stored when the tokens were sampled; or
+    current, this very pass's, with num_epochs=1; none: sampler, and current with a correction."""
     advantage: str = "group"
     """group (mean and deviation), rloo (leave one out), gdpo (each reward by itself) or maxrl; of
     one rollout a prompt, collector.group_size=1: batch_mean or running_mean (by task)."""
@@ -60,12 +47,6 @@ class LossConfig:
     """What the longest output of a group costs; the others pay by their share of its length."""
     observation_coeff: float = 0.0
     """Weight of the cross-entropy on what tools and users answer, by the number of those tokens."""
-    sampler_correction: str | None = None
-    """Weights for the gap between engine and trainer: token, sequence or k3; with num_epochs=1."""
-    max_k3: float | None = None
-    """Of sampler_correction: sequences whose mean k3 exceeds it, in nats, are dropped."""
-    normalize_correction: bool = False
-    """Of sampler_correction: the weights have a mean of 1."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ from build import (
     build_loss,
     build_pools,
     build_postproc,
-    check_correction,
+    check_old_policy,
 )
 from config import ALGORITHMS, PRESETS, GRPOConfig, LossConfig
 
@@ -32,7 +32,7 @@ RECIPE = Recipe(
     groups={
         "loss": {
             "dr_grpo": LossConfig(name="dr_grpo", advantage_scale="none"),
-            "dppo_kl": LossConfig(name="dppo", divergence="kl"),
+            "dppo_kl": LossConfig(name="dppo", surrogate_settings={"divergence": "kl"}),
             "echo": LossConfig(name="dapo", observation_coeff=0.05),
             "maxrl": LossConfig(name="grpo", advantage="maxrl"),
             **{name: LossConfig(name=name) for name in ALGORITHMS},
@@ -44,7 +44,7 @@ RECIPE = Recipe(
     parts=lambda cfg: {
         "collector.max_draws": lambda: refill_of(cfg.collector),
         "loss.advantage": lambda: build_advantage(cfg.loss, cfg.collector.group_size),
-        "loss.sampler_correction": lambda: check_correction(cfg),
+        "loss.old_policy": lambda: check_old_policy(cfg),
         "train.drop_solved_at and train.pools": lambda: build_pools(cfg),
     },
     # L = - sum over sampled tokens of min(r A, clip(r, 1 - low, 1 + high) A) / number of tokens,

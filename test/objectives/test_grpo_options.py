@@ -34,7 +34,9 @@ def test_a_subclass_presets_options_of_any_loss(make_scorer):
     assert objectives.SFTLoss(make_scorer(), options=record, beta=0.4).beta == 0.4
     with pytest.raises(ValueError, match="Minor has options of its own"):
         Minor(make_scorer(), options=record)
-    with pytest.raises(TypeError, match="SFTLoss has no setting .lossfunction.\. Did you mean .loss_function"):
+    with pytest.raises(
+        TypeError, match=r"SFTLoss has no setting .lossfunction.\. Did you mean .loss_function"
+    ):
         objectives.SFTLoss(make_scorer(), lossfunction="sft")
 
 

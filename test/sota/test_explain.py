@@ -129,8 +129,12 @@ def explain(run_script, tmp_path):
         ),
         pytest.param(
             "nothing_trained",
-            ["policy.max_new_tokens=4", "loss.drop_truncated=true"],
-            ["No token is trained", "100% of the rollouts were cut", "loss.drop_truncated=True"],
+            ["policy.max_new_tokens=4", "loss.filters.drop_truncated=true"],
+            [
+                "No token is trained",
+                "100% of the rollouts were cut",
+                "loss.filters.drop_truncated=True",
+            ],
             id="a filter leaves out what was cut, which is everything",
         ),
         pytest.param(
@@ -147,8 +151,8 @@ def explain(run_script, tmp_path):
         ),
         pytest.param(
             "clipped_tokens",
-            ["train.num_epochs=12", "loss.clip_low=1e-5", "loss.clip_high=1e-5"],
-            ["The clip leaves ", "loss.clip_low=1e-05", "train.num_epochs, which is 12"],
+            ["train.num_epochs=12", "loss.clip_epsilon=1e-5"],
+            ["The clip leaves ", "loss.clip_epsilon=1e-05", "train.num_epochs, which is 12"],
             id="the clip leaves no room to move",
         ),
         pytest.param(

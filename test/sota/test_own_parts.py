@@ -159,7 +159,7 @@ def test_a_reward_that_never_applies_is_told_of_before_and_after_the_first_step(
 
 def test_a_filter_that_leaves_nothing_is_told_of(run):
     cut = ("policy.max_new_tokens=3", "+policy.generate_kwargs.min_tokens=3")
-    done = run(*OWN, "task.rewards=mine:shape", "loss.drop_truncated=true", *cut)
+    done = run(*OWN, "task.rewards=mine:shape", "loss.filters.drop_truncated=true", *cut)
     assert done.returncode == 0, done.stderr[-2000:]
     _, after = done.stderr.split("grpo step 1/1")
     assert "No signal in 1 step(s): a filter left nothing to train (kept_fraction is 0)" in after

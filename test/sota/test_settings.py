@@ -89,7 +89,12 @@ def test_the_page_names_every_choice(grpo):
 
 def test_settings_reach_the_parts(check, training):
     cfg = check(
-        *("loss=dr_grpo", "loss.clip_high=0.3", "loss.kl_to_ref_coeff=0.1", "loss.kl_estimator=k2"),
+        *(
+            "loss=dr_grpo",
+            "loss.clip_epsilon=[0.2,0.3]",
+            "loss.kl_to_ref_coeff=0.1",
+            "loss.kl_estimator=k2",
+        ),
         *("optim=sgd", "optim.learning_rate=0.5", "optim.beta1=0.7", "optim.schedule=linear"),
         *("optim.num_warmup_steps=4",),
     )
@@ -112,7 +117,7 @@ def test_the_newer_losses_are_settings(check, training):
         return cfg, loss
 
     assert build("loss=dppo_kl")[1].options.surrogate.divergence == "kl"
-    moved = build("loss=ipo", "loss.divergence_threshold=0.3")[1].options.surrogate
+    moved = build("loss=ipo", "+loss.surrogate_settings.threshold=0.3")[1].options.surrogate
     assert (moved.divergence, moved.threshold, moved.one_sided) == ("tv", 0.3, False)
     cfg, _ = build("loss=maxrl")
     assert type(training.build_advantage(cfg.loss, 4).estimator).__name__ == "MaxRL"
@@ -136,8 +141,10 @@ def test_the_newer_losses_are_settings(check, training):
     ):
         with pytest.raises(SettingsError, match=said):
             check(*wrong)
-    corrected = ("loss.sampler_correction=k3", "loss.max_k3=0.01", "train.num_epochs=1")
-    correction = build(*corrected, "loss.normalize_correction=true")[1].options.sampler_correction
+    corrected = ("loss.sampler_correction.level=k3", "loss.sampler_correction.max_k3=0.01")
+    correction = build(
+        *(*corrected, "loss.sampler_correction.normalize=true", "train.num_epochs=1")
+    )[1].options.sampler_correction
     assert (correction.level, correction.max_k3, correction.normalize) == ("k3", 0.01, True)
     cfg, loss = build("loss=echo")
     assert sorted(loss.streams) == ["ce", "rl"]
@@ -314,17 +321,21 @@ def test_the_same_model_has_the_same_defaults_whatever_it_is_called(compose, tmp
             "policy.sampling_mask needs an engine of this process",
         ),
         (["collector=ray", "collector.follow_load=true"], "follow_load needs engine=vllm"),
-        (["loss.clip_low=-1"], "loss: .*clip_low"),
+        (["loss.clip_epsilon=-1.0"], "loss: .*clip_low"),
         (
-            ["loss=cispo", "loss.clip_low=0.1"],
-            "loss: clip_low and clip_high are for bnpo, dapo, gmpo, grpo, .*not for cispo",
+            ["loss=cispo", "loss.clip_epsilon=0.1"],
+            "loss: clip_epsilon=0.1 has no effect on surrogate 'cispo'",
         ),
-        (["loss=dppo", "loss.clip_high=0.3"], "clip_high are for bnpo, .*not for dppo"),
+        (["loss=dppo", "loss.clip_epsilon=[0.2,0.3]"], "no effect on surrogate Divergence"),
         (["loss.kl_estimator=k2"], "kl_estimator='k2' has no effect without"),
-        (["loss.divergence=kl"], "divergence: for dppo, ipo, kpop"),
-        (["loss=dppo", "loss.divergence=js"], "divergence must be one of"),
-        (["loss.max_k3=0.1"], "go with sampler_correction"),
-        (["loss.sampler_correction=token"], "goes with train.num_epochs=1, got None"),
+        (["+loss.surrogate_settings.divergence=kl"], "surrogate_settings of .*divergence"),
+        (["loss=dppo", "+loss.surrogate_settings.divergence=js"], "divergence must be one of"),
+        (["loss.sampler_correction.mode=drop"], "mode must be one of"),
+        (["loss.filters.top_entropy_fraction=2"], r"top_entropy_fraction must be .*\(0, 1\]"),
+        (["loss.old_policy=recomputed"], "this recipe does not compute"),
+        (["loss.old_policy=current"], "old_policy=current goes with train.num_epochs=1"),
+        (["loss.aggregation=none"], "aggregation"),
+        (["loss.sampler_correction.level=token"], "goes with train.num_epochs=1, got None"),
         (["loss=maxrl", "loss.length_penalty=0.1"], "MaxRL needs returns of at least 0"),
         (["train.drop_solved_at=1.5"], "easy_at"),
         (["+train.pools.easy=0.9"], "train.pools: .*'easy'"),

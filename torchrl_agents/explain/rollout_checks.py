@@ -312,7 +312,7 @@ def off_policy(run: RunEvidence) -> RunFinding | None:
         why = "They are of the newest weights, so the two compute differently."
         change = (
             "Let both compute alike: policy.dtype and train.autocast, the engine's dtype and "
-            "quantisation; or weigh the difference with loss.sampler_correction=token."
+            "quantisation; or weigh the difference with loss.sampler_correction.level=token."
         )
     return RunFinding(
         code="off_policy",

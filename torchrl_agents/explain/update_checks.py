@@ -159,16 +159,15 @@ def clipped_tokens(run: RunEvidence) -> RunFinding | None:
     share = run.mean("clip_fraction", run.last)
     if run.has_improved or not share >= 0.3:
         return None
-    bounds = {n: run.setting(f"loss.{n}") for n in ("clip_low", "clip_high")}
-    given = ", ".join(f"loss.{n}={v}" for n, v in bounds.items() if v is not None)
+    bounds = run.setting("loss.clip_epsilon")
     return RunFinding(
         code="clipped_tokens",
         explains=share,
         what=f"The clip leaves {share:.0%} of the tokens without a gradient (clip_fraction)"
-        + (f", with {given}." if given else "."),
+        + (f", with loss.clip_epsilon={bounds}." if bounds is not None else "."),
         change=f"Make fewer passes over a step's rollouts (train.num_epochs, which is "
         f"{run.setting('train.num_epochs', run.mean('optimizer_steps'))}), lower "
-        "optim.learning_rate, or widen loss.clip_low and loss.clip_high.",
+        "optim.learning_rate, or widen loss.clip_epsilon.",
         numbers={"clip_fraction": share},
     )
 
@@ -185,7 +184,11 @@ def nothing_trained(run: RunEvidence) -> RunFinding | None:
         return None
     filters = {
         name: value
-        for name in ("loss.drop_truncated", "loss.kl_mask_threshold", "loss.max_k3")
+        for name in (
+            *("loss.filters.drop_truncated", "loss.filters.trust_region"),
+            *("loss.filters.top_entropy_fraction", "loss.filters.off_policy_threshold"),
+            "loss.sampler_correction.max_k3",
+        )
         if (value := run.setting(name))
     }
     given = ", ".join(f"{name}={value}" for name, value in filters.items())
@@ -194,7 +197,8 @@ def nothing_trained(run: RunEvidence) -> RunFinding | None:
         what = "No token is trained: masks and filters of the loss leave nothing"
     else:
         what = f"Filters of the loss leave {1 - kept:.0%} of the tokens out"
-    of_cut = f"; {cut:.0%} of the rollouts were cut" if "loss.drop_truncated" in filters else ""
+    drops_cut = "loss.filters.drop_truncated" in filters
+    of_cut = f"; {cut:.0%} of the rollouts were cut" if drops_cut else ""
     return RunFinding(
         code="nothing_trained",
         explains=1 - kept,

@@ -229,10 +229,14 @@ def _check_setting(
     key = override.key_or_group
     if override.is_delete():
         raise SettingsError(f"{key} can't be taken out: give it a value, null for none.")
+    inside = [name for name in known if name.startswith(f"{key}.")]
+    if inside and "." in key and isinstance(override.value(), str | int | float):
+        raise SettingsError(f"{key} is a group: {', '.join(inside)}.")
     if key in known or key.startswith(("hydra.", "hydra/")) or override.is_add():
         return
     parent, _, last = key.rpartition(".")
-    if isinstance(OmegaConf.select(composed, parent), DictConfig) and parent.endswith("kwargs"):
+    node = OmegaConf.select(composed, parent)
+    if isinstance(node, DictConfig) and OmegaConf.get_type(node) is dict:
         raise SettingsError(
             f"{parent} is a dictionary: write '{parent}={{{last}: ...}}' or +{override.input_line}."
         )

@@ -2,7 +2,8 @@
 
 import ast
 import inspect
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import pairwise
 
@@ -38,16 +39,27 @@ def recipe_help(recipe: Recipe, cfg: DictConfig, choices: Mapping[str, Sequence[
     for name in (n for n in cfg if not isinstance(cfg._get_node(n), DictConfig)):
         lines.append(_setting(recipe, cfg, str(name), root.get(str(name), "")))
     for name in (n for n in cfg if isinstance(cfg._get_node(n), DictConfig) and n != "task"):
-        of_group = _described(OmegaConf.get_type(cfg, str(name)))
-        lines += ["", f"{name}: {of_group['']}"]
-        lines += [
-            _setting(recipe, cfg, f"{name}.{key}", of_group.get(str(key), "")) for key in cfg[name]
-        ]
+        lines += ["", *_group(recipe, cfg, str(name))]
     lines += ["", f"task: {cfg.task.id}"]
     said = settings_of_task(cfg.task.id)
     for key in (k for k in setting_names(cfg.task) if k not in ("id", "config")):
         lines.append(_setting(recipe, cfg, f"task.{key}", said[key][2] if key in said else ""))
     return "\n".join(lines)
+
+
+def _group(recipe: Recipe, cfg: DictConfig, path: str) -> Iterator[str]:
+    """Write the settings of a group, and of the groups in it."""
+    node = OmegaConf.select(cfg, path)
+    kind = OmegaConf.get_type(node)
+    described, own = _described(kind), vars(kind).get("__annotations__", {})
+    if "." not in path:
+        yield f"{path}: {described['']}"
+    for key in sorted(node, key=lambda key: key not in own):  # what a group adds comes first
+        inside = node._get_node(key)
+        if isinstance(inside, DictConfig) and is_dataclass(OmegaConf.get_type(inside)):
+            yield from _group(recipe, cfg, f"{path}.{key}")
+        else:
+            yield _setting(recipe, cfg, f"{path}.{key}", described.get(str(key), ""))
 
 
 def _setting(recipe: Recipe, cfg: DictConfig, key: str, text: str) -> str:
@@ -69,10 +81,18 @@ def _described(kind: type | None) -> dict[str, str]:
     for base in reversed(kind.__mro__):
         if not is_dataclass(base):
             continue
+        if (record := vars(base).get("described_in")) is not None:  # made of a library's options
+            found = {**found, **_described(record), "": found[""]}
+            continue
         (node,) = ast.parse(inspect.getsource(base)).body
         assert isinstance(node, ast.ClassDef)
         for pair in pairwise(node.body):
             match pair:
                 case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(text)):
-                    found[name] = " ".join(str(text).split())
+                    found[name] = _plain(str(text))
     return found
+
+
+def _plain(text: str) -> str:
+    """A docstring as a line without markup: roles and double backticks stand for what they name."""
+    return " ".join(re.sub(r"(?::\w+:`~?([^`]+)`)|``([^`]+)``", r"\1\2", text).split())
