@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import pairwise
@@ -12,6 +13,7 @@ from torchrl_envs.tasks import settings_of_task
 
 from .arguments import setting_names
 from .defaults import EMBEDDED, PRETRAINED
+from .field_rules import FieldRule, among, rule_of
 from .recipe import Recipe
 
 
@@ -52,6 +54,8 @@ def recipe_help(recipe: Recipe, cfg: DictConfig, choices: Mapping[str, Sequence[
 
 def _setting(recipe: Recipe, cfg: DictConfig, key: str, text: str) -> str:
     value = "???" if OmegaConf.is_missing(cfg, key) else OmegaConf.select(cfg, key)
+    if key in recipe.choices:
+        text = _with_rule(text, among(*recipe.choices[key]))
     embedded, pretrained = {**EMBEDDED, **recipe.embedded}, {**PRETRAINED, **recipe.pretrained}
     if value is None and key in {**embedded, **pretrained}:
         own = [d.get(key, "the task's") for d in (embedded, pretrained)]
@@ -63,7 +67,7 @@ def _setting(recipe: Recipe, cfg: DictConfig, key: str, text: str) -> str:
 
 
 def _described(kind: type | None) -> dict[str, str]:
-    """Return what the docstrings of a data class's fields say, and under ``""`` its own."""
+    """Return what a data class's fields mean and may be, and under ``""`` its own docstring."""
     assert kind is not None
     found = {"": inspect.getdoc(kind) or ""}
     for base in reversed(kind.__mro__):
@@ -75,4 +79,14 @@ def _described(kind: type | None) -> dict[str, str]:
             match pair:
                 case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(text)):
                     found[name] = " ".join(str(text).split())
+    for name in getattr(kind, "__dataclass_fields__", {}):
+        if (rule := rule_of(kind, name)) is not None:
+            found[name] = _with_rule(found.get(name, ""), rule)
     return found
+
+
+def _with_rule(text: str, rule: FieldRule) -> str:
+    """Add to what a setting means what it must be, where the text does not name all values."""
+    if rule.values and all(re.search(rf"\b{value}\b", text) for value in rule.values):
+        return text
+    return f"{text} {rule.words[0].upper()}{rule.words[1:]}.".strip()
