@@ -24,7 +24,7 @@ from .models.warm_start import warm_start
 from .origin import origin_of
 from .run import Run
 from .settings.defaults import defaults_of, fill_in
-from .settings.errors import SettingsError, refusing
+from .settings.errors import refusing
 from .settings.recipe import Recipe
 from .settings.schema import EpisodeConfig, RecipeConfig, RolloutsConfig, TrainingConfig
 
@@ -77,10 +77,6 @@ def build_task(recipe: Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
         }
         if test.ks is None:
             test.ks = [1 << i for i in range(count.bit_length())] if count > 1 else []
-        if not all(1 <= k <= count for k in test.ks):
-            raise SettingsError(
-                f"evaluate.ks must be from 1 to evaluate.num_samples={count}, got {test.ks}."
-            )
         # All held-out rows once, in batches of whole prompts.
         num_prompts = min(len(task.held_out_rows), max(1, test.max_rollouts // count))
         sizes = {"num_envs": num_prompts * count, "repeats": count, "num_epochs": 1}

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_agents.settings.field_rules import POSITIVE, interval, setting
 from torchrl_agents.settings.schema import CollectorConfig, EpochsTrainConfig, RolloutsConfig
 
 
@@ -18,7 +19,7 @@ class TeacherConfig:
     rollouts of a step to the prompt of each (docs/recipes/distillation.md)."""
     demonstration_column: str = "answer"
     """Of prompt=demonstration: the column of the data with a good answer."""
-    ema_decay: float | None = None
+    ema_decay: float | None = setting(None, interval("(0, 1]"))
     """Of self: the teacher's weights are a moving average of the student's, of which each step
     keeps this share; 1: those from before the training; none: the student's own."""
     url: str | None = None
@@ -29,7 +30,7 @@ class TeacherConfig:
     path; it then judges spans of text. None: it has the student's, which is checked."""
     chat_template_name: str | None = None
     """Of tokenizer: a built-in chat template; none takes the tokenizer's own, or ChatML."""
-    timeout_s: float = 600.0
+    timeout_s: float = setting(600.0, POSITIVE)
     """Deadline of the server's answer for one sequence."""
 
 
@@ -38,7 +39,7 @@ class DistillationTrainConfig(EpochsTrainConfig):
     """On-policy distillation: the teacher judges each token that the student sampled."""
 
     num_steps: int = 60
-    clip_epsilon: float = 0.2
+    clip_epsilon: float = setting(0.2, interval("[0, 1]"))
     """The ratio of a token's probability to that at its sampling is kept within 1 -+ this."""
     shuffle_verdicts: bool = False
     """A control: the teacher's verdicts are dealt out at random, so nothing can be learnt."""

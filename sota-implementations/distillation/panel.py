@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchrl_agents.settings.errors import refusing
+from torchrl_agents.settings.field_rules import broken_rules
 from torchrl_agents.settings.schema import CollectorConfig, PolicyConfig
 from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_data.keys import ASSISTANT_MASK, LOG_PROBS_FULL, ROW
@@ -57,6 +58,7 @@ class Panel:
             if teacher.chat_template_name is not None and teacher.tokenizer is None:
                 raise ValueError("teacher.chat_template_name needs teacher.tokenizer=own, too.")
             check_self(teacher)
+            _check_rules("teacher", teacher)
             self.configs, self.weights = {_ONE: teacher}, {_ONE: 1.0}
             return
         if not isinstance(teachers, Mapping):
@@ -68,6 +70,8 @@ class Panel:
         given = {name: dict(own) for name, own in teachers.items()}
         weights = {name: own.pop("weight", 1.0) for name, own in given.items()}
         self.configs = {name: TeacherConfig(**own) for name, own in given.items()}
+        for name, own in self.configs.items():
+            _check_rules(f"teachers.{name}", own)
         self.weights = {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
     @property
@@ -164,11 +168,21 @@ class Panel:
         return Teachers(scoring, self.column)
 
 
+def _check_rules(path: str, settings: TeacherConfig) -> None:
+    """Check each setting of a teacher by its rule.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    for fault in broken_rules(settings, f"{path}."):
+        raise ValueError(fault)
+
+
 def _check_one(name: str, own: Any, column: str | None, *, is_alone: bool) -> None:
     """Check the settings of one of several teachers.
 
     Raises:
-        ValueError: a setting is unknown or out of range, or can't take effect.
+        ValueError: a setting is unknown, the weight is out of range, or one can't take effect.
     """
     names = (each.name for each in fields(TeacherConfig))
     known = [*(name for name in names if name not in OF_SELF), "weight"]

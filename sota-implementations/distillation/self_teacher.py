@@ -8,7 +8,6 @@ from config import DistillationConfig, TeacherConfig
 from tensordict import TensorDictBase
 
 from torchrl_agents.settings.errors import SettingsError, refusing
-from torchrl_data.checks import check_numbers
 from torchrl_data.import_path import import_callable
 from torchrl_envs import (
     DataLoadingPrimer,
@@ -29,7 +28,7 @@ def check_self(cfg: TeacherConfig) -> None:
     """Check the settings of a student that teaches itself, and that nobody else has them.
 
     Raises:
-        ValueError: a setting is missing, out of range, or can't take effect.
+        ValueError: a setting is missing, or can't take effect.
     """
     others = {"prompt": cfg.prompt, "ema_decay": cfg.ema_decay}
     if cfg.model != SELF:
@@ -45,8 +44,6 @@ def check_self(cfg: TeacherConfig) -> None:
         raise ValueError("teacher.model=self is in this process, with the student's tokenizer.")
     if cfg.prompt != "demonstration" and cfg.demonstration_column != "answer":
         raise ValueError("teacher.demonstration_column is of teacher.prompt=demonstration.")
-    if cfg.ema_decay is not None:
-        check_numbers("teacher", "(0, 1]", ema_decay=cfg.ema_decay)
     privileged_prompt(cfg, solved_at=1.0)
 
 

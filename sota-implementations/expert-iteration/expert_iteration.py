@@ -6,10 +6,18 @@ torchrl-agents expert-iteration experiment=control    # a control: shuffled rewa
 """
 
 from dataclasses import dataclass, field
+from math import isfinite
+from typing import Final
 
 from torchrl_agents.settings.command_line import read_command_line
+from torchrl_agents.settings.field_rules import AT_LEAST_1, FieldRule, setting
 from torchrl_agents.settings.recipe import Recipe
 from torchrl_agents.settings.schema import EpochsTrainConfig, RolloutsConfig
+
+ABOVE: Final = FieldRule(
+    "mean, median, any or a finite number",
+    lambda value: value in ("mean", "median", "any") if isinstance(value, str) else isfinite(value),
+)
 
 
 @dataclass
@@ -17,9 +25,9 @@ class ExpertTrainConfig(EpochsTrainConfig):
     """Expert iteration: of each group of rollouts, the best are trained on."""
 
     num_steps: int = 40
-    top_k: int = 4
+    top_k: int = setting(4, AT_LEAST_1)
     """Rollouts kept of each group, at most."""
-    keep_above: str | float = "mean"
+    keep_above: str | float = setting("mean", ABOVE)
     """What their reward is above: mean or median of the group, or a number. With the median, a
     group gives nothing that is more than half solved; with 0.5, all that is right is kept."""
     shuffle_rewards: bool = False

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from torchrl_agents.settings.field_rules import AT_LEAST_1, NOT_NEGATIVE, interval, setting
 from torchrl_agents.settings.schema import CollectorConfig, EpochsTrainConfig, RolloutsConfig
 
 
@@ -9,12 +10,12 @@ from torchrl_agents.settings.schema import CollectorConfig, EpochsTrainConfig, R
 class OpponentsConfig:
     """Past versions of the policy that it plays against, beside itself."""
 
-    every: int | None = None
+    every: int | None = setting(None, AT_LEAST_1)
     """A version is taken before the first step and after every so many; none: it only plays
     itself."""
-    max_size: int = 4
+    max_size: int = setting(4, AT_LEAST_1)
     """Versions that are kept; the oldest goes first."""
-    share: float = 0.5
+    share: float = setting(0.5, interval("(0, 1]"))
     """Of the games of a step, those against a version; one version plays all games of a step."""
 
 
@@ -22,9 +23,9 @@ class OpponentsConfig:
 class SelfPlayTrainConfig(EpochsTrainConfig):
     """Self-play: both seats of each game are trained."""
 
-    baseline_decay: float = 0.95
+    baseline_decay: float = setting(0.95, interval("[0, 1)"))
     """Of the running mean of each seat's rewards, which is its baseline."""
-    kl_to_ref_coeff: float | None = None
+    kl_to_ref_coeff: float | None = setting(None, NOT_NEGATIVE)
     """Weight of the KL to the model that it started from; without one early games decide for
     good which moves are tried at all."""
     shuffle_rewards: bool = False

@@ -21,19 +21,13 @@ def check_opponents(cfg: OpponentsConfig, *, engine: str) -> None:
     """Check what can be known before anything is loaded.
 
     Raises:
-        ValueError: a setting is out of range, or can't take effect.
+        ValueError: a setting can't take effect.
     """
     default = OpponentsConfig()
     if cfg.every is None:
         if cfg != default:
             raise ValueError("max_size and share are for past versions: set opponents.every.")
         return
-    if cfg.every < 1 or cfg.max_size < 1:
-        raise ValueError(
-            f"every and max_size must be at least 1, got {cfg.every} and {cfg.max_size}."
-        )
-    if not 0 < cfg.share <= 1:
-        raise ValueError(f"share must be above 0 and at most 1, got {cfg.share}.")
     if engine != "transformers":
         raise ValueError(
             f"past versions are drawn from in this process: take engine=transformers, not {engine}."

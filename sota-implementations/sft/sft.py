@@ -10,6 +10,7 @@ from typing import Any
 
 from torchrl_agents.settings.command_line import read_command_line
 from torchrl_agents.settings.errors import SettingsError, refusing
+from torchrl_agents.settings.field_rules import AT_LEAST_1, setting
 from torchrl_agents.settings.recipe import Recipe
 from torchrl_agents.settings.schema import EngineConfig, EpisodeConfig, TrainConfig, TrainingConfig
 
@@ -27,7 +28,7 @@ class DemonstrationsConfig:
     skip_bad_rows: bool = False
     """Leave out rows that hold no conversation, that can't be shown in the chat template, or that
     are too long for the model, and log how many; else they are refused."""
-    num_held_out: int = 64
+    num_held_out: int = setting(64, AT_LEAST_1)
     """Conversations that are not trained on, whose loss is told."""
     shuffle_answers: bool = False
     """A control: each question gets the answer of another one."""
@@ -38,7 +39,7 @@ class SFTTrainConfig(TrainConfig):
     """Fine-tuning."""
 
     num_steps: int = 400
-    batch_size: int = 32
+    batch_size: int = setting(32, AT_LEAST_1)
     """Conversations of a step."""
 
 

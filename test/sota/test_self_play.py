@@ -179,8 +179,11 @@ def test_the_pool_of_past_versions(script):
     ("settings", "words"),
     [
         (("opponents.share=0.2",), "set opponents.every"),
-        (("opponents.every=2", "opponents.share=0"), "share must be above 0"),
-        (("opponents.every=0",), "at least 1, got 0"),
+        (
+            ("opponents.every=2", "opponents.share=0"),
+            r"opponents.share must be in \(0, 1\], got 0.0",
+        ),
+        (("opponents.every=0",), "opponents.every must be at least 1, got 0"),
         (("opponents.every=2", "engine=vllm"), "take engine=transformers, not vllm"),
     ],
 )

@@ -4,10 +4,12 @@ import json
 import math
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import gguf
 import pytest
@@ -25,6 +27,13 @@ from torchrl_agents.settings.arguments import settings_text
 from torchrl_agents.settings.command_line import compose_config, groups, prepare
 from torchrl_agents.settings.defaults import defaults_of, fill_in
 from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.field_rules import (
+    AT_LEAST_1,
+    broken_rules,
+    interval,
+    rule_of,
+    setting,
+)
 from torchrl_agents.settings.setting_files import with_files
 from torchrl_agents.settings.task_settings import store_task, task_settings
 from torchrl_agents.settings.text_arguments import with_texts
@@ -341,7 +350,7 @@ def test_the_same_model_has_the_same_defaults_whatever_it_is_called(compose, tmp
         (["+train.pools.easy=0.9"], "train.pools: .*'easy'"),
         (["train.drop_solved_at=0.5", "+train.pools.easy_at=1"], "multiple values .*'easy_at'"),
         (["loss.name=gpro"], "loss.name must be one of"),
-        (["policy.top_p=2"], r"top_p must be .* in \(0, 1\], got 2.0"),
+        (["policy.top_p=2"], r"policy.top_p must be in \(0, 1\], got 2.0"),
         (["policy.temperature=0"], "temperature must be positive"),
         (["policy.device=gpu0"], "no device of torch"),
         (["policy.dtype=float8"], "policy.dtype must be one of"),
@@ -382,7 +391,7 @@ def test_settings_of_shards_that_can_take_no_effect_are_refused(
     ("overrides", "words"),
     [
         (["tensor_parallel_size=3"], "tensor_parallel_size=3 has to divide the 4 ranks"),
-        (["expert_parallel_size=0"], "expert_parallel_size=0: at least 1"),
+        (["expert_parallel_size=0"], "expert_parallel_size must be at least 1, got 0"),
         (["expert_parallel_size=3"], "has to be a multiple of train.tensor_parallel_size=1, and"),
         (["tensor_parallel_size=4", "expert_parallel_size=2"], "a multiple of .*size=4, and"),
         (["tensor_parallel_size=2", "parallel=ddp"], "train.parallel=ddp does not go with"),
@@ -442,19 +451,160 @@ def test_an_evaluation_that_makes_no_sense_is_refused(script, overrides, words):
         begin()
 
 
-@pytest.mark.parametrize(
-    ("name", "override", "words"),
-    [
-        ("distillation", "train.clip_epsilon=-1", "loss: clip_low must lie in"),
-        ("self-play", "train.kl_to_ref_coeff=-1", "loss: .*kl_to_ref_coeff"),
-    ],
-)
-def test_the_loss_of_every_recipe_is_tried_before_a_model_is_loaded(script, name, override, words):
+# Rules of single settings.
+
+RECIPES = ("grpo", "sft", "distillation", "evaluate", "self-play", "expert-iteration")
+WITHOUT_RULE = {
+    "grpo": {
+        "train.drop_solved_at": "DifficultyPools refuses it when the settings are tried",
+        "train.pools": "so it does with these",
+    }
+}
+"""Numbers that have no rule of their own, and why. Those of ``loss`` are the loss's own options,
+with which one is made before a model is loaded."""
+
+
+def number_settings(kind, prefix=""):
+    """Paths of the settings that are numbers, or hold some, with their data class and name."""
+    for name, hint in get_type_hints(kind).items():
+        if is_dataclass(hint):
+            yield from number_settings(hint, f"{prefix}{name}.")
+        elif {int, float} & {hint, *get_args(hint), *chain(*map(get_args, get_args(hint)))}:
+            yield f"{prefix}{name}", kind, name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_number_has_a_rule_or_is_named_as_one_without(script, name):
+    found = list(number_settings(script(name).RECIPE.config))
+    assert len(found) > 20
+    bare = {path for path, kind, key in found if rule_of(kind, key) is None}
+    assert {path for path in bare if not path.startswith("loss.")} == {*WITHOUT_RULE.get(name, ())}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_none_stands_for_keeps_the_rules(script, name):
     recipe = script(name).RECIPE
-    prepare(recipe, [override])
-    cfg = OmegaConf.to_object(compose_config(recipe, [override]))
-    with pytest.raises(SettingsError, match=words):
-        start.check_config(recipe, cfg)
+    for origin in (None, "org/model", "smollm2"):
+        cfg = OmegaConf.to_object(compose_config(recipe, []))
+        fill_in(cfg, defaults_of(cfg, recipe.embedded, recipe.pretrained, origin=origin))
+        assert list(broken_rules(cfg)) == []
+
+
+REFUSED = {
+    "grpo": [
+        ("policy.temperature=-1", "policy.temperature must be at least 0 and finite"),
+        ("policy.temperature=nan", "policy.temperature must be at least 0 and finite"),
+        ("policy.top_p=0", "policy.top_p must be in (0, 1], got 0.0."),
+        ("policy.top_k=-1", "policy.top_k must be at least 0, got -1."),
+        ("policy.min_p=1.5", "policy.min_p must be in [0, 1], got 1.5."),
+        ("engine.name=vllm engine.devices=[0,-1]", "engine.devices[1] must be at least 0"),
+        ("collector.max_draws=0", "collector.max_draws must be at least 1, got 0."),
+        ("record.every=0", "record.every must be at least 1, got 0."),
+        ("record.max_groups_per_step=-1", "record.max_groups_per_step must be at least"),
+        ("evaluate.level=1", "evaluate.level must be in (0, 1), got 1.0."),
+        ("evaluate.level=nan", "evaluate.level must be in (0, 1), got nan."),
+        ("evaluate.solved_at=nan", "evaluate.solved_at must be a finite number"),
+        ("evaluate.ks=[1,0]", "evaluate.ks[1] must be at least 1, got 0."),
+        ("evaluate.ks=[2]", "evaluate.ks must be from 1 to evaluate.num_samples=1"),
+        ("train.stop_at=inf", "train.stop_at must be a finite number, got inf."),
+        ("train.num_replicas=0", "train.num_replicas must be at least 1, got 0."),
+    ],
+    "sft": [
+        ("data.num_held_out=0", "data.num_held_out must be at least 1, got 0."),
+        ("train.batch_size=0", "train.batch_size must be at least 1, got 0."),
+        ("train.num_steps=0", "train.num_steps must be at least 1, got 0."),
+        ("engine.name=vllm", "engine.name must be one of transformers, got 'vllm'."),
+    ],
+    "evaluate": [
+        ("episodes.max_turns=0", "episodes.max_turns must be at least 1, got 0."),
+    ],
+    "distillation": [
+        ("train.num_steps=0", "train.num_steps must be at least 1, got 0."),
+        ("train.clip_epsilon=-1", "train.clip_epsilon must be in [0, 1], got"),
+        ("teacher.timeout_s=0", "teacher.timeout_s must be positive and finite"),
+        ("teacher.ema_decay=2", "teacher.ema_decay must be in (0, 1], got 2.0."),
+    ],
+    "self-play": [
+        ("train.kl_to_ref_coeff=-1", "train.kl_to_ref_coeff must be at least 0 and"),
+        ("train.baseline_decay=1", "train.baseline_decay must be in [0, 1), got 1"),
+        ("opponents.share=2", "opponents.share must be in (0, 1], got 2.0."),
+        ("opponents.max_size=0", "opponents.max_size must be at least 1, got 0."),
+    ],
+    "expert-iteration": [
+        ("train.top_k=0", "train.top_k must be at least 1, got 0."),
+        ("train.keep_above=best", "must be mean, median, any or a finite nu"),
+        ("train.keep_above=nan", "must be mean, median, any or a finite nu"),
+    ],
+}
+"""Settings of each recipe that break a rule, and what is said of them."""
+TAKEN = {
+    "grpo": [
+        "policy.top_p=1 policy.min_p=1 policy.top_k=0 evaluate.level=0.99",
+        "record.max_groups_per_step=0 train.stop_at=-1 evaluate.every=1",
+    ],
+    "evaluate": ["policy.temperature=0 evaluate.num_samples=4 evaluate.ks=[1,4]"],
+    "distillation": ["teacher.ema_decay=1 train.clip_epsilon=0"],
+    "self-play": ["opponents.every=1 opponents.share=1 train.kl_to_ref_coeff=0"],
+    "expert-iteration": ["train.keep_above=any", "train.keep_above=-0.5"],
+}
+"""Settings at the bounds of their rules."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_values_that_break_a_rule_are_refused_and_those_at_its_bound_are_taken(script, name):
+    recipe = script(name).RECIPE
+    usual = compose_config(recipe, [])
+
+    def check(overrides):
+        changed = OmegaConf.merge(usual, OmegaConf.from_dotlist(overrides.split()))
+        rules.check_rules(recipe, OmegaConf.to_object(changed))
+
+    for overrides, words in REFUSED[name]:
+        with pytest.raises(SettingsError, match=re.escape(words)):
+            check(overrides)
+    for overrides in TAKEN.get(name, ()):
+        check(overrides)
+
+
+@dataclass
+class Ruled:
+    """Settings with rules, for the tests of rules."""
+
+    count: int | None = setting(3, AT_LEAST_1)
+    shares: list[float] = setting([0.5], interval("(0, 1]"))
+    free: float = 1.0
+
+
+@dataclass
+class Changed(Ruled):
+    """Other defaults, and a rule of its own."""
+
+    count: int | None = 7
+    free: float = setting(2.0, interval("[2, 3)"))
+
+
+def test_a_default_that_a_subclass_changes_keeps_the_rule():
+    assert list(broken_rules(Changed())) == []
+    assert Ruled().shares is not Ruled().shares
+    wrong = Changed(count=0, shares=[1.0, 0.0, 2.0], free=3.0)
+    assert list(broken_rules(wrong, "x.")) == [
+        "x.count must be at least 1, got 0.",
+        "x.shares[1] must be in (0, 1], got 0.0.",
+        "x.shares[2] must be in (0, 1], got 2.0.",
+        "x.free must be in [2, 3), got 3.0.",
+    ]
+    assert list(broken_rules(Ruled(count=None, free=-9.0))) == []
+    assert rule_of(Ruled, "free") is None
+
+
+def test_the_help_says_what_a_setting_may_be(script):
+    lines = prepare(script("distillation").RECIPE, ["--help"]).splitlines()
+    told = {line.split("=")[0].strip(): line for line in lines if "=" in line}
+    assert told["train.num_steps"].endswith("=60                           At least 1.")
+    assert told["optim.beta2"].endswith(" In [0, 1).")
+    assert told["policy.dtype"].endswith(". One of float32, bfloat16, float16.")
+    assert told["train.num_epochs"].endswith(" At least 1. [embedded model: 4; given model: 1]")
+    assert told["collector.staleness_policy"].endswith("or drop (what is too old is drawn again).")
 
 
 # Files of settings, and texts as they are typed.

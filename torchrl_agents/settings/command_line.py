@@ -22,6 +22,7 @@ from torchrl_envs.tasks import TASKS
 
 from .arguments import setting_names
 from .errors import SettingsError
+from .field_rules import values_of
 from .recipe import FILES, Recipe
 from .recipe_help import recipe_help
 from .recorded_arguments import with_recorded
@@ -170,8 +171,11 @@ def _continuations(recipe: Recipe, word: str, composed: DictConfig) -> set[str]:
     name, given, _ = word.partition("=")
     known_groups = groups(recipe)
     if given:
+        group, _, last = name.rpartition(".")
+        kind = OmegaConf.get_type(composed, group) if group in composed else None
         is_flag = isinstance(OmegaConf.select(composed, name), bool)
-        values = {**recipe.choices, **known_groups}.get(name, ["true", "false"] * is_flag)
+        usual = values_of(kind or recipe.config, last) or ["true", "false"] * is_flag
+        values = {**recipe.choices, **known_groups}.get(name, usual)
         return {f"{name}={value} " for value in values if f"{name}={value}".startswith(word)}
     leaves = (
         n for n in setting_names(composed) if not OmegaConf.is_dict(OmegaConf.select(composed, n))

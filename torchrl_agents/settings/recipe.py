@@ -9,8 +9,8 @@ from typing import Any, Final
 from hydra.core.config_store import ConfigStore
 
 from . import program
+from .field_rules import values_of
 from .schema import (
-    SCHEDULES,
     CollectorConfig,
     EngineConfig,
     LoggerConfig,
@@ -26,15 +26,8 @@ GROUPS: Final[dict[str, dict[str, Any]]] = {
         "smollm2": PolicyConfig(model="smollm2", chat_template_name="smollm"),
     },
     "engine": {"transformers": EngineConfig(), "vllm": EngineConfig(name="vllm")},
-    "collector": {
-        "sync": CollectorConfig(),
-        "streaming": CollectorConfig(mode="streaming"),
-        "ray": CollectorConfig(mode="ray"),
-    },
-    "optim": {
-        "adamw": OptimConfig(),
-        **{name: OptimConfig(name=name) for name in ("adamw8bit", "muon", "sgd")},
-    },
+    "collector": {name: CollectorConfig(mode=name) for name in values_of(CollectorConfig, "mode")},
+    "optim": {name: OptimConfig(name=name) for name in values_of(OptimConfig, "name")},
     "logger": {
         "files": LoggerConfig(),
         "none": LoggerConfig(backends=[]),
@@ -46,17 +39,6 @@ SHARED: Final = Path(__file__).parent / "config"
 """Files of settings that all recipes have."""
 FILES: Final = ("profile", "experiment", "debug")
 """Groups whose choices are YAML files."""
-VALUES: Final[dict[str, Collection[str]]] = {
-    "policy.dtype": ("float32", "bfloat16", "float16"),
-    "collector.mode": GROUPS["collector"],
-    "collector.staleness_policy": ("wait", "drop"),
-    "optim.name": GROUPS["optim"],
-    "optim.schedule": SCHEDULES,
-    "checkpoint.on_error": ("warn", "stop"),
-    "train.parallel": ("auto", "ddp", "fsdp2"),
-    "train.reduce": ("auto", "step", "micro_batch"),
-}
-"""The values that a setting may have, by its path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +61,8 @@ class Recipe:
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The choices of its own groups, by name; those of all recipes are :data:`GROUPS`."""
     choices: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """The values that settings may have, by the setting's path, beside :data:`VALUES`."""
+    """Values of settings that are for this recipe, by the setting's path; others are told by the
+    rules of the fields."""
     embedded: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the embedded model that differ from those of all recipes."""
     pretrained: Mapping[str, Any] = field(default_factory=dict)
@@ -102,7 +85,7 @@ class Recipe:
         folder = Path(inspect.getfile(self.config)).resolve().with_name("config")
         object.__setattr__(self, "config_dir", folder)
         engines = {"engine.name": self.all_groups["engine"]}
-        object.__setattr__(self, "choices", {**VALUES, **engines, **self.choices})
+        object.__setattr__(self, "choices", {**engines, **self.choices})
         store = ConfigStore.instance()
         store.store(name="schema", node=self.config)
         for group, choices in self.all_groups.items():

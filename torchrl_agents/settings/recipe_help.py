@@ -13,6 +13,7 @@ from torchrl_envs.tasks import settings_of_task
 
 from .arguments import setting_names
 from .defaults import EMBEDDED, PRETRAINED
+from .field_rules import FieldRule, among, rule_of
 from .recipe import Recipe
 
 
@@ -64,6 +65,8 @@ def _group(recipe: Recipe, cfg: DictConfig, path: str) -> Iterator[str]:
 
 def _setting(recipe: Recipe, cfg: DictConfig, key: str, text: str) -> str:
     value = "???" if OmegaConf.is_missing(cfg, key) else OmegaConf.select(cfg, key)
+    if key in recipe.choices:
+        text = _with_rule(text, among(*recipe.choices[key]))
     embedded, pretrained = {**EMBEDDED, **recipe.embedded}, {**PRETRAINED, **recipe.pretrained}
     if value is None and key in {**embedded, **pretrained}:
         own = [d.get(key, "the task's") for d in (embedded, pretrained)]
@@ -75,7 +78,7 @@ def _setting(recipe: Recipe, cfg: DictConfig, key: str, text: str) -> str:
 
 
 def _described(kind: type | None) -> dict[str, str]:
-    """Return what the docstrings of a data class's fields say, and under ``""`` its own."""
+    """Return what a data class's fields mean and may be, and under ``""`` its own docstring."""
     assert kind is not None
     found = {"": inspect.getdoc(kind) or ""}
     for base in reversed(kind.__mro__):
@@ -90,9 +93,19 @@ def _described(kind: type | None) -> dict[str, str]:
             match pair:
                 case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(text)):
                     found[name] = _plain(str(text))
+    for name in getattr(kind, "__dataclass_fields__", {}):
+        if (rule := rule_of(kind, name)) is not None:
+            found[name] = _with_rule(found.get(name, ""), rule)
     return found
 
 
 def _plain(text: str) -> str:
     """A docstring as a line without markup: roles and double backticks stand for what they name."""
     return " ".join(re.sub(r"(?::\w+:`~?([^`]+)`)|``([^`]+)``", r"\1\2", text).split())
+
+
+def _with_rule(text: str, rule: FieldRule) -> str:
+    """Add to what a setting means what it must be, where the text does not name all values."""
+    if rule.values and all(re.search(rf"\b{value}\b", text) for value in rule.values):
+        return text
+    return f"{text} {rule.words[0].upper()}{rule.words[1:]}.".strip()

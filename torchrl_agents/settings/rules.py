@@ -1,61 +1,30 @@
-"""Rules of settings: what can't work is refused by name, before torch is imported."""
+"""Rules of settings: what can't work is refused by name, before torch is imported.
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+The rule of a single setting stands at its field; here are those of several that do not go together.
+"""
+
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, Final
-
-from omegaconf import OmegaConf
+from operator import attrgetter
+from typing import Final
 
 from torchrl_envs.datasets import DATA_FILES, MODEL_FILES, check_source
 
-from .arguments import escaped
 from .errors import SettingsError, refusing
+from .field_rules import broken_rules
 from .recipe import Recipe, compares_groups
 from .schema import (
-    BACKENDS,
     CollectorConfig,
     OptimConfig,
     RecipeConfig,
     RolloutsConfig,
+    SamplesConfig,
     TrainConfig,
     TrainingConfig,
     collects_on_ray,
 )
 from .started_ranks import OF_RANKS, num_ranks
-
-_RULES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
-    (
-        "at least 1",
-        lambda x: x >= 1,
-        "policy.max_model_len policy.max_new_tokens policy.lora_rank engine.num_engines "
-        "collector.num_prompts collector.group_size collector.max_turns collector.num_collectors "
-        "collector.max_episode_tokens collector.min_turn_tokens collector.verify_every "
-        "warm_start.batch_size "
-        "train.num_steps train.num_epochs train.micro_batch_tokens checkpoint.every "
-        "evaluate.num_prompts evaluate.every evaluate.num_samples evaluate.max_rollouts",
-    ),
-    (
-        "at least 0 and finite",
-        lambda x: math.isfinite(x) and x >= 0,
-        "collector.max_staleness collector.pipeline_depth optim.num_warmup_steps "
-        "optim.weight_decay warm_start.num_steps checkpoint.keep_best evaluate.num_shown",
-    ),
-    (
-        "positive and finite",
-        lambda x: math.isfinite(x) and x > 0,
-        "policy.lora_alpha optim.learning_rate optim.eps optim.max_grad_norm "
-        "warm_start.learning_rate train.timeout_s train.wait_s",
-    ),
-    ("in [0, 1)", lambda x: 0 <= x < 1, "optim.beta1 optim.beta2 optim.momentum"),
-    ("in [0, 1]", lambda x: 0 <= x <= 1, "collector.max_error_fraction"),
-    ("from 0 to 2**63 - 1", lambda x: 0 <= x < 1 << 63, ".seed"),
-    ("-1 or at least 1", lambda x: x == -1 or x >= 1, "collector.max_inflight_tasks"),
-    ("at least 2: the newest may be damaged", lambda x: x >= 2, "checkpoint.keep_last"),
-)
-"""What a number must be, in words, and the settings of which that holds; ``None`` may always be."""
 
 
 def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
@@ -65,19 +34,11 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
         SettingsError: names the setting, what it must be, and what it is.
     """
     check_path_parts(cfg.name, cfg.task.id)
-    for words, holds, names in _RULES:
-        for key in names.split():
-            group, name = key.split(".")
-            value = getattr(getattr(cfg, group, None) if group else cfg, name, None)
-            if value is not None and not holds(value):
-                raise SettingsError(f"{key.lstrip('.')} must be {words}, got {value}.")
-    settings = OmegaConf.create(escaped(asdict(cfg)))
-    backends = OmegaConf.select(settings, "logger.backends") or []
-    listed = {f"logger.backends[{i}]": BACKENDS for i in range(len(backends))}
-    for key, known in {**recipe.choices, **listed}.items():
-        if (value := OmegaConf.select(settings, key)) not in (None, *known):
+    for key, known in recipe.choices.items():
+        if (value := attrgetter(key)(cfg)) not in known:
             raise SettingsError(f"{key} must be one of {', '.join(known)}, got {value!r}.")
-    faults = [_policy_faults(cfg), _engine_faults(cfg), _invariance_faults(cfg)]
+    faults = [broken_rules(cfg), _policy_faults(cfg), _engine_faults(cfg), _invariance_faults(cfg)]
+    faults.append(_evaluation_faults(cfg))
     if isinstance(cfg, TrainingConfig):
         faults.append(_training_faults(recipe, cfg))
     if isinstance(cfg, RolloutsConfig):
@@ -201,7 +162,7 @@ def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:
         elif name in ("num_replicas", "cpu_offload") and cfg.train.parallel != "fsdp2":
             yield f"train.{name} is for train.parallel=fsdp2, got {cfg.train.parallel}."
     yield from _split_faults(cfg)
-    if cfg.train.num_replicas < 1 or num_ranks() % cfg.train.num_replicas:
+    if num_ranks() % cfg.train.num_replicas:
         yield f"train.num_replicas={cfg.train.num_replicas} has to divide the {num_ranks()} ranks."
     if num_ranks() > 1 and cfg.engine.name == "vllm" and not _has_servers(cfg):
         yield "Several ranks need vLLM's servers: give engine.url=, urls= or devices=."
@@ -211,9 +172,7 @@ def _split_faults(cfg: TrainingConfig) -> Iterator[str]:
     """Faults of a model of which ranks compute parts of one layer."""
     train, ranks = cfg.train, num_ranks()
     matrices, experts = train.tensor_parallel_size, train.expert_parallel_size
-    if min(matrices, experts) < 1:
-        yield f"train.tensor_parallel_size={matrices}, expert_parallel_size={experts}: at least 1."
-    elif ranks > 1 and train.splits_model:
+    if ranks > 1 and train.splits_model:
         if ranks % matrices:
             yield f"train.tensor_parallel_size={matrices} has to divide the {ranks} ranks."
         if experts > 1 and (experts % matrices or ranks % experts):
@@ -235,6 +194,13 @@ def _split_faults(cfg: TrainingConfig) -> Iterator[str]:
                 f"{name} does not go with train.tensor_parallel_size and expert_parallel_size: "
                 "leave one of them out."
             )
+
+
+def _evaluation_faults(cfg: RecipeConfig) -> Iterator[str]:
+    test: SamplesConfig | None = getattr(cfg, "evaluate", None)
+    if test is not None and any(k > test.num_samples for k in test.ks or ()):
+        most = f"evaluate.num_samples={test.num_samples}"
+        yield f"evaluate.ks must be from 1 to {most}, got {test.ks}."
 
 
 def _has_servers(cfg: RecipeConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Settings that recipes share, typed, with what they mean; ``--help`` shows them.
+"""Settings that recipes share, typed, with what they mean and may be; ``--help`` shows them.
 
 ``None`` stands for a default that depends on the model, see ``defaults.py``.
 """
@@ -10,6 +10,18 @@ from typing import Any, Final
 
 from omegaconf import MISSING
 
+from .field_rules import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    FieldRule,
+    among,
+    interval,
+    setting,
+)
+
 
 @dataclass
 class PolicyConfig:
@@ -20,7 +32,7 @@ class PolicyConfig:
     does not answer; none builds the embedded model of 0.1 million parameters."""
     device: str | None = None
     """Where it is trained: cpu, cuda, cuda:1, ...; none: a GPU where there is one."""
-    dtype: str = "float32"
+    dtype: str = setting("float32", among("float32", "bfloat16", "float16"))
     """Of the weights that are trained. A small step is lost in the rounding of bfloat16."""
     attn_implementation: str | None = None
     """Of Transformers: sdpa, eager, flash_attention_2, ...; none takes the model's own."""
@@ -31,13 +43,13 @@ class PolicyConfig:
     load_in_4bit: bool = False
     """Keep the model's matrices in 4 bits (NF4, of bitsandbytes) and train adapters over them:
     QLoRA, with lora_rank."""
-    lora_rank: int | None = None
+    lora_rank: int | None = setting(None, AT_LEAST_1)
     """Train adapters of this rank (LoRA), the model's own weights frozen; none: train all."""
-    lora_alpha: float | None = None
+    lora_alpha: float | None = setting(None, POSITIVE)
     """What the adapters add is multiplied by lora_alpha / lora_rank; none: twice the rank."""
     lora_target_modules: list[str] = field(default_factory=list)
     """Linear layers with adapters: [q_proj, v_proj]; none given: all but the head."""
-    max_model_len: int | None = None
+    max_model_len: int | None = setting(None, AT_LEAST_1)
     """Most tokens of a conversation; none takes the model's own limit."""
     chat_template_name: str | None = None
     """A built-in chat template; none takes the tokenizer's own, or ChatML."""
@@ -50,14 +62,14 @@ class PolicyConfig:
     tool_call_format: str | None = None
     """How the model writes tool calls: hermes, llama3, ... (docs/tools.md), or mine:f, a parser of
     yours; none: as its chat template teaches."""
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = setting(None, AT_LEAST_1)
     """Most tokens of a turn."""
     stop: list[str] | None = None
     """Texts that end a turn, beside the end-of-turn token: ['</tool_call>']."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float = setting(1.0, NOT_NEGATIVE)
+    top_p: float = setting(1.0, interval("(0, 1]"))
+    top_k: int = setting(0, AT_LEAST_0)
+    min_p: float = setting(0.0, interval("[0, 1]"))
     sampling_mask: bool = False
     """Record the tokens that top_p, top_k and min_p left of each draw, and train each token in the
     distribution over them, whatever the weights would leave by then."""
@@ -70,16 +82,16 @@ class PolicyConfig:
 class EngineConfig:
     """The engine that draws the tokens."""
 
-    name: str = "transformers"
+    name: str = setting("transformers", among("transformers", "vllm", "chat"))
     """transformers (the trained model itself), vllm, or, where nothing is trained, chat."""
     url: str | None = None
     """Of a vLLM server that runs already (docs/vllm.md), where none builds an engine in this
     process; of chat, a server that speaks OpenAI's protocol, http://.../v1."""
     urls: list[str] = field(default_factory=list)
     """Of several vLLM servers that run already: one fleet of them (docs/clusters.md)."""
-    num_engines: int = 1
+    num_engines: int = setting(1, AT_LEAST_1)
     """Of vllm: more than one are servers that are started here, and again when they die."""
-    devices: list[int] = field(default_factory=list)
+    devices: list[int] = setting([], AT_LEAST_0)
     """Of num_engines: the GPUs of all of them, in equal shares; none: those of this process. With
     devices one engine is a server, too."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -101,13 +113,13 @@ class EngineConfig:
 class EpisodeConfig:
     """Limits of an episode."""
 
-    max_turns: int | None = None
+    max_turns: int | None = setting(None, AT_LEAST_1)
     """Most turns of an episode; none takes the task's."""
-    max_episode_tokens: int | None = None
+    max_episode_tokens: int | None = setting(None, AT_LEAST_1)
     """Most tokens of an episode after its prompt; none for no bound but the model's length."""
-    min_turn_tokens: int = 16
+    min_turn_tokens: int = setting(16, AT_LEAST_1)
     """No turn begins with fewer tokens left: the episode ends, truncated."""
-    max_error_fraction: float = 0.05
+    max_error_fraction: float = setting(0.05, interval("[0, 1]"))
     """The run stops when the rewards of more of the last 200 rollouts could not be computed; 1
     never stops it."""
 
@@ -116,30 +128,32 @@ class EpisodeConfig:
 class CollectorConfig(EpisodeConfig):
     """The rollouts of a step."""
 
-    mode: str = "sync"
+    mode: str = setting("sync", among("sync", "streaming", "ray"))
     """sync: a batch before each step; streaming: beside training, episode by episode; ray: so, too,
     in several processes or machines."""
-    num_collectors: int = 1
+    num_collectors: int = setting(1, AT_LEAST_1)
     """Of ray: actors that collect."""
     remote_config: dict[str, Any] = field(default_factory=dict)
     """Of ray: options of each: +collector.remote_config.num_gpus=1."""
-    num_prompts: int = 16
+    num_prompts: int = setting(16, AT_LEAST_1)
     """Prompts of a step."""
-    group_size: int = 16
+    group_size: int = setting(16, AT_LEAST_1)
     """Rollouts of a prompt."""
     refill: bool = False
     """Groups without a signal are replaced by others until the batch is full (docs/losses.md)."""
-    max_draws: int = 16
+    max_draws: int = setting(16, AT_LEAST_1)
     """Of refill: the most groups that are drawn for a batch, in batches; then sync trains what it
     has, and streaming and ray, where so many were refused in a row, stop."""
-    max_staleness: int = 4
+    max_staleness: int = setting(4, AT_LEAST_0)
     """Of streaming: the most steps by which any token may be older than the step that trains it; 0
     gives what sync gives."""
-    staleness_policy: str = "wait"
+    staleness_policy: str = setting("wait", among("wait", "drop"))
     """Of streaming: wait (nothing is thrown away) or drop (what is too old is drawn again)."""
-    pipeline_depth: int | None = None
+    pipeline_depth: int | None = setting(None, AT_LEAST_0)
     """Of streaming: how many steps generation runs ahead; none: as far as max_staleness lets it."""
-    max_inflight_tasks: int = -1
+    max_inflight_tasks: int = setting(
+        -1, FieldRule("-1 or at least 1", lambda value: value == -1 or value >= 1)
+    )
     """Of streaming: most episodes that run at once; -1: all that are admitted."""
     follow_load: bool = False
     """Of streaming over vLLM: fewer episodes run while the engine's cache is full; those of the
@@ -147,32 +161,9 @@ class CollectorConfig(EpisodeConfig):
     recompute: bool = True
     """Of streaming: new weights read again what is in flight, so that log-probs are exactly those
     of a version; false: it goes on with what the old ones have read, which is faster."""
-    verify_every: int | None = None
+    verify_every: int | None = setting(None, AT_LEAST_1)
     """Every so many steps some rows are computed again before they are trained, within 5 % of the
     time, and what differs is warned of with its cause; none: never (docs/verify.md)."""
-
-
-@dataclass
-class OptimConfig:
-    """The optimizer and its schedule."""
-
-    name: str = "adamw"
-    """adamw, adamw8bit (its moments take a byte each), muon (of the matrices; AdamW of the rest),
-    or sgd."""
-    learning_rate: float | None = None
-    schedule: str = "trapezoid"
-    """After the warm-up: trapezoid (falls over the second half), constant, linear or cosine."""
-    num_warmup_steps: int = 5
-    """Steps over which the learning rate rises."""
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    """Of adamw; the momentum of sgd."""
-    momentum: float = 0.95
-    """Of muon's matrices."""
-    beta2: float = 0.95
-    eps: float = 1e-8
-    max_grad_norm: float | None = None
-    """Larger gradients are scaled down to it."""
 
 
 SCHEDULES: Final[dict[str, Callable[[float], float]]] = {
@@ -185,13 +176,26 @@ SCHEDULES: Final[dict[str, Callable[[float], float]]] = {
 
 
 @dataclass
-class LoggerConfig:
-    """Trackers that get the metrics, in addition to metrics.jsonl."""
+class OptimConfig:
+    """The optimizer and its schedule."""
 
-    backends: list[str] = field(default_factory=lambda: ["csv", "tensorboard"])
-    """csv, tensorboard, wandb, trackio, mlflow."""
-    project: str | None = None
-    """Of wandb and trackio, the experiment of mlflow; none: the recipe's name."""
+    name: str = setting("adamw", among("adamw", "adamw8bit", "muon", "sgd"))
+    """adamw, adamw8bit (its moments take a byte each), muon (of the matrices; AdamW of the rest),
+    or sgd."""
+    learning_rate: float | None = setting(None, POSITIVE)
+    schedule: str = setting("trapezoid", among(*SCHEDULES))
+    """After the warm-up: trapezoid (falls over the second half), constant, linear or cosine."""
+    num_warmup_steps: int = setting(5, AT_LEAST_0)
+    """Steps over which the learning rate rises."""
+    weight_decay: float = setting(0.0, NOT_NEGATIVE)
+    beta1: float = setting(0.9, interval("[0, 1)"))
+    """Of adamw; the momentum of sgd."""
+    momentum: float = setting(0.95, interval("[0, 1)"))
+    """Of muon's matrices."""
+    beta2: float = setting(0.95, interval("[0, 1)"))
+    eps: float = setting(1e-8, POSITIVE)
+    max_grad_norm: float | None = setting(None, POSITIVE)
+    """Larger gradients are scaled down to it."""
 
 
 BACKENDS: Final = ("csv", "tensorboard", "wandb", "trackio", "mlflow")
@@ -199,16 +203,28 @@ BACKENDS: Final = ("csv", "tensorboard", "wandb", "trackio", "mlflow")
 
 
 @dataclass
+class LoggerConfig:
+    """Trackers that get the metrics, in addition to metrics.jsonl."""
+
+    backends: list[str] = setting(["csv", "tensorboard"], among(*BACKENDS))
+    """csv, tensorboard, wandb, trackio, mlflow."""
+    project: str | None = None
+    """Of wandb and trackio, the experiment of mlflow; none: the recipe's name."""
+
+
+@dataclass
 class CheckpointConfig:
     """Checkpoints, from which a run that was stopped goes on (resume=auto)."""
 
-    every: int | None = 10
+    every: int | None = setting(10, AT_LEAST_1)
     """Steps; none: only when the run is stopped."""
-    keep_last: int = 2
+    keep_last: int = setting(
+        2, FieldRule("at least 2: the newest may be damaged", lambda value: value >= 2)
+    )
     """So many of the newest."""
-    keep_best: int = 0
+    keep_best: int = setting(0, AT_LEAST_0)
     """Also keep this many checkpoints with the best step reward (sft: the lowest loss)."""
-    on_error: str = "warn"
+    on_error: str = setting("warn", among("warn", "stop"))
     """A checkpoint that can't be written: warn (the run goes on, and its status is not 0 where the
     last one is missing), or stop."""
 
@@ -217,9 +233,9 @@ class CheckpointConfig:
 class RecordConfig:
     """The record of the rollouts, which torchrl-agents view shows."""
 
-    every: int = 1
+    every: int = setting(1, AT_LEAST_1)
     """Rollouts are recorded in every so many steps."""
-    max_groups_per_step: int | None = None
+    max_groups_per_step: int | None = setting(None, AT_LEAST_0)
     """Of so many prompts; none: of all."""
     kept_counts: bool = False
     """Also how many tokens top-k, top-p and min-p left, of which each was drawn; of
@@ -233,30 +249,30 @@ class RecordConfig:
 class WarmStartConfig:
     """Supervised training on the task's demonstrations, before anything else."""
 
-    num_steps: int | None = None
-    batch_size: int = 32
-    learning_rate: float | None = None
+    num_steps: int | None = setting(None, AT_LEAST_0)
+    batch_size: int = setting(32, AT_LEAST_1)
+    learning_rate: float | None = setting(None, POSITIVE)
 
 
 @dataclass
 class SamplesConfig:
     """Prompts that are never trained on, and how often each is answered."""
 
-    num_prompts: int = 256
-    num_samples: int = 1
+    num_prompts: int = setting(256, AT_LEAST_1)
+    num_samples: int = setting(1, AT_LEAST_1)
     """Rollouts of each prompt; of several there are pass@k, pass^k, mean@n and maj@n, too."""
-    ks: list[int] | None = None
+    ks: list[int] | None = setting(None, AT_LEAST_1)
     """Of pass@k and pass^k; none: 1, 2, 4, ... up to num_samples."""
-    solved_at: float = 1.0
+    solved_at: float = setting(1.0, FINITE)
     """The reward from which on a rollout is correct."""
     solved_by: Any = None
     """The reward that is asked, where several are added: its name, without its weight; [a, b]: all
     of these; reward: their weighted sum. None: the only one, or that of the task which says so."""
-    level: float = 0.95
+    level: float = setting(0.95, interval("(0, 1)"))
     """Of the bootstrap intervals."""
-    max_rollouts: int = 256
+    max_rollouts: int = setting(256, AT_LEAST_1)
     """Most rollouts at once, at least those of one prompt."""
-    num_shown: int = 3
+    num_shown: int = setting(3, AT_LEAST_0)
     """Conversations that are shown."""
 
 
@@ -264,7 +280,7 @@ class SamplesConfig:
 class EvaluateConfig(SamplesConfig):
     """The test before and after training."""
 
-    every: int | None = None
+    every: int | None = setting(None, AT_LEAST_1)
     """Also every so many steps, beside training where collection is; all tests are in
     evaluations.jsonl, and as held_out/ where metrics go."""
 
@@ -273,10 +289,10 @@ class EvaluateConfig(SamplesConfig):
 class TrainConfig:
     """Training."""
 
-    num_steps: int = 100
-    stop_at: float | None = None
+    num_steps: int = setting(100, AT_LEAST_1)
+    stop_at: float | None = setting(None, FINITE)
     """The run ends after a test (evaluate.every) whose held-out reward is at least this."""
-    micro_batch_tokens: int | None = None
+    micro_batch_tokens: int | None = setting(None, AT_LEAST_1)
     """Most tokens of one forward and backward pass; the gradient does not depend on it. None: what
     the free memory of a GPU holds, measured when the model is there; 32768 without a GPU."""
     autocast: bool | None = None
@@ -284,25 +300,25 @@ class TrainConfig:
     compile_layers: bool | None = None
     """torch.compile compiles the layers of the model; none: of at least 100 million weights on a
     GPU, where it is whole."""
-    parallel: str = "auto"
+    parallel: str = setting("auto", among("auto", "ddp", "fsdp2"))
     """Of several ranks (torchrun): ddp, fsdp2 or auto: fsdp2 on GPUs, ddp on CPUs."""
-    reduce: str = "auto"
+    reduce: str = setting("auto", among("auto", "step", "micro_batch"))
     """Of several ranks, when they add their gradients up: step: once, with the last micro-batch,
     until when each has whole gradients; micro_batch; or auto: step with ddp, micro_batch with
     fsdp2."""
-    num_replicas: int = 1
+    num_replicas: int = setting(1, AT_LEAST_1)
     """Of fsdp2: so many copies of the model, each in shards (HSDP): as many as there are nodes."""
     cpu_offload: bool = False
     """Of fsdp2: shards, gradients and the optimizer stay in host memory between two uses."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = setting(1, AT_LEAST_1)
     """So many neighbouring ranks get the same rows and compute each matrix together, by the plan
     that Transformers has for the model; what is left is spread by fsdp2."""
-    expert_parallel_size: int = 1
+    expert_parallel_size: int = setting(1, AT_LEAST_1)
     """Of a mixture: so many ranks have its experts together, each some of them, and tokens are sent
     to where their experts are; a multiple of tensor_parallel_size."""
-    timeout_s: float = 600.0
+    timeout_s: float = setting(600.0, POSITIVE)
     """The longest that a rank waits for another one in training."""
-    wait_s: float = 7200.0
+    wait_s: float = setting(7200.0, POSITIVE)
     """The longest that ranks wait for rank 0, which collects and evaluates."""
 
     @property
@@ -315,7 +331,7 @@ class TrainConfig:
 class EpochsTrainConfig(TrainConfig):
     """Training on what the policy sampled in a step."""
 
-    num_epochs: int | None = None
+    num_epochs: int | None = setting(None, AT_LEAST_1)
     """Passes over the rollouts of a step that are trained, an optimizer step each."""
 
 
@@ -323,7 +339,7 @@ class EpochsTrainConfig(TrainConfig):
 class RecipeConfig:
     """Settings of every recipe."""
 
-    seed: int = 0
+    seed: int = setting(0, FieldRule("from 0 to 2**63 - 1", lambda value: 0 <= value < 1 << 63))
     name: str | None = None
     """Of the run; its folder is outputs/<recipe>/<task>/<name>-<number>. None: seed<seed>."""
     overwrite: bool = False
