@@ -6,9 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from objectives.losses.grpo_options import GRPOOptions
+from torchrl_agents.settings.field_rules import NOT_NEGATIVE, among, setting
 from torchrl_agents.settings.option_settings import option_settings
 from torchrl_agents.settings.schema import EpochsTrainConfig, RolloutsConfig
 
+ALGORITHMS: Final = (
+    *("bnpo", "cispo", "dapo", "dppo", "gmpo", "grpo", "gspo", "ipo", "kpop", "luspo", "sapo"),
+    "vespo",
+)
+PRESETS: Final = {n: n.upper() for n in ALGORITHMS} | {"dr_grpo": "DrGRPO", "kpop": "KPop"}
+"""Losses of the library by ``loss.name``."""
 _OptionSettings = option_settings(
     "LossOptions",
     GRPOOptions,
@@ -22,7 +29,7 @@ those of a teacher, which another recipe has."""
 class LossConfig(_OptionSettings):
     """The loss and its advantages; see docs/losses.md. None takes the algorithm's own."""
 
-    name: str = "dapo"
+    name: str = setting("dapo", among(*PRESETS))
     """The algorithm: a preset of objectives/losses/grpo_presets.py in lower case."""
     surrogate: str | None = None
     """clipped, cispo, sapo, vespo, gmpo or divergence; or mine:f, a function of yours."""
@@ -33,19 +40,21 @@ class LossConfig(_OptionSettings):
     old_policy: str | None = None
     """The denominator of the ratio: sampler, the log-probs stored when the tokens were sampled; or
     current, this very pass's, with num_epochs=1; none: sampler, and current with a correction."""
-    advantage: str = "group"
+    advantage: str = setting(
+        "group", among("group", "rloo", "gdpo", "maxrl", "batch_mean", "running_mean")
+    )
     """group (mean and deviation), rloo (leave one out), gdpo (each reward by itself) or maxrl; of
     one rollout a prompt, collector.group_size=1: batch_mean or running_mean (by task)."""
-    advantage_scale: str | None = None
+    advantage_scale: str | None = setting(None, among("group", "batch", "none"))
     """What the group's advantage is divided by: group, batch or none; of batch_mean: batch or
     none."""
     credit: str = "episode"
     """What is paid for a reward in an episode of several rows: episode (all of it), agent (each
     agent of a program is compared with itself), branch or turn (from rewards by turn); or mine:f, a
     function of the tree of rows and the episode's advantage."""
-    length_penalty: float = 0.0
+    length_penalty: float = setting(0.0, NOT_NEGATIVE)
     """What the longest output of a group costs; the others pay by their share of its length."""
-    observation_coeff: float = 0.0
+    observation_coeff: float = setting(0.0, NOT_NEGATIVE)
     """Weight of the cross-entropy on what tools and users answer, by the number of those tokens."""
 
 
@@ -67,11 +76,3 @@ class GRPOConfig(RolloutsConfig):
 
     loss: LossConfig = field(default_factory=LossConfig)
     train: GRPOTrainConfig = field(default_factory=GRPOTrainConfig)
-
-
-ALGORITHMS: Final = (
-    *("bnpo", "cispo", "dapo", "dppo", "gmpo", "grpo", "gspo", "ipo", "kpop", "luspo", "sapo"),
-    "vespo",
-)
-PRESETS: Final = {n: n.upper() for n in ALGORITHMS} | {"dr_grpo": "DrGRPO", "kpop": "KPop"}
-"""Losses of the library by ``loss.name``."""

@@ -19,7 +19,7 @@ from build import (
     build_postproc,
     check_old_policy,
 )
-from config import ALGORITHMS, PRESETS, GRPOConfig, LossConfig
+from config import ALGORITHMS, GRPOConfig, LossConfig
 
 from torchrl_agents.settings.command_line import read_command_line
 from torchrl_agents.settings.recipe import Recipe
@@ -38,7 +38,6 @@ RECIPE = Recipe(
             **{name: LossConfig(name=name) for name in ALGORITHMS},
         },
     },
-    choices={"loss.name": PRESETS},
     embedded={"loss.entropy_coeff": 0.01},
     pretrained={"loss.entropy_coeff": 0.0},
     parts=lambda cfg: {

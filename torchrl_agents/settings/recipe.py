@@ -60,8 +60,8 @@ class Recipe:
     """That folder."""
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The choices of its own groups, by name; those of all recipes are :data:`GROUPS`."""
-    choices: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """Values of settings that are for this recipe, by the setting's path; others are told by the
+    choices: Mapping[str, Collection[str]] = field(init=False)
+    """Values of settings that depend on its groups, by the setting's path; others are told by the
     rules of the fields."""
     embedded: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the embedded model that differ from those of all recipes."""
@@ -84,8 +84,7 @@ class Recipe:
     def __post_init__(self) -> None:
         folder = Path(inspect.getfile(self.config)).resolve().with_name("config")
         object.__setattr__(self, "config_dir", folder)
-        engines = {"engine.name": self.all_groups["engine"]}
-        object.__setattr__(self, "choices", {**engines, **self.choices})
+        object.__setattr__(self, "choices", {"engine.name": self.all_groups["engine"]})
         store = ConfigStore.instance()
         store.store(name="schema", node=self.config)
         for group, choices in self.all_groups.items():
