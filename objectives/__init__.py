@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from objectives.losses.window import Window as Window
 
+    from . import functional as functional
     from .advantages.baselines import BatchMean as BatchMean
     from .advantages.baselines import SourceMean as SourceMean
     from .advantages.estimators import AdvantageEstimator as AdvantageEstimator
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from .batching.loss_keys import DistillationLossKeys as DistillationLossKeys
     from .batching.loss_keys import GRPOLossKeys as GRPOLossKeys
     from .batching.loss_keys import SFTLossKeys as SFTLossKeys
+    from .batching.masking_strategy import MaskingStrategy as MaskingStrategy
     from .batching.non_finite_gate import NonFiniteGate as NonFiniteGate
     from .batching.non_finite_gate import NonFiniteStepError as NonFiniteStepError
     from .batching.non_finite_gate import StepOutcome as StepOutcome
-    from .batching.packed_batch import MaskingStrategy as MaskingStrategy
     from .batching.packed_batch import PackedBatch as PackedBatch
     from .batching.ranks import RankFailedError as RankFailedError
     from .batching.ranks import Ranks as Ranks

@@ -10,14 +10,13 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_data.checks import one_of
 from torchrl_data.devices import on_device, on_host
 from torchrl_data.missing_entry import MissingEntryError, require_entries
 from torchrl_data.ragged.packed import (
@@ -32,15 +31,7 @@ from torchrl_data.ragged.packed import (
 from torchrl_data.sampling_masks import SamplingMasks
 
 from .loss_keys import TokenKeys
-
-MaskingStrategy = Literal["assistant", "response", "all"]
-MASKING_STRATEGIES: Final[tuple[MaskingStrategy, ...]] = ("assistant", "response", "all")
-
-
-def resolve_masking_strategy(name: str) -> MaskingStrategy:
-    """Resolve the name of a masking strategy, or TorchRL's for it."""
-    theirs: dict[str, MaskingStrategy] = {"rlhf": "assistant", "sft": "response", "generic": "all"}
-    return one_of("masking_strategy", name, MASKING_STRATEGIES, theirs)
+from .masking_strategy import MaskingStrategy
 
 
 @dataclass(frozen=True)

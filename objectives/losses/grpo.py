@@ -200,6 +200,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
 
     def _options_changed(self) -> None:
         self._filters = self.options.all_filters()
+        self._has_entropy_bonus = self.options.has_entropy_bonus
         self._surrogate = self.options.surrogate_function()
         self._surrogate_inputs = surrogate_inputs(self._surrogate)
         self._surrogate_entries = batch_entries(self._surrogate)
@@ -309,7 +310,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
     @property
     def wants_entropy(self) -> bool:
         """Whether a bonus or a filter goes by the entropy of the trained tokens."""
-        return self.options.has_entropy_bonus or self._filters.top_entropy_fraction is not None
+        return self._has_entropy_bonus or self._filters.top_entropy_fraction is not None
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> GRPOLossOutput:
         """See the base class."""
@@ -333,7 +334,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
             terms["loss_kl_to_inference"] = penalty
         if policy.entropy is not None:
             terms["entropy"] = F.token_mean(policy.entropy.detach())
-        if policy.entropy is not None and options.has_entropy_bonus:
+        if policy.entropy is not None and self._has_entropy_bonus:
             coefficient = 0.01 if options.entropy_coeff is None else options.entropy_coeff
             entropy = policy.entropy
             if batch.weights is not None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
-from numbers import Real
 from typing import TYPE_CHECKING, Final, Literal
 
-from torchrl_data.checks import NOT_NEGATIVE, POSITIVE, check_numbers, check_type, one_of, pair
+import objectives
+from torchrl_data.checks import NOT_NEGATIVE, POSITIVE, check_numbers, check_type, one_of
 
 from .sampler_correction import SamplerCorrection
 from .token_filters import TokenFilters
@@ -87,10 +86,8 @@ class GRPOOptions(TokenOptions):
     """Weight of the batch's own advantage beside it; with 0 it is not read."""
 
     def __post_init__(self) -> None:
-        from objectives import functional as F
-
         super().__post_init__()
-        one_of("ratio_level", self.ratio_level, F.RATIO_LEVELS)
+        one_of("ratio_level", self.ratio_level, objectives.functional.RATIO_LEVELS)
         one_of("old_policy", self.old_policy, OLD_POLICIES)
         check_numbers(
             "",
@@ -111,8 +108,13 @@ class GRPOOptions(TokenOptions):
                 f"kl_mask_threshold={self.kl_mask_threshold} and filters.trust_region={region} are "
                 "one option: give one."
             )
-        self._check_ratio()
-        one_of("kl_estimator", self.kl_estimator or "k3", F.KL_ESTIMATORS)
+        self.surrogate_function()  # tried
+        if self.sampler_correction is not None and self.old_policy == "sampler":
+            raise ValueError(
+                "sampler_correction weighs by pi_old / pi_sampler, which is 1 for "
+                "old_policy='sampler': set old_policy to 'recomputed' or 'current'."
+            )
+        one_of("kl_estimator", self.kl_estimator or "k3", objectives.functional.KL_ESTIMATORS)
         # A coefficient of 0 may be a value of a schedule, which comes to another one.
         if self.kl_estimator and self.kl_to_ref_coeff is None is self.kl_to_inference_coeff:
             raise ValueError(
@@ -146,52 +148,9 @@ class GRPOOptions(TokenOptions):
 
     def surrogate_function(self) -> SurrogateFunction:
         """The surrogate with its settings and the clip bounds."""
-        from .surrogates import SURROGATES, SurrogateSettings, takes_clip
+        from .surrogates import bind_surrogate
 
-        settings = self.surrogate
-        if isinstance(settings, str):
-            settings = SURROGATES[one_of("surrogate", settings, tuple(SURROGATES))]()
-        clip = self.clip_epsilon
-        function = settings.bind() if isinstance(settings, SurrogateSettings) else settings
-        if clip is None:
-            return function
-        if not takes_clip(settings):
-            raise ValueError(
-                f"clip_epsilon={self.clip_epsilon} has no effect on surrogate {self.surrogate!r}: "
-                "give it settings with a bound of its own, and leave clip_epsilon out."
-            )
-        if {"clip_low", "clip_high"} & getattr(function, "keywords", {}).keys():
-            raise ValueError(
-                f"clip_epsilon={self.clip_epsilon} and {settings} both give the clip bounds: give "
-                "them once."
-            )
-        low, high = pair("clip_epsilon", (clip, clip) if isinstance(clip, Real) else clip)
-        if isinstance(settings, SurrogateSettings):
-            return replace(settings, clip_low=low, clip_high=high).bind()  # type: ignore[call-arg]
-        return partial(function, clip_low=low, clip_high=high)
-
-    def _check_ratio(self) -> None:
-        from .surrogates import SURROGATES, SurrogateSettings, surrogate_inputs, try_surrogate
-
-        if not callable(self.surrogate) and not isinstance(self.surrogate, SurrogateSettings | str):
-            raise TypeError(
-                f"surrogate takes one of {tuple(SURROGATES)}, settings such as "
-                f"ClippedSurrogate(...), or a function, got {self.surrogate!r}."
-            )
-        function = self.surrogate_function()
-        inputs = surrogate_inputs(function)
-        if not isinstance(self.surrogate, SurrogateSettings | str):  # which are tried themselves
-            try_surrogate(function)
-        if inputs & {"lengths", "behavior_log_prob"} and self.ratio_level != "token":
-            raise ValueError(
-                f"surrogate {self.surrogate!r} has a ratio of its own: leave ratio_level at "
-                f"'token', got {self.ratio_level!r}."
-            )
-        if self.sampler_correction is not None and self.old_policy == "sampler":
-            raise ValueError(
-                "sampler_correction weighs by pi_old / pi_sampler, which is 1 for "
-                "old_policy='sampler': set old_policy to 'recomputed' or 'current'."
-            )
+        return bind_surrogate(self.surrogate, self.clip_epsilon, self.ratio_level)
 
     @property
     def has_penalty(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import objectives
 from torchrl_data.checks import POSITIVE, check_numbers, one_of
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ class SamplerCorrection:
     shrink nor stretch the step."""
 
     def __post_init__(self) -> None:
-        from objectives import functional as F
-
-        one_of("level", self.level, F.CORRECTION_LEVELS, who="SamplerCorrection")
-        one_of("mode", self.mode, F.CORRECTION_MODES, who="SamplerCorrection")
+        one_of(
+            "level", self.level, objectives.functional.CORRECTION_LEVELS, who="SamplerCorrection"
+        )
+        one_of("mode", self.mode, objectives.functional.CORRECTION_MODES, who="SamplerCorrection")
         check_numbers("SamplerCorrection", POSITIVE, max_k3=self.max_k3)
         if not 0 <= self.lower <= 1 <= self.upper:
             raise ValueError(
@@ -79,8 +80,8 @@ class SamplerCorrection:
         Returns:
             Weights and where they were changed, ``[K]``.
         """
-        from objectives import functional as F
-
         bounds = {"upper": self.upper, "lower": self.lower, "max_k3": self.max_k3}
         packed = (train_log_prob, sampler_log_prob, mask, lengths)
-        return F.sampler_correction(*packed, level=self.level, mode=self.mode, **bounds)
+        return objectives.functional.sampler_correction(
+            *packed, level=self.level, mode=self.mode, **bounds
+        )

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from numbers import Real
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from objectives import functional as F
+from torchrl_data.checks import one_of, pair
 
 SurrogateFunction = Callable[..., F.Surrogate]
 SurrogateT = TypeVar("SurrogateT", bound=SurrogateFunction)
@@ -269,6 +271,69 @@ def takes_clip(
     """Return whether a surrogate has both bounds of ``clip_epsilon``."""
     function: Any = getattr(surrogate, "function", surrogate)
     return {"clip_low", "clip_high"} <= inspect.signature(function).parameters.keys()
+
+
+def bind_surrogate(
+    surrogate: str | SurrogateSettings | SurrogateFunction,
+    clip_epsilon: float | tuple[float, float] | None,
+    ratio_level: str,
+) -> SurrogateFunction:
+    """Give a surrogate its settings and the clip bounds, and try it.
+
+    Args:
+        surrogate: a name of :data:`SURROGATES`, settings, or a function.
+        clip_epsilon: the bounds, one number for both or the pair; None leaves them as they are.
+        ratio_level: of the log-ratio that it gets.
+
+    Returns:
+        The function, with what it takes of :class:`PolicyTokens` and of the batch left open.
+
+    Raises:
+        TypeError: it is none of these, needs something else, or gives no ``Surrogate``.
+        ValueError: its name is unknown, or bounds or ratio level can take no effect on it.
+    """
+    if not callable(surrogate) and not isinstance(surrogate, SurrogateSettings | str):
+        raise TypeError(
+            f"surrogate takes one of {tuple(SURROGATES)}, settings such as "
+            f"ClippedSurrogate(...), or a function, got {surrogate!r}."
+        )
+    settings = surrogate
+    if isinstance(settings, str):
+        settings = SURROGATES[one_of("surrogate", settings, tuple(SURROGATES))]()
+    function = _with_clip(settings, clip_epsilon)
+    inputs = surrogate_inputs(function)
+    if not isinstance(settings, SurrogateSettings):  # which are tried themselves
+        try_surrogate(function)
+    if inputs & {"lengths", "behavior_log_prob"} and ratio_level != "token":
+        raise ValueError(
+            f"surrogate {surrogate!r} has a ratio of its own: leave ratio_level at 'token', got "
+            f"{ratio_level!r}."
+        )
+    return function
+
+
+def _with_clip(
+    surrogate: SurrogateSettings | SurrogateFunction,
+    clip_epsilon: float | tuple[float, float] | None,
+) -> SurrogateFunction:
+    function = surrogate.bind() if isinstance(surrogate, SurrogateSettings) else surrogate
+    if clip_epsilon is None:
+        return function
+    if not takes_clip(surrogate):
+        raise ValueError(
+            f"clip_epsilon={clip_epsilon} has no effect on surrogate {surrogate!r}: give it "
+            "settings with a bound of its own, and leave clip_epsilon out."
+        )
+    if {"clip_low", "clip_high"} & getattr(function, "keywords", {}).keys():
+        raise ValueError(
+            f"clip_epsilon={clip_epsilon} and {surrogate} both give the clip bounds: give them "
+            "once."
+        )
+    one = isinstance(clip_epsilon, Real)
+    low, high = pair("clip_epsilon", (clip_epsilon, clip_epsilon) if one else clip_epsilon)
+    if isinstance(surrogate, SurrogateSettings):
+        return replace(surrogate, clip_low=low, clip_high=high).bind()  # type: ignore[call-arg]
+    return partial(function, clip_low=low, clip_high=high)
 
 
 def keeps_clip(surrogate: str | SurrogateSettings | SurrogateFunction) -> bool:

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from objectives import functional as F
 from objectives.batching.loss_keys import TokenKeys
+from objectives.batching.masking_strategy import MaskingStrategy, resolve_masking_strategy
 from objectives.batching.packed_batch import (
     Entries,
-    MaskingStrategy,
     PackedBatch,
     pack_batch,
-    resolve_masking_strategy,
 )
 from objectives.batching.ranks import Ranks
 from torchrl_data.checked_attributes import ChecksAttributes
@@ -192,6 +191,10 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
 
     def _options_changed(self) -> None:
         """Make what follows from the options."""
+        self._aggregation: F.Aggregation = self._options.named_aggregation
+        self._masking_strategy: MaskingStrategy = resolve_masking_strategy(
+            self._options.masking_strategy
+        )
         entries = chain.from_iterable(named.values() for named in self._entries())
         self.in_keys: list[NestedKey] = [self.read.tokens, self.read.assistant_mask, *entries]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.out_keys = sorted(self.output_type.__annotations__)
@@ -218,12 +221,12 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
     @property
     def aggregation(self) -> F.Aggregation:
         """Name of how values of tokens become one number."""
-        return self._options.named_aggregation
+        return self._aggregation
 
     @property
     def masking_strategy(self) -> MaskingStrategy:
         """Name of the tokens that are trained."""
-        return resolve_masking_strategy(self._options.masking_strategy)
+        return self._masking_strategy
 
     @property
     def temperature(self) -> float:

@@ -1,6 +1,7 @@
 """The options that all losses over tokens have: a frozen record that checks itself.
 
-Records of options import nothing of torch, so that a command line can show and read them at once.
+Records of options need torch when one is made, not when they are imported: a command line shows
+their fields at once.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import objectives
+from objectives.batching.masking_strategy import resolve_masking_strategy
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers, one_of
 
 if TYPE_CHECKING:
@@ -34,8 +37,6 @@ class TokenOptions:
     """The logits are divided by it."""
 
     def __post_init__(self) -> None:
-        from objectives.batching.packed_batch import resolve_masking_strategy
-
         resolve_masking_strategy(self.masking_strategy)
         check_numbers("", POSITIVE, temperature=self.temperature)
         fixed = self.named_aggregation == "fixed_length"
@@ -54,7 +55,5 @@ class TokenOptions:
 
 def aggregation_name(aggregation: str) -> F.Aggregation:
     """The name of an aggregation, from it or from TorchRL's name."""
-    from objectives import functional as F
-
     theirs: dict[str, F.Aggregation] = {"prompt_mean": "sequence_mean"}
-    return one_of("aggregation", aggregation, F.AGGREGATIONS, theirs)
+    return one_of("aggregation", aggregation, objectives.functional.AGGREGATIONS, theirs)
