@@ -53,7 +53,7 @@ DOORS = {
 MOST_BREACHES = {
     "seams": 0,
     "legends_outside_docstrings": 0,
-    "names_defined_twice": 12,
+    "names_defined_twice": 4,
 }
 """Breaches of order, see ``test/house/measures.py``. These may only go down."""
 SHARE_AWAY_FROM_HOME = 0.28
