@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from .evaluation import pass_at_k as pass_at_k
     from .evaluation import pass_hat_k as pass_hat_k
     from .ledger.ledger import GroupLedger as GroupLedger
-    from .ledger.policies import Drop as Drop
-    from .ledger.policies import OnPolicy as OnPolicy
-    from .ledger.policies import Wait as Wait
     from .ledger.replay import Replay as Replay
+    from .ledger.staleness_policies import Drop as Drop
+    from .ledger.staleness_policies import OnPolicy as OnPolicy
+    from .ledger.staleness_policies import Wait as Wait
     from .llm_collector import LLMCollector as LLMCollector
-    from .metrics import PhaseTimer as PhaseTimer
     from .metrics import StepMetrics as StepMetrics
     from .metrics import rollout_metrics as rollout_metrics
     from .metrics import update_metrics as update_metrics
+    from .phase_timer import PhaseTimer as PhaseTimer
     from .resume.identity import CheckpointMismatch as CheckpointMismatch
     from .resume.identity import identity_of as identity_of
     from .resume.run_state import RunState as RunState

@@ -7,17 +7,14 @@ Shape legend: B trajectories, T tokens of one (ragged).
 """
 
 import math
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
-from torch import nn
 
 from objectives import GRPOLossOutput, SFTLossOutput
 from objectives.batching.non_finite_gate import StepOutcome
@@ -47,6 +44,8 @@ from torchrl_envs.entries.rewards import solving_rewards
 from torchrl_envs.episode.row_origin import ROW_KINDS
 from torchrl_envs.rewards.metrics import reward_metrics
 from torchrl_envs.rewards.scoring_call import LOGGED_METRICS
+
+from .phase_timer import PhaseTimer
 
 _RENAMED: Final = {
     "reward/mean": "reward",
@@ -243,68 +242,6 @@ def update_metrics(
 
 def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else math.nan
-
-
-class PhaseTimer:
-    """Splits time into phases that do not overlap: an inner phase stops the outer one's clock.
-
-    Args:
-        clock: seconds, from any beginning.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._running: list[str] = []
-        self._since = 0.0
-        self.seconds: dict[str, float] = {}
-        """Of each phase, in the order in which they first began."""
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Count what is inside as a phase."""
-        self._switch()
-        self.seconds.setdefault(phase, 0.0)
-        self._running.append(phase)
-        try:
-            yield
-        finally:
-            self._switch()
-            self._running.pop()
-
-    def _switch(self) -> None:
-        now = self._clock()
-        if self._running:
-            self.seconds[self._running[-1]] += now - self._since
-        self._since = now
-
-    def watch(self, module: nn.Module, phase: str) -> None:
-        """Count the calls of a module as a phase, wherever they are made.
-
-        Args:
-            module: whose ``forward`` is timed.
-            phase: its name.
-        """
-        inside: list[Any] = []
-
-        def begin(*_: Any) -> None:
-            inside.append(self(phase))
-            inside[-1].__enter__()
-
-        def end(*_: Any) -> None:
-            inside.pop().__exit__(None, None, None)
-
-        module.register_forward_pre_hook(begin)
-        module.register_forward_hook(end, always_call=True)
-
-    def reset(self) -> None:
-        """Begin to count anew; no phase may be running.
-
-        Raises:
-            RuntimeError: one is.
-        """
-        if self._running:
-            raise RuntimeError(f"PhaseTimer: {self._running[-1]!r} is still running.")
-        self.seconds.clear()
 
 
 class StepMetrics:

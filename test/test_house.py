@@ -53,10 +53,10 @@ DOORS = {
 MOST_BREACHES = {
     "seams": 0,
     "legends_outside_docstrings": 0,
-    "names_defined_twice": 12,
+    "names_defined_twice": 4,
 }
 """Breaches of order, see ``test/house/measures.py``. These may only go down."""
-SHARE_AWAY_FROM_HOME = 0.28
+SHARE_AWAY_FROM_HOME = 0.25
 """Public classes in a file whose name has no word of theirs. This may only go down."""
 MOST_FIRST_WORDS = {"docstrings_that_ask": 0.037, "docstrings_that_lean": 0.01}
 """Shares of the docstrings that begin with a question word, or with ``it``, ``of``, ``nobody``: the

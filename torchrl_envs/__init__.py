@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from torchrl_tasks.mlgym.wrapper import MLGymWrapper as MLGymWrapper
     from torchrl_tasks.mlgym.wrapper import make_mlgym as make_mlgym
 
+    from .agents.agent_command import AgentCommand as AgentCommand
+    from .agents.agent_command import AgentEndpoint as AgentEndpoint
     from .agents.agent_program import AgentProgram as AgentProgram
-    from .agents.programs import AgentCommand as AgentCommand
-    from .agents.programs import AgentEndpoint as AgentEndpoint
     from .compat.dataset_chat_env import DatasetChatEnv as DatasetChatEnv
     from .compat.llm_env import LLMEnv as LLMEnv
     from .concurrency.outcome import EpisodeLostError as EpisodeLostError
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from .rewards.kl import RetrieveKL as RetrieveKL
     from .rewards.kl import RetrieveLogProb as RetrieveLogProb
     from .rewards.metrics import reward_metrics as reward_metrics
-    from .rewards.privileged_log_probs import DemonstrationPrompt as DemonstrationPrompt
-    from .rewards.privileged_log_probs import FeedbackPrompt as FeedbackPrompt
-    from .rewards.privileged_log_probs import FinishedRollout as FinishedRollout
     from .rewards.privileged_log_probs import RetrievePrivilegedLogProb as RetrievePrivilegedLogProb
+    from .rewards.privileged_prompts import DemonstrationPrompt as DemonstrationPrompt
+    from .rewards.privileged_prompts import FeedbackPrompt as FeedbackPrompt
+    from .rewards.privileged_prompts import FinishedRollout as FinishedRollout
     from .rewards.scoring_call import row_reward as row_reward
     from .rewards.span_log_probs import RetrieveSpanLogProb as RetrieveSpanLogProb
     from .sandbox import Sandbox as Sandbox

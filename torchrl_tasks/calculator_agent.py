@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import Any, Final
 
 from torchrl_data import import_package
+from torchrl_envs.agents.agent_command import AgentEndpoint
 from torchrl_envs.agents.agent_program import AgentProgram
-from torchrl_envs.agents.programs import AgentEndpoint
 from torchrl_envs.tasks.calculator import TOOLS, calculator_task
 from torchrl_envs.tasks.reasoning_gym import score_answer
 from torchrl_envs.tasks.task import Task

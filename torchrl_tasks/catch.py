@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torchrl_data.messages import Message
 from torchrl_envs.tasks.call_texts import call_text
-from torchrl_envs.tasks.demonstrations import Turn, played
+from torchrl_envs.tasks.demonstrations import PlayedTurn, played
 from torchrl_envs.tasks.task import Task
 
 from .catch_game import NUM_COLUMNS, NUM_ROWS, CatchGame
@@ -85,7 +85,7 @@ def catch_task(
     def demonstration() -> list[Message]:
         environment = Catch()
         board = environment.reset(**rng.choice(train))
-        turns: list[Turn] = []
+        turns: list[PlayedTurn] = []
         for _ in range(NUM_MOVES):
             direction = rng.choice(["left", "right", ""])
             name, arguments = ("move", {"direction": direction}) if direction else ("stay", {})

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from torchrl_envs.tasks.demonstrations import Turn, played
+from torchrl_envs.tasks.demonstrations import PlayedTurn, played
 from torchrl_envs.tasks.task import Task, split_rows
 
 from .wordle_game import WORDS
@@ -59,7 +59,7 @@ def echo_task(
     for _ in range(num_demonstrations):
         row = rng.choice(train)
         message = row["message"] if rng.random() < 0.3 else rng.choice(WORDS)
-        turns: list[Turn] = [("echo", {"message": message}, message)]
+        turns: list[PlayedTurn] = [("echo", {"message": message}, message)]
         demonstrations.append(played(row["prompt"], turns))
     return Task(
         name="echo",

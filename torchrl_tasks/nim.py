@@ -10,7 +10,7 @@ from typing import Any, Final
 from torchrl_data.checks import check_counts, one_of
 from torchrl_data.messages import Message
 from torchrl_envs.tasks.call_texts import ROLES, around_argument
-from torchrl_envs.tasks.demonstrations import Turn, played
+from torchrl_envs.tasks.demonstrations import PlayedTurn, played
 from torchrl_envs.tasks.task import Row, Task
 
 from .nim_game import NimGame, is_won, perfect_move, random_move
@@ -116,7 +116,7 @@ def nim_task(
         """A game of two players who move at random, from the seat of one of them."""
         environment, begins = Nim(), rng.random() < 0.5
         view = opening = environment.reset(**row("random", begins), seed=rng.randrange(2**31))
-        turns: list[Turn] = []
+        turns: list[PlayedTurn] = []
         while view.startswith("The heap"):
             n = random_move(int(view.split()[-1].rstrip(".")), rng)
             view = environment.take(n)

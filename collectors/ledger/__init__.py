@@ -7,10 +7,10 @@ from .groups import GroupState as GroupState
 from .groups import Refill as Refill
 from .groups import Ticket as Ticket
 from .ledger import GroupLedger as GroupLedger
-from .policies import Drop as Drop
-from .policies import OnPolicy as OnPolicy
-from .policies import StalenessPolicy as StalenessPolicy
-from .policies import Wait as Wait
 from .reasons import IllegalTransition as IllegalTransition
 from .reasons import LedgerError as LedgerError
 from .replay import Replay as Replay
+from .staleness_policies import Drop as Drop
+from .staleness_policies import OnPolicy as OnPolicy
+from .staleness_policies import StalenessPolicy as StalenessPolicy
+from .staleness_policies import Wait as Wait

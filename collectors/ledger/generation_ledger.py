@@ -14,8 +14,8 @@ from torchrl_data.stop_reason import kind_of
 from .accounts import Accounts
 from .groups import Eviction, Group, GroupEvent, GroupState, Refill, Ticket, shares
 from .ledger_view import LedgerView
-from .policies import StalenessPolicy, Wait
 from .reasons import FAILED, SAYS_NOTHING, IllegalTransition, LedgerError
+from .staleness_policies import StalenessPolicy, Wait
 
 REFILLS: Final = ("same", "next")
 _MAX_SCHEDULE: Final = 1 << 16

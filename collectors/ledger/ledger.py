@@ -12,8 +12,8 @@ from .accounts import LengthHistogram
 from .balance import Balance
 from .generation_ledger import GenerationLedger
 from .groups import UNFINISHED, Eviction, GroupState, Ticket
-from .policies import OnPolicy, Wait
 from .reasons import STALE, IllegalTransition, LedgerError
+from .staleness_policies import OnPolicy, Wait
 
 
 class GroupLedger(GenerationLedger):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from .groups import Group, GroupState
 from .ledger_view import LedgerView
-from .policies import Wait
+from .staleness_policies import Wait
 
 
 @dataclass(frozen=True)

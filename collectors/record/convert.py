@@ -12,7 +12,7 @@ from collectors.record.run_record import RunRecord
 from .atif import write_atif_episode
 from .foreign_atif import rows_of_atif
 from .samples import RolloutSample
-from .token_row import TokenRow, TrajectoryError, Turn, rows_of_turns
+from .token_row import SampledTurn, TokenRow, TrajectoryError, rows_of_turns
 
 USAGE = """\
 torchrl-agents convert RUN FOLDER      a run's recorded rollouts as ATIF, a file each
@@ -170,7 +170,9 @@ def rows_of_training_trace(trace: Mapping[str, Any], *, source: str = "") -> lis
         said = choices[0].get("message") or {}
         messages = [*(request.get("messages") or []), *([said] if said else [])]
         sampled = [bool(each) for each in mask[len(prompt) :]]
-        own = Turn(prompt=prompt, ids=ids, log_probs=log_probs, sampled=sampled, messages=messages)
+        own = SampledTurn(
+            prompt=prompt, ids=ids, log_probs=log_probs, sampled=sampled, messages=messages
+        )
         turns.append(own)
     if not turns:
         raise TrajectoryError("the trace has no turn")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .token_row import TokenRow, TrajectoryError, Turn, rows_of_turns
+from .token_row import SampledTurn, TokenRow, TrajectoryError, rows_of_turns
 
 _KNOWN: Final = tuple(f"ATIF-v1.{minor}" for minor in range(9))
 _OWN: Final = "torchrl_agents"
@@ -71,7 +71,7 @@ def rows_of_atif(trajectory: Mapping[str, Any], *, source: str = "") -> list[Tok
     )
     shared: dict[str, Any] = {"agent": agent["name"], "source": source}
     shared |= {"tools": agent.get("tool_definitions") or None, "reward": _number(reward)}
-    turns: list[Turn] = []
+    turns: list[SampledTurn] = []
     messages: list[dict[str, Any]] = []
     for number, step in enumerate(trajectory["steps"], 1):
         before = list(messages)
@@ -81,7 +81,7 @@ def rows_of_atif(trajectory: Mapping[str, Any], *, source: str = "") -> list[Tok
             is_own = not step.get("is_copied_context")
             ids = its["completion_token_ids"]
             turns.append(
-                Turn(
+                SampledTurn(
                     prompt=its.get("prompt_token_ids"),
                     ids=ids,
                     log_probs=its.get("logprobs") or [None] * len(ids),

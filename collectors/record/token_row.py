@@ -33,7 +33,7 @@ class TokenRow:
 
 
 @dataclass(kw_only=True)
-class Turn:
+class SampledTurn:
     """An answer of a model, with the tokens that it read."""
 
     prompt: list[int] | None
@@ -44,7 +44,7 @@ class Turn:
     """The conversation up to the answer."""
 
 
-def rows_of_turns(turns: Sequence[Turn], shared: Mapping[str, Any]) -> list[TokenRow]:
+def rows_of_turns(turns: Sequence[SampledTurn], shared: Mapping[str, Any]) -> list[TokenRow]:
     """Turns as rows: one that reads all of a row goes on with it.
 
     Args:

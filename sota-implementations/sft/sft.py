@@ -221,7 +221,7 @@ def encode(cfg: SFTConfig, test: Setup, policy: LLMWrapperBase) -> Sequence[Tens
     return [row for row, is_out in zip(rows, is_long, strict=True) if not is_out]
 
 
-class Conversations(Rollouts):
+class ConversationSampler(Rollouts):
     """Rows of a step, in an order that is drawn anew in each epoch.
 
     Args:
@@ -284,7 +284,14 @@ def main(cfg: SFTConfig, test: Setup, run: Run) -> dict:
 
     collector = LLMCollector(test.held_out_env, policy)
     training = Training(
-        *(cfg, run, test, actor, policy, Conversations(collector, rows, cfg.train.batch_size)),
+        *(
+            cfg,
+            run,
+            test,
+            actor,
+            policy,
+            ConversationSampler(collector, rows, cfg.train.batch_size),
+        ),
         measure=measure,
         curves={"loss": "loss, nats per token", "held_out_nll": "the same, held out"},
     )

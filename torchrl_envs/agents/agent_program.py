@@ -26,6 +26,7 @@ from torchrl_envs.transforms.fold_context import FoldContext
 from torchrl_envs.transforms.thinking_prompt import AddThinkingPrompt
 from torchrl_envs.transforms.token_budget import TokenBudget
 
+from .agent_command import AgentCommand, AgentEndpoint
 from .branches import Branches
 from .program_prompt import as_prompt
 from .programs import Program
@@ -204,7 +205,7 @@ class AgentProgram(ToolSource, RewardSource):
             who = "AgentProgram: the program"
             loader.require_columns(who, needed, do, of=self.takes_part_in_row)
         host = str(urlsplit(self.server.url).hostname)
-        in_process = not isinstance(self.program, programs.AgentCommand)
+        in_process = not isinstance(self.program, AgentCommand)
         if in_process and "http" in getproxies() and not proxy_bypass(host):
             raise ValueError(
                 f"AgentProgram: HTTP_PROXY is set, and clients would ask the proxy for {host}. Set "
@@ -233,7 +234,7 @@ class AgentProgram(ToolSource, RewardSource):
         """
         server = self.server
         session = server.open()
-        endpoint = programs.AgentEndpoint(f"{server.url}/v1", session.key, self.model)
+        endpoint = AgentEndpoint(f"{server.url}/v1", session.key, self.model)
         columns = {"seed": episode.seed, **(episode.example or {})}
         encode = partial(as_prompt, encoder=self._encoder, max_tokens=self._max_tokens)
         agent = _Agent(session, Branches(encode))

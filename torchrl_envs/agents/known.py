@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from .programs import AgentEndpoint
+from .agent_command import AgentEndpoint
 
 
 @dataclass(frozen=True, kw_only=True)

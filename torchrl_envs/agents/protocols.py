@@ -205,7 +205,7 @@ def tool_schema(
     return {"type": "function", "function": function}
 
 
-class ChatCompletions(Protocol):
+class ChatCompletionsProtocol(Protocol):
     """OpenAI's chat completions: ``POST /v1/chat/completions`` of its API reference, 2026."""
 
     known = (
@@ -294,7 +294,7 @@ def _usage(reply: TurnReply) -> dict[str, int]:
 _TEXTS: Final = ("input_text", "output_text", "text")
 
 
-class OpenAIResponses(Protocol):
+class OpenAIResponsesProtocol(Protocol):
     """OpenAI's responses: ``POST /v1/responses`` of its API reference, 2026."""
 
     known = (
@@ -430,7 +430,7 @@ class OpenAIResponses(Protocol):
             yield kind, {"type": kind, "sequence_number": number, **values}
 
 
-class AnthropicMessages(Protocol):
+class AnthropicMessagesProtocol(Protocol):
     """Anthropic's messages: ``POST /v1/messages`` of its API reference, version 2023-06-01."""
 
     known = (
@@ -527,6 +527,6 @@ class AnthropicMessages(Protocol):
             yield event["type"], event
 
 
-chat_completions: Final = ChatCompletions()
-openai_responses: Final = OpenAIResponses()
-anthropic_messages: Final = AnthropicMessages()
+chat_completions: Final = ChatCompletionsProtocol()
+openai_responses: Final = OpenAIResponsesProtocol()
+anthropic_messages: Final = AnthropicMessagesProtocol()

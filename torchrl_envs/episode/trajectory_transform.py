@@ -27,7 +27,7 @@ from .episode_transform import EpisodeTransform
 
 
 @dataclass
-class TokenRow:
+class ScoredRow:
     """A trajectory: its tokens, what is known of each, and what a transform adds."""
 
     ids: Tensor
@@ -100,7 +100,7 @@ class TrajectoryTransform(EpisodeTransform):
         """Whether a penalty stays with its tokens."""
         return self.dense
 
-    def score(self, rows: Sequence[TokenRow]) -> None:
+    def score(self, rows: Sequence[ScoredRow]) -> None:
         """Add results, and perhaps a penalty, to each row."""
         raise NotImplementedError
 
@@ -108,7 +108,7 @@ class TrajectoryTransform(EpisodeTransform):
 
     def finish_batch(self, episodes: Sequence[Episode]) -> None:
         """Work on the trajectories that have just ended, every row of each."""
-        found: list[list[TokenRow]] = []
+        found: list[list[ScoredRow]] = []
         for episode in episodes:
             found.append([])
             end = 0
@@ -122,7 +122,7 @@ class TrajectoryTransform(EpisodeTransform):
                     "sampling_masks": row.sampling_masks(0),
                     "conversation": functools.partial(_itself, row),
                 }
-                found[-1].append(TokenRow(ids, mask, find, self._get_name(), **further))
+                found[-1].append(ScoredRow(ids, mask, find, self._get_name(), **further))
         self.score([row for rows in found for row in rows])
         for episode, rows in zip(episodes, found, strict=True):
             for key in self.results:
@@ -159,7 +159,7 @@ class TrajectoryTransform(EpisodeTransform):
         keeps: Sequence[Tensor | None] = entries.keep or [None] * len(rows)
         ids = entries.ids()
         found = [
-            TokenRow(
+            ScoredRow(
                 torch.tensor(own),
                 mask.bool(),
                 functools.partial(_find, row, keep),

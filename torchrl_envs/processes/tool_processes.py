@@ -11,7 +11,7 @@ from torchrl_envs.concurrency.calls import run_call
 from torchrl_envs.concurrency.outcome import EpisodeLostError
 from torchrl_envs.tool_results import Content, error_line, value_content
 
-from .pool import WorkerPool, WorkerStartError
+from .worker_pool import WorkerPool, WorkerStartError
 from .worker_process import ToolProcessError
 
 

@@ -26,7 +26,7 @@ from torchrl_data.token_scorer import (
     mask_arguments,
 )
 from torchrl_envs.episode.episode_transform import EpisodeEnvironment
-from torchrl_envs.episode.trajectory_transform import TokenRow, TrajectoryTransform
+from torchrl_envs.episode.trajectory_transform import ScoredRow, TrajectoryTransform
 
 from .recorded_log_probs import check_recorded
 
@@ -87,7 +87,7 @@ class RetrieveLogProb(TrajectoryTransform):
         self.temperature = temperature
         self._model = (model,)  # In a tuple, so that a module is no part of this one.
 
-    def score(self, rows: Sequence[TokenRow]) -> None:
+    def score(self, rows: Sequence[ScoredRow]) -> None:
         """Add the log-probs of each row."""
         targets = [row.assistant_mask for row in rows]
         if not self.assistant_only:  # nothing comes before the first
@@ -202,7 +202,7 @@ class KLComputation(TrajectoryTransform):
         for reference in self._scorers if self.gen_key == LOG_PROBS_FULL else ():
             reference.check_recorded(policy)
 
-    def score(self, rows: Sequence[TokenRow]) -> None:
+    def score(self, rows: Sequence[ScoredRow]) -> None:
         """Add the KL of each row, and the penalty."""
         for row in rows:
             log_prob, reference = row.read(self.gen_key), row.read(self.ref_key)
@@ -313,7 +313,7 @@ class RetrieveKL(TrajectoryTransform):
         if self._is_recorded:
             self._reference.check_recorded(policy)
 
-    def score(self, rows: Sequence[TokenRow]) -> None:
+    def score(self, rows: Sequence[ScoredRow]) -> None:
         """Add log-probs, the KL and the penalty of each row."""
         for step in self.steps:
             step.score(rows)

@@ -19,7 +19,7 @@ from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.text_spans.span_aligner import AlignedRow, SpanAligner
 from torchrl_data.text_spans.spans import TextSpan
 from torchrl_data.token_scorer import TokenScorer, check_scorer
-from torchrl_envs.episode.trajectory_transform import TokenRow, TrajectoryTransform
+from torchrl_envs.episode.trajectory_transform import ScoredRow, TrajectoryTransform
 
 TEACHER_LOG_PROBS: Final[NestedKey] = ("teacher_log_probs", FULL)
 SPAN_LENGTHS: Final[NestedKey] = ("span_lengths", FULL)
@@ -135,7 +135,7 @@ class RetrieveSpanLogProb(TrajectoryTransform):
             )
 
     @torch.no_grad()
-    def score(self, rows: Sequence[TokenRow]) -> None:
+    def score(self, rows: Sequence[ScoredRow]) -> None:
         """Add the log-probs and the lengths of spans of each row."""
         aligned = self.aligner.align(Conversations.cat([self._conversation(row) for row in rows]))
         most = self.max_model_len
@@ -152,7 +152,7 @@ class RetrieveSpanLogProb(TrajectoryTransform):
             row.results[self.entry] = log_prob
             row.results[SPAN_LENGTHS] = lengths
 
-    def _conversation(self, row: TokenRow) -> Conversations:
+    def _conversation(self, row: ScoredRow) -> Conversations:
         if row.conversation is None:
             raise MissingEntryError(f"{row.who} reads the messages of rows, which are not there.")
         conversation = row.conversation()

@@ -5,8 +5,8 @@ from typing import Any
 
 from torchrl_data.checks import check_counts
 from torchrl_data.import_path import import_callable
+from torchrl_envs.agents.agent_command import AgentCommand
 from torchrl_envs.agents.agent_program import AgentProgram
-from torchrl_envs.agents.programs import AgentCommand
 
 from .task import Task, load_task_rows
 

@@ -59,7 +59,7 @@ def countdown_rows(
     return rows
 
 
-def evaluate(expression: str) -> tuple[Fraction, Counter[int]] | None:
+def expression_value(expression: str) -> tuple[Fraction, Counter[int]] | None:
     """The exact value of an arithmetic expression, and the numbers in it. Nothing is executed."""
     # Gives value and numbers, or `None` for anything else (a division by zero too).
     if len(expression) > MAX_EXPRESSION_CHARS:
@@ -97,7 +97,7 @@ class CountdownRewardParser(TaggedReward):
 
     def _is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
         """Return whether the expression has the value of the target, and uses the numbers."""
-        return evaluate(answer) == (row["target"], Counter(row["numbers"]))
+        return expression_value(answer) == (row["target"], Counter(row["numbers"]))
 
 
 def countdown_task(

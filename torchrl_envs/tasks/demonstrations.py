@@ -13,7 +13,7 @@ from torchrl_data.messages import Message
 from .call_texts import ROLES
 from .task import Row
 
-Turn = tuple[str, Mapping[str, Any], str]
+PlayedTurn = tuple[str, Mapping[str, Any], str]
 """A call: the tool, its arguments, and what it answered."""
 _KINDS: Final = (str.isdigit, str.isupper, str.islower)
 _WORD: Final = re.compile(r"\b[^\W\d_]{2,}\b")
@@ -62,7 +62,7 @@ class Slips:
         )
 
 
-def played(opening: str, turns: Iterable[Turn]) -> list[Message]:
+def played(opening: str, turns: Iterable[PlayedTurn]) -> list[Message]:
     """A game that was played to its end.
 
     Args:
@@ -106,7 +106,7 @@ def guesses_with_slips(
     """
     compare = cache(compare)
 
-    def guesses(row: Row) -> Iterator[Turn]:
+    def guesses(row: Row) -> Iterator[PlayedTurn]:
         environment = make()
         environment.reset(**row)
         possible = candidates

@@ -9,9 +9,9 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from torchrl_data.checks import check_counts, check_numbers
+from torchrl_envs.agents.agent_command import AgentEndpoint, AgentProgramError
 from torchrl_envs.agents.agent_program import AgentProgram
 from torchrl_envs.agents.known import find_agent, installed, started
-from torchrl_envs.agents.programs import AgentEndpoint, AgentProgramError
 from torchrl_envs.harbor.folders import HarborTask, load_tasks
 from torchrl_envs.harbor.machines import MachineError, machine_type
 from torchrl_envs.harbor.trial import Trial

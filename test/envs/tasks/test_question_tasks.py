@@ -18,7 +18,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from collectors import LLMCollector
 from torchrl_envs import ChatEnv, DataLoadingPrimer
 from torchrl_envs.tasks.by_name import make_task
-from torchrl_envs.tasks.countdown import CountdownEnv, countdown_rows, evaluate
+from torchrl_envs.tasks.countdown import CountdownEnv, countdown_rows, expression_value
 from torchrl_envs.tasks.gsm8k import (
     GSM8KEnv,
     GSM8KPrepareQuestion,
@@ -217,7 +217,7 @@ def test_math_compares_by_value(scripted):
     ],
 )
 def test_expressions_are_exact(expression, value, numbers):
-    assert evaluate(expression) == (value, Counter(numbers))
+    assert expression_value(expression) == (value, Counter(numbers))
 
 
 @pytest.mark.parametrize(
@@ -242,12 +242,12 @@ def test_expressions_are_exact(expression, value, numbers):
     ids=lambda text: text[:12],
 )
 def test_nothing_else_is_an_expression(expression):
-    assert evaluate(expression) is None
+    assert expression_value(expression) is None
 
 
 @given(st.text(alphabet="0123456789+-*/() .ab", max_size=40))
 def test_evaluation_never_raises_and_agrees_with_python(text):
-    result = evaluate(text)
+    result = expression_value(text)
     if result is not None:
         assert result[0] == Fraction(eval(text.strip(), {}, {"Fraction": Fraction})) or "/" in text
 
@@ -255,7 +255,7 @@ def test_evaluation_never_raises_and_agrees_with_python(text):
 def test_every_problem_has_its_solution():
     rows = countdown_rows(200, num_count=4, max_number=20, max_target=50, seed=1)
     for row in rows:
-        assert evaluate(row["solution"]) == (row["target"], Counter(row["numbers"]))
+        assert expression_value(row["solution"]) == (row["target"], Counter(row["numbers"]))
         assert 1 <= row["target"] <= 50
         assert max(row["numbers"]) <= 20
     assert rows == countdown_rows(200, num_count=4, max_number=20, max_target=50, seed=1)

@@ -14,7 +14,7 @@ _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION = 0x20080522
 
 
-def checked(name, *arguments):
+def call_libc(name, *arguments):
     """Call a function of the C library; raise ``OSError`` where it fails."""
     result = getattr(_libc, name)(*arguments)
     if result == -1:
@@ -26,7 +26,7 @@ def checked(name, *arguments):
 def prctl(option, value, pointer=None):
     """Change something about this process."""
     none = ctypes.c_ulong(0)
-    checked("prctl", option, ctypes.c_ulong(value), pointer or none, none, none)
+    call_libc("prctl", option, ctypes.c_ulong(value), pointer or none, none, none)
 
 
 def set_dumpable(flag):
@@ -40,11 +40,11 @@ def make_private_disk(config):
     places = {path: os.open(path, os.O_PATH) for path in below}
     options = f"size={config['disk_bytes']},nr_inodes={config['num_files']},mode=1777"
     flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
-    checked("mount", b"tmpfs", b"/tmp", b"tmpfs", flags, options.encode())
+    call_libc("mount", b"tmpfs", b"/tmp", b"tmpfs", flags, options.encode())
     for path, place in places.items():
         os.makedirs(path, exist_ok=True)
         shown = f"/proc/self/fd/{place}".encode()
-        checked("mount", shown, path.encode(), None, ctypes.c_ulong(_MS_BIND), None)
+        call_libc("mount", shown, path.encode(), None, ctypes.c_ulong(_MS_BIND), None)
         os.close(place)
     os.chdir("/tmp")
 
@@ -60,13 +60,13 @@ def give_up_rights(config):
         os.setresuid(user, user, user)
         set_dumpable(True)  # else /proc/self/uid_map belongs to root
         # A namespace in which this user alone exists: processes are counted in it.
-        checked("unshare", ctypes.c_int(_CLONE_NEWUSER))
+        call_libc("unshare", ctypes.c_int(_CLONE_NEWUSER))
         own = f"{user} {user} 1"
         for name, text in (("setgroups", "deny"), ("uid_map", own), ("gid_map", own)):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     no_capabilities = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
-    checked("capset", *no_capabilities)
+    call_libc("capset", *no_capabilities)
     forbid_new_privileges()
     set_dumpable(False)
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # forgotten when the user changed

@@ -93,8 +93,8 @@ class _Supervisor:
         os.write(self.starting, b"ready")
         os.close(self.starting)
         if self.once is None:
-            worker.serve(self.workers_link, namespace)
-        elif status := worker.run(self.once["code"], namespace, keep_exit=True):
+            worker.run_requests(self.workers_link, namespace)
+        elif status := worker.run_program(self.once["code"], namespace, keep_exit=True):
             raise SystemExit(status)
 
     def watch(self):

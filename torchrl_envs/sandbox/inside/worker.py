@@ -56,18 +56,18 @@ def prepare_interpreter(config):
     return main.__dict__
 
 
-def serve(link, namespace):
+def run_requests(link, namespace):
     """Run what is asked, one after the other, in one namespace."""
     own = os.getpid()
     while (request := read_message(link)) is not None:
-        status = run(request["code"], namespace)
+        status = run_program(request["code"], namespace)
         _flush()
         if os.getpid() != own:  # a process that the program forked, and that came back here
             os._exit(status)
         write_all(link, b"%d\n" % status)
 
 
-def run(code, namespace, keep_exit=False):
+def run_program(code, namespace, keep_exit=False):
     """Run a program; the status that a script of it would end with."""
     try:
         exec(compile(code, _FILE_NAME, "exec", dont_inherit=True), namespace)
