@@ -79,10 +79,10 @@ def start_forks(tmp_path_factory):
     server = Path(__file__).with_name("forking_server.py")
     with contextlib.ExitStack() as opened:
 
-        def start(python, environment):
+        def start(python, environment, *imported):
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             forks = opened.enter_context(
-                subprocess.Popen([python, server], env=environment, **pipes)
+                subprocess.Popen([python, server, *imported], env=environment, **pipes)
             )
 
             def run(argv, cwd, environment, timeout=280):

@@ -1,5 +1,6 @@
 """Runs scripts in forks of this process, which has imported once what each would import.
 
+Its arguments are modules to import in place of those of a recipe.
 Every line of its input is a script with its arguments, as JSON; every line of its output is how it
 ended.
 """
@@ -70,7 +71,7 @@ def become(job):
 
 def main():
     gc.disable()  # what is imported stays
-    for name in IMPORTED:
+    for name in sys.argv[1:] or IMPORTED:
         with contextlib.suppress(ImportError):  # a test takes some away
             import_module(name)
     gc.freeze()  # so that no fork looks through it, which would copy it

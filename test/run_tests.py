@@ -59,12 +59,11 @@ FOLDERS = {
     "of runs": ("not vllm", "test/sota"),
     "of units": ("not vllm", "test"),
     "of the outside": ("not vllm", *(f"test/{name}" for name in ("envs", "faults", "browser"))),
-    "of collectors": ("not vllm", "test/collectors"),
+    "of collectors and data": ("not vllm", "test/collectors", "test/data"),
     "of processes": ("not vllm", "test/ranks", *PROCESSES),
     "of pages": ("not vllm", "test/docs"),
     "of engines": ("vllm", *(f"test/{name}" for name in ("modules", "images", "training_service"))),
     "of engines in recipes": ("vllm", "test/sota", "test/docs"),
-    "of data": ("not vllm", "test/data"),
     "of learning": ("not vllm", *LEARNING),
 }
 """Marks and folders of each part, those first that take longest; what is in another is left out."""
@@ -166,6 +165,7 @@ def _pytest(part: Part, root: Path, more: Sequence[str], shown: IO[bytes] | None
     command = [sys.executable, "-m", "pytest", *part.arguments, "-o", f"cache_dir={part.cache}"]
     # Threads of torch that wait must not burn the cores that tools, servers and engines need.
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what one part compiles the others read
     return subprocess.run(
         [*command, *more], cwd=root, env=environment, stdout=shown, stderr=shown, check=False
     ).returncode

@@ -120,7 +120,7 @@ def test_main_fails_with_any_part(weekly, monkeypatch, capsys):
 def test_main_fails_with_too_many_flaky_tests(arguments, num_flaky, status, monkeypatch, capsys):
     def run_parts(parts, known, more):
         names = ["x", "y", "z"][:num_flaky]
-        flaky = {"of units": names[:2], "of data": names[2:]}
+        flaky = {"of units": names[:2], "of pages": names[2:]}
         return [run_tests.Outcome(part.name, flaky=flaky.get(part.name, ())) for part in parts]
 
     monkeypatch.setattr(run_tests, "run_parts", run_parts)

@@ -25,7 +25,7 @@ from .models.policies import build_policies, check_images, check_split
 from .models.policy_arguments import wrapper_arguments
 from .models.sources import model_source
 from .models.vllm_policy import vllm_policy
-from .models.warm_start import short_enough
+from .models.warm_start import drawn_demonstrations, short_enough
 from .settings.errors import SettingsError, refusing
 from .settings.recipe import Recipe
 from .settings.schema import (
@@ -54,7 +54,7 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
             for env in setup.envs:
                 check_fit(env, policy, who=recipe.name)
             if isinstance(cfg, RolloutsConfig) and cfg.warm_start.num_steps:
-                shown = setup.env.encode_demonstrations(policy.encoder)
+                shown = drawn_demonstrations(cfg, setup.env, policy.encoder)
                 short_enough(shown, policy.engine.max_model_len)
         if recipe.rehearse is not None:
             recipe.rehearse(cfg, setup, policy)

@@ -20,7 +20,7 @@ from torchrl_modules.weights.quantized_weights import quantization_of
 from .device_defaults import default_autocast, describe, settle_micro_batches
 from .models.adapters import add_adapters
 from .models.policies import build_policies
-from .models.warm_start import warm_start
+from .models.warm_start import drawn_demonstrations, warm_start
 from .origin import origin_of
 from .run import Run
 from .settings.defaults import defaults_of, fill_in
@@ -196,7 +196,7 @@ def warm_up(
             tell = run.log.steps("warm start", num_steps)
             warm_start(
                 actor,
-                setup.env.encode_demonstrations(actor.encoder),
+                drawn_demonstrations(cfg, setup.env, actor.encoder),
                 num_steps=num_steps,
                 batch_size=cfg.warm_start.batch_size,
                 learning_rate=cast("float", cfg.warm_start.learning_rate),  # filled in

@@ -8,6 +8,7 @@ from importlib.resources import files
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers_for_tests import FORGERY_EXAMPLES
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchrl_data.templates.registry import builtin_template
@@ -332,7 +333,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("written", FORMATS)
-@settings(max_examples=900, deadline=None)
+@FORGERY_EXAMPLES
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=25).map("".join))
 def test_T08_any_text_gives_calls_or_errors(written, text):
     turn = parse_tool_calls(text, written)

@@ -33,7 +33,11 @@ class ServerProcess:
             [str(PYTHON), "serve.py", str(port), *arguments],
             cwd=HERE,
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{HERE.parent / 'quick_imports'}",
+                "PYTHONDONTWRITEBYTECODE": "1",
+            },
         )
 
     def __enter__(self) -> Self:

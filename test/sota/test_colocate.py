@@ -38,7 +38,13 @@ sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-SETTINGS = ("debug=tiny", "task.num_demonstrations=64", "engine=vllm", "engine.colocate=true")
+SETTINGS = (
+    "debug=tiny",
+    "task.num_demonstrations=64",
+    "task.num_rows=64",
+    "engine=vllm",
+    "engine.colocate=true",
+)
 
 
 def run(*command, cwd):

@@ -25,7 +25,7 @@ from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
-SMALL = ["debug=tiny", "task.num_demonstrations=64"]
+SMALL = ["debug=tiny", "task.num_demonstrations=64", "task.num_rows=64"]
 TINY_OWN = ("debug=tiny", "warm_start.num_steps=0", "train.num_steps=1", "evaluate.num_prompts=4")
 
 

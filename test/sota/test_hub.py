@@ -11,7 +11,13 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 TOKEN = "hf_of_a_test"
-TINY = ("debug=tiny", "logger=none", "evaluate.num_shown=0", "task.num_demonstrations=64")
+TINY = (
+    "debug=tiny",
+    "logger=none",
+    "evaluate.num_shown=0",
+    "task.num_demonstrations=64",
+    "task.num_rows=64",
+)
 TINY += ("evaluate.num_samples=2", "push_to_hub=someone/model")
 
 

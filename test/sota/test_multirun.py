@@ -9,7 +9,13 @@ import pytest
 @pytest.mark.slow
 def test_runs_of_one_command_are_told_in_a_table_and_a_file(run_recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tiny = ("debug=tiny", "logger=none", "evaluate.num_shown=0", "task.num_demonstrations=64")
+    tiny = (
+        "debug=tiny",
+        "logger=none",
+        "evaluate.num_shown=0",
+        "task.num_demonstrations=64",
+        "task.num_rows=64",
+    )
     last = run_recipe("self-play", "--multirun", "seed=0,1", "task.largest=8", *tiny)
     (path,) = Path("outputs/self_play/multirun").glob("*/multirun.json")
     runs = json.loads(path.read_text())

@@ -52,6 +52,31 @@ def run(tmp_path):
     return run
 
 
+COMMAND = "import sys\nfrom torchrl_agents.command import main\nsys.exit(main())\n"
+LIGHT = ("torchrl_agents.command", "torchrl_agents.settings.command_line", "hydra", "hydra.main")
+"""What a command imports before it refuses its arguments, or looks for torch."""
+
+
+@pytest.fixture(scope="module")
+def light_forks(start_forks):
+    return start_forks(sys.executable, dict(os.environ), *LIGHT)
+
+
+@pytest.fixture
+def run_fork(light_forks, tmp_path):
+    """Like ``run``, in a fork of a process that has imported what a command begins with."""
+    (tmp_path / "command.py").write_text(TELL + COMMAND)
+    (tmp_path / "here").mkdir()
+    own = {**os.environ, "SEEN": str(tmp_path / "seen"), "COLUMNS": "200"}
+
+    def run(*command):
+        done = light_forks([tmp_path / "command.py", *command], tmp_path / "here", own)
+        assert not list((tmp_path / "here").iterdir())  # nothing is left
+        return done, json.loads((tmp_path / "seen").read_text())
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -132,8 +157,8 @@ def run(tmp_path):
         ("lora policy.lora_rank=0", "policy.lora_rank must be at least 1, got 0"),
     ],
 )
-def test_what_is_refused_is_refused_before_torch_is_imported(run, command, words):
-    done, imported = run(*command.split())
+def test_what_is_refused_is_refused_before_torch_is_imported(run_fork, command, words):
+    done, imported = run_fork(*command.split())
     assert done.returncode in (1, 2)
     assert words in done.stderr
     assert "Traceback" not in done.stderr

@@ -157,7 +157,12 @@ def test_what_a_run_tells_its_trackers(run_recipe, tracked, tmp_path, monkeypatc
     """Curves, how the machine was used, and the first two conversations of each test."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    quick = ("debug=tiny", "warm_start.num_steps=2", "task.num_demonstrations=64")
+    quick = (
+        "debug=tiny",
+        "warm_start.num_steps=2",
+        "task.num_demonstrations=64",
+        "task.num_rows=64",
+    )
     quick += ("evaluate.num_prompts=4", "evaluate.num_shown=2", "evaluate.every=1")
     loggers = ("logger.backends=[mlflow,wandb,tensorboard,csv]", "logger.project=mine")
     result = run_recipe("grpo", *quick, *loggers, "name=told")

@@ -2,19 +2,42 @@
 
 import logging
 import math
+import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, lazy_stack
 
 from objectives import SFTLoss
 from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import RolloutsConfig
 from torchrl_data.conversation import Conversations
 from torchrl_data.conversation_io import row_tensordicts
+from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import TransformersWrapper
 
 _LOG = logging.getLogger("torchrl_agents")
+
+
+def drawn_demonstrations(
+    cfg: RolloutsConfig, env: TaskEnv, encoder: ConversationEncoder
+) -> Conversations:
+    """Encode the demonstrations that a warm start learns from: not more than its steps draw.
+
+    Args:
+        cfg: the settings, with those of the warm start.
+        env: has the task with the demonstrations.
+        encoder: of the policy.
+
+    Raises:
+        ValueError: as ``TaskEnv.encode_demonstrations``.
+    """
+    count = len(env.task.demonstrations)
+    drawn = cast("int", cfg.warm_start.num_steps) * cfg.warm_start.batch_size
+    only = sorted(random.Random(cfg.seed).sample(range(count), drawn)) if drawn < count else None
+    return env.encode_demonstrations(encoder, only=only)
 
 
 def short_enough(demonstrations: Conversations, most: int | None) -> list[TensorDict]:

@@ -4,9 +4,8 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, cast
@@ -60,6 +59,14 @@ def read_command_line(recipe: Recipe) -> None:
     paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), here]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     from_files: dict[str, str] = {}
+    kept: dict[tuple[str | None, ...], DictConfig] = {}
+
+    def chosen(choices: Sequence[Override]) -> DictConfig:
+        lines = tuple(each.input_line for each in choices)
+        if lines not in kept:
+            kept[lines] = _chosen(recipe, choices)
+        return kept[lines]
+
     try:
         _refuse_options(recipe, sys.argv[1:])
         arguments, from_files = with_files(recipe, sys.argv[1:])
@@ -69,9 +76,9 @@ def read_command_line(recipe: Recipe) -> None:
             arguments = ["task=environment", *arguments]
         if "--shell-completion" not in arguments:  # argparse reads overrides in one place
             arguments.sort(key=lambda each: "=" in each and not each.startswith("-"))
-            arguments = with_texts(recipe, arguments, partial(_chosen, recipe))
+            arguments = with_texts(recipe, arguments, chosen)
         sys.argv[1:] = arguments
-        text = prepare(recipe, arguments)
+        text = prepare(recipe, arguments, chosen)
     except SettingsError as error:
         file = _file_of(recipe, str(error), from_files)
         raise SystemExit(f"{recipe.program}: {file}{error}") from error
@@ -116,12 +123,17 @@ def _chosen(recipe: Recipe, choices: Sequence[Override]) -> DictConfig:
     return compose_config(recipe, [each.input_line or "" for each in one])
 
 
-def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
+def prepare(
+    recipe: Recipe,
+    arguments: Sequence[str],
+    chosen: Callable[[Sequence[Override]], DictConfig] | None = None,
+) -> str | None:
     """Make the command line's task known, and check what is on it without importing torch.
 
     Args:
         recipe: whose settings they are.
         arguments: without the program's name.
+        chosen: gives the settings for choices of groups, where some are composed already.
 
     Returns:
         The help text, or how the last word may go on, if that was asked for.
@@ -146,7 +158,7 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
             "shell, and the brackets are closed: 'a.b=[x,y]'."
         ) from error
     choices = [o for o in overrides if o.key_or_group in known_groups]
-    composed = _chosen(recipe, choices)
+    composed = chosen(choices) if chosen else _chosen(recipe, choices)
     one = [o for o in overrides if not o.is_sweep_override()]
     if told["multirun"] and any(o.key_or_group == "resume" for o in overrides):
         raise SettingsError("resume= goes on with one run: without --multirun, the folder of each.")

@@ -185,7 +185,11 @@ class TaskEnv(EpisodeEnv):
         self._opening = kwargs["system_prompt"]
 
     def encode_demonstrations(
-        self, encoder: ConversationEncoder, *, faults: dict[int, str] | None = None
+        self,
+        encoder: ConversationEncoder,
+        *,
+        faults: dict[int, str] | None = None,
+        only: Sequence[int] | None = None,
     ) -> Conversations:
         """The task's demonstrations, with the very prompts that its episodes have.
 
@@ -196,13 +200,15 @@ class TaskEnv(EpisodeEnv):
             encoder: with the chat template.
             faults: is told of those that can't be encoded, by their place, and they are left out;
                 ``None`` raises for the first one.
+            only: the places of those to encode; all of them when not given.
 
         Raises:
             ValueError: as :func:`~torchrl_data.encode_demonstrations`; or there are several
                 environments, so that nobody knows which tools a conversation is about.
         """
         task, tools, shown = self.task, self.task.demonstration_tools, None
-        chats: Any = [opening_messages(chat, self._opening) for chat in task.demonstrations]
+        places = range(len(task.demonstrations)) if only is None else only
+        chats: Any = [opening_messages(task.demonstrations[i], self._opening) for i in places]
         shows = any(source.show_schemas for source in self.transforms_of(ToolSource))
         if shows and (not tools or None in tools):  # those in the prompt of an episode
             if task.parts or len(getattr(task.environment, "keys", tuple)()) > 1:
@@ -214,22 +220,24 @@ class TaskEnv(EpisodeEnv):
             is_held_out = len(task.held_out_rows) > 0
             with closing(TaskEnv(task, held_out=is_held_out, compute_reward=False)) as env:
                 shown = read_conversations(env.reset(), "prompt", who="TaskEnv").tools(0)
-        schemas = [own or shown for own in tools or [None] * len(chats)]
+        schemas = [(tools[i] if tools else None) or shown for i in places]
         try:
             return encode_demonstrations(encoder, chats, tools=schemas)
         except ToolsNotShownError:
             raise
         except (ValueError, TypeError):
-            if faults is None:
+            if faults is None and only is None:
                 raise
         kept: list[Conversations] = []
-        numbers = getattr(task.demonstrations, "numbers", range(len(chats)))
-        for place, (chat, own) in enumerate(zip(chats, schemas, strict=True)):
+        numbers = getattr(task.demonstrations, "numbers", range(len(task.demonstrations)))
+        for place, chat, own in zip(places, chats, schemas, strict=True):
             try:
                 kept.append(
                     encode_demonstrations(encoder, [chat], tools=[own], first_row=numbers[place])
                 )
             except (ValueError, TypeError) as error:
+                if faults is None:
+                    raise
                 faults[place] = str(error)
         return Conversations.cat(kept) if kept else Conversations.from_messages([])
 

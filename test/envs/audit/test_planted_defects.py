@@ -186,7 +186,10 @@ def test_tools_of_a_taskset_of_verifiers_are_called(tmp_path, monkeypatch, name)
     ],
 )
 def test_a_defect_of_an_openenv_server_is_found(tmp_path, planted_servers, name):
-    status, report = audited(tmp_path, f"openenv:{planted_servers.url}/{name}")
+    # These are soon seen; that there is none is asked with as many episodes as a user has.
+    is_plain = name in ("SilencePays", "Fixed", "Contains")
+    sizes = ("--episodes", "4", "--rollouts", "4") if is_plain else ()
+    status, report = audited(tmp_path, f"openenv:{planted_servers.url}/{name}", *sizes)
     planted = {**OPENENV, "few": "capacity"}.get(name)
     found = {each["defect"] for each in report["findings"]}
     assert (planted in found) if planted else not found

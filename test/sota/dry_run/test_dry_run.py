@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import socket
 import struct
 import sys
@@ -49,15 +50,16 @@ def run(script, tmp_path, monkeypatch):
     return run
 
 
-@pytest.fixture
-def models(tmp_path):
+@pytest.fixture(scope="module")
+def saved_models(tmp_path_factory):
     """Models in folders: whole ones of two vocabularies, and some that lack a part."""
+    folder = tmp_path_factory.mktemp("models")
 
     def save(name, text="Is 7 odd?", **kwargs):
         tokenizer = train_tokenizer([text] * 8, vocab_size=300)
-        tokenizer.save_pretrained(tmp_path / name)
-        tiny_qwen3(len(tokenizer)).save_pretrained(tmp_path / name, **kwargs)
-        return tmp_path / name
+        tokenizer.save_pretrained(folder / name)
+        tiny_qwen3(len(tokenizer)).save_pretrained(folder / name, **kwargs)
+        return folder / name
 
     save("student")
     save("stranger", "What is the greatest common divisor?")
@@ -66,6 +68,13 @@ def models(tmp_path):
     os.truncate(weights, weights.stat().st_size // 2)
     next(save("no_shard", max_shard_size="100KB").glob("model-00002-*")).unlink()
     (save("no_tokenizer") / "tokenizer.json").unlink()
+    return folder
+
+
+@pytest.fixture
+def models(saved_models, tmp_path):
+    """The models, in the folder of a test, which may change them."""
+    shutil.copytree(saved_models, tmp_path, dirs_exist_ok=True)
 
 
 def test_no_garbage_is_looked_for_while_a_recipe_is_imported(script, tmp_path, monkeypatch):
@@ -235,14 +244,14 @@ def test_packages_that_are_not_there(run, models, monkeypatch, recipe, setting, 
         run(recipe, *TASK, STUDENT, setting, "dry_run=true")
 
 
-@pytest.mark.parametrize("setting", ["overwrite=true", "resume=auto", "resume=<folder>"])
-def test_earlier_runs_stay_as_they_are(run, models, setting):
+def test_earlier_runs_stay_as_they_are(run, models):
     (folder,) = run("grpo", *TINY, STUDENT, "name=first", "train.num_steps=1")
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    setting = setting.replace("<folder>", str(folder))
-    with pytest.raises(SystemExit, match="dry_run=true changes no earlier run"):
-        run("grpo", *TINY, STUDENT, "name=first", "train.num_steps=1", setting, "dry_run=true")
-    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+    for setting in ("overwrite=true", "resume=auto", f"resume={folder}"):
+        with pytest.raises(SystemExit, match="dry_run=true changes no earlier run"):
+            run("grpo", *TINY, STUDENT, "name=first", "train.num_steps=1", setting, "dry_run=true")
+        after = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        assert after == before, setting
 
 
 def test_an_evaluation_has_one_too(run, models):
