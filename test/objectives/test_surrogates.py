@@ -9,7 +9,7 @@ from tensordict import lazy_stack
 import objectives
 import objectives.functional as F
 from objectives import DAPO, GRPOLoss, reads
-from objectives.losses.surrogates import SURROGATES, surrogate_inputs, takes_clip
+from objectives.losses.surrogates import SURROGATES, batch_entries, surrogate_inputs, takes_clip
 from torchrl_data.missing_entry import MissingEntryError
 
 LENGTHS = torch.tensor([4, 0, 5])
@@ -35,8 +35,10 @@ def arguments_of(name, *, mask, packed=True):
     elif mask == "ones":
         mask = torch.ones((9,) if packed else (3, 5), dtype=torch.bool)
     ratio = F.log_ratio(tokens["log_prob"], tokens["behavior_log_prob"], mask)
-    known = {**tokens, "log_ratio": ratio, "lengths": LENGTHS if packed else None}
-    inputs = surrogate_inputs(SURROGATES[name].function)
+    function = SURROGATES[name].function
+    entries = {entry: noise() + 0.5 for entry in batch_entries(function)}
+    known = {**tokens, **entries, "log_ratio": ratio, "lengths": LENGTHS if packed else None}
+    inputs = surrogate_inputs(function)
     return {"mask": mask, **{n: known[n] for n in inputs}}, tokens
 
 
@@ -152,7 +154,9 @@ def test_a_surrogate_of_ones_own_is_tried_when_the_loss_is_made(make_scorer):
 
 
 def test_clip_bounds_go_to_whatever_surrogate_has_both(make_scorer):
-    assert {n for n, kind in SURROGATES.items() if takes_clip(kind)} == {"clipped", "gmpo"}
+    have = {n: {"clip_low", "clip_high"} & vars(kind()).keys() for n, kind in SURROGATES.items()}
+    assert {n for n, kind in SURROGATES.items() if takes_clip(kind)} == {n for n in have if have[n]}
+    assert have["clipped"] == have["gmpo"] == {"clip_low", "clip_high"}
     function = DAPO(make_scorer(), surrogate=patient).options.surrogate_function()
     assert function is patient  # bounds of a preset are those of its own surrogate
     function = DAPO(make_scorer(), surrogate=patient, clip_epsilon=0.3).options
