@@ -1,4 +1,4 @@
-"""Which groups are drawn again: the rule that all collectors share."""
+"""The groups that are drawn again: the rule that all collectors share."""
 
 from collections.abc import Sequence
 

@@ -58,7 +58,7 @@ MOST_BREACHES = {
 """Breaches of order, see ``test/house/measures.py``. These may only go down."""
 SHARE_AWAY_FROM_HOME = 0.25
 """Public classes in a file whose name has no word of theirs. This may only go down."""
-MOST_FIRST_WORDS = {"docstrings_that_ask": 0.037, "docstrings_that_lean": 0.01}
+MOST_FIRST_WORDS = {"docstrings_that_ask": 0.03, "docstrings_that_lean": 0.01}
 """Shares of the docstrings that begin with a question word, or with ``it``, ``of``, ``nobody``: the
 first word is a verb or a noun. These may only go down."""
 

@@ -134,7 +134,7 @@ class SamplingMasks(NamedTuple):
 
     @property
     def recorded(self) -> Tensor:
-        """Which tokens have a set, bool ``[K]``."""
+        """The tokens that have a set, bool ``[K]``."""
         return self.lengths > 0
 
     @property

@@ -33,7 +33,7 @@ def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _CompiledCall:
-    """What a module's call becomes: its compiled form for some calls, and its own for others.
+    """The call of a module: its compiled form for some calls, and its own for others.
 
     It is put where ``nn.Module.compile`` puts its own, which copies and pickles leave out.
     """

@@ -46,7 +46,7 @@ class WorkerSettings(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What a collector says once it is made."""
+    """The message of a collector once it is made."""
 
     version: int
     """Of the weights that serve."""

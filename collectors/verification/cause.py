@@ -5,7 +5,7 @@ from typing import Final
 
 
 class Cause(StrEnum):
-    """Why the log-prob of a token is not the one that is computed again."""
+    """The reason why the log-prob of a token is not the one that is computed again."""
 
     TOKENS = "tokens"
     """The policy read other tokens than the row has: another template, or another tokenizer."""

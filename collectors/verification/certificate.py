@@ -82,7 +82,7 @@ class Bits(NamedTuple):
 
 @dataclass(kw_only=True)
 class Certificate:
-    """What was found of all rows."""
+    """The findings of all rows."""
 
     rows: list[RowVerdict]
     tolerance: float

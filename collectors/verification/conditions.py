@@ -9,7 +9,7 @@ from torchrl_modules import SamplingParameters
 
 
 class Numbers(NamedTuple):
-    """What a model computes in."""
+    """The precision that a model computes in."""
 
     weights: torch.dtype
     autocast: torch.dtype | None = None
@@ -24,7 +24,7 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """How a row is computed."""
+    """The way in which a row is computed."""
 
     sampling: SamplingParameters
     """The distribution: temperature, truncation and penalties."""

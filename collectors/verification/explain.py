@@ -78,7 +78,7 @@ class Rounding(NamedTuple):
         return 2 * self.largest
 
     def fits(self, gaps: Tensor, which: Tensor) -> Tensor:
-        """Which gaps of a row are no more than rounding, bool ``[K]``.
+        """The gaps of a row that are no more than rounding, bool ``[K]``.
 
         None is larger than twice the largest that was measured. And rounding has a mean of zero and
         a spread that was measured: a row that has not is judged more strictly, as each of its gaps
@@ -409,7 +409,7 @@ class _Search:
                 self._known.insert(0, candidate)
 
     def _closed(self, one: _Row, candidate: _Candidate) -> Tensor:
-        """Which open gaps a cause closes, bool ``[K]``."""
+        """The open gaps that a cause closes, bool ``[K]``."""
         [values] = self._computes.log_probs([candidate.row or one.row], candidate.conditions)
         # What a cause does not reach is as it is recorded.
         gaps = one.recorded - torch.where(values.isnan(), one.computed, values)

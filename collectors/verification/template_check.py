@@ -86,7 +86,7 @@ def _written_by_others(row: SampledRow, encoder: ConversationEncoder) -> set[int
 
 
 def _places_of(run: tuple[int, ...], ids: Sequence[int]) -> list[int]:
-    """Where a run of tokens begins, wherever it does."""
+    """The places where a run of tokens begins."""
     size = len(run)
     starts = range(len(ids) - size + 1)
     return [t for t in starts if ids[t] == run[0] and tuple(ids[t : t + size]) == run]

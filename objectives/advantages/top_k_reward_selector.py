@@ -126,7 +126,7 @@ class TopKRewardSelector(ByGroups):
         return released
 
     def _best(self, members: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-        """Which episodes of a complete group are kept, the best first."""
+        """The episodes of a complete group that are kept, the best first."""
         scored = [(self._return(member), member) for member in members]
         falling = sorted((p for p in scored if not math.isnan(p[0])), key=lambda p: -p[0])
         if self.above != "any" and falling:

@@ -276,7 +276,7 @@ def run_ends(sizes: Sequence[int], bound: int) -> list[int]:
 
 
 def _positions(lengths: Tensor, rows: Tensor) -> Tensor:
-    """Where the packed values of some rows lie, one row after the other."""
+    """The places of the packed values of some rows, one row after the other."""
     starts = lengths.cumsum(0) - lengths
     taken = lengths[rows]
     index = torch.arange(int(taken.sum()), device=lengths.device)

@@ -62,7 +62,7 @@ def check_demonstrations(cfg: TeacherConfig, env: TaskEnv) -> None:
 
 
 def privileged_prompt(cfg: TeacherConfig, *, solved_at: float) -> Any:
-    """What gives the teacher's prompts.
+    """The function that gives the teacher's prompts.
 
     Raises:
         ValueError: there is no such function.

@@ -23,7 +23,7 @@ _WIDTH: Final = 96
 
 
 def _lines(told: Explanation) -> list[str]:
-    """What is printed of a run."""
+    """The text that is printed of a run."""
     name = "/".join(told.folder.resolve().parts[-2:])
     reward = ""
     if math.isfinite(told.first_reward):

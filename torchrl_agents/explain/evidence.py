@@ -1,4 +1,4 @@
-"""What a run left, as far as it says why the run does not learn: settings, metrics, rollouts."""
+"""The traces of a run, as far as they say why it does not learn: settings, metrics, rollouts."""
 
 import json
 import math
@@ -45,7 +45,7 @@ class RolloutFacts:
 
 
 class RunEvidence:
-    """What a run left in its folder.
+    """The traces that a run left in its folder.
 
     The *last* steps are the last quarter of those that were made, at least three; most findings
     are about them, so that what training has mended by itself is none.

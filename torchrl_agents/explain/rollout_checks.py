@@ -1,4 +1,4 @@
-"""What recorded rollouts show: no rewards, no differences, cuts, calls that nobody can read."""
+"""Checks of recorded rollouts: no rewards, no differences, cuts, calls that nobody can read."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What the metrics of the updates show: learning rate, clips, filters, KL, length of the run."""
+"""Checks of the metrics of updates: learning rate, clips, filters, KL, length of the run."""
 
 import math
 from itertools import pairwise

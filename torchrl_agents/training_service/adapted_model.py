@@ -40,7 +40,7 @@ _MOST_GAP: Final = 0.1
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """Which layers have adapters, and of which rank.
+    """The layers that have adapters, and their rank.
 
     Args:
         rank: of the two factors.
@@ -64,7 +64,7 @@ class AdapterState(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """What a training pass gives."""
+    """The result of a training pass."""
 
     loss: float
     """The sum over all tokens."""

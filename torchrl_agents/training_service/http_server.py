@@ -58,7 +58,7 @@ async def _not_served(request: "Request") -> Any:
 
 
 class _Paths:
-    """What is answered at each path."""
+    """The answers at each path."""
 
     def __init__(self, service: TrainingService, api_key: str | None) -> None:
         self._service = service

@@ -89,7 +89,7 @@ def cumulative_lengths(lengths: Tensor) -> Tensor:
 
 
 def sequence_index(lengths: Tensor) -> Tensor:
-    """Which sequence each packed token belongs to.
+    """The sequence that each packed token belongs to.
 
     Args:
         lengths: int64 ``[B]``.

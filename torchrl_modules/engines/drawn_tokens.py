@@ -214,7 +214,7 @@ def draw_block(
 
 
 class SeenTokens(NamedTuple):
-    """What the host has seen of drawn tokens: see :class:`DrawnTokens`."""
+    """The drawn tokens that the host has seen: see :class:`DrawnTokens`."""
 
     ids: list[int]
     log_probs: list[float]
@@ -322,7 +322,7 @@ class DrawnRow:
         )
 
     def _reason(self, token: int) -> str | None:
-        """Why it ends with its last token, if it does."""
+        """The reason why it ends with its last token, if it does."""
         if token in (self.params.stop_token_ids or ()):
             return "stop"
         matcher = self.params.stop_matcher
@@ -332,7 +332,7 @@ class DrawnRow:
 
 
 def start_history(prompts: Sequence[Sequence[int]], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens each row holds, bool ``[A, V]``, and how often it has drawn them: never yet."""
+    """Tokens that each row holds, bool ``[A, V]``, and how often it has drawn them: never yet."""
     counts = torch.zeros(logits.shape, device=logits.device)
     seen = torch.zeros_like(counts, dtype=torch.bool)
     rows = [row for row, prompt in enumerate(prompts) for _ in prompt]

@@ -144,7 +144,7 @@ def _as_bytes(ids: Sequence[int]) -> bytes:
 
 
 def _num_shared(left: bytes, right: bytes) -> int:
-    """How many tokens two rows have in common at their beginning."""
+    """The number of tokens that two rows have in common at their beginning."""
     low, high = 0, min(len(left), len(right)) // 4
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Which engine of a fleet draws a response: that of its conversation, or the least loaded."""
+"""The engine of a fleet that draws a response: that of its conversation, or the least loaded."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping

@@ -20,7 +20,7 @@ _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
 
 def expert_counts(model: nn.Module) -> tuple[int, int] | None:
-    """How many experts a layer of a model has, and how many each token goes to.
+    """The number of experts that a layer of a model has, and of those that each token goes to.
 
     Args:
         model: of Transformers.

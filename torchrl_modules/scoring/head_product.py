@@ -37,7 +37,7 @@ def _is_plain_lora(peft: Any, head: Any) -> bool:
 
 
 class HeadProduct(NamedTuple):
-    """What the logits are a product of: ``hidden @ weight.T + bias``."""
+    """The factors of the logits: ``hidden @ weight.T + bias``."""
 
     hidden: Tensor
     """``[K, D]``, or ``[K, D + R]`` with adapters of rank R in all."""

@@ -28,7 +28,7 @@ from .wrapped_models import call
 
 
 class Layout(Enum):
-    """Which tokens a model reads together, the fastest first."""
+    """The ways in which a model reads tokens together, the fastest first."""
 
     PACKED = "packed"
     """All rows one after the other, what they begin with in common once."""

@@ -164,7 +164,7 @@ def _attend_by_length(
 
 
 def _causal_mask(query: Tensor, key: Tensor, window: int | None = None) -> Tensor:
-    """What tokens see, bool ``[queries, keys]``: themselves and those before, in a window."""
+    """The tokens that each sees, bool ``[queries, keys]``: itself and those before, in a window."""
     size, ahead = query.shape[-2], key.shape[-2] - query.shape[-2]
     mask = torch.ones(size, key.shape[-2], dtype=torch.bool, device=query.device).tril(ahead)
     return mask if window is None else mask.triu(ahead + 1 - window)

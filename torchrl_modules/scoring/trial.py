@@ -25,7 +25,7 @@ _NUM_SHARED: Final = 4
 
 
 class Difference(NamedTuple):
-    """How far log-probs of the same tokens lie apart, in nats."""
+    """The distance of log-probs of the same tokens, in nats."""
 
     worst: float
     mean: float

@@ -150,7 +150,7 @@ def acting_adapters(model: nn.Module) -> tuple[tuple[bool, tuple[Any, ...]], ...
 
 
 def precision(model: PreTrainedModel, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """What a model computes in: ``torch.autocast`` of a type, or its own type without one."""
+    """The precision of a model's passes: ``torch.autocast`` of a type, or its own without one."""
     return nullcontext() if dtype is None else torch.autocast(model.device.type, dtype=dtype)
 
 

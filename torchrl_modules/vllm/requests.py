@@ -15,7 +15,7 @@ class StaleWeights(RuntimeError):
 
 
 class MaskSource(NamedTuple):
-    """How an engine tells the tokens that a truncation left."""
+    """The form in which an engine tells the tokens that a truncation left."""
 
     vocab_size: int
     """Token ids are below it."""
