@@ -640,8 +640,8 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         after, due = self.policy_version, before + 1 if version is None else version
         if after != due:
             raise RuntimeError(
-                f"{type(self.engine).__name__}.update_weights: the engine has version {after} after "
-                f"the update, and {due} is due. Set version to the one that was given, or to one "
+                f"{type(self.engine).__name__}.update_weights: the engine has version {after} "
+                f"after the update, and {due} is due. Set version to the one that was given, or to one "
                 "more than before where that is None."
             )
         return after

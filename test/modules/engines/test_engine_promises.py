@@ -140,7 +140,9 @@ class Counts(Own):
 @pytest.mark.parametrize(
     ("engine", "what"),
     [
-        pytest.param(Frozen(None), "Frozen has no method update_weights.", id="a method is missing"),
+        pytest.param(
+            Frozen(None), "Frozen has no method update_weights.", id="a method is missing"
+        ),
         pytest.param(
             Positional(None),
             "Positional has a generate that does not take max_new_tokens= and has a "
@@ -165,7 +167,7 @@ def test_what_is_no_engine_is_refused_when_the_policy_is_made(engine, what, chat
 def test_an_update_after_which_the_version_is_another_one_is_an_error(chatml_tokenizer):
     policy = LLMWrapperBase(Counts(None), tokenizer=chatml_tokenizer)
     assert policy.update_weights({}) == 4
-    with pytest.raises(RuntimeError, match="Counts.*has version 5 after the update, and 9 is due"):
+    with pytest.raises(RuntimeError, match=r"Counts.*has version 5 after the update, and 9 is due"):
         policy.update_weights({}, version=9)
 
 
