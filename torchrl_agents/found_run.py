@@ -90,7 +90,9 @@ def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     if differ:
         raise SettingsError(
             f"resume={folder}: a run goes on with its own settings, and {'; '.join(differ[:5])}. "
-            f"Leave them out, go on with its commit {record.get('commit')}, or begin a new run."
+            "Leave them out (train.num_steps, logger and checkpoint may be others), or begin a new "
+            f"run with the settings of this one, {folder / 'config.yaml'}, before your own. "
+            f"Defaults may be others since its commit {record.get('commit')}."
         )
 
 

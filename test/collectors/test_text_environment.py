@@ -51,7 +51,7 @@ class TextEngine:
                 return Generation(ids, [-0.5] * len(ids), "stop")
         return Generation(ids, [-0.5] * len(ids), "length")
 
-    def update_weights(self, state_dict):
+    def update_weights(self, state_dict, *, version=None):
         raise ValueError("a script has no weights")
 
 

@@ -363,16 +363,29 @@ OPENERS = {
 }
 
 
+def example_of(written):
+    """The call that a model is shown, with a tool and with arguments that can be read."""
+    return FORMATS[written].example.replace("<tool>", '"tool"').replace("{...}", "{}")
+
+
+@pytest.mark.parametrize("written", FORMATS)
+def test_the_example_of_a_format_is_a_call(written):
+    (call,) = parse_tool_calls(example_of(written), written).calls
+    assert isinstance(call, ToolCall)
+    assert call.name == "tool"
+
+
 @pytest.mark.parametrize("written", FORMATS)
 @pytest.mark.parametrize(
     "unit", ["OPENER", '"\\', "{", "[", " ", "\n", "</think>", '{"a":', "a" * 64, "<|message|>"]
 )
 @pytest.mark.timeout(20)
 def test_T07_a_megabyte_takes_linear_time(written, unit):
-    unit = OPENERS[written] if unit == "OPENER" else unit
+    opener = OPENERS.get(written, FORMATS[written].example.partition("{")[0])
+    unit = opener if unit == "OPENER" else unit
     seconds = []
     for size in (250_000, 1_000_000):
-        text = OPENERS[written] + '{"name": "' + unit * (size // len(unit))
+        text = opener + '{"name": "' + unit * (size // len(unit))
         start = time.perf_counter()
         parse_tool_calls(text, written)
         seconds.append(time.perf_counter() - start)
@@ -382,21 +395,9 @@ def test_T07_a_megabyte_takes_linear_time(written, unit):
 
 @pytest.mark.parametrize("written", FORMATS)
 def test_T07_ten_thousand_calls_are_cut_at_the_cap(written):
-    one = {
-        "hermes": '<tool_call>{"name": "a"}</tool_call>',
-        "qwen3_coder": "<tool_call><function=a></function></tool_call>",
-        "llama3": '{"name": "a", "parameters": {}}\n',
-        "mistral": "[TOOL_CALLS]a{}",
-        "deepseek": DS.format("a", "{}"),
-        "harmony": "<|start|>assistant to=a<|message|>{}<|call|>",
-        "glm": "<tool_call>a</tool_call>",
-        "minimax": '<invoke name="a"></invoke>',
-        "kimi": "<|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
-        "phi4mini": '<|tool_call|>[{"name": "a", "arguments": {}}]',
-        "nemotron": '<TOOLCALL>[{"name": "a", "arguments": {}}]</TOOLCALL>',
-    }[written]
+    one = example_of(written) + "\n"
     calls = parse_tool_calls(one * 10_000, written).calls
-    assert [call.name for call in calls[:-1]] == ["a"] * MAX_CALLS
+    assert [call.name for call in calls[:-1]] == ["tool"] * MAX_CALLS
     assert "at most 16 calls" in calls[-1].error
 
 
@@ -419,7 +420,7 @@ def test_without_a_template_the_name_decides_and_hermes_is_the_default():
 
     assert detect_tool_call_format(Tokenizer()) == "llama3"
     assert detect_tool_call_format(None) == "hermes"
-    with pytest.raises(ValueError, match=r"no tool call format 'qwen9'; there are \['deepseek'"):
+    with pytest.raises(ValueError, match=r"no tool call format 'qwen9'; there are \['[a-z]"):
         tool_call_parser("qwen9")
 
 

@@ -192,6 +192,18 @@ class ToolSource(EpisodeTransform):
         return ()
 
 
+def _check_answer(answer: Any, tool: str) -> None:
+    """Raise ``TypeError`` for what no conversation can take, with the name of who said it."""
+    if not isinstance(answer, Answer):
+        raise TypeError(f"{tool}: phrase must give an Answer, got {answer!r:.80}.")
+    message: Any = answer.message
+    if message is not None and not (isinstance(message, Mapping) and "role" in message):
+        raise TypeError(
+            f"{tool}: the message of an Answer is a dictionary with role and content, or None, "
+            f"got {message!r:.80}."
+        )
+
+
 def tool_message(call: ToolCall | None, content: Content) -> Message:
     """A message of the ``tool`` role.
 
@@ -245,6 +257,11 @@ class ToolDispatcher(EpisodeTransform):
         for number in tools:
             source = self.sources[number]
             for item in source.read_turn(episode, text):
+                if not isinstance(item, Job | Answer):
+                    raise TypeError(
+                        f"{type(source).__name__}.read_turn must give a sequence of Job and "
+                        f"Answer, got {item!r:.80} in it."
+                    )
                 # Lanes belong to their source.
                 if isinstance(item, Job) and item.lane is not None:
                     item = item._replace(lane=(number, item.lane))
@@ -261,6 +278,7 @@ class ToolDispatcher(EpisodeTransform):
         for item in items:
             outcome = next(outcomes) if isinstance(item, Job) else Outcome()
             answer = item.phrase(outcome) if isinstance(item, Job) else item
+            _check_answer(answer, item.tool)
             episode.num_tool_calls += 1
             episode.num_tool_errors += answer.is_error
             record = ToolCallRecord(item.tool, episode.num_turns, outcome.seconds, answer.is_error)

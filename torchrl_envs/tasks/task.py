@@ -30,7 +30,7 @@ from torchrl_envs.datasets.loading import load_rows
 from torchrl_envs.datasets.options import DataOptions
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.datasets.prompt_limit import opening_messages
-from torchrl_envs.datasets.row_checks import prompt_error
+from torchrl_envs.datasets.row_checks import PROMPT_COLUMNS, prompt_error
 from torchrl_envs.datasets.row_stream import NumberedRows
 from torchrl_envs.episode.chat_env import ChatEnv
 from torchrl_envs.episode.episode import Episode
@@ -365,7 +365,11 @@ def load_task_rows(
     if held_out_split is None:
         rows = train if hasattr(train, "select") else [dict(row) for row in train]
         if len(rows):
-            hint = " That one holds the prompts: rename it, or name another with prompt_column=."
+            usual = next((column for column in PROMPT_COLUMNS if column in rows[0]), "...")
+            hint = (
+                f" {prompt_column!r} is to hold the prompts: rename a column, or name the one that "
+                f"does with prompt_column={usual} (of a recipe task.prompt_column={usual})."
+            )
             check_columns("the task", rows[0], [prompt_column], hint)
         return split_rows(rows, num_held_out, prompt_column, told_apart_by=told_apart_by)
     rows = load_rows(dataset, split=held_out_split, **options)

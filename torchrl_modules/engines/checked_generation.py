@@ -3,10 +3,11 @@
 import inspect
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from torchrl_data import page
 from torchrl_data.conversation import stream_number
 from torchrl_data.keys import SAMPLING_MASK
 from torchrl_modules.sampling.parameters import SamplingParameters
@@ -15,6 +16,40 @@ from .engine import AsyncEngine, Engine, Generation, VersionSpan
 
 _ROUNDING: Final = 1e-3
 """A log-prob above 0 by less is one of 0, in the precision of the engine."""
+
+
+_PROMISED: Final = {"generate": "max_new_tokens", "update_weights": "version"}
+"""The methods of an engine, and what each is given by name."""
+
+
+def check_engine(engine: Any, *, who: str) -> None:
+    """Check that an object has what a policy asks of an :class:`Engine`.
+
+    Args:
+        engine: the object; what it gives is checked by :func:`checked`.
+        who: takes it; named in the error.
+
+    Raises:
+        TypeError: something is missing; the message says what.
+    """
+    faults = [] if hasattr(engine, "version") else ["has no version"]
+    for name, option in _PROMISED.items():
+        method = getattr(engine, name, None)
+        if not callable(method):
+            faults.append(f"has no method {name}")
+        elif not _takes(method, option):
+            faults.append(f"has a {name} that does not take {option}=")
+    if faults:
+        raise TypeError(
+            f"{who}: the engine {type(engine).__name__} {' and '.join(faults)}. An engine has a "
+            "version, generate(prompts, params, *, max_new_tokens=None) and "
+            f"update_weights(state_dict, *, version=None). See {page('docs/policies.md')}."
+        )
+
+
+def _takes(method: Callable[..., Any], option: str) -> bool:
+    parameters = inspect.signature(method).parameters.values()
+    return any(each.name == option or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def checked(

@@ -72,7 +72,7 @@ from torchrl_data.sampling_masks import SamplingMasks
 from torchrl_data.stop_reason import FinishReason
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.rendering_identity import check_same_rendering
-from torchrl_modules.engines.checked_generation import checked, seeded
+from torchrl_modules.engines.checked_generation import check_engine, checked, seeded
 from torchrl_modules.engines.engine import Engine, Generation
 from torchrl_modules.sampling.parameters import SamplingParameters, requested_sampling
 from torchrl_modules.sampling.repeats import repeat_rows
@@ -319,7 +319,7 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         who = self._get_name()
         self.input_mode = one_of("input_mode", input_mode, INPUT_MODES, who=who)
         """What prompts are: ``"history"``, ``"text"`` or ``"tokens"``."""
-        self.engine = engine
+        self.engine: Engine = self._checked_engine(engine)
         self.tokenizer = tokenizer
         self.write_tokens = write_tokens
         self.pad_output: bool = self._checked_change("pad_output", pad_output)
@@ -349,11 +349,17 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
                 f"{self._get_name()}: pad_output pads what write_tokens writes; write_tokens is "
                 "False."
             )
-        if name == "engine" and (check := getattr(value, "check_sampling", None)) is not None:
-            check(self.sampling)
+        if name == "engine":
+            check = getattr(self._checked_engine(value), "check_sampling", None)
+            if check is not None:
+                check(self.sampling)
         if name == "num_samples":
             check_counts(self._get_name(), num_samples=value)
         return value
+
+    def _checked_engine(self, engine: Any) -> Engine:
+        check_engine(engine, who=self._get_name())
+        return engine
 
     @property
     def sampling(self) -> SamplingParameters:
@@ -620,7 +626,9 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
 
         Raises:
             ValueError: the engine refuses the update; the old weights and version stay.
+            RuntimeError: the engine took the update, and its version is another one.
         """
+        before = self.policy_version
         weights = state_dict
         if isinstance(weights, LazyWeights):
             if not getattr(self.engine, "reads_in_order", False):  # never whole on a GPU
@@ -629,7 +637,14 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         elif not isinstance(weights, AdapterWeights):
             weights = {name: value.detach() for name, value in weights.items()}
         self.engine.update_weights(weights, version=version)
-        return self.policy_version
+        after, due = self.policy_version, before + 1 if version is None else version
+        if after != due:
+            raise RuntimeError(
+                f"{type(self.engine).__name__}.update_weights: the engine has version {after} "
+                f"after the update, and {due} is due. Set version to the one that was given, or to one "
+                "more than before where that is None."
+            )
+        return after
 
 
 def finish_reason_of(generation: Generation, budget: int) -> str:

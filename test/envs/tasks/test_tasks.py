@@ -246,3 +246,13 @@ def test_a_split_that_is_trained_on_is_told():
     rows = {"train": tuple({"prompt": str(n)} for n in range(8)), "test": ({"prompt": "t"},)}
     assert "trained on" in load_task_rows(rows, held_out_split="train", num_held_out=2)[1].note
     assert load_task_rows(rows, held_out_split="test", num_held_out=1)[1].note == ""
+
+
+def test_data_without_the_column_of_the_prompts_are_told_which_one_may_hold_them():
+    rows = [{"question": f"{i}?", "answer": "1"} for i in range(4)]
+    told = r"needs the columns \['prompt'\].*of a recipe task\.prompt_column=question\)"
+    with pytest.raises(ValueError, match=told):
+        load_task_rows(rows, num_held_out=2)
+    rows = [{"a": "?"}] * 4
+    with pytest.raises(ValueError, match=r"task\.prompt_column=\.\.\.\)"):
+        load_task_rows(rows, num_held_out=2)

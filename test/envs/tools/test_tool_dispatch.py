@@ -277,6 +277,38 @@ def zero_tool() -> int:
     return 0
 
 
+class Says(ToolSource):
+    """Answers every turn with what it is made with."""
+
+    def __init__(self, *items):
+        super().__init__()
+        self.items = items
+
+    def read_turn(self, episode, text):
+        del episode, text
+        return self.items
+
+
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        pytest.param("hello", "Says.read_turn must give a sequence of Job and Answer, got 'hello'"),
+        pytest.param(Answer("hello"), "Says: the message of an Answer is a dictionary with role"),
+        pytest.param(Answer({"content": "x"}), "Says: the message of an Answer is a dictionary"),
+        pytest.param(
+            Job(lambda: 1, lambda _: {"role": "user"}, timeout_s=5.0),
+            "Says: phrase must give an Answer, got {'role': 'user'}",
+        ),
+    ],
+    ids=["no item", "a message of text", "a message without a role", "phrase gives a message"],
+)
+def test_what_is_no_answer_ends_its_episode_and_names_the_source(item, told):
+    env = make_env(Says(item))
+    end = env.step(env.reset().set("text_response", ["turn"]))["next"]
+    (reason,) = end["stop_reason"]
+    assert reason.startswith(f"environment_error: tools: TypeError: {told}")
+
+
 def test_settings_that_can_not_work_are_refused():
     with pytest.raises(ValueError, match="timeout_s must be a finite number"):
         Tools(echo, timeout_s=0)

@@ -120,6 +120,57 @@ def test_what_keeps_the_promise_is_taken_as_it_is(chatml_tokenizer):
     assert full.policy_versions(0)[-2:].tolist() == [2, 3]
 
 
+class Frozen(Own):
+    update_weights = None  # type: ignore[assignment]
+
+
+class Positional(Own):
+    def generate(self, prompts, params):
+        return [GOOD for _ in prompts]
+
+    def update_weights(self, state_dict): ...
+
+
+class Counts(Own):
+    def update_weights(self, state_dict, *, version=None):
+        del state_dict, version
+        self.version += 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "what"),
+    [
+        pytest.param(
+            Frozen(None), "Frozen has no method update_weights.", id="a method is missing"
+        ),
+        pytest.param(
+            Positional(None),
+            "Positional has a generate that does not take max_new_tokens= and has a "
+            "update_weights that does not take version=.",
+            id="arguments are missing",
+        ),
+        pytest.param(
+            object(),
+            "object has no version and has no method generate and has no method update_weights.",
+            id="no engine",
+        ),
+    ],
+)
+def test_what_is_no_engine_is_refused_when_the_policy_is_made(engine, what, chatml_tokenizer):
+    with pytest.raises(TypeError, match=re.escape(f"LLMWrapperBase: the engine {what}")):
+        LLMWrapperBase(engine, tokenizer=chatml_tokenizer)
+    policy = LLMWrapperBase(Own(None), tokenizer=chatml_tokenizer)
+    with pytest.raises(TypeError, match=re.escape(f"LLMWrapperBase: the engine {what}")):
+        policy.engine = engine
+
+
+def test_an_update_after_which_the_version_is_another_one_is_an_error(chatml_tokenizer):
+    policy = LLMWrapperBase(Counts(None), tokenizer=chatml_tokenizer)
+    assert policy.update_weights({}) == 4
+    with pytest.raises(RuntimeError, match=r"Counts.*has version 5 after the update, and 9 is due"):
+        policy.update_weights({}, version=9)
+
+
 @pytest.mark.parametrize(("params", "name"), [(ENTROPY, "entropy"), (TEMPERED, "untempered")])
 def test_what_was_asked_for_is_there(params, name):
     with pytest.raises(ValueError, match=f"response 0 has no lists.*{name}.*: \\(\\)"):
