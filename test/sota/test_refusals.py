@@ -91,6 +91,7 @@ def run_fork(light_forks, tmp_path):
         ("lora --multirun seed=0,1 debug=tinyy", "debug has no choice 'tinyy'. Did you mean tiny?"),
         ("grpo seed=0 --multirun debug=tinyy", "debug has no choice 'tinyy'. Did you mean tiny?"),
         ("grpo --multirun seed=0,1 resume=auto", "resume= goes on with one run: without --multi"),
+        ("grpo --multirun train.num_steps=1,0", "train.num_steps must be at least 1, got 0."),
         ("grpo loss=grpoo", "loss has no choice 'grpoo'. Did you mean grpo?"),
         ("grpo policy=nosuch", "policy has no choice 'nosuch'. There are embedded,"),
         ("grpo optim.foo=1", "There is no setting 'optim.foo'. There are optim.beta1,"),

@@ -566,6 +566,29 @@ def test_values_that_break_a_rule_are_refused_and_those_at_its_bound_are_taken(s
         check(overrides)
 
 
+@pytest.mark.parametrize(
+    ("sweep", "words"),
+    [
+        ("seed=0,1", None),
+        ("policy.dtype=float32,'bfloat16'", None),
+        ("policy.top_p=${policy.temperature},0.5", None),
+        ("policy.lora_rank=choice(1,2)", None),
+        ("policy.top_p=interval(0,1)", None),
+        ("evaluate.ks=[1],[0]", "evaluate.ks[0] must be at least 1, got 0."),
+        ("optim.learning_rate=1e-3,0", "optim.learning_rate must be positive and finite, got 0"),
+        ("optim.schedule=linear,'cosin'", "must be one of trapezoid, constant, linear, cosine"),
+        ("loss.name=dapo,gpro", "loss.name must be one of bnpo, cispo"),
+        ("train.num_steps=1,x", "train.num_steps: Value 'x' of type 'str' could not be converted"),
+    ],
+)
+def test_each_value_of_several_runs_is_checked_before_the_first(grpo, sweep, words):
+    if words is None:
+        assert prepare(grpo.RECIPE, ["--multirun", sweep]) is None
+        return
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        prepare(grpo.RECIPE, ["--multirun", sweep])
+
+
 @dataclass
 class Ruled:
     """Settings with rules, for the tests of rules."""

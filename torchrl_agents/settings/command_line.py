@@ -13,15 +13,16 @@ from typing import Final, cast
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_envs.tasks import TASKS
 
 from .arguments import setting_names
 from .errors import SettingsError
-from .field_rules import values_of
+from .field_rules import among, rule_of, values_of
 from .recipe import FILES, Recipe
 from .recipe_help import recipe_help
 from .recorded_arguments import with_recorded
@@ -170,6 +171,8 @@ def prepare(
             _check_setting(override, known, composed, known_groups)
     # Values of a wrong type show here, in one line, and not when Hydra has begun a run.
     typed = compose_config(recipe, [o.input_line or "" for o in one])
+    for override in (o for o in overrides if o.is_sweep_override() and o not in choices):
+        _check_sweep(recipe, typed, override)
     if shows_help:
         return recipe_help(recipe, composed, known_groups)
     if one == overrides and not any(told.values()):
@@ -265,6 +268,26 @@ def _check_setting(
     if beside and not guess:
         guess = f" There are {', '.join(beside)}."
     raise SettingsError(f"There is no setting {key!r}{of}.{guess} --help shows all.")
+
+
+def _check_sweep(recipe: Recipe, cfg: DictConfig, override: Override) -> None:
+    """Refuse a value that breaks its setting's rule before the first of several runs begins."""
+    group, _, name = override.key_or_group.rpartition(".")
+    kind = OmegaConf.get_type(cfg, group) if group else OmegaConf.get_type(cfg)
+    known = recipe.choices.get(override.key_or_group)
+    rule = rule_of(kind or object, name) if known is None else among(*known)
+    if rule is None or not override.is_discrete_sweep():
+        return
+    for given in override.sweep_iterator():
+        changed = cfg.copy()
+        try:
+            text = given.text if isinstance(given, QuotedString) else given
+            OmegaConf.update(changed, override.key_or_group, text)
+        except OmegaConfBaseException as error:
+            raise SettingsError(f"{override.key_or_group}: {str(error).splitlines()[0]}") from error
+        value = OmegaConf.select(changed, override.key_or_group)
+        for fault in rule.breaches(override.key_or_group, value):
+            raise SettingsError(fault)
 
 
 def _guess(name: str, known: Collection[str], settings: Collection[str] = ()) -> str:

@@ -7,7 +7,7 @@ A subclass that gives a field another default keeps the rule: ``num_steps: int =
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Final, TypeVar, cast
 
@@ -25,6 +25,15 @@ class FieldRule:
     """Whether a value is so."""
     values: tuple[str, ...] = ()
     """Names that it may be, where there are few."""
+
+    def breaches(self, path: str, value: Any) -> Iterator[str]:
+        """Say what the value of a setting must be where it is not, of a list each of its values."""
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            for place, each in enumerate(value):
+                yield from self.breaches(f"{path}[{place}]", each)
+        elif value is not None and not self.holds(value):
+            told = repr(value) if isinstance(value, str) else value
+            yield f"{path} must be {self.words}, got {told}."
 
 
 def among(*values: str) -> FieldRule:
@@ -92,11 +101,4 @@ def broken_rules(settings: Any, prefix: str = "") -> Iterator[str]:
         if is_dataclass(value):
             yield from broken_rules(value, f"{path}.")
         elif (rule := rule_of(type(settings), each.name)) is not None:
-            is_list = isinstance(value, list | tuple)
-            found = (
-                {f"{path}[{i}]": one for i, one in enumerate(value)} if is_list else {path: value}
-            )
-            for where, one in found.items():
-                if one is not None and not rule.holds(one):
-                    told = repr(one) if isinstance(one, str) else one
-                    yield f"{where} must be {rule.words}, got {told}."
+            yield from rule.breaches(path, value)
