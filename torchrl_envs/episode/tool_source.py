@@ -192,18 +192,6 @@ class ToolSource(EpisodeTransform):
         return ()
 
 
-def _check_answer(answer: Any, tool: str) -> None:
-    """Raise ``TypeError`` for what no conversation can take, with the name of who said it."""
-    if not isinstance(answer, Answer):
-        raise TypeError(f"{tool}: phrase must give an Answer, got {answer!r:.80}.")
-    message: Any = answer.message
-    if message is not None and not (isinstance(message, Mapping) and "role" in message):
-        raise TypeError(
-            f"{tool}: the message of an Answer is a dictionary with role and content, or None, "
-            f"got {message!r:.80}."
-        )
-
-
 def tool_message(call: ToolCall | None, content: Content) -> Message:
     """A message of the ``tool`` role.
 
@@ -278,13 +266,18 @@ class ToolDispatcher(EpisodeTransform):
         for item in items:
             outcome = next(outcomes) if isinstance(item, Job) else Outcome()
             answer = item.phrase(outcome) if isinstance(item, Job) else item
-            _check_answer(answer, item.tool)
+            message: Any = answer.message if isinstance(answer, Answer) else answer
+            if message is answer or not (message is None or "role" in message):
+                raise TypeError(
+                    f"{item.tool}: an Answer is due, whose message is a dictionary with role and "
+                    f"content, or None; got {answer!r:.80}."
+                )
             episode.num_tool_calls += 1
             episode.num_tool_errors += answer.is_error
             record = ToolCallRecord(item.tool, episode.num_turns, outcome.seconds, answer.is_error)
             episode.tool_calls = (*episode.tool_calls, record)
-            if answer.message is not None:
-                messages.append(answer.message)
+            if message is not None:
+                messages.append(message)
             if answer.stop_reason and end is None:
                 end = answer
         if messages:

@@ -641,8 +641,8 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         if after != due:
             raise RuntimeError(
                 f"{type(self.engine).__name__}.update_weights: the engine has version {after} "
-                f"after the update, and {due} is due. Set version to the one that was given, or to one "
-                "more than before where that is None."
+                f"after the update, and {due} is due. Set version to the one that was given, or "
+                "to one more than before where that is None."
             )
         return after
 

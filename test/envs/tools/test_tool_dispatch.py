@@ -293,11 +293,11 @@ class Says(ToolSource):
     ("item", "told"),
     [
         pytest.param("hello", "Says.read_turn must give a sequence of Job and Answer, got 'hello'"),
-        pytest.param(Answer("hello"), "Says: the message of an Answer is a dictionary with role"),
-        pytest.param(Answer({"content": "x"}), "Says: the message of an Answer is a dictionary"),
+        pytest.param(Answer("hello"), "Says: an Answer is due, whose message is a dictionary"),
+        pytest.param(Answer({"content": "x"}), "Says: an Answer is due, whose message is"),
         pytest.param(
             Job(lambda: 1, lambda _: {"role": "user"}, timeout_s=5.0),
-            "Says: phrase must give an Answer, got {'role': 'user'}",
+            "Says: an Answer is due",
         ),
     ],
     ids=["no item", "a message of text", "a message without a role", "phrase gives a message"],
