@@ -211,7 +211,7 @@ def set_limits(setup: Setup, cfg: EpisodeConfig, policy: Any) -> None:
 
     Rows whose prompt is too long for the model are said.
     """
-    max_model_len = policy.engine.max_model_len
+    max_model_len = getattr(policy.engine, "max_model_len", None)  # an engine may have none
     told = left_out(setup.envs)
     for env in setup.envs:
         env.append_transform(RewardErrorLimit(cfg.max_error_fraction))

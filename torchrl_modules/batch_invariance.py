@@ -26,6 +26,9 @@ from .transformers_releases import with_cache
 
 _ROWS: Final = 16
 """Of a tile of a matrix product, and queries of a tile of attention."""
+_WIDTH: Final = 4
+"""Rows have a multiple of so many numbers, or are filled up with zeros: with AVX2 the product of
+others with 2 to 11 outputs depends on the place of a row in its tile."""
 _KEYS: Final = 32
 """Of a tile of attention."""
 _VECTOR: Final = 32
@@ -85,6 +88,8 @@ def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
         ``[..., E]``, differentiable.
     """
     rows = input.reshape(-1, input.shape[-1])
+    if odd := -rows.shape[-1] % _WIDTH:
+        rows, weight = F.pad(rows, (0, odd)), F.pad(weight, (0, odd))
     padded = F.pad(rows, (0, 0, 0, -len(rows) % _ROWS)) if len(rows) % _ROWS else rows
     tiles = [F.linear(tile, weight, bias) for tile in padded.split(_ROWS)]
     if not tiles:

@@ -307,7 +307,7 @@ def test_the_column_of_the_prompts_has_any_name(run, tmp_path):
     rows = [{"question": f"{i}?"} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     own = (*OWN, "task.rewards=mine:shape", "dry_run=true")
-    assert "name another with prompt_column=" in run(*own).stderr.splitlines()[-1]
+    assert "task.prompt_column=question" in run(*own).stderr.splitlines()[-1]
     assert run(*own, "task.prompt_column=question").returncode == 0
 
 

@@ -333,7 +333,7 @@ def test_the_same_model_has_the_same_defaults_whatever_it_is_called(compose, tmp
         (["loss.clip_epsilon=-1.0"], "loss: .*clip_low"),
         (
             ["loss=cispo", "loss.clip_epsilon=0.1"],
-            "loss: clip_epsilon=0.1 has no effect on surrogate 'cispo'",
+            "loss: clip_epsilon=0.1 has no effect on surrogate Cispo",
         ),
         (["loss=dppo", "loss.clip_epsilon=[0.2,0.3]"], "no effect on surrogate Divergence"),
         (["loss.kl_estimator=k2"], "kl_estimator='k2' has no effect without"),

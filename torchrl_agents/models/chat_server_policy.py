@@ -46,6 +46,9 @@ class ChatServerPolicy(LLMWrapperBase):
         # A client belongs to the event loop that it was first used on.
         self._client: Any = partial(openai.AsyncOpenAI, **about)
 
+    def _checked_engine(self, engine: Any) -> Any:
+        return engine  # a version alone: turns come from the server
+
     def respond(
         self, prompt: Conversations, *, max_new_tokens: Sequence[int] | None = None
     ) -> tuple[Conversations, Conversations, list[str]]:

@@ -18,7 +18,7 @@ from torchrl_agents.settings.schema import (
 from torchrl_agents.settings.started_ranks import num_ranks
 from torchrl_data import page
 from torchrl_envs.tasks.task import Task
-from torchrl_modules import TransformersWrapper
+from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.model_splits import plans_of
 from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
@@ -26,6 +26,7 @@ from torchrl_modules.weights.quantized_weights import quantization_of
 
 from .chat_server_policy import ChatServerPolicy
 from .loading import load_model, load_processor, load_tokenizer
+from .own_engine import check_own_engine, own_engine_policy
 from .policy_arguments import wrapper_arguments
 from .sources import model_source, task_tokenizer
 from .vllm_policy import vllm_policy
@@ -56,10 +57,13 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
         with refusing("engine=chat"):
             return None, ChatServerPolicy(url, model, **arguments)
     is_vllm = cfg.engine.name == "vllm" and not collects_on_ray(cfg)
+    if cfg.engine.is_own:
+        check_own_engine(cfg.engine)  # before weights are loaded
+    is_elsewhere = is_vllm or cfg.engine.is_own
     with model_source(cfg, task) as source:
-        if is_vllm and not isinstance(cfg, TrainingConfig):
+        if is_elsewhere and not isinstance(cfg, TrainingConfig):
             tokenizer = load_tokenizer(cfg.policy, source)
-            return None, vllm_policy(cfg, source, tokenizer, load_processor(cfg.policy, source))
+            return None, _sampler(cfg, source, tokenizer, load_processor(cfg.policy, source))
         model, tokenizer = load_model(cfg.policy, source, images=True)
         processor = load_processor(cfg.policy, source)
         check_images(cfg, processor)
@@ -67,11 +71,20 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
         check_split(cfg, model)
         with refusing(f"policy.model={source!r} can't be used so"):
             actor = transformers_policy(cfg, model, tokenizer, processor=processor)
-        if not is_vllm:
+        if not is_elsewhere:
             return actor, actor
-        sampler = vllm_policy(cfg, source, tokenizer, processor)
+        sampler = _sampler(cfg, source, tokenizer, processor)
         warn_of_other_dtype(actor, sampler)
         return actor, sampler
+
+
+def _sampler(
+    cfg: RecipeConfig, source: str, tokenizer: PreTrainedTokenizerBase, processor: Any
+) -> LLMWrapperBase:
+    """The policy that samples with another engine than the model itself."""
+    if cfg.engine.is_own:
+        return own_engine_policy(cfg, tokenizer)
+    return vllm_policy(cfg, source, tokenizer, processor)
 
 
 def _check_quantization(cfg: RecipeConfig, model: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ def option_settings(name: str, record: type, *, leave_out: Collection[str] = ())
     before the record is made.
 
     Args:
-        name: of the class.
+        name: of the class, which no other one has: workers find it by its name.
         record: a frozen data class; its annotations are texts.
         leave_out: options that the script gives itself.
     """
@@ -29,15 +29,15 @@ def option_settings(name: str, record: type, *, leave_out: Collection[str] = ())
         scope = vars(sys.modules[record.__module__])
         inner = [scope[word] for word in words if is_dataclass(scope.get(word))]
         if inner:
-            kind = option_settings(inner[0].__name__, inner[0])
+            kind = option_settings(f"{name}_{option.name}", inner[0])
             columns.append((option.name, kind, field(default_factory=kind)))
             continue
         plain = [_PLAIN[word] for word in words if word in _PLAIN]
         if not plain and type(option.default) in _PLAIN.values():
             plain = [type(option.default)]
         columns.append((option.name, plain[0] | None if len(plain) == 1 else Any, None))
-    made = make_dataclass(name, columns, namespace={"__doc__": record.__doc__})
-    made.described_in = record
+    about = {"__doc__": record.__doc__, "__module__": __name__, "described_in": record}
+    globals()[name] = made = make_dataclass(name, columns, namespace=about)
     return made
 
 

@@ -35,10 +35,12 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
     """
     check_path_parts(cfg.name, cfg.task.id)
     for key, known in recipe.choices.items():
-        if (value := attrgetter(key)(cfg)) not in known:
-            raise SettingsError(f"{key} must be one of {', '.join(known)}, got {value!r}.")
+        own = key == "engine.name" and "vllm" in known
+        if (value := attrgetter(key)(cfg)) not in known and not (own and cfg.engine.is_own):
+            names = f"{', '.join(known)}{', or mine:Engine, one of yours' if own else ''}"
+            raise SettingsError(f"{key} must be one of {names}, got {value!r}.")
     faults = [broken_rules(cfg), _policy_faults(cfg), _engine_faults(cfg), _invariance_faults(cfg)]
-    faults.append(_evaluation_faults(cfg))
+    faults += [_own_engine_faults(cfg), _evaluation_faults(cfg)]
     if isinstance(cfg, TrainingConfig):
         faults.append(_training_faults(recipe, cfg))
     if isinstance(cfg, RolloutsConfig):
@@ -213,8 +215,8 @@ def _invariance_faults(cfg: RecipeConfig) -> Iterator[str]:
     engine, policy = cfg.engine, cfg.policy
     if not engine.batch_invariant:
         return
-    if engine.name == "chat":
-        yield "engine.batch_invariant is for engine=transformers or vllm, not for a chat server."
+    if engine.name not in ("transformers", "vllm"):
+        yield f"engine.batch_invariant is for engine=transformers or vllm, not for {engine.name}."
     if engine.url or engine.urls:
         yield (
             "engine.batch_invariant can't reach a server that runs already: start it with "
@@ -256,8 +258,10 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
             f"policy.max_model_len={longest}: a server at engine.url has the length that it was "
             "started with (--max-model-len). Leave it out."
         )
-    if (engine.name == "transformers" and engine.url) or (not is_vllm and engine.engine_kwargs):
-        yield "engine.url and engine.engine_kwargs are for engine=vllm."
+    if (engine.name == "transformers" and engine.url) or (
+        not (is_vllm or engine.is_own) and engine.engine_kwargs
+    ):
+        yield "engine.url and engine.engine_kwargs are for engine=vllm, or an engine of yours."
     in_steps = isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "sync"
     if engine.colocate and not (is_vllm and in_steps):
         yield "engine.colocate lends the memory of engine=vllm to a step: it needs collector=sync."
@@ -268,6 +272,16 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
         yield "engine.engine_kwargs.enable_lora: start the servers with --enable-lora instead."
     if engine.name == "chat" and not (engine.url and cfg.policy.model):
         yield "engine=chat needs engine.url=http://.../v1 and policy.model=, its name there."
+
+
+def _own_engine_faults(cfg: RecipeConfig) -> Iterator[str]:
+    engine, longest = cfg.engine, cfg.policy.max_model_len
+    if not engine.is_own:
+        return
+    if longest is not None:
+        yield f"policy.max_model_len={longest}: {engine.name} has its own max_model_len."
+    if collects_on_ray(cfg):
+        yield f"engine.name={engine.name} is of this process: take collector=sync or streaming."
 
 
 def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
@@ -321,7 +335,7 @@ def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:
         )
     if cfg.policy.sampling_mask and not truncates:
         yield "policy.sampling_mask is for policy.top_k, top_p or min_p: nothing is left out."
-    if cfg.policy.sampling_mask and cfg.engine.name == "chat":
+    if cfg.policy.sampling_mask and cfg.engine.name not in ("transformers", "vllm"):
         yield "policy.sampling_mask needs engine=transformers or vllm: a server does not tell it."
     urls = cfg.engine.url or cfg.engine.urls
     served = cfg.engine.starts_servers or urls or collects_on_ray(cfg)

@@ -82,8 +82,9 @@ class PolicyConfig:
 class EngineConfig:
     """The engine that draws the tokens."""
 
-    name: str = setting("transformers", among("transformers", "vllm", "chat"))
-    """transformers (the trained model itself), vllm, or, where nothing is trained, chat."""
+    name: str = "transformers"  # which there are depends on the recipe, see Recipe.choices
+    """transformers (the trained model itself), vllm, mine:Engine, an engine of yours that is called
+    with engine_kwargs (docs/policies.md), or, where nothing is trained, chat."""
     url: str | None = None
     """Of a vLLM server that runs already (docs/vllm.md), where none builds an engine in this
     process; of chat, a server that speaks OpenAI's protocol, http://.../v1."""
@@ -95,13 +96,18 @@ class EngineConfig:
     """Of num_engines: the GPUs of all of them, in equal shares; none: those of this process. With
     devices one engine is a server, too."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Settings of vLLM: +engine.engine_kwargs.gpu_memory_utilization=0.4."""
+    """Settings of vLLM (+engine.engine_kwargs.gpu_memory_utilization=0.4), or of your engine."""
     batch_invariant: bool = False
     """A token's log-prob does not depend on the rows beside it. transformers, in float32 on a CPU:
     what is scored is what was drawn, to the bit; vllm: its own mode, on a GPU (docs/verify.md)."""
     colocate: bool = False
     """vLLM shares the training GPUs and frees its memory during a training step. A server at
     engine.url has to be started with --enable-sleep-mode."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the user's own class or function makes the engine."""
+        return ":" in self.name
 
     @property
     def starts_servers(self) -> bool:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from .event_loop import ReplaceableLoop
-from .outcome import Call, Outcome, guarded
+from .outcome import CLOSED, Call, Outcome, guarded
 from .threads import DaemonThreads
 
 _NAMED: Final = weakref.WeakKeyDictionary[Any, tuple[set[str], bool]]()
@@ -274,7 +274,7 @@ class _Chain:
         """Nothing more of it starts or counts; whether that is so."""
         with self._lock:
             now, deadline = time.monotonic(), self.deadline
-            error: BaseException = asyncio.CancelledError("closed before it was done")
+            error: BaseException = asyncio.CancelledError(CLOSED)
             if only_if_late:
                 if deadline is None or now < deadline:
                     return False

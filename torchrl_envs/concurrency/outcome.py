@@ -1,7 +1,10 @@
 """Outcome of a call: a value or an error, and an error that ends an episode."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+CLOSED: Final = "closed before it was done"
+"""The words of the error of calls that were given up when their environment was closed."""
 
 
 class EpisodeLostError(Exception):

@@ -33,6 +33,7 @@ from torchrl_data.tool_calls.parser import (
     tool_call_parser,
 )
 from torchrl_envs.concurrency.calls import ConcurrentCalls, run_all
+from torchrl_envs.concurrency.outcome import CLOSED
 from torchrl_envs.entries.rewards import REWARD_KEYS, RewardSource, UnscoredWatch
 
 from .episode import Episode
@@ -279,6 +280,7 @@ class EpisodeEnv(TransformedEnv):
     def record_ends(self, episodes: Sequence[Episode]) -> None:
         """Stop the run if the rewards of too many episodes failed.
 
+        Those whose scoring was given up, because the environment was closed meanwhile, don't count.
         Where none of the first episodes could be scored, a warning says so at once, and again
         after 2, 4, 8, ... such batches in a row.
 
@@ -288,6 +290,7 @@ class EpisodeEnv(TransformedEnv):
         Raises:
             TooManyRewardErrors: the limit is exceeded.
         """
+        episodes = [each for each in episodes if CLOSED not in (each.score.error or "")]
         if self.entries.has_sources:
             ended = [each for each in episodes if kind_of(each.stop_reason) != StopReason.NO_DATA]
             self._watch.record([each.score for each in ended])

@@ -3,6 +3,7 @@
 Shape legend: B rows, T tokens of a row.
 """
 
+import asyncio
 import contextlib
 import logging
 import uuid
@@ -305,7 +306,8 @@ class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
         for number, (name, made_call) in enumerate(made):
             groups = by_group(episodes, made_call.places)
             error = outcomes[number].error
-            if len(groups) > 1 and error and not isinstance(error, CallTimeoutError):
+            is_given_up = isinstance(error, CallTimeoutError | asyncio.CancelledError)
+            if len(groups) > 1 and error and not is_given_up:
                 again += [(name, call_of(name, places)) for places in groups]
         repeated = {name for name, _ in again}
         for name in repeated - self._warned:

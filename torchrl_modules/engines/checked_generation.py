@@ -18,12 +18,8 @@ _ROUNDING: Final = 1e-3
 """A log-prob above 0 by less is one of 0, in the precision of the engine."""
 
 
-_PROMISED: Final = {"generate": "max_new_tokens", "update_weights": "version"}
-"""The methods of an engine, and what each is given by name."""
-
-
 def check_engine(engine: Any, *, who: str) -> None:
-    """Check that an object has what a policy asks of an :class:`Engine`.
+    """Check that an object has what a policy asks of an engine, for batches or for each caller.
 
     Args:
         engine: the object; what it gives is checked by :func:`checked`.
@@ -33,7 +29,9 @@ def check_engine(engine: Any, *, who: str) -> None:
         TypeError: something is missing; the message says what.
     """
     faults = [] if hasattr(engine, "version") else ["has no version"]
-    for name, option in _PROMISED.items():
+    for_batches = hasattr(engine, "generate") or not hasattr(engine, "respond")
+    draws = "generate" if for_batches else "respond"
+    for name, option in ((draws, "max_new_tokens"), ("update_weights", "version")):
         method = getattr(engine, name, None)
         if not callable(method):
             faults.append(f"has no method {name}")

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -368,6 +369,28 @@ def test_D01_too_many_errors_end_the_run_with_a_summary(scripted, play):
             for _ in range(3):
                 play(env, policy)
         env.close()
+
+
+def test_scoring_that_closing_cut_short_is_no_failed_reward(scripted, play, caplog):
+    """As of the rollouts that are scored while a streaming collector is closed."""
+    begun, free = threading.Event(), threading.Event()
+
+    def waits(completions):
+        begun.set()
+        free.wait(60)
+        return [1.0] * len(completions)
+
+    parts = [DataLoadingPrimer([{"prompt": "?"}]), RewardFunctions(waits), RewardErrorLimit(0.0)]
+    env = ChatEnv(batch_size=4).append_transform(Compose(*parts))
+    with ThreadPoolExecutor(1) as pool:
+        playing = pool.submit(play, env, scripted({"": ["reply"]}))
+        assert begun.wait(60)
+        env.calls.abandon()
+        ended = playing.result(60)  # 4 of 4, of which not one is allowed, and no error
+    assert not any(row["scorable"].any() for row in ended)
+    assert "could be scored" not in caplog.text
+    free.set()
+    env.close()
 
 
 def test_rollouts_that_fail_before_they_are_scored_are_not_told_as_failed_rewards(

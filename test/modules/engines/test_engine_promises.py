@@ -131,6 +131,14 @@ class Positional(Own):
     def update_weights(self, state_dict): ...
 
 
+class ForEachCaller:
+    version = 0
+
+    async def respond(self, prompt, params, *, max_new_tokens=None, session=None): ...
+
+    async def update_weights(self, state_dict, *, version=None): ...
+
+
 class Counts(Own):
     def update_weights(self, state_dict, *, version=None):
         del state_dict, version
@@ -162,6 +170,7 @@ def test_what_is_no_engine_is_refused_when_the_policy_is_made(engine, what, chat
     policy = LLMWrapperBase(Own(None), tokenizer=chatml_tokenizer)
     with pytest.raises(TypeError, match=re.escape(f"LLMWrapperBase: the engine {what}")):
         policy.engine = engine
+    policy.engine = ForEachCaller()
 
 
 def test_an_update_after_which_the_version_is_another_one_is_an_error(chatml_tokenizer):
