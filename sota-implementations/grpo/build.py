@@ -75,7 +75,6 @@ def check_old_policy(cfg: GRPOConfig) -> None:
 def _surrogate(cfg: LossConfig, preset: Any) -> dict[str, Any]:
     """The surrogate with its settings, as an option; none for the preset's as it is."""
     from objectives.losses.surrogates import SURROGATES, SurrogateSettings
-    from torchrl_data.checks import one_of
 
     settings = cfg.surrogate_settings
     if cfg.surrogate is None and not settings:
@@ -84,7 +83,12 @@ def _surrogate(cfg: LossConfig, preset: Any) -> dict[str, Any]:
     if ":" in str(chosen):
         chosen = import_callable("surrogate", chosen)
     elif isinstance(chosen, str):
-        chosen = SURROGATES[one_of("surrogate", chosen, tuple(SURROGATES))]
+        if chosen not in SURROGATES:
+            raise ValueError(
+                f"surrogate must be one of {', '.join(SURROGATES)}, or mine:f, a function of "
+                f"yours, got {chosen!r}."
+            )
+        chosen = SURROGATES[chosen]
     kind = chosen if isinstance(chosen, type) else type(chosen)
     try:
         if isinstance(chosen, SurrogateSettings):  # a preset's

@@ -26,7 +26,9 @@ def _lines(told: Explanation) -> list[str]:
     """The text that is printed of a run."""
     name = "/".join(told.folder.resolve().parts[-2:])
     reward = ""
-    if math.isfinite(told.first_reward):
+    if told.first_reward == told.last_reward:  # of a few steps the first are the last ones
+        reward = f", mean reward {told.first_reward:.3g}"
+    elif math.isfinite(told.first_reward):
         reward = (
             f", reward {told.first_reward:.3g} in the first and {told.last_reward:.3g} in the last"
         )

@@ -83,8 +83,13 @@ def _policy_faults(cfg: RecipeConfig) -> Iterator[str]:
         yield "dry_run=true changes no earlier run: leave overwrite= and resume= out."
     if policy.add_control_tokens and (policy.model is None or cfg.engine.name != "transformers"):
         yield "policy.add_control_tokens of a policy.model is for one with engine=transformers."
-    if policy.chat_template is not None and (policy.model is None or policy.chat_template_name):
-        yield "policy.chat_template is for a policy.model, in place of policy.chat_template_name."
+    if policy.chat_template is not None and policy.model is None:
+        yield "policy.chat_template is for a policy.model: the embedded one has its own."
+    if policy.chat_template is not None and policy.chat_template_name:
+        yield (
+            "policy.chat_template stands in place of policy.chat_template_name, which is "
+            f"{policy.chat_template_name}: set policy.chat_template_name=null, too."
+        )
     if policy.model is None and policy.model_kwargs:
         yield "policy.model_kwargs are for a policy.model that is loaded."
     yield from _quantization_faults(cfg)
