@@ -2,18 +2,20 @@
 
 What a layer does between its products is a dozen passes over its activations, and a norm alone is
 eight kernels. Compiled, most of them become one, which saves time and the memory of what lies
-between. Attention over packed rows stays a call of its own: no two batches have the same one.
+between. Attention over packed rows stays a call of its own: no two batches have the same one. A
+step of drawing, of one token of each row, is compiled with its attention.
 """
 
 import logging
 import warnings
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .compilation import Compiled
@@ -32,24 +34,31 @@ def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
+class _CompiledForm(NamedTuple):
+    """One way of calling modules of one kind, compiled."""
+
+    applies: Callable[..., bool]
+    """Whether a call, of a module and its arguments, is made in this way."""
+    call: Callable[..., Any]
+
+
 class _CompiledCall:
-    """The call of a module: its compiled form for some calls, and its own for others.
+    """The call of a module: a compiled form for some calls, and its own for others.
 
     It is put where ``nn.Module.compile`` puts its own, which copies and pickles leave out.
     """
 
-    def __init__(
-        self, module: nn.Module, compiled: Callable[..., Any], applies: Callable[..., bool]
-    ) -> None:
-        self._module = ref(module)
-        self._compiled, self._applies = compiled, applies
+    def __init__(self, module: nn.Module, forms: Sequence[_CompiledForm]) -> None:
+        self._module, self.forms = ref(module), forms
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         module: Any = self._module()
-        if torch.compiler.is_compiling() or not self._applies(module, *args, **kwargs):
-            return module._call_impl(*args, **kwargs)
-        return self._compiled(module, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            for form in self.forms:
+                if form.applies(module, *args, **kwargs):
+                    return form.call(module, *args, **kwargs)
+        return module._call_impl(*args, **kwargs)
 
 
 class _Checked:
@@ -120,18 +129,40 @@ def compile_layers(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     slow = "each of its operators is a kernel"
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     norms = [each for each in model.modules() if type(each).__name__.endswith("RMSNorm")]
-    for kind, modules, applies, options in (
-        ("a layer", layers, _is_of_packed_rows, {"fullgraph": False}),
-        ("a norm", norms, _is_plain_call, {}),
+
+    def compiled(what: str, **options: Any) -> _Checked:
+        return _Checked(Compiled(_call, f"{what} of {name}", slow=slow, dynamic=True, **options))
+
+    packed, step, norm = (
+        compiled("a layer", fullgraph=False),
+        compiled("a layer's step"),
+        compiled("a norm"),
+    )
+    steps = _CompiledForm(_is_of_slots, partial(_with_own_slots, step))
+    for modules, forms in (
+        (layers, [_CompiledForm(_is_of_packed_rows, packed), steps]),
+        (norms, [_CompiledForm(_is_plain_call, norm)]),
     ):
-        form = _Checked(Compiled(_call, f"{kind} of {name}", slow=slow, dynamic=True, **options))
         for module in modules:
             held: Any = module
             before = held._compiled_call_impl
             if isinstance(before, _CompiledCall) or before is None:
-                fresh = _CompiledCall(module, form, applies)
+                fresh = _CompiledCall(module, forms)
                 held._compiled_call_impl = (before or fresh) if wanted else None
     return wanted
+
+
+def compile_alike(module: nn.Module, other: nn.Module) -> None:
+    """Let a module be compiled as another one is, of which it is a copy.
+
+    Args:
+        module: changed in place; without those inside of it.
+        other: whose compiled forms it shares.
+    """
+    held: Any = other
+    if isinstance(held._compiled_call_impl, _CompiledCall):
+        fresh: Any = module
+        fresh._compiled_call_impl = _CompiledCall(module, held._compiled_call_impl.forms)
 
 
 def settle_compilation(wrapped: nn.Module, model: PreTrainedModel, wanted: bool | None) -> None:
@@ -158,6 +189,23 @@ def settle_compilation(wrapped: nn.Module, model: PreTrainedModel, wanted: bool 
 def _is_of_packed_rows(module: nn.Module, *_: Any, **kwargs: Any) -> bool:
     # A layer that `fully_shard` has cut up since then gathers itself in hooks.
     return kwargs.get("trie") is not None and not hasattr(module, "_get_fsdp_state")
+
+
+def _is_of_slots(_: nn.Module, *__: Any, **kwargs: Any) -> bool:
+    return kwargs.get("slots") is not None and _cache_of(kwargs) is not None
+
+
+def _cache_of(given: Mapping[str, Any]) -> str | None:
+    """The name under which a layer is given the cache of all layers."""
+    return next((name for name, value in given.items() if isinstance(value, Cache)), None)
+
+
+def _with_own_slots(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer with its own layer of the cache: all layers are compiled as one then."""
+    name = _cache_of(kwargs)
+    assert name is not None
+    number = next(each.layer_idx for each in module.modules() if hasattr(each, "layer_idx"))
+    return call(module, *args, **{**kwargs, name: kwargs[name].layers[number]})
 
 
 def _is_plain_call(module: nn.Module, *args: Any, **kwargs: Any) -> bool:

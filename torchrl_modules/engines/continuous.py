@@ -44,14 +44,15 @@ class ContinuousDecoding:
         self, engine: TransformersEngine, *, max_running: int, kept: KeptCaches, is_own: bool
     ) -> None:
         self._engine = engine
-        self._model = model = engine.inside
+        model = engine.inside
+        self._model = engine.drawing_model()
         self._max_running = max_running
         self.kept = kept
         self.slots: SlotReader | None = None
         """What reads all rows, if one can."""
         self._groups: list[tuple[PromptReader, list[Request]]] = []
         if issubclass(engine.reader, SlotReader):
-            self.slots = engine.reader(model, kept)
+            self.slots = engine.reader(self._model, kept)
             self._groups = [(self.slots, [])]
         else:
             warnings.warn(
@@ -182,6 +183,7 @@ class ContinuousDecoding:
     def update(self, load: Callable[[], None], recompute: bool) -> None:
         """Load weights between two tokens."""
         load()
+        self._engine.drawing_model()  # which has the weights of now
         self._changes = self._num_changes()
         self.kept.clear()
         if not recompute:

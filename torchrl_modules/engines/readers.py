@@ -9,7 +9,7 @@ Shape legend: A rows, T tokens so far, V vocabulary.
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,8 +29,16 @@ from .slot_reader import SlotReader, has_plain_cache
 
 FoundReaders = WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[PromptReader]]]
 Reader = TypeVar("Reader", bound=PromptReader)
+_VARLEN: Final = {"cuda"}
+"""Devices with a kernel of attention for rows of many lengths."""
 _found = FoundReaders()
 """Of models that were tried: in which state, and how they continue rows."""
+
+
+class VarlenSlotReader(SlotReader):
+    """The same where attention reads of a slot no more than its row has: on a GPU."""
+
+    _reads_varlen: ClassVar[bool] = True
 
 
 class ColumnMaskSlotReader(SlotReader):
@@ -245,10 +253,12 @@ def find_prompt_reader(model: PreTrainedModel) -> type[PromptReader]:
     is_plain, config = has_plain_cache(model), model.config.get_text_config()
     num_heads = getattr(config, "num_attention_heads", 0)
     shares_keys = (getattr(config, "num_key_value_heads", None) or num_heads) < num_heads
-    if is_plain and shares_keys and config._attn_implementation == "sdpa":
+    by_length = is_plain and model.device.type in _VARLEN
+    if is_plain and (shares_keys or by_length) and config._attn_implementation == "sdpa":
         use_packed_attention(model)  # It repeats no keys and values for heads that share them.
     cap_attention(model)
     readers: list[type[PromptReader]] = [
+        *([VarlenSlotReader] if by_length else []),
         *([SlotReader, ColumnMaskSlotReader] if is_plain else []),
         *(PaddedReader, OwnCacheReader, OwnCachePositionsReader, WholeRowReader),
     ]
@@ -279,8 +289,9 @@ def fastest(
         f"TransformersEngine: {name} can't be sampled from here, but perhaps with vLLM: no way to "
         f"continue {what} gives what its forward says of a whole one",
     )
-    is_slower = bool(wrong) and not issubclass(readers[at], SlotReader)
-    if is_slower and issubclass(readers[0], SlotReader) and wrong[0].is_error:
+    by_length = issubclass(readers[0], VarlenSlotReader)
+    is_fastest = issubclass(readers[at], VarlenSlotReader if by_length else SlotReader)
+    if not is_fastest and issubclass(readers[0], SlotReader) and wrong[0].is_error:
         warnings.warn(
             f"TransformersEngine: rows of {name} are drawn by {readers[at].__name__}, which is "
             f"slower, because the fastest way failed when it was tried: {wrong[0]}.",
@@ -305,7 +316,7 @@ def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: ReadingTrial)
     prompts = [row[: max(1, min(4, len(row) - 2))].tolist() for row in rows]
     results: list[list[Tensor]] = [[] for _ in rows]
     for group in group_rows(prompts, range(len(rows)), by_length=cls.needs_one_length):
-        reader, here = cls(model), list(group)
+        reader, here = _on_trial(cls(model)), list(group)
         logits = reader.read([prompts[i] for i in here])
         for step in range(max(len(rows[i]) - len(prompts[i]) for i in group)):
             tokens = [rows[i][min(len(prompts[i]) + step, len(rows[i]) - 1)] for i in here]
@@ -327,13 +338,19 @@ def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: ReadingTrial)
     return _joined(cls, model, trial.rows)
 
 
+def _on_trial(reader: Reader) -> Reader:
+    if isinstance(reader, SlotReader):
+        reader.is_trial = True
+    return reader
+
+
 def _joined(cls: type[SlotReader], model: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tensor]:
     """Log-probs of the last tokens of rows that join one by one, and go on from what was kept."""
     kept = KeptCaches(max_tokens=None)
-    first, begin = cls(model, kept), rows[0][: len(rows[0]) // 2 + 1].tolist()
+    first, begin = _on_trial(cls(model, kept)), rows[0][: len(rows[0]) // 2 + 1].tolist()
     first.read([begin])
     first.leave_behind(0, begin, "trial")
-    reader, results = cls(model, kept), [[] for _ in rows]
+    reader, results = _on_trial(cls(model, kept)), [[] for _ in rows]
     num_read = [max(1, len(row) - 3) for row in rows]
     here: list[int] = []
     joining, logits = [len(rows) - 1], torch.empty(0)

@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicLayer
 
 from torchrl_data.devices import on_device
 from torchrl_data.ragged.packed import pad
+from torchrl_modules.scoring.slot_attention import SlotPlan, has_slot_attention
 from torchrl_modules.transformers_releases import UnboundedCacheLayer, with_cache
 
 from .decoding import PromptReader, last_position
@@ -31,6 +32,7 @@ from .kept_caches import Found, KeptCaches
 
 _WINDOW: Final = re.compile("window|chunk|local")
 _MIN_COLUMNS = 64
+_SPARE_SLOTS: Final = 2
 _STEPS: Final = 64
 """On an accelerator a step sees so many columns more at a time."""
 _GROWTH = 1.25
@@ -68,6 +70,16 @@ class _Places:
         """Tokens that the longest row has read."""
         self.num_columns = 0
         """Columns that a step sees, the one included that it writes."""
+        self.numbers = torch.zeros(0, dtype=torch.int32, device=device)
+        """The first numbers, one more than there are slots."""
+        self.starts = self.numbers
+        """Where each slot begins among the columns of all of them, and where the last one ends."""
+
+    def plan(self) -> SlotPlan:
+        """What attention over slots reads in a step."""
+        behind = len(self.lengths) + 1
+        lengths = (self.lengths + 1).to(torch.int32)
+        return SlotPlan(lengths, self.numbers[:behind], self.starts[:behind], self.num_columns)
 
 
 class _SlotLayer(UnboundedCacheLayer):
@@ -79,6 +91,9 @@ class _SlotLayer(UnboundedCacheLayer):
     def __init__(self, places: _Places, like: Any) -> None:
         super().__init__()
         self._places = places
+        self.is_varlen = False
+        """Its columns lie one behind the other, as attention over rows of many lengths reads them;
+        otherwise those of each head do."""
         self.is_initialized = True
         kind = like.keys.device.type
         # A mask that could be left out is left out by its values, which a host would wait for.
@@ -90,6 +105,19 @@ class _SlotLayer(UnboundedCacheLayer):
             for states in (like.keys, like.values)
         )
 
+    def grow(self, num_slots: int, num_columns: int) -> None:
+        """Make the buffers larger; what is in them stays."""
+        for name in ("keys", "values"):
+            buffer = getattr(self, name)
+            slots, heads, columns, size = buffer.shape
+            # Zeros: what is masked is multiplied by 0, which leaves infinity and NaN.
+            if self.is_varlen:
+                grown = buffer.new_zeros(num_slots, num_columns, heads, size).transpose(1, 2)
+            else:
+                grown = buffer.new_zeros(num_slots, heads, num_columns, size)
+            grown[:slots, :, :columns] = buffer
+            setattr(self, name, grown)
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """They are made when the first rows are read."""
 
@@ -100,6 +128,8 @@ class _SlotLayer(UnboundedCacheLayer):
         slots, lengths = self._places.slots, self._places.lengths
         self.keys[slots, :, lengths] = key_states.squeeze(2).to(self.keys.dtype)
         self.values[slots, :, lengths] = value_states.squeeze(2).to(self.values.dtype)
+        if self.is_varlen:
+            return self.keys, self.values
         num_rows, num_columns = len(lengths), self._places.num_columns
         return self.keys[:num_rows, :, :num_columns], self.values[:num_rows, :, :num_columns]
 
@@ -107,7 +137,7 @@ class _SlotLayer(UnboundedCacheLayer):
         """Columns of the mask, and where it begins."""
         return self._places.num_columns, 0
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self, *_: Any) -> int:
         """The longest row's."""
         return self._places.longest
 
@@ -223,6 +253,8 @@ class SlotReader(PromptReader):
     reads_past_ends = True
     _gives_whole_masks: ClassVar[bool] = True
     """Of each token over the columns, and not of each column whether it is there."""
+    _reads_varlen: ClassVar[bool] = False
+    """What attention reads of a slot is as long as its row, where it takes the model's keys."""
 
     def __init__(self, model: PreTrainedModel, kept: KeptCaches | None = None) -> None:
         super().__init__(model)
@@ -240,6 +272,8 @@ class SlotReader(PromptReader):
         self._graphs: dict[tuple[int, int], _StepGraph] = {}
         """By rows and columns."""
         self._num_asked: Counter[tuple[int, int]] = Counter()
+        self.is_trial = False
+        """It is asked whether the model takes what it is given, whatever kernels there are."""
         self.num_read = 0
         """Tokens of prompts that the model has read, padding and what was kept left out."""
 
@@ -271,8 +305,11 @@ class SlotReader(PromptReader):
 
     def _step(self, tokens: Tensor, *, is_masked: bool) -> Tensor:
         """The model's own part of a step, of which the host reads no value."""
-        lengths, mask = self._places.lengths, None
-        if is_masked:
+        lengths, mask, more = self._places.lengths, None, {}
+        if self._layers[0].is_varlen:
+            mask = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=tokens.device)
+            more["slots"] = self._places.plan()
+        elif is_masked:
             mask = torch.arange(self._places.num_columns, device=tokens.device) <= lengths[:, None]
             mask = mask[:, None, None] if self._gives_whole_masks else mask.long()
         positions = lengths
@@ -283,6 +320,7 @@ class SlotReader(PromptReader):
             attention_mask=mask,
             position_ids=positions[:, None],
             **self._given,
+            **more,
         )
         return output.logits[:, -1]
 
@@ -293,6 +331,8 @@ class SlotReader(PromptReader):
         # them, and who gets them writes there.
         own = (1 << (num_rows - 1).bit_length(), _graph_columns(num_seen))
         self._reserve(*own)
+        if self._layers[0].is_varlen:  # It costs nothing to see columns that no row has.
+            own = (own[0], self._num_columns)
         fitting = [
             (rows, columns)
             for rows, columns in self._graphs
@@ -414,19 +454,18 @@ class SlotReader(PromptReader):
         if num_rows <= self._num_slots and num_columns <= self._num_columns:
             return
         if num_rows > self._num_slots:
-            self._num_slots = max(num_rows, 2 * self._num_slots)
+            # A compiler that sees as many slots as rows once takes it that they are always as many.
+            spare = _SPARE_SLOTS if self._layers[0].is_varlen else 0
+            self._num_slots = max(num_rows + spare, 2 * self._num_slots)
         if num_columns > self._num_columns:
             self._num_columns = max(num_columns + _MIN_COLUMNS, int(_GROWTH * num_columns))
         self._graphs.clear()  # of the buffers that were
         self._num_asked.clear()
         for layer in self._layers:
-            for name in ("keys", "values"):
-                buffer = getattr(layer, name)
-                slots, heads, columns, size = buffer.shape
-                # Zeros: what is masked is multiplied by 0, which leaves infinity and NaN.
-                grown = buffer.new_zeros(self._num_slots, heads, self._num_columns, size)
-                grown[:slots, :, :columns] = buffer
-                setattr(layer, name, grown)
+            layer.grow(self._num_slots, self._num_columns)
+        places, device = self._places, self.model.device
+        places.numbers = torch.arange(self._num_slots + 1, dtype=torch.int32, device=device)
+        places.starts = self._num_columns * places.numbers
 
     def fill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
         """Read prompts into slots, a few passes for all; logits of the next tokens, in order."""
@@ -482,6 +521,13 @@ class SlotReader(PromptReader):
         self.num_read += sum(map(len, new))
         if not self._layers:  # buffers of the shapes that the model has shown
             self._layers = [_SlotLayer(self._places, layer) for layer in cache.layers]
+            num_heads = self.model.config.get_text_config().num_attention_heads
+            if self._reads_varlen and (
+                self.is_trial
+                or all(has_slot_attention(x.keys, x.values, num_heads) for x in self._layers)
+            ):
+                for layer in self._layers:
+                    layer.is_varlen = True
             self._given = with_cache(self.model, Cache(layers=list(self._layers)))
         self._reserve(len(self._counts), self._places.longest)
         for element, (ids, found) in enumerate(rows):  # each into all the slots that have it

@@ -40,6 +40,7 @@ from torchrl_modules.weights.expected_weights import (
 from torchrl_modules.weights.lazy_weights import LazyWeights
 from torchrl_modules.weights.quantized_weights import settle_quantized_layers
 
+from .cast_weights import CastModel, is_cast_for_each_token
 from .decoding import PromptReader, decode
 from .drawn_tokens import tokens_per_look as default_tokens_per_look
 from .engine import Generation
@@ -59,34 +60,57 @@ _KEPT_BESIDE_TRAINING: Final = 4 << 30
 """Bytes of buffers that stay while a gradient is computed."""
 
 
-class _KeptSlots:
-    """A reader between two calls, whose steps are captured: its buffers and its graphs."""
+class _KeptSteps:
+    """What the steps of the next call need again, while weights are where they are.
+
+    That is a model whose matrices are cast, where there is one, and a reader whose steps are
+    captured: its buffers and its graphs.
+    """
 
     def __init__(self) -> None:
         self._reader: SlotReader | None = None
+        self._cast: CastModel | None = None
         self._state: Hashable = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has none: graphs are of one model and one process."""
+        """A copy has nothing: graphs are of one model and one process."""
         return type(self), ()
 
-    def take(self, state: Hashable, kept: KeptCaches | None) -> SlotReader | None:
-        """Take it, without rows; ``None`` where there is none of this state."""
+    def renew(self, state: Hashable, model: PreTrainedModel, dtype: torch.dtype | None) -> Any:
+        """Forget what is of another state; the model that draws, with its weights of now.
+
+        Args:
+            state: where weights are, and what acts of them.
+            model: the engine's.
+            dtype: of autocast.
+        """
+        if state != self._state:
+            self.clear()
+            self._state = state
+        if not is_cast_for_each_token(model, dtype):
+            self._cast = None
+        elif self._cast is not None:
+            self._cast.refresh()
+        elif dtype is not None:
+            self._cast = CastModel(model, dtype)
+        return model if self._cast is None else self._cast.model
+
+    def take(self, kept: KeptCaches | None) -> SlotReader | None:
+        """Take the reader, without rows; ``None`` where there is none."""
         reader, self._reader = self._reader, None
-        if reader is None or state != self._state:
-            return None
-        reader.restart(kept)
+        if reader is not None:
+            reader.restart(kept)
         return reader
 
-    def put(self, state: Hashable, reader: PromptReader) -> None:
-        """Keep it, if a step is captured."""
+    def put(self, reader: PromptReader) -> None:
+        """Keep the reader, if a step is captured."""
         if isinstance(reader, SlotReader) and reader.has_graphs:
-            self._reader, self._state = reader, state
+            self._reader = reader
 
     def clear(self, most_bytes: int = 0) -> None:
-        """Let go of it, if its buffers take more."""
-        if self._reader is not None and self._reader.nbytes > most_bytes:
-            self._reader = self._state = None
+        """Let go of all, if it takes more."""
+        if sum(each.nbytes for each in (self._reader, self._cast) if each is not None) > most_bytes:
+            self._reader = self._cast = self._state = None
 
 
 class TransformersEngine(ChecksAttributes):
@@ -188,7 +212,7 @@ class TransformersEngine(ChecksAttributes):
             and inside.num_parameters() >= _TRIMMED_PARAMETERS
         )
         self._kept_for: Hashable = None
-        self._slots = _KeptSlots()
+        self._steps = _KeptSteps()
         self.version = 0
         """How many updates the weights have seen, or the number that the last one was given."""
         self._is_mixed = False
@@ -353,11 +377,11 @@ class TransformersEngine(ChecksAttributes):
                     self._kept.clear()
                     self._kept_for = now
                 new_reader = partial(self.reader, kept=self._kept)
-            state = self._state_of_steps() if issubclass(self.reader, SlotReader) else None
+            model = self.drawing_model()
             for group in group_rows(prompts, text, by_length=self.reader.needs_one_length):
-                reader = self._slots.take(state, self._kept) or new_reader(self.inside)
+                reader = self._steps.take(self._kept) or new_reader(model)
                 yield group, reader
-                self._slots.put(state, reader)  # not after an error
+                self._steps.put(reader)  # not after an error
         rows = [i for i in good if images[i]]
         if not rows or self.images is None:
             return
@@ -368,9 +392,17 @@ class TransformersEngine(ChecksAttributes):
                 reader = cls(self.inside, self.images, [media[k] for k in places])
                 yield [rows[k] for k in places], reader
 
+    def drawing_model(self) -> PreTrainedModel:
+        """The model that draws tokens, with its weights of now.
+
+        Under autocast on a GPU it is one whose matrices are cast once, otherwise the engine's own.
+        """
+        state = self._state_of_steps()
+        return self._steps.renew(state, self.inside, self._autocast_dtype)
+
     def make_room(self) -> None:
-        """A gradient is to be computed: let go of buffers for drawing that take over 4 GiB."""
-        self._slots.clear(_KEPT_BESIDE_TRAINING)
+        """A gradient is to be computed: let go of what drawing keeps, if it takes over 4 GiB."""
+        self._steps.clear(_KEPT_BESIDE_TRAINING)
 
     def _state_of_steps(self) -> Hashable:
         """A captured step is another one when this is: where weights are, and what acts of them."""
@@ -382,7 +414,7 @@ class TransformersEngine(ChecksAttributes):
         """Let go of what is kept of earlier rows, buffers included: no row goes on from it."""
         if self._kept is not None:
             self._kept.clear()
-        self._slots.clear()
+        self._steps.clear()
 
     def copied(self) -> "TransformersEngine":
         """The same over a copy of the model, with the same version."""

@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from torchrl_modules.transformers_releases import takes_sdpa
 
+from .slot_attention import SlotPlan, slot_attention
 from .trie_attention import (
     PrefixTrie,
     Segment,
@@ -53,6 +54,7 @@ def packed_sdpa_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     trie: PrefixTrie | None = None,
+    slots: SlotPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention within the sequences of one packed row."""
@@ -61,12 +63,20 @@ def packed_sdpa_forward(
     # value: [1, G, N, D].
     # trie: which tokens make up the sequences; `None` when the input is not packed. Sequences share
     # tokens only where `can_share` allows it.
-    # Gives [1, N, H, D] and `None`.
+    # slots: where rows go on that are drawn; query is one token of each then, [A, H, 1, D], and key
+    # and value are [S, G, C, D].
+    # Gives [1, N, H, D], or [A, 1, H, D], and `None`.
     if torch.is_autocast_enabled(query.device.type):
         # As autocast hands them to SDPA; rotary positions leave them of several types.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     heads = (query, key, value)
+    if slots is not None:
+        _refuse_more(module, attention_mask, kwargs)
+        if softcap is not None or dropout or sliding_window is not None:
+            raise PackedInputLost(f"{type(module).__name__} wants more than plain attention.")
+        attended = slot_attention(query.squeeze(2), key, value, slots, scaling)
+        return attended[:, None], None
     if trie is None:
         if _is_packed_here():
             raise PackedInputLost(f"{type(module).__name__} is not told what its sequences are.")
@@ -93,14 +103,18 @@ def packed_sdpa_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, **options, **kwargs
         )
-    # A layer that makes a mask of its own, or has sinks or a bias, is not only packed.
-    more = [name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()]
-    more += ["attention_mask"] if attention_mask is not None and attention_mask.numel() else []
-    if more:
-        raise PackedInputLost(f"{type(module).__name__} gives its attention {', '.join(more)}.")
+    _refuse_more(module, attention_mask, kwargs)
     if torch.compiler.is_compiling() and query.device.type in _APART:
         return _attend_apart(heads, trie, dropout, scaling, sliding_window, softcap), None
     return _attend_packed(heads, trie, dropout, scaling, sliding_window, softcap), None
+
+
+def _refuse_more(module: nn.Module, mask: Tensor | None, given: dict[str, Any]) -> None:
+    """A layer that makes a mask of its own, or has sinks or a bias, has not only plain rows."""
+    more = [name for name, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()]
+    more += ["attention_mask"] if mask is not None and mask.numel() else []
+    if more:
+        raise PackedInputLost(f"{type(module).__name__} gives its attention {', '.join(more)}.")
 
 
 _APART: Final = {"cuda"}
