@@ -57,15 +57,13 @@ class CastModel:
             cast.copy_(weight)
 
 
-def is_cast_for_each_token(model: nn.Module, dtype: torch.dtype | None) -> bool:
+def is_cast_for_each_token(model: nn.Module, dtype: torch.dtype) -> bool:
     """Whether drawing under autocast would cast matrices for every token, and need not.
 
     Args:
         model: which draws. One with hooks draws itself: a copy would not have those to come.
-        dtype: of autocast; ``None`` without.
+        dtype: of autocast.
     """
-    if dtype is None:
-        return False
     found = False
     for module in model.modules():
         if module._forward_hooks or module._forward_pre_hooks:

@@ -87,12 +87,12 @@ class _KeptSteps:
         if state != self._state:
             self.clear()
             self._state = state
-        if not is_cast_for_each_token(model, dtype):
+        if dtype is None or not is_cast_for_each_token(model, dtype):
             self._cast = None
-        elif self._cast is not None:
-            self._cast.refresh()
-        elif dtype is not None:
+        elif self._cast is None:
             self._cast = CastModel(model, dtype)
+        else:
+            self._cast.refresh()
         return model if self._cast is None else self._cast.model
 
     def take(self, kept: KeptCaches | None) -> SlotReader | None:
