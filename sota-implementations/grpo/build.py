@@ -126,7 +126,8 @@ def check_entries(cfg: GRPOConfig, env: torchrl_envs.EpisodeEnv) -> None:
 
     kind = getattr(objectives, PRESETS[cfg.loss.name])
     options = _surrogate(cfg.loss, kind.preset)
-    on_request = (keys.ENTROPY, keys.KEPT_COUNTS, keys.ROUTED_EXPERTS, keys.SAMPLING_MASK)
+    on_request = (keys.ENTROPY, keys.UNTEMPERED_LOG_PROBS, keys.KEPT_COUNTS)
+    on_request += (keys.ROUTED_EXPERTS, keys.SAMPLING_MASK)
     read = batch_entries(options["surrogate"]).values() if options else ()
     known = [key for key in read if isinstance(key, str) or key[0] not in on_request]
     packages = {type(part).__module__.partition(".")[0] for part in env.episode_transforms()}
