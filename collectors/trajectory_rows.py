@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase, unravel_key
 
 from torchrl_data.batched_object import read_objects
+from torchrl_data.conversation import Conversations, Turn
 from torchrl_data.conversation_io import row_tensordicts, write_conversations
 from torchrl_data.keys import (
     AGENT,
@@ -40,7 +41,9 @@ from torchrl_data.keys import (
 from torchrl_data.stop_reason import StopReason, stop_reason_of
 from torchrl_envs.entries.rewards import REWARD_ERRORS, token_entries_of_row, turn_ends
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_entries import EPISODE
+from torchrl_envs.episode.episode_entries import EPISODE, batch_of_ended
+from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.episode.trajectory_transform import TrajectoryTransform
 from torchrl_envs.rewards.scoring_call import LOGGED_EXTRA, LOGGED_METRICS
 
 _NO_BATCH = torch.Size([])
@@ -85,6 +88,32 @@ def trajectory_rows(
         last = token_entries_of_row(batch, row, episode.conversation.num_tokens(0))
         result.append(_rows_of(episode, shared, last))
     return result
+
+
+def row_outline(env: EpisodeEnv) -> TensorDict:
+    """Return a row with the entries that rollouts of an environment have, and no rollout in it.
+
+    Nothing is run. What a policy records on request is left out, and what a transform of the
+    user's own adds to an episode without declaring it.
+
+    Args:
+        env: whose rollouts.
+    """
+    opening = Conversations.from_tokens([[0]], [[]], awaits_response=True)
+    turn = Turn([0], [0.0], {"role": "assistant", "content": ""}, versions=0)
+    episode, names = Episode(), env.reward_names
+    episode.example, episode.conversation = {}, opening.append_turns([turn])
+    for part in env.transforms_of(TrajectoryTransform):
+        names = [*names, part.penalty_name]
+        episode.token_entries |= dict.fromkeys(part.results, torch.zeros(2))
+    batch = batch_of_ended([episode], names, has_tools=env.entries.has_tools)
+    further = env.reward_entries
+    for spec in (env.full_observation_spec, env.full_reward_spec):
+        for key in map(unravel_key, spec.keys(include_nested=True, leaves_only=True)):
+            if (key if isinstance(key, str) else key[0]) in further:
+                batch.set(key, torch.zeros(1, 1))
+    ((row,),) = trajectory_rows(batch, [0], further=further)
+    return row
 
 
 def _columns(

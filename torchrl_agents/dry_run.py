@@ -21,7 +21,7 @@ from .model_card import reach_hub
 from .models.adapters import with_adapters
 from .models.loading import load_model, load_processor, load_tokenizer, place_of
 from .models.outline import outline
-from .models.own_engine import check_own_engine
+from .models.own_engine import engine_factory
 from .models.policies import build_policies, check_images, check_split
 from .models.policy_arguments import wrapper_arguments
 from .models.sources import model_source
@@ -71,7 +71,7 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
         return build_policies(cfg, task)[1]
     on_ray, is_vllm = collects_on_ray(cfg), cfg.engine.name == "vllm"
     if cfg.engine.is_own:
-        check_own_engine(cfg.engine)
+        engine_factory(cfg.engine)  # it is not made
     starts_here = is_vllm and not (cfg.engine.url or cfg.engine.urls)
     if on_ray and find_spec("ray") is None:
         hint = f"pip install 'torchrl-agents[ray]'; see {page('docs/clusters.md')}"

@@ -5,11 +5,12 @@ Settings are given by name (``check_counts("Primer", group_size=size)``); None i
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 Choice = TypeVar("Choice", bound=str)
 Thing = TypeVar("Thing")
@@ -106,6 +107,21 @@ def check_type(name: str, value: object, kind: type, *, who: str = "") -> None:
     """Check a setting that takes an object of a class."""
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{_named(who, name)} takes {kind.__name__}(...), got {value!r}.")
+
+
+def takes_argument(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function has an argument of a name, or takes any as ``**kwargs``.
+
+    Args:
+        function: or a method.
+        name: of the argument.
+
+    Example:
+        >>> takes_argument(sorted, "key"), takes_argument(sorted, "order")
+        (True, False)
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def check_names(who: str, names: Iterable[str], known: Collection[str]) -> None:

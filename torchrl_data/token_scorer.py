@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from .checks import takes_argument
 from .sampling_masks import SamplingMasks
 
 
@@ -104,18 +105,13 @@ def expert_arguments(scorer: TokenScorer, experts: Tensor | None, who: str) -> d
     """
     if experts is None:
         return {}
-    if not _takes(scorer, "routed_experts"):
+    if not takes_argument(scorer.score_packed, "routed_experts"):
         raise TypeError(
             f"{who}: rows say to which experts their tokens went, and score_packed of "
             f"{type(scorer).__name__} takes none. Score with TransformersWrapper, or sample "
             "without routed_experts."
         )
     return {"routed_experts": experts}
-
-
-def _takes(scorer: TokenScorer, name: str) -> bool:
-    takes = inspect.signature(scorer.score_packed).parameters.values()
-    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in takes)
 
 
 def mask_arguments(
@@ -136,7 +132,7 @@ def mask_arguments(
     """
     if masks is None or not bool(masks.recorded.any()):
         return {}
-    if not _takes(scorer, "sampling_masks"):
+    if not takes_argument(scorer.score_packed, "sampling_masks"):
         raise TypeError(
             f"{who}: {int(masks.recorded.sum())} of {masks.num_tokens} tokens have sampling masks, "
             f"and score_packed of {type(scorer).__name__} takes none. Score with "

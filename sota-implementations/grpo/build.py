@@ -103,6 +103,45 @@ def _surrogate(cfg: LossConfig, preset: Any) -> dict[str, Any]:
     return {"surrogate": partial(chosen, **settings) if settings else chosen}
 
 
+def check_entries(cfg: GRPOConfig, env: torchrl_envs.EpisodeEnv) -> None:
+    """Check that rollouts will hold the entries that a surrogate of the user's own reads.
+
+    Of what a policy records on request, and of what a transform of the user's own adds to an
+    episode, the first step tells.
+
+    Args:
+        cfg: the settings.
+        env: of the rollouts.
+
+    Raises:
+        MissingEntryError: nobody writes one; in the words of the first step.
+    """
+    import torch
+    from tensordict import lazy_stack
+
+    from collectors.trajectory_rows import row_outline
+    from objectives.losses.surrogates import batch_entries
+    from torchrl_data import keys
+    from torchrl_data.missing_entry import require_entries
+
+    kind = getattr(objectives, PRESETS[cfg.loss.name])
+    options = _surrogate(cfg.loss, kind.preset)
+    on_request = (keys.ENTROPY, keys.UNTEMPERED_LOG_PROBS, keys.KEPT_COUNTS)
+    on_request += (keys.ROUTED_EXPERTS, keys.SAMPLING_MASK)
+    read = batch_entries(options["surrogate"]).values() if options else ()
+    known = [key for key in read if isinstance(key, str) or key[0] not in on_request]
+    packages = {type(part).__module__.partition(".")[0] for part in env.episode_transforms()}
+    if not known or packages - {"torchrl_envs", "torchrl_tasks"}:
+        return
+    rows = lazy_stack([row_outline(env)])
+    if (postproc := build_postproc(cfg, None)) is not None:
+        rows = postproc(rows)
+    later = [keys.ADVANTAGE, *([keys.REF_LOG_PROBS_FULL] if cfg.loss.kl_to_ref_coeff else [])]
+    for key in later:
+        rows.set(key, torch.zeros(1, 1))
+    require_entries(rows[0], known, kind.__name__)
+
+
 def build_advantage(
     cfg: LossConfig, group_size: int, refill: objectives.GroupRefill | None = None
 ) -> objectives.MCAdvantage:

@@ -17,6 +17,7 @@ from build import (
     build_loss,
     build_pools,
     build_postproc,
+    check_entries,
     check_old_policy,
 )
 from config import ALGORITHMS, GRPOConfig, LossConfig
@@ -54,6 +55,7 @@ RECIPE = Recipe(
         temperature=cfg.policy.temperature,
         max_tokens=(cfg.collector.max_turns or 1) * (cfg.policy.max_new_tokens or 1),
     ),
+    rehearse=lambda cfg, setup, _: check_entries(cfg, setup.env),
     train=lambda training: train(training),
 )
 

@@ -10,8 +10,11 @@ from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplaceme
 from torchrl.envs.transforms import Compose
 
 from collectors import CheckpointStore, LLMCollector, RunState, StreamingCollector
+from collectors.trajectory_rows import row_outline
 from objectives import MCAdvantage
 from torchrl_data import LogProbs, Masks, MissingEntryError, Tokens
+from torchrl_data.keys import LOG_PROBS_FULL
+from torchrl_data.missing_entry import known_entries
 from torchrl_envs import (
     AnswerReward,
     ChatEnv,
@@ -21,6 +24,7 @@ from torchrl_envs import (
     StepCounter,
     row_reward,
 )
+from torchrl_envs.rewards.kl import KLComputation
 from torchrl_modules import TransformersWrapper
 
 GROUPS = {"tokens": Tokens, "masks": Masks, "log_probs": LogProbs}
@@ -75,6 +79,13 @@ class Parser(AnswerReward):
 
     def components(self, text, row, query):
         return {"reward": float(row["letter"] in text), "success": True}
+
+
+class Always(AnswerReward):
+    """1, and a further entry."""
+
+    def components(self, text, row, query):
+        return {"reward": 1.0, "success": True}
 
 
 def match(completions, letter, **_):
@@ -266,3 +277,28 @@ def test_a_row_has_what_is_documented_and_nothing_else(policy, collector):
     objects = {"row", "stop_reason", "finish_reason", "reward_errors", "history"}
     objects |= {"row_kind", "agent"}
     assert set(row.keys()) == {key[0] for key in ragged} | set(numbers) | objects
+
+
+@pytest.mark.parametrize("collector", [LLMCollector, StreamingCollector])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param(lambda: [RewardFunctions([one])], id="a reward"),
+        pytest.param(lambda: [FunctionTools([echo]), RewardFunctions([one, one])], id="tools"),
+        pytest.param(lambda: [Always()], id="what scores declares more"),
+        pytest.param(
+            lambda: [
+                RewardFunctions([one]),
+                KLComputation(LOG_PROBS_FULL, LOG_PROBS_FULL, kl_key="kl"),
+            ],
+            id="values by token and a penalty",
+        ),
+    ],
+)
+def test_what_rows_will_hold_is_known_before_anything_is_run(policy, collector, parts):
+    env = make_env(*parts(), num_rows=4)
+    env.check()
+    outline = row_outline(env)
+    with collector(env, policy, total_trajectories=4) as collecting:
+        for row in collecting.collect().unbind(0):
+            assert known_entries(row) == known_entries(outline)

@@ -422,6 +422,10 @@ def test_without_a_template_the_name_decides_and_hermes_is_the_default():
     assert detect_tool_call_format(None) == "hermes"
     with pytest.raises(ValueError, match=r"no tool call format 'qwen9'; there are \['[a-z]"):
         tool_call_parser("qwen9")
+    with pytest.raises(ValueError, match=r"'\w+'\], or mine:f, a function of yours\.$"):
+        tool_call_parser("qwen9")
+    with pytest.raises(ValueError, match=r"'\w+'\]\.$"):  # which takes names alone
+        parse_tool_calls("", "qwen9")
 
 
 def test_a_depth_of_a_hundred_thousand_and_a_huge_number_are_refused():

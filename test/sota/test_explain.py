@@ -230,6 +230,21 @@ def test_updates_that_are_not_finite_are_told_and_those_without_a_gradient_are_n
     assert (finding.code, finding.explains) == ("not_finite", 0.5)
 
 
+def test_every_filter_that_is_set_is_named_where_nothing_is_trained(tmp_path):
+    """One that is 0 filters, too; one that is off, and what filters nothing, do not."""
+    run = write_metrics(tmp_path / "run", *[{"kept_fraction": 0.0, "optimizer_steps": 0}] * 4)
+    (run / "config.yaml").write_text(
+        "loss:\n"
+        "  filters: {trust_region: null, off_policy_threshold: 0.0, drop_truncated: false,\n"
+        "            of_later: 3}\n"
+        "  sampler_correction: {max_k3: 0.5, level: token}\n"
+    )
+    (finding,) = explain_run(run).findings
+    assert finding.code == "nothing_trained"
+    named = "loss.filters.off_policy_threshold=0.0, loss.filters.of_later=3, "
+    assert finding.change.startswith(f"Leave out {named}loss.sampler_correction.max_k3=0.5, or")
+
+
 def test_findings_are_in_the_order_of_what_they_explain_and_rows_show_it(explain, tmp_path):
     told = explain("policy.max_new_tokens=4", reward="long")
     assert [(each.code, each.explains) for each in told.findings] == [

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
@@ -28,6 +29,9 @@ class Engine:
         if self._pushed:
             with open(self._pushed, "a") as file:
                 print(self.version, file=file)
+
+class Again(Engine):
+    """Another one of the same."""
 
 def letters(completions, **_): return [float(c.count("a")) for c in completions]
 '''
@@ -84,6 +88,24 @@ def test_what_the_own_engine_drew_is_what_is_trained_at_every_version(run, tmp_p
 def test_an_engine_that_can_not_be_made_is_refused_before_weights_are_loaded(run, arguments, words):
     done = run(*TINY, *arguments, "dry_run=true")
     assert done.returncode == 1
+    assert words in done.stderr.splitlines()[-1]
+
+
+def test_several_runs_draw_with_an_engine_each(run, tmp_path):
+    engines = ("engine.name=mine:Engine,mine:Again", ENGINE[1])
+    done = run(*TINY, "--multirun", *engines, "train.num_steps=1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    (path,) = (tmp_path / "outputs/grpo").rglob("multirun.json")
+    runs = json.loads(path.read_text())
+    assert [run["steps"] for run in runs] == [1, 1]
+    settings = [yaml.safe_load((path.parent / n / "config.yaml").read_text()) for n in "01"]
+    assert [each["engine"]["name"] for each in settings] == ["mine:Engine", "mine:Again"]
+
+
+def test_an_engine_that_no_recipe_has_is_refused_before_the_first_of_several_runs(run):
+    done = run(*TINY, *ENGINE[1:], "--multirun", "engine.name=mine:Engine,sglang")
+    assert done.returncode == 1
+    words = "must be one of transformers, vllm, or mine:Engine, one of yours, got 'sglang'"
     assert words in done.stderr.splitlines()[-1]
 
 

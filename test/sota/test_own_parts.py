@@ -22,7 +22,10 @@ MINE = """
 from pathlib import Path
 import torch
 from torchrl.record.loggers.csv import CSVLogger
-from torchrl_envs import row_reward
+from objectives import reads
+from objectives.functional import clipped_surrogate
+from torchrl_envs import EpisodeTransform, RewardFunctions, row_reward
+from torchrl_envs.tasks.task import Task
 
 def scalar(completions, **_): return 1.0
 def nothing(completions, **_): return None
@@ -42,6 +45,18 @@ def late(completions, **_):
     return [1.0] * len(completions)
 @row_reward
 def never(completion): return None
+def heat(completions, **_): return [2.0] * len(completions)
+@reads(heat=("rewards", "heat"))
+def patient(log_ratio, advantage, heat): return clipped_surrogate(log_ratio / heat, advantage)
+@reads(heat=("next", "warmth"))
+def warm(log_ratio, advantage, heat): return clipped_surrogate(log_ratio / heat, advantage)
+class Warmth(EpisodeTransform):
+    def finish(self, episode):
+        episode.token_entries["warmth"] = torch.full((len(episode.assistant_mask),), 2.0)
+def make(split="train"):
+    rows = [{"prompt": f"{i}?", "answer": str(i)} for i in range(20)]
+    scores = lambda: [RewardFunctions([shape]), Warmth()]
+    return Task(name="mine", train_rows=rows[:12], held_out_rows=rows[12:], rewards=scores)
 """
 OWN = ("debug=tiny", "logger=none", "train.num_steps=1", "task.dataset=rows.jsonl")
 
@@ -232,6 +247,24 @@ def test_a_sum_of_rewards_does_not_say_what_is_solved(run):
     assert result["before/mean@1"] == result["before/rewards/right"]
     done = run(*own, "evaluate.solved_by=rihgt", "dry_run=true")
     assert "evaluate.solved_by='rihgt' is no reward; there are" in done.stderr.splitlines()[-1]
+
+
+def test_a_dry_run_refuses_an_entry_that_nobody_writes_as_the_first_step_would(run):
+    own = (*OWN, "policy.max_new_tokens=4", "loss.surrogate=mine:patient")
+    lacks = (*own, "task.rewards=mine:shape", "loss.kl_to_ref_coeff=0.1")
+    dry, first = (run(*lacks, *more).stderr.splitlines()[-1] for more in (["dry_run=true"], []))
+    assert "DAPO reads [('rewards', 'heat')], which the batch lacks. The batch holds [" in dry
+    assert first.startswith(f"{dry} The traceback is in "), first
+    has = (*own, "task.rewards=[mine:shape,mine:heat]", "task.reward_weights=[1,0]")
+    done = run(*has, "dry_run=true")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_dry_run_leaves_what_a_transform_of_the_users_own_may_write_to_the_first_step(run):
+    own = (*OWN[:-1], "task.factory=mine:make", "policy.max_new_tokens=4")
+    for more in (["dry_run=true"], []):
+        done = run(*own, "loss.surrogate=mine:warm", *more)
+        assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,15 @@ class RunEvidence:
         value = self._settings.get(name)
         return default if value is None else value
 
+    def settings_of(self, group: str) -> dict[str, Any]:
+        """The settings of a group that had a value, by their paths.
+
+        Args:
+            group: its path.
+        """
+        of_group = ((name, self.setting(name)) for name in self._settings)
+        return {n: x for n, x in of_group if n.startswith(f"{group}.") and x is not None}
+
     @cached_property
     def recipe(self) -> str:
         """The name of the recipe; empty for a loop of the user's own."""

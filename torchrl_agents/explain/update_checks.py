@@ -182,15 +182,9 @@ def nothing_trained(run: RunEvidence) -> RunFinding | None:
     # Expert iteration keeps the best alone: there, a part is what is meant.
     if not kept <= 0.5 or (run.recipe == "expert_iteration" and kept > 0):
         return None
-    filters = {
-        name: value
-        for name in (
-            *("loss.filters.drop_truncated", "loss.filters.trust_region"),
-            *("loss.filters.top_entropy_fraction", "loss.filters.off_policy_threshold"),
-            "loss.sampler_correction.max_k3",
-        )
-        if (value := run.setting(name))
-    }
+    correction = "loss.sampler_correction.max_k3"
+    settings = {**run.settings_of("loss.filters"), correction: run.setting(correction)}
+    filters = {name: x for name, x in settings.items() if x is not None and x is not False}
     given = ", ".join(f"{name}={value}" for name, value in filters.items())
     cut = run.mean("truncated_fraction", run.last)
     if kept == 0:

@@ -15,13 +15,21 @@ from torchrl_modules import LLMWrapperBase
 from .policy_arguments import wrapper_arguments
 
 
-def check_own_engine(cfg: EngineConfig) -> None:
-    """Check that what the settings name can be called with what they give.
+def engine_factory(cfg: EngineConfig) -> Callable[[], Any]:
+    """Return what makes the engine: the user's class or function, with what the settings give it.
+
+    Args:
+        cfg: the settings of the engine.
 
     Raises:
-        SettingsError: it can't be found, or does not take them.
+        SettingsError: it can't be found, or does not take what they give.
     """
-    _call_of(cfg)
+    with refusing("engine"):
+        make = import_callable("engine.name", cfg.name)
+    given = {**({"url": cfg.url} if cfg.url else {}), **cfg.engine_kwargs}
+    with refusing(f"engine.name={cfg.name} with engine.url and engine.engine_kwargs"):
+        inspect.signature(make).bind(**given)
+    return partial(make, **given)
 
 
 def own_engine_policy(cfg: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> LLMWrapperBase:
@@ -34,15 +42,6 @@ def own_engine_policy(cfg: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> 
     Raises:
         SettingsError: the engine can't be made, or lacks what a policy asks of one.
     """
-    make = _call_of(cfg.engine)
+    make = engine_factory(cfg.engine)
     with refusing(f"engine.name={cfg.engine.name}"):
         return LLMWrapperBase(make(), **wrapper_arguments(cfg.policy, tokenizer))
-
-
-def _call_of(cfg: EngineConfig) -> Callable[[], Any]:
-    with refusing("engine"):
-        make = import_callable("engine.name", cfg.name)
-    given = {**({"url": cfg.url} if cfg.url else {}), **cfg.engine_kwargs}
-    with refusing(f"engine.name={cfg.name} with engine.url and engine.engine_kwargs"):
-        inspect.signature(make).bind(**given)
-    return partial(make, **given)

@@ -26,7 +26,7 @@ from torchrl_modules.weights.quantized_weights import quantization_of
 
 from .chat_server_policy import ChatServerPolicy
 from .loading import load_model, load_processor, load_tokenizer
-from .own_engine import check_own_engine, own_engine_policy
+from .own_engine import engine_factory, own_engine_policy
 from .policy_arguments import wrapper_arguments
 from .sources import model_source, task_tokenizer
 from .vllm_policy import vllm_policy
@@ -58,7 +58,7 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
             return None, ChatServerPolicy(url, model, **arguments)
     is_vllm = cfg.engine.name == "vllm" and not collects_on_ray(cfg)
     if cfg.engine.is_own:
-        check_own_engine(cfg.engine)  # before weights are loaded
+        engine_factory(cfg.engine)  # what is wrong with it shows before weights are loaded
     is_elsewhere = is_vllm or cfg.engine.is_own
     with model_source(cfg, task) as source:
         if is_elsewhere and not isinstance(cfg, TrainingConfig):

@@ -22,7 +22,7 @@ from torchrl_envs.tasks import TASKS
 
 from .arguments import setting_names
 from .errors import SettingsError
-from .field_rules import among, rule_of, values_of
+from .field_rules import FieldRule, rule_of
 from .recipe import FILES, Recipe
 from .recipe_help import recipe_help
 from .recorded_arguments import with_recorded
@@ -186,11 +186,10 @@ def _continuations(recipe: Recipe, word: str, composed: DictConfig) -> set[str]:
     name, given, _ = word.partition("=")
     known_groups = groups(recipe)
     if given:
-        group, _, last = name.rpartition(".")
-        kind = OmegaConf.get_type(composed, group) if group in composed else None
+        rule = _rule_of(recipe, composed, name)
         is_flag = isinstance(OmegaConf.select(composed, name), bool)
-        usual = values_of(kind or recipe.config, last) or ["true", "false"] * is_flag
-        values = {**recipe.choices, **known_groups}.get(name, usual)
+        usual = (rule.values if rule else ()) or ("true", "false") * is_flag
+        values = known_groups.get(name, usual)
         return {f"{name}={value} " for value in values if f"{name}={value}".startswith(word)}
     leaves = (
         n for n in setting_names(composed) if not OmegaConf.is_dict(OmegaConf.select(composed, n))
@@ -272,10 +271,7 @@ def _check_setting(
 
 def _check_sweep(recipe: Recipe, cfg: DictConfig, override: Override) -> None:
     """Refuse a value that breaks its setting's rule before the first of several runs begins."""
-    group, _, name = override.key_or_group.rpartition(".")
-    kind = OmegaConf.get_type(cfg, group) if group else OmegaConf.get_type(cfg)
-    known = recipe.choices.get(override.key_or_group)
-    rule = rule_of(kind or object, name) if known is None else among(*known)
+    rule = _rule_of(recipe, cfg, override.key_or_group)
     if rule is None or not override.is_discrete_sweep():
         return
     for given in override.sweep_iterator():
@@ -288,6 +284,19 @@ def _check_sweep(recipe: Recipe, cfg: DictConfig, override: Override) -> None:
         value = OmegaConf.select(changed, override.key_or_group)
         for fault in rule.breaches(override.key_or_group, value):
             raise SettingsError(fault)
+
+
+def _rule_of(recipe: Recipe, cfg: DictConfig, path: str) -> FieldRule | None:
+    """Return the rule of a setting: of the recipe where it depends on its groups, or its field's.
+
+    Args:
+        recipe: whose setting it is.
+        cfg: the settings as they are known so far.
+        path: of the setting.
+    """
+    group, _, name = path.rpartition(".")
+    kind = OmegaConf.get_type(OmegaConf.select(cfg, group) if group else cfg)
+    return recipe.rules.get(path) or rule_of(kind or object, name)
 
 
 def _guess(name: str, known: Collection[str], settings: Collection[str] = ()) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from hydra.core.config_store import ConfigStore
 
 from . import program
-from .field_rules import values_of
+from .field_rules import FieldRule, values_of
 from .schema import (
     CollectorConfig,
     EngineConfig,
@@ -60,9 +60,9 @@ class Recipe:
     """That folder."""
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The choices of its own groups, by name; those of all recipes are :data:`GROUPS`."""
-    choices: Mapping[str, Collection[str]] = field(init=False)
-    """Values of settings that depend on its groups, by the setting's path; others are told by the
-    rules of the fields."""
+    rules: Mapping[str, FieldRule] = field(init=False)
+    """Rules of settings that depend on its groups, by the setting's path; those of others stand at
+    their fields."""
     embedded: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the embedded model that differ from those of all recipes."""
     pretrained: Mapping[str, Any] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Recipe:
     def __post_init__(self) -> None:
         folder = Path(inspect.getfile(self.config)).resolve().with_name("config")
         object.__setattr__(self, "config_dir", folder)
-        object.__setattr__(self, "choices", {"engine.name": self.all_groups["engine"]})
+        object.__setattr__(self, "rules", {"engine.name": _engine_rule(self.all_groups["engine"])})
         store = ConfigStore.instance()
         store.store(name="schema", node=self.config)
         for group, choices in self.all_groups.items():
@@ -106,6 +106,17 @@ class Recipe:
         """The choices of each group that its settings have."""
         shared = {k: v for k, v in GROUPS.items() if k in self.config.__dataclass_fields__}
         return {**shared, **self.groups}
+
+
+def _engine_rule(engines: Collection[str]) -> FieldRule:
+    """Return the rule of ``engine.name``; where vLLM may draw, an engine of the user's own may."""
+    takes_own = "vllm" in engines
+    own = ", or mine:Engine, one of yours" if takes_own else ""
+    return FieldRule(
+        f"one of {', '.join(engines)}{own}",
+        lambda name: name in engines or (takes_own and EngineConfig(name=name).is_own),
+        tuple(engines),
+    )
 
 
 BASELINES: Final = ("batch_mean", "running_mean")

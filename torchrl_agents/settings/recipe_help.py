@@ -13,7 +13,7 @@ from torchrl_envs.tasks import settings_of_task
 
 from .arguments import setting_names
 from .defaults import EMBEDDED, PRETRAINED
-from .field_rules import FieldRule, among, rule_of
+from .field_rules import FieldRule, rule_of
 from .recipe import Recipe
 
 
@@ -65,8 +65,8 @@ def _group(recipe: Recipe, cfg: DictConfig, path: str) -> Iterator[str]:
 
 def _setting(recipe: Recipe, cfg: DictConfig, key: str, text: str) -> str:
     value = "???" if OmegaConf.is_missing(cfg, key) else OmegaConf.select(cfg, key)
-    if key in recipe.choices:
-        text = _with_rule(text, among(*recipe.choices[key]))
+    if key in recipe.rules:
+        text = _with_rule(text, recipe.rules[key])
     embedded, pretrained = {**EMBEDDED, **recipe.embedded}, {**PRETRAINED, **recipe.pretrained}
     if value is None and key in {**embedded, **pretrained}:
         own = [d.get(key, "the task's") for d in (embedded, pretrained)]

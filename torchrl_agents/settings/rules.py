@@ -34,12 +34,8 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
         SettingsError: names the setting, what it must be, and what it is.
     """
     check_path_parts(cfg.name, cfg.task.id)
-    for key, known in recipe.choices.items():
-        own = key == "engine.name" and "vllm" in known
-        if (value := attrgetter(key)(cfg)) not in known and not (own and cfg.engine.is_own):
-            names = f"{', '.join(known)}{', or mine:Engine, one of yours' if own else ''}"
-            raise SettingsError(f"{key} must be one of {names}, got {value!r}.")
-    faults = [broken_rules(cfg), _policy_faults(cfg), _engine_faults(cfg), _invariance_faults(cfg)]
+    faults = [rule.breaches(path, attrgetter(path)(cfg)) for path, rule in recipe.rules.items()]
+    faults += [broken_rules(cfg), _policy_faults(cfg), _engine_faults(cfg), _invariance_faults(cfg)]
     faults += [_own_engine_faults(cfg), _evaluation_faults(cfg)]
     if isinstance(cfg, TrainingConfig):
         faults.append(_training_faults(recipe, cfg))

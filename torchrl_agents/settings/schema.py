@@ -82,7 +82,7 @@ class PolicyConfig:
 class EngineConfig:
     """The engine that draws the tokens."""
 
-    name: str = "transformers"  # which there are depends on the recipe, see Recipe.choices
+    name: str = "transformers"  # which there are depends on the recipe, see Recipe.rules
     """transformers (the trained model itself), vllm, mine:Engine, an engine of yours that is called
     with engine_kwargs (docs/policies.md), or, where nothing is trained, chat."""
     url: str | None = None

@@ -105,7 +105,7 @@ def tool_call_parser(
             )
         return format
     name = format or detect_tool_call_format(tokenizer)
-    _format(name)
+    _format(name, or_else=", or mine:f, a function of yours")
     return functools.partial(parse_tool_calls, format=name)
 
 
@@ -145,9 +145,10 @@ def format_of_template(template: str, *, family: str = "") -> str:
     return next(shown, _FAMILIES.get(family, DEFAULT_FORMAT))
 
 
-def _format(name: str) -> Format:
+def _format(name: str, *, or_else: str = "") -> Format:
     if name not in FORMATS:
-        raise ValueError(f"There is no tool call format {name!r}; there are {sorted(FORMATS)}.")
+        known = sorted(FORMATS)
+        raise ValueError(f"There is no tool call format {name!r}; there are {known}{or_else}.")
     return FORMATS[name]
 
 

@@ -3,11 +3,12 @@
 import inspect
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from torchrl_data import page
+from torchrl_data.checks import takes_argument
 from torchrl_data.conversation import stream_number
 from torchrl_data.keys import SAMPLING_MASK
 from torchrl_modules.sampling.parameters import SamplingParameters
@@ -35,7 +36,7 @@ def check_engine(engine: Any, *, who: str) -> None:
         method = getattr(engine, name, None)
         if not callable(method):
             faults.append(f"has no method {name}")
-        elif not _takes(method, option):
+        elif not takes_argument(method, option):
             faults.append(f"has a {name} that does not take {option}=")
     if faults:
         raise TypeError(
@@ -43,11 +44,6 @@ def check_engine(engine: Any, *, who: str) -> None:
             "version, generate(prompts, params, *, max_new_tokens=None) and "
             f"update_weights(state_dict, *, version=None). See {page('docs/policies.md')}."
         )
-
-
-def _takes(method: Callable[..., Any], option: str) -> bool:
-    parameters = inspect.signature(method).parameters.values()
-    return any(each.name == option or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def checked(
