@@ -80,10 +80,10 @@ class KeptCaches:
         with self._lock:
             if not self._index:
                 return Found()
-            tokens = _as_bytes(ids[:-1])
+            tokens = as_bytes(ids[:-1])
             at = bisect_left(self._index, (tokens,))
             near = [key for _, _, key in self._index[max(0, at - 1) : at + 1]]
-            lengths = [_num_shared(self._kept[key].tokens, tokens) for key in near]
+            lengths = [num_shared(self._kept[key].tokens, tokens) for key in near]
             longest = max(lengths)
             if not longest:
                 return Found()
@@ -112,7 +112,7 @@ class KeptCaches:
                 self.max_tokens = _MAX_BYTES // max(1, num_bytes)
             if len(ids) > self.max_tokens:
                 return
-            kept = _Kept(_as_bytes(ids), next(self._numbers), cache, is_anonymous)
+            kept = _Kept(as_bytes(ids), next(self._numbers), cache, is_anonymous)
             self._kept[key] = kept
             insort(self._index, (kept.tokens, kept.number, key))
             self.num_tokens += kept.num_tokens
@@ -135,7 +135,7 @@ class KeptCaches:
                 self.end(key)
 
 
-def _as_bytes(ids: Sequence[int]) -> bytes:
+def as_bytes(ids: Sequence[int]) -> bytes:
     """Bytes that are in the order of the tokens, and of which a beginning is one of the tokens."""
     tokens = array("I", ids)
     if sys.byteorder == "little":
@@ -143,7 +143,7 @@ def _as_bytes(ids: Sequence[int]) -> bytes:
     return tokens.tobytes()
 
 
-def _num_shared(left: bytes, right: bytes) -> int:
+def num_shared(left: bytes, right: bytes) -> int:
     """The number of tokens that two rows have in common at their beginning."""
     low, high = 0, min(len(left), len(right)) // 4
     while low < high:

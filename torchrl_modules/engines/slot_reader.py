@@ -7,14 +7,13 @@ Shape legend: A rows, L columns, Q tokens that are read at once, H heads, D head
 vocabulary.
 """
 
-import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -24,11 +23,12 @@ from transformers.cache_utils import DynamicLayer
 
 from torchrl_data.devices import on_device
 from torchrl_data.ragged.packed import pad
-from torchrl_modules.scoring.slot_attention import SlotPlan, has_slot_attention
+from torchrl_modules.scoring.slot_attention import PrefixPlan, SlotPlan, has_slot_attention
 from torchrl_modules.transformers_releases import UnboundedCacheLayer, with_cache
 
 from .decoding import PromptReader, last_position
 from .kept_caches import Found, KeptCaches
+from .shared_prefixes import SharedPrefixes
 
 _WINDOW: Final = re.compile("window|chunk|local")
 _MIN_COLUMNS = 64
@@ -64,6 +64,10 @@ class _Places:
     def __init__(self, device: torch.device) -> None:
         self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
         """Tokens that each row has read, int64 ``[A]``."""
+        self.shared = torch.zeros(0, dtype=torch.int64, device=device)
+        """Of these, tokens that it shares with others and has not in its slot, int64 ``[A]``."""
+        self.prefixes: PrefixPlan | None = None
+        """Where those are, if any row shares some."""
         self.slots = torch.zeros(0, dtype=torch.int64, device=device)
         """The first A numbers."""
         self.longest = 0
@@ -78,8 +82,9 @@ class _Places:
     def plan(self) -> SlotPlan:
         """What attention over slots reads in a step."""
         behind = len(self.lengths) + 1
-        lengths = (self.lengths + 1).to(torch.int32)
-        return SlotPlan(lengths, self.numbers[:behind], self.starts[:behind], self.num_columns)
+        lengths = (self.lengths - self.shared + 1).to(torch.int32)
+        own = (lengths, self.numbers[:behind], self.starts[:behind])
+        return SlotPlan(*own, self.num_columns, self.prefixes)
 
 
 class _SlotLayer(UnboundedCacheLayer):
@@ -105,17 +110,31 @@ class _SlotLayer(UnboundedCacheLayer):
             for states in (like.keys, like.values)
         )
 
-    def grow(self, num_slots: int, num_columns: int) -> None:
-        """Make the buffers larger; what is in them stays."""
+    def grow(self, num_slots: int, num_columns: int, num_behind: tuple[int, int] = (0, 0)) -> None:
+        """Make the buffers larger; what is in them stays.
+
+        Args:
+            num_slots: of rows.
+            num_columns: of a slot.
+            num_behind: slots behind those, whose columns prefixes have: how many there are, and how
+                many there shall be.
+        """
+        before, behind = num_behind
         for name in ("keys", "values"):
             buffer = getattr(self, name)
             slots, heads, columns, size = buffer.shape
             # Zeros: what is masked is multiplied by 0, which leaves infinity and NaN.
-            if self.is_varlen:
-                grown = buffer.new_zeros(num_slots, num_columns, heads, size).transpose(1, 2)
-            else:
+            if not self.is_varlen:
                 grown = buffer.new_zeros(num_slots, heads, num_columns, size)
-            grown[:slots, :, :columns] = buffer
+            else:
+                shape = (num_slots + behind, num_columns, heads, size)
+                grown = buffer.new_zeros(shape).transpose(1, 2)
+                at = (slots - before) * columns
+                kept, begin = _flat(buffer)[at:], num_slots * num_columns
+                _flat(grown)[begin : begin + len(kept)] = kept
+                for fixed in (1, 3):  # for a compiler, which takes sizes as variable
+                    torch._dynamo.mark_static(grown, fixed)
+            grown[: slots - before, :, :columns] = buffer[: slots - before]
             setattr(self, name, grown)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -125,12 +144,14 @@ class _SlotLayer(UnboundedCacheLayer):
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Take the next token of each row, ``[A, H, 1, D]``."""
-        slots, lengths = self._places.slots, self._places.lengths
-        self.keys[slots, :, lengths] = key_states.squeeze(2).to(self.keys.dtype)
-        self.values[slots, :, lengths] = value_states.squeeze(2).to(self.values.dtype)
+        slots, columns = self._places.slots, self._places.lengths
+        if self.is_varlen:
+            columns = columns - self._places.shared
+        self.keys[slots, :, columns] = key_states.squeeze(2).to(self.keys.dtype)
+        self.values[slots, :, columns] = value_states.squeeze(2).to(self.values.dtype)
         if self.is_varlen:
             return self.keys, self.values
-        num_rows, num_columns = len(lengths), self._places.num_columns
+        num_rows, num_columns = len(columns), self._places.num_columns
         return self.keys[:num_rows, :, :num_columns], self.values[:num_rows, :, :num_columns]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
@@ -140,6 +161,11 @@ class _SlotLayer(UnboundedCacheLayer):
     def get_seq_length(self, *_: Any) -> int:
         """The longest row's."""
         return self._places.longest
+
+
+def _flat(buffer: Tensor) -> Tensor:
+    """The columns of all slots one behind the other, ``[slots * columns, H, D]``, as a view."""
+    return buffer.transpose(1, 2).flatten(0, 1)
 
 
 _Capture: TypeAlias = Callable[[Callable[[], Tensor], torch.device], Callable[[], Tensor]]
@@ -189,56 +215,106 @@ def _without_kept_casts(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
+class _StepInput(NamedTuple):
+    """What a step is given of rows that go on."""
+
+    tokens: Tensor
+    """int64 ``[A]``, the last one of each."""
+    lengths: Tensor
+    """int64 ``[A]``, see :class:`_Places`."""
+    shared: Tensor
+    """int64 ``[A]``, see :class:`_Places`."""
+    prefixes: PrefixPlan | None
+
+
 class _StepGraph:
     """A step of a fixed number of rows, of which the last may be nobody's."""
 
     def __init__(
         self,
-        step: Callable[[Tensor, Tensor, Tensor], Tensor],
+        step: Callable[["_StepInput", Tensor], Tensor],
         capture: _Capture,
+        given: "_StepInput",
         size: int,
-        tokens: Tensor,
-        lengths: Tensor,
     ) -> None:
-        device = tokens.device
+        device = given.tokens.device
         # What a graph reads has to live as long as it does.
-        self._tokens, self._lengths = (tokens.new_zeros(size) for _ in range(2))
+        tokens, lengths, starts = (x.new_zeros(size) for x in given[:3])
+        shared = given.prefixes
+        own = None if shared is None else PrefixPlan(*(x.clone() for x in shared))
+        self._own, self._shared = _StepInput(tokens, lengths, starts, own), shared
         self._slots = torch.arange(size, device=device)
         # Captured with other tokens, so that a replay that does nothing is found out. Each run
         # writes its keys and values in the same places, the last one those of the tokens.
-        self._set(torch.zeros_like(tokens), lengths)
+        self._set(given._replace(tokens=torch.zeros_like(given.tokens)))
 
         def run() -> Tensor:
             with _without_kept_casts(device.type):
-                return step(self._tokens, self._lengths, self._slots)
+                return step(self._own, self._slots)
 
         self._replay = capture(run, device)
-        replayed = self(tokens, lengths).float()
-        own = step(self._tokens, self._lengths, self._slots).float()
-        apart = (replayed - own).abs().max()
-        if bool(apart > _GRAPH_TOLERANCE * own.abs().max()):
+        replayed = self(given).float()
+        own_logits = step(self._own, self._slots).float()
+        apart = (replayed - own_logits).abs().max()
+        if bool(apart > _GRAPH_TOLERANCE * own_logits.abs().max()):
             raise RuntimeError(f"its logits are off by {apart.item():.2g}")
 
-    def _set(self, tokens: Tensor, lengths: Tensor) -> None:
-        self._tokens[: len(tokens)] = tokens
-        self._lengths.zero_()
-        self._lengths[: len(lengths)] = lengths
+    def _set(self, given: "_StepInput") -> None:
+        for own, its in zip(self._own[:3], given[:3], strict=True):
+            own[: len(its)] = its
+            own[len(its) :] = 0  # of rows that are nobody's
+        if given.prefixes is not self._shared and self._own.prefixes and given.prefixes:
+            self._shared = given.prefixes
+            for own, its in zip(self._own.prefixes, given.prefixes, strict=True):
+                own.copy_(its)
 
-    def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+    def __call__(self, given: "_StepInput") -> Tensor:
         """Logits ``[size, V]``, until the next call.
 
         Args:
-            tokens: int64 ``[A]``, at most ``size``.
-            lengths: int64 ``[A]``.
+            given: of at most ``size`` rows; its prefixes are of exactly so many.
         """
-        self._set(tokens, lengths)
+        self._set(given)
         return self._replay()
+
+
+class _GraphShape(NamedTuple):
+    """What is fixed of a captured step."""
+
+    num_rows: int
+    num_columns: int
+    num_prefixes: int
+    """It has places for."""
+
+    def fits(self, num_rows: int, num_columns: int, num_prefixes: int) -> bool:
+        """Whether it is a step of so many rows, columns and prefixes, or a few more."""
+        is_enough = self.num_rows >= num_rows and self.num_columns >= num_columns
+        return is_enough and self.num_prefixes == num_prefixes
 
 
 def _graph_columns(num_seen: int) -> int:
     """Columns of the graph of steps that see so many, or a few more."""
     step = max(_GRAPH_COLUMNS, 1 << max(0, num_seen.bit_length() - 3))
     return -(-num_seen // step) * step
+
+
+def _passes(num_new: Mapping[tuple[int, ...], int]) -> list[list[tuple[int, ...]]]:
+    """Rows that are read together: of about one length, and not too many.
+
+    Args:
+        num_new: tokens of each row that are to be read.
+    """
+    passes: list[list[tuple[int, ...]]] = []
+    total = 0
+    for ids in sorted(num_new, key=num_new.__getitem__, reverse=True):
+        total += num_new[ids]
+        longest = num_new[passes[-1][0]] if passes else 0
+        padded = longest * (len(passes[-1]) + 1) if passes else 0
+        if not passes or padded > max(_RAGGED * total, 512) or padded > _MAX_PREFILL_TOKENS:
+            passes.append([])
+            total = num_new[ids]
+        passes[-1].append(ids)
+    return passes
 
 
 class SlotReader(PromptReader):
@@ -262,16 +338,20 @@ class SlotReader(PromptReader):
         self.keeps_rows = kept is not None
         self._layers: list[_SlotLayer] = []
         self._num_slots = self._num_columns = 0
+        self._num_behind = 0
+        """Slots behind those of rows, whose columns prefixes have."""
         self._counts: list[int] = []
+        self._prefixes = SharedPrefixes(model.device)
+        self._num_seen = 1
+        """Columns of a slot that the next step sees, the one included that it writes."""
         self._places = _Places(model.device)
         self._last_position = last_position(model)
         # What is given of shapes that come again needs no plan of its own for each token.
         self._steps = 1 if model.device.type == "cpu" else _STEPS
         is_captured = model not in _not_captured
         self._capture = _CAPTURES.get(model.device.type) if is_captured else None
-        self._graphs: dict[tuple[int, int], _StepGraph] = {}
-        """By rows and columns."""
-        self._num_asked: Counter[tuple[int, int]] = Counter()
+        self._graphs: dict[_GraphShape, _StepGraph] = {}
+        self._num_asked: Counter[_GraphShape] = Counter()
         self.is_trial = False
         """It is asked whether the model takes what it is given, whatever kernels there are."""
         self.num_read = 0
@@ -285,7 +365,7 @@ class SlotReader(PromptReader):
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See :class:`PromptReader`; the rows come behind those that are there."""
         begin = len(self._counts)
-        self._count([*self._counts, *map(len, prompts)])
+        self._count([*self._counts, *map(len, prompts)], [*range(begin), *[None] * len(prompts)])
         return self.fill(prompts, range(begin, len(self._counts)))
 
     def advance(self, tokens: Tensor) -> Tensor:
@@ -293,14 +373,18 @@ class SlotReader(PromptReader):
         places, counts = self._places, self._counts
         logits = None if self._capture is None else self._replayed(tokens)
         if logits is None:
-            self._reserve(len(tokens), places.longest + 1)
-            columns = -(-(places.longest + 1) // self._steps) * self._steps
+            self._reserve(len(tokens), self._num_seen)
+            columns = -(-self._num_seen // self._steps) * self._steps
             places.num_columns = min(columns, self._num_columns)
             is_full = places.num_columns == places.longest + 1 and min(counts) == places.longest
+            if self._layers[0].is_varlen:
+                places.num_columns = self._num_columns
+                places.prefixes = self._prefix_plan(len(tokens))
             logits = self._step(tokens, is_masked=not is_full)
         self._counts = [count + 1 for count in counts]
         places.lengths = places.lengths + 1
         places.longest += 1
+        self._num_seen += 1
         return logits
 
     def _step(self, tokens: Tensor, *, is_masked: bool) -> Tensor:
@@ -326,35 +410,39 @@ class SlotReader(PromptReader):
 
     def _replayed(self, tokens: Tensor) -> Tensor | None:
         """A step of a graph; ``None`` where there is none, or none yet."""
-        num_rows, num_seen = len(tokens), self._places.longest + 1
+        num_rows, num_seen = len(tokens), self._num_seen
         # Slots behind the last row are read, too, and written at their first column: nobody has
         # them, and who gets them writes there.
-        own = (1 << (num_rows - 1).bit_length(), _graph_columns(num_seen))
-        self._reserve(*own)
+        size, columns = 1 << (num_rows - 1).bit_length(), _graph_columns(num_seen)
+        self._reserve(size, columns)
         if self._layers[0].is_varlen:  # It costs nothing to see columns that no row has.
-            own = (own[0], self._num_columns)
-        fitting = [
-            (rows, columns)
-            for rows, columns in self._graphs
-            if rows >= num_rows and columns >= num_seen
-        ]
-        best = min(fitting, key=math.prod, default=None)
+            columns = self._num_columns
+        own = _GraphShape(size, columns, self._prefixes.num_places)
+        fitting = [each for each in self._graphs if each.fits(num_rows, num_seen, own.num_prefixes)]
+        best = min(fitting, key=lambda each: each.num_rows * each.num_columns, default=None)
         if best != own:
             self._num_asked[own] += 1
             patience = _STEPS_BEFORE_A_SMALLER_GRAPH if best else _STEPS_BEFORE_A_GRAPH
             if self._num_asked[own] > patience:
                 best = own if self._captured(own, tokens) else None
-        return best and self._graphs[best](tokens, self._places.lengths)[:num_rows]
+        return best and self._graphs[best](self._input(tokens, best.num_rows))[:num_rows]
 
-    def _captured(self, shape: tuple[int, int], tokens: Tensor) -> bool:
-        """Make a graph of a step of so many rows that sees so many columns, if that works."""
+    def _input(self, tokens: Tensor, size: int) -> _StepInput:
+        """What a step of so many rows is given, of which the last ones may be nobody's."""
+        places = self._places
+        return _StepInput(tokens, places.lengths, places.shared, self._prefix_plan(size))
+
+    def _prefix_plan(self, num_rows: int) -> PrefixPlan | None:
+        return self._prefixes.plan(num_rows, self._num_slots * self._num_columns)
+
+    def _captured(self, shape: "_GraphShape", tokens: Tensor) -> bool:
+        """Make a graph of a step of this shape, if that works."""
         if self._capture is None:
             return False
-        step = partial(self._whole_step, shape[1])
+        step = partial(self._whole_step, shape.num_columns)
+        given = self._input(tokens, shape.num_rows)
         try:
-            self._graphs[shape] = _StepGraph(
-                step, self._capture, shape[0], tokens, self._places.lengths
-            )
+            self._graphs[shape] = _StepGraph(step, self._capture, given, shape.num_rows)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of the model, or of a driver: it is told, and goes without
@@ -369,16 +457,15 @@ class SlotReader(PromptReader):
             return False
         return True
 
-    def _whole_step(
-        self, num_columns: int, tokens: Tensor, lengths: Tensor, slots: Tensor
-    ) -> Tensor:
+    def _whole_step(self, num_columns: int, given: _StepInput, slots: Tensor) -> Tensor:
         """A step over some columns, whose shapes stay as they are while the buffers do."""
         places = self._places
         before = vars(places).copy()
-        places.lengths = lengths.clamp(max=self._last_position)
+        places.lengths = given.lengths.clamp(max=self._last_position)
+        places.shared, places.prefixes = given.shared, given.prefixes
         places.slots, places.num_columns = slots, num_columns
         try:
-            return self._step(tokens, is_masked=True)
+            return self._step(given.tokens, is_masked=True)
         finally:
             vars(places).update(before)
 
@@ -387,15 +474,17 @@ class SlotReader(PromptReader):
         moved = [(new, old) for new, old in enumerate(rows) if new != old]
         if moved:
             new, old = on_device([*zip(*moved, strict=True)], self.model.device)
+            seen = self._num_seen - 1
             for layer in self._layers:
                 for buffer in (layer.keys, layer.values):
-                    buffer[new, :, : self._places.longest] = buffer[old, :, : self._places.longest]
-        self._count([self._counts[old] for old in rows])
+                    buffer[new, :, :seen] = buffer[old, :, :seen]
+        self._count([self._counts[old] for old in rows], rows)
 
     def expect(self, num_tokens: int) -> None:
         """See :class:`PromptReader`: graphs need not be made anew where there is room at once."""
         if self._capture is None:
             return
+        num_tokens -= min(map(self._prefixes.length, range(len(self._counts))), default=0)
         columns, num_rows = _graph_columns(num_tokens), max(self._num_slots, len(self._counts))
         one = sum(x[:1, :, :1].nbytes for each in self._layers for x in (each.keys, each.values))
         if one * num_rows * columns <= _EXPECTED_BYTES:
@@ -408,7 +497,7 @@ class SlotReader(PromptReader):
             kept: what earlier calls have read.
         """
         self._kept, self.keeps_rows, self.num_read = kept, kept is not None, 0
-        self._count([])
+        self._count([], [])
 
     @property
     def has_graphs(self) -> bool:
@@ -432,26 +521,51 @@ class SlotReader(PromptReader):
             return
         count = min(len(ids), self._counts[row])
         cache = [
-            (layer.keys[row, :, :count].clone(), layer.values[row, :, :count].clone())
+            (self._of_row(layer.keys, row, count), self._of_row(layer.values, row, count))
             for layer in self._layers
         ]
         self._kept.keep(key, ids[:count], cache)
+
+    def _of_row(self, buffer: Tensor, row: int, count: int) -> Tensor:
+        """A copy of the first columns of a row, ``[H, count, D]``, with those that it shares."""
+        prefix = self._prefixes.of_rows[row]
+        if prefix is None:
+            return buffer[row, :, :count].clone()
+        own = buffer[row, :, : max(0, count - len(prefix.ids))]
+        begin = self._num_slots * self._num_columns + prefix.offset
+        shared = _flat(buffer)[begin : begin + min(count, len(prefix.ids))].transpose(0, 1)
+        return torch.cat([shared, own], 1)
 
     def wipe(self, row: int) -> None:
         """Leave nothing of a row that is not finite to those that use its slot later."""
         for layer in self._layers:
             layer.keys[row] = layer.values[row] = 0.0
 
-    def _count(self, counts: list[int]) -> None:
+    def _count(self, counts: list[int], rows: Sequence[int | None]) -> None:
+        """Rows have so many tokens now, of which each was one of those before, or is new."""
         self._counts, places, device = counts, self._places, self.model.device
         places.lengths = on_device(counts, device, torch.int64)
         if len(places.slots) != len(counts):
             places.slots = torch.arange(len(counts), device=device)
         places.longest = max(counts, default=0)
+        self._prefixes.keep(rows)
+        self._look_at_prefixes()
+
+    def _look_at_prefixes(self) -> None:
+        """Take over what rows share now."""
+        self._places.shared = self._prefixes.starts
+        own = [count - self._prefixes.length(row) for row, count in enumerate(self._counts)]
+        self._num_seen = max(own, default=0) + 1
 
     def _reserve(self, num_rows: int, num_columns: int) -> None:
-        """Make the buffers large enough; what is in them stays."""
-        if num_rows <= self._num_slots and num_columns <= self._num_columns:
+        """Make the buffers large enough, for prefixes, too; what is in them stays."""
+        num_shared, behind = self._prefixes.num_columns, self._num_behind
+        num_shared_before = behind * self._num_columns
+        if (
+            num_rows <= self._num_slots
+            and num_columns <= self._num_columns
+            and num_shared <= num_shared_before
+        ):
             return
         if num_rows > self._num_slots:
             # A compiler that sees as many slots as rows once takes it that they are always as many.
@@ -459,10 +573,13 @@ class SlotReader(PromptReader):
             self._num_slots = max(num_rows + spare, 2 * self._num_slots)
         if num_columns > self._num_columns:
             self._num_columns = max(num_columns + _MIN_COLUMNS, int(_GROWTH * num_columns))
+        if num_shared > num_shared_before:
+            num_shared = int(_GROWTH * num_shared)
+        self._num_behind = -(-max(num_shared, num_shared_before) // self._num_columns)
         self._graphs.clear()  # of the buffers that were
         self._num_asked.clear()
         for layer in self._layers:
-            layer.grow(self._num_slots, self._num_columns)
+            layer.grow(self._num_slots, self._num_columns, (behind, self._num_behind))
         places, device = self._places, self.model.device
         places.numbers = torch.arange(self._num_slots + 1, dtype=torch.int32, device=device)
         places.starts = self._num_columns * places.numbers
@@ -474,20 +591,16 @@ class SlotReader(PromptReader):
             places.setdefault(tuple(prompt), []).append(at)
         found = {ids: Found() if self._kept is None else self._kept.find(ids) for ids in places}
         logits: list[Tensor] = [torch.empty(0)] * len(prompts)
-        # Rows that are read together: of about one length, and not too many.
-        num_new = {ids: len(ids) - found[ids].num_tokens for ids in places}
-        passes: list[list[tuple[int, ...]]] = []
-        total = 0
-        for ids in sorted(num_new, key=lambda ids: num_new[ids], reverse=True):
-            total += num_new[ids]
-            longest = num_new[passes[-1][0]] if passes else 0
-            padded = longest * (len(passes[-1]) + 1) if passes else 0
-            if not passes or padded > max(_RAGGED * total, 512) or padded > _MAX_PREFILL_TOKENS:
-                passes.append([])
-                total = num_new[ids]
-            passes[-1].append(ids)
-        for part in passes:
-            read = self._read([(ids, found[ids]) for ids in part], places, slots)
+        passes = _passes({ids: len(ids) - found[ids].num_tokens for ids in places})
+        for number, part in enumerate(passes):
+            rows = [(ids, found[ids]) for ids in part]
+            read, cache = self._read(rows)
+            if not self._layers:
+                self._make_layers(cache)
+            if number == 0 and self._layers[0].is_varlen:
+                self._prefixes.place(prompts, slots)
+                self._look_at_prefixes()
+            self._write(rows, cache, [[slots[at] for at in places[ids]] for ids in part])
             for ids, row in zip(part, read, strict=True):
                 for at in places[ids]:
                     logits[at] = row
@@ -496,12 +609,7 @@ class SlotReader(PromptReader):
                 self._kept.end(one.used_up)
         return torch.stack(logits)
 
-    def _read(
-        self,
-        rows: list[tuple[tuple[int, ...], Found]],
-        places: dict[tuple[int, ...], list[int]],
-        slots: Sequence[int],
-    ) -> Tensor:
+    def _read(self, rows: Sequence[tuple[tuple[int, ...], Found]]) -> tuple[Tensor, DynamicCache]:
         """One pass: what is kept is padded on the left, and so is what is new behind it."""
         device = self.model.device
         new = [on_device(ids[found.num_tokens :], device) for ids, found in rows]
@@ -519,27 +627,51 @@ class SlotReader(PromptReader):
             logits_to_keep=1,
         )
         self.num_read += sum(map(len, new))
-        if not self._layers:  # buffers of the shapes that the model has shown
-            self._layers = [_SlotLayer(self._places, layer) for layer in cache.layers]
-            num_heads = self.model.config.get_text_config().num_attention_heads
-            if self._reads_varlen and (
-                self.is_trial
-                or all(has_slot_attention(x.keys, x.values, num_heads) for x in self._layers)
-            ):
-                for layer in self._layers:
-                    layer.is_varlen = True
-            self._given = with_cache(self.model, Cache(layers=list(self._layers)))
-        self._reserve(len(self._counts), self._places.longest)
-        for element, (ids, found) in enumerate(rows):  # each into all the slots that have it
-            at = on_device([slots[place] for place in places[ids]], device)
+        return output.logits[:, -1], cache
+
+    def _make_layers(self, cache: DynamicCache) -> None:
+        """Buffers of the shapes that the model has shown, without slots yet."""
+        self._layers = [_SlotLayer(self._places, layer) for layer in cache.layers]
+        self._given = with_cache(self.model, Cache(layers=list(self._layers)))
+        if not self._reads_varlen:
+            return
+        num_heads = self.model.config.get_text_config().num_attention_heads
+        is_varlen = self.is_trial or all(
+            has_slot_attention(each.keys, each.values, num_heads) for each in self._layers
+        )
+        for layer in self._layers:
+            layer.is_varlen = is_varlen
+
+    def _write(
+        self,
+        rows: Sequence[tuple[tuple[int, ...], Found]],
+        cache: DynamicCache,
+        slots: Sequence[Sequence[int]],
+    ) -> None:
+        """Write what a pass has read, each row into all the slots that have it."""
+        self._reserve(len(self._counts), max(1, self._num_seen - 1))
+        behind = self._num_slots * self._num_columns
+        for element, ((ids, found), own_slots) in enumerate(zip(rows, slots, strict=True)):
+            at = on_device(own_slots, self.model.device)
+            prefix = self._prefixes.of_rows[own_slots[0]]  # Rows that are alike share alike.
+            num_shared = 0 if prefix is None else len(prefix.ids)
             known, end = found.num_tokens, len(ids)
             for number, (layer, source) in enumerate(zip(self._layers, cache.layers, strict=True)):
                 for which, name in enumerate(("keys", "values")):
                     buffer, read = getattr(layer, name), getattr(source, name)
+                    parts = [(known, read[element, :, known - end :].to(buffer.dtype))]
                     if found.cache is not None:
-                        buffer[at, :, :known] = found.cache[number][which][:, :known]
-                    buffer[at, :, known:end] = read[element, :, known - end :].to(buffer.dtype)
-        return output.logits[:, -1]
+                        parts.append((0, found.cache[number][which][:, :known]))
+                    for begin, states in parts:
+                        split = max(0, num_shared - begin)
+                        own = begin + split - num_shared
+                        buffer[at, :, own : own + states[:, split:].shape[1]] = states[:, split:]
+                        if prefix is not None and not prefix.is_read:
+                            shared = states[:, :split].transpose(0, 1)
+                            first = behind + prefix.offset + begin
+                            _flat(buffer)[first : first + len(shared)] = shared
+            if prefix is not None:
+                prefix.is_read = True
 
     def _padded(self, rows: list[Found], width: int) -> DynamicCache:
         """What is kept of rows, padded on the left to one width."""

@@ -186,7 +186,7 @@ def test_what_a_graph_reads_lives_as_long_as_it_does(device_waits, monkeypatch):
     tokens = reader.read(device_waits.prompts_of(3)).argmax(-1)
     monkeypatch.setattr(slot_reader._StepGraph, "__init__", init)
     reader._reserve(4, 256)
-    reader._captured((4, 256), tokens)
+    reader._captured(slot_reader._GraphShape(4, 256, 0), tokens)
     gc.collect()
     assert len(made) == 1
     assert len(read) > 10

@@ -1,0 +1,187 @@
+"""What rows begin with alike is kept once and read once, and they draw what they drew without."""
+
+import asyncio
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_modules import AsyncTransformersEngine, SamplingParameters, TransformersEngine
+from torchrl_modules.engines import readers, shared_prefixes, slot_reader
+from torchrl_modules.engines.kept_caches import KeptCaches
+from torchrl_modules.engines.readers import VarlenSlotReader
+from torchrl_modules.engines.shared_prefixes import SharedPrefixes, shared_lengths
+from torchrl_modules.engines.slot_reader import SlotReader
+from torchrl_modules.scoring.packed_attention import use_packed_attention
+from torchrl_modules.tiny_model import tiny_qwen3
+
+PARAMS = SamplingParameters(max_new_tokens=30, seed=5, stop_token_ids=(*range(30, 50),))
+FIRST, SECOND = [*range(1, 30)], [*range(60, 80)]
+PROMPTS = [FIRST] * 3 + [[*FIRST, 5, 6]] * 2 + [SECOND] * 2 + [[7, 8, 9]] + [[*SECOND[:5], 3]]
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch):
+    """By the form of attention that needs no kernel."""
+    monkeypatch.setattr(readers, "_VARLEN", {"cpu"})
+    monkeypatch.setattr(slot_reader, "has_slot_attention", lambda *_: True)
+    monkeypatch.setattr(shared_prefixes, "_SHORTEST", 4)
+
+
+def without(model, **options):
+    """An engine that keeps every row whole."""
+    engine = TransformersEngine(model, **options)
+    engine.reader = SlotReader
+    return engine
+
+
+def same(found, expected):
+    assert [(one.ids, one.finish_reason) for one in found] == [
+        (one.ids, one.finish_reason) for one in expected
+    ]
+    for here, there in zip(found, expected, strict=True):
+        assert here.log_probs == pytest.approx(there.log_probs, abs=1e-5, rel=1e-4)
+
+
+def num_kept(rows, cuts):
+    shared = {tuple(row[:cut]) for row, cut in zip(rows, cuts, strict=True)}
+    return sum(map(len, shared)) + sum(len(row) - cut for row, cut in zip(rows, cuts, strict=True))
+
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=4))
+def test_the_cuts_leave_as_few_tokens_as_any_would(rows):
+    before, shared_prefixes._SHORTEST = shared_prefixes._SHORTEST, 1
+    try:
+        cuts = shared_lengths(rows)
+    finally:
+        shared_prefixes._SHORTEST = before
+    every = product(*(range(len(row) + 1) for row in rows))
+    assert num_kept(rows, cuts) == min(num_kept(rows, some) for some in every)
+
+
+def test_a_short_beginning_is_not_worth_a_cut():
+    assert shared_lengths([[1, 2, 3, 9], [1, 2, 3, 8]]) == [0, 0]
+    assert shared_lengths([[1, 2, 3, 4, 9], [1, 2, 3, 4, 8], [5] * 9]) == [4, 4, 0]
+    # A system prompt that all begin with, and the longer prompts of two groups.
+    system, one, two = [0] * 6, [1] * 9, [2] * 9
+    rows = [system + one + [k] for k in range(3, 6)] + [system + two + [k] for k in range(3, 6)]
+    assert shared_lengths(rows) == [15] * 6
+
+
+def test_columns_of_prefixes_are_used_again():
+    prefixes = SharedPrefixes(torch.device("cpu"))
+    prefixes.keep([None] * 4)
+    prefixes.place([FIRST, FIRST, SECOND, SECOND], range(4))
+    assert (prefixes.num_columns, prefixes.num_places) == (len(FIRST) + len(SECOND), 8)
+    assert prefixes.starts.tolist() == [len(FIRST)] * 2 + [len(SECOND)] * 2
+    prefixes.keep([3, 2, None])  # the first prefix goes, a row comes that has the second one
+    prefixes.place([[*SECOND, 1]], [2])
+    assert prefixes.of_rows[2] is prefixes.of_rows[0]
+    prefixes.keep([0, 1, 2, None, None])
+    prefixes.place([[9] * 20, [9] * 20], [3, 4])
+    assert prefixes.of_rows[3].offset == 0
+    plan = prefixes.plan(8, 100)
+    assert plan.order.tolist() == [3, 4, 0, 1, 2, 5, 6, 7]
+    assert plan.queries.tolist() == [0, 2, *[5] * 7, 8]
+    assert plan.starts.tolist()[:2] == [100, 100 + len(FIRST)]
+    assert plan.lengths.tolist() == [20, len(SECOND), *[0] * 7]
+    assert plan.has_any.tolist() == [True] * 5 + [False] * 3
+    assert torch.equal(plan.order[plan.inverse], torch.arange(8))
+
+
+def test_a_group_keeps_its_prompt_once():
+    model = tiny_qwen3(100)
+    use_packed_attention(model)
+    reader = VarlenSlotReader(model)
+    with torch.no_grad():
+        reader.read([FIRST] * 16)
+    layer = reader._layers[0].keys
+    slots, _, columns, _ = layer.shape
+    # Two to spare, and one for the prefix; each has the least columns there are, for what is drawn.
+    assert (slots, columns) == (16 + 2 + 1, 1 + slot_reader._MIN_COLUMNS)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_groups_draw_the_same_while_rows_come_and_go(device_waits, monkeypatch, captures):
+    model, budgets = tiny_qwen3(100), [30 - 2 * row for row in range(len(PROMPTS))]
+    expected = without(model).generate(PROMPTS, PARAMS, max_new_tokens=budgets)
+    drawn = device_waits.draw_continuously(without(model), PARAMS, 5)
+    count = 0
+
+    def capture(run, _):
+        nonlocal count
+        count += 1
+        logits = run().clone()
+        return lambda: logits.copy_(run())
+
+    if captures:
+        monkeypatch.setattr(slot_reader, "_STEPS_BEFORE_A_GRAPH", 1)
+        monkeypatch.setattr(slot_reader, "_STEPS_BEFORE_A_SMALLER_GRAPH", 2)
+        monkeypatch.setitem(slot_reader._CAPTURES, "cpu", capture)
+    engine = TransformersEngine(model)
+    assert engine.reader is VarlenSlotReader
+    for _ in range(2):
+        same(engine.generate(PROMPTS, PARAMS, max_new_tokens=budgets), expected)
+    again = device_waits.draw_continuously(engine, PARAMS, 5)
+    same([one.generation() for one in again], [one.generation() for one in drawn])
+    assert (count >= 2) == captures
+
+
+def test_what_is_kept_of_a_row_is_all_of_it():
+    model = tiny_qwen3(100)
+    use_packed_attention(model)
+    kept, plain = KeptCaches(None), KeptCaches(None)
+    row = [*FIRST, 11, 12, 13]
+    with torch.no_grad():
+        for cls, where in ((VarlenSlotReader, kept), (SlotReader, plain)):
+            reader = cls(model, where)
+            reader.read([FIRST, SECOND, FIRST])
+            for token in row[len(FIRST) :]:
+                reader.advance(torch.tensor([token] * 3))
+            reader.leave_behind(2, row)
+            # The next turn reads only what is new, and its rows share what was kept.
+            reader.restart(where)
+            logits = reader.read([[*row, 20], [*row, 21]])
+            assert reader.num_read == 2
+            logits = reader.advance(logits.argmax(-1))
+            if cls is VarlenSlotReader:
+                found = logits
+                assert reader._prefixes.starts.tolist() == [len(row)] * 2
+    torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
+
+
+def test_new_weights_read_what_is_shared_again():
+    model = tiny_qwen3(100)
+    other = {name: 0.7 * x for name, x in model.state_dict().items()}
+    params = SamplingParameters(max_new_tokens=40, temperature=0.0, stop_token_ids=())
+
+    async def run(engine):
+        decoding = engine._decoding
+        tasks = [asyncio.create_task(engine.respond(prompt, params)) for prompt in PROMPTS]
+        while decoding.num_drawn < 3 * len(PROMPTS):
+            await asyncio.sleep(0.001)
+        await engine.update_weights(other)
+        return [await task for task in tasks]
+
+    engine = AsyncTransformersEngine(TransformersEngine(model))
+    try:
+        assert isinstance(engine._decoding.slots, VarlenSlotReader)
+        found = asyncio.run(run(engine))
+    finally:
+        engine.close()
+    model.load_state_dict(other)
+    checked = 0
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *one.ids]])).logits[0].log_softmax(-1)
+        for at, version in enumerate(one.token_versions(0)):
+            if version == 1:
+                expected = logits[len(prompt) + at - 1, one.ids[at]].item()
+                assert one.log_probs[at] == pytest.approx(expected, abs=1e-4)
+                checked += 1
+    assert checked > 20
