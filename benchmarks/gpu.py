@@ -736,6 +736,46 @@ def _both(a: Any, b: Any) -> tuple[Sequence[float], Sequence[float]]:
 
 
 @scenario(limit_s=60)
+def slots(run: Run) -> None:
+    """Attention over slots by length, and prompts that a group shares: as with masks."""
+    import torch
+
+    from torchrl_modules import SamplingParameters, TransformersEngine
+    from torchrl_modules.engines import readers, slot_reader
+
+    dtype = torch.bfloat16 if run.is_cuda else torch.float32
+    model = small_model(run).to(run.device, dtype)
+    if not run.is_cuda:  # the form that needs no kernel
+        readers._VARLEN.add("cpu")
+        slot_reader.has_slot_attention = lambda *_: True
+    draw = random.Random(0)
+    groups = [[draw.randrange(512) for _ in range(70 + 9 * group)] for group in range(3)]
+    prompts = [[*groups[row % 3], *range(row // 6)] for row in range(9)]
+    params = SamplingParameters(max_new_tokens=64, temperature=0.0, stop_token_ids=())
+    budgets = [64 - 5 * row for row in range(9)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engine = TransformersEngine(model)
+        ours = engine.generate(prompts, params, max_new_tokens=budgets)
+    reader = engine.reader(model)
+    with torch.no_grad():
+        reader.read(prompts)
+    note = "; ".join(str(each.message)[:200] for each in told)
+    run.holds("a step reads by length", all(x.is_varlen for x in reader._layers), note)
+    run.holds("groups share their prompts", reader._prefixes.num_places > 0)
+    plain = TransformersEngine(model)
+    plain.reader = slot_reader.SlotReader
+    other = plain.generate(prompts, params, max_new_tokens=budgets)
+    gaps = []
+    for a, b in zip(ours, other, strict=True):
+        for x, y, one, same in zip(*_both(a, b), a.ids, b.ids, strict=False):
+            gaps.append(abs(x - y))
+            if one != same:  # a near tie, as rounding has it; what follows is of another row
+                break
+    run.check("their log-probs", max(gaps), 0.1 if run.is_cuda else 1e-4, f"{len(gaps)} tokens")
+
+
+@scenario(limit_s=60)
 def waits(run: Run) -> None:
     """How often the host waits for the device: for a token of all rows, and in a training pass."""
     if not run.is_cuda:
@@ -927,8 +967,8 @@ def lora(run: Run) -> None:
 # Is it fast ---------------------------------------------------------------------------------------
 
 
-def _drawing_prompts(run: Run, num_rows: int) -> list[list[int]]:
-    size = 16 if run.is_tiny else 256
+def _drawing_prompts(run: Run, num_rows: int, size: int = 256) -> list[list[int]]:
+    size = 80 if run.is_tiny else size
     draw = random.Random(1)
     groups = [[draw.randrange(300, 1000) for _ in range(size)] for _ in range(-(-num_rows // 8))]
     return [groups[row // 8] for row in range(num_rows)]
@@ -942,41 +982,53 @@ def _token_limit_ms(run: Run, model: Any, num_rows: int) -> float:
     return 1e3 * max(read, 2 * num_rows * sum(p.numel() for p in weights) / run.rates[name])
 
 
+_NEW: Final = {True: 16, False: 128}
+"""Tokens that are drawn of each row, in a rehearsal and on a GPU."""
+
+
+def _draw_ours(
+    run: Run, model: Any, num_rows: int, name: str, more: dict[str, Any], size: int = 256
+) -> None:
+    """Time the engine over a model in groups of 8 rows that share a prompt."""
+    from torchrl_modules import SamplingParameters, TransformersEngine
+
+    new = _NEW[run.is_tiny]
+    engine = TransformersEngine(model)
+    params = SamplingParameters(
+        **{"max_new_tokens": new, "seed": 1, "stop_token_ids": (), **more}
+    ).with_tokenizer(tokenizer_of(run))
+    prompts = _drawing_prompts(run, num_rows, size)
+
+    def draw() -> Any:
+        return engine.generate(prompts, params)
+
+    taken = run.seconds(draw, warm=1, repeats=2)
+    drawn = sum(len(each.ids) for each in draw())
+    peak = run.peak_gib(draw)
+    told = ""
+    if not more:
+        short = dataclasses.replace(params, max_new_tokens=16)
+        told = run.profile(f"drawing_{num_rows}", lambda: engine.generate(prompts, short))
+    run.figure(
+        *(f"ours, {num_rows} rows, {name}", 1e3 * taken / new, "ms a token"),
+        *(
+            _token_limit_ms(run, model, num_rows),
+            f"{drawn / taken:,.0f} tokens/s {peak} {told}",
+        ),
+    )
+
+
 @scenario(limit_s=110, timed=True)
 def drawing(run: Run) -> None:
     """Drawing tokens with Transformers: this library's engine, and what Transformers has itself."""
     import torch
 
-    from torchrl_modules import SamplingParameters, TransformersEngine
-
     model = big_model(run, torch.bfloat16 if run.is_cuda else torch.float32).eval()
-    new = 16 if run.is_tiny else 128
+    new = _NEW[run.is_tiny]
     own_attention = model.config._attn_implementation
 
     def ours(num_rows: int, name: str, more: dict[str, Any]) -> None:
-        engine = TransformersEngine(model)
-        params = SamplingParameters(
-            max_new_tokens=new, seed=1, **{"stop_token_ids": (), **more}
-        ).with_tokenizer(tokenizer_of(run))
-        prompts = _drawing_prompts(run, num_rows)
-
-        def draw() -> Any:
-            return engine.generate(prompts, params)
-
-        taken = run.seconds(draw, warm=1, repeats=2)
-        drawn = sum(len(each.ids) for each in draw())
-        peak = run.peak_gib(draw)
-        told = ""
-        if not more:
-            short = dataclasses.replace(params, max_new_tokens=16)
-            told = run.profile(f"drawing_{num_rows}", lambda: engine.generate(prompts, short))
-        run.figure(
-            *(f"ours, {num_rows} rows, {name}", 1e3 * taken / new, "ms a token"),
-            *(
-                _token_limit_ms(run, model, num_rows),
-                f"{drawn / taken:,.0f} tokens/s {peak} {told}",
-            ),
-        )
+        _draw_ours(run, model, num_rows, name, more)
 
     def generate(num_rows: int) -> None:
         model.set_attn_implementation("sdpa")
@@ -1023,6 +1075,41 @@ def drawing(run: Run) -> None:
     run.attempt("ours, many rows", lambda: ours(many, "plain", {}))
     run.attempt("generate", lambda: generate(few))
     run.attempt("generate_batch", lambda: batched(few))
+
+
+@scenario(limit_s=60, timed=True)
+def prompts(run: Run) -> None:
+    """Drawing where groups share long prompts, which are read once or for each row; autocast."""
+    import torch
+
+    from torchrl_modules import SamplingParameters, TransformersEngine
+    from torchrl_modules.engines import shared_prefixes
+
+    model = big_model(run, torch.bfloat16 if run.is_cuda else torch.float32).eval()
+    new, size, num_rows = _NEW[run.is_tiny], 2048, 4 if run.is_tiny else 64
+    told = {"max_new_tokens": new}
+
+    def whole_rows() -> None:
+        least, shared_prefixes._SHORTEST = shared_prefixes._SHORTEST, 1 << 30
+        try:
+            _draw_ours(run, model, num_rows, f"prompts of {size:,}, not shared", told, size)
+        finally:
+            shared_prefixes._SHORTEST = least
+
+    def autocast() -> None:
+        weights = big_model(run, torch.float32).eval()
+        engine = TransformersEngine(weights, autocast_dtype=torch.bfloat16)
+        params = SamplingParameters(max_new_tokens=new, seed=1, stop_token_ids=())
+        prompts = _drawing_prompts(run, num_rows)
+        taken = run.seconds(lambda: engine.generate(prompts, params), warm=1, repeats=2)
+        limit = _token_limit_ms(run, model, num_rows)
+        name = f"ours, {num_rows} rows, float32 weights under autocast"
+        run.figure(name, 1e3 * taken / new, "ms a token", limit)
+
+    name = f"prompts of {size:,}"
+    run.attempt("long prompts", lambda: _draw_ours(run, model, num_rows, name, told, size))
+    run.attempt("long prompts, read for each row", whole_rows)
+    run.attempt("autocast", autocast)
 
 
 @scenario(limit_s=130, timed=True)

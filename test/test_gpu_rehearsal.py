@@ -109,8 +109,8 @@ def test_all_of_it_is_right_on_a_cpu(tmp_path):
     assert status == 0, printed
     ended = {name for name, what in rows if what == "ended"}
     assert ended == {
-        *("machine", "losses", "families", "episodes", "graph", "waits", "resume", "lora"),
-        *("drawing", "training", "head", "push", "vllm", "learning"),
+        *("machine", "losses", "families", "episodes", "graph", "slots", "waits", "resume", "lora"),
+        *("drawing", "prompts", "training", "head", "push", "vllm", "learning"),
     }
     for key in (
         ("losses", "GRPO against a padded loop by hand, loss"),

@@ -109,7 +109,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def compile_layers(model: PreTrainedModel, wanted: bool | None = None) -> bool:
-    """Let the layers of a model be compiled for passes over packed rows, and its norms for all.
+    """Let layers be compiled for packed rows and for steps of drawing, and norms for all calls.
 
     The first call of each kind compiles, which is logged; the first result is compared with that
     of the layer itself, and where it is another one, or the compiler fails, one warning says why

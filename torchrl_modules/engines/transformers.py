@@ -136,8 +136,7 @@ class TransformersEngine(ChecksAttributes):
             was drawn behind the end of a row is dropped, so that rows with seeds are the same
             whatever the number. A look waits for the device. ``None``: 1 on a CPU, where it costs
             nothing, and 8 on an accelerator.
-        compile_layers: see :func:`~torchrl_modules.compiled_layers.compile_layers`; drawing takes
-            the norms.
+        compile_layers: see :func:`~torchrl_modules.compiled_layers.compile_layers`.
         batch_invariant: a row has the same log-probs to the bit whatever is drawn beside it, see
             :class:`~torchrl_modules.batch_invariance.BatchInvariance`; in float32 on a CPU.
         check: try the model now; ``False`` tries it before the first token is drawn, for an engine
