@@ -58,7 +58,7 @@ class CastModel:
 
 
 def is_cast_for_each_token(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether drawing under autocast would cast matrices for every token, and need not.
+    """Say if drawing under autocast would cast matrices for every token, and need not.
 
     Args:
         model: which draws. One with hooks draws itself: a copy would not have those to come.

@@ -80,7 +80,7 @@ class KeptCaches:
         with self._lock:
             if not self._index:
                 return Found()
-            tokens = as_bytes(ids[:-1])
+            tokens = tokens_as_bytes(ids[:-1])
             at = bisect_left(self._index, (tokens,))
             near = [key for _, _, key in self._index[max(0, at - 1) : at + 1]]
             lengths = [num_shared(self._kept[key].tokens, tokens) for key in near]
@@ -112,7 +112,7 @@ class KeptCaches:
                 self.max_tokens = _MAX_BYTES // max(1, num_bytes)
             if len(ids) > self.max_tokens:
                 return
-            kept = _Kept(as_bytes(ids), next(self._numbers), cache, is_anonymous)
+            kept = _Kept(tokens_as_bytes(ids), next(self._numbers), cache, is_anonymous)
             self._kept[key] = kept
             insort(self._index, (kept.tokens, kept.number, key))
             self.num_tokens += kept.num_tokens
@@ -135,7 +135,7 @@ class KeptCaches:
                 self.end(key)
 
 
-def as_bytes(ids: Sequence[int]) -> bytes:
+def tokens_as_bytes(ids: Sequence[int]) -> bytes:
     """Bytes that are in the order of the tokens, and of which a beginning is one of the tokens."""
     tokens = array("I", ids)
     if sys.byteorder == "little":

@@ -1,4 +1,4 @@
-"""What rows begin with alike, kept once in a cache of keys and values and read once for all.
+"""Prefixes that rows share, kept once in a cache of keys and values and read once for all.
 
 The rows of a group have one prompt, and its later turns begin with it. Each of them keeps only
 what is its own; attention over the common part reads it once for all (Juravsky et al., 2024,
@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrl_data.devices import on_device
 from torchrl_modules.scoring.slot_attention import PrefixPlan
 
-from .kept_caches import as_bytes, num_shared
+from .kept_caches import num_shared, tokens_as_bytes
 
 _SHORTEST: Final = 64
 """Tokens of a prefix at least: a shorter one is read for each row, which needs no second piece."""
@@ -44,15 +44,16 @@ class Prefix:
 
 
 class SharedPrefixes:
-    """Which rows share which beginnings, and where these are kept.
+    """The prefixes of rows, and their places.
 
     Args:
         device: of the cache.
+        num_rows: that are there, and share nothing yet.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_rows: int = 0) -> None:
         self._device = device
-        self.of_rows: list[Prefix | None] = []
+        self.of_rows: list[Prefix | None] = [None] * num_rows
         """The one of each row, if it has one."""
         self.starts = torch.zeros(0, dtype=torch.int64, device=device)
         """Tokens that each row has elsewhere than in its slot, int64 ``[A]``."""
@@ -119,7 +120,7 @@ class SharedPrefixes:
         return offset
 
     def plan(self, num_rows: int, first_column: int) -> PrefixPlan | None:
-        """What attention reads of them; ``None`` where there are none.
+        """The plan of attention over them; ``None`` where there are none.
 
         Args:
             num_rows: of the step, those at the end without a row included.
@@ -160,14 +161,14 @@ class SharedPrefixes:
 
 
 def shared_lengths(rows: Sequence[Sequence[int]]) -> list[int]:
-    """How many tokens of each row are kept with others, so that as few as may be are kept in all.
+    """Tokens of each row that are kept with others, so that as few as may be are kept in all.
 
     A row shares one beginning, and the others that it begins with stay with it.
 
     Args:
         rows: token ids.
     """
-    tokens = [*map(as_bytes, rows)]
+    tokens = [*map(tokens_as_bytes, rows)]
     ordered = sorted(range(len(rows)), key=tokens.__getitem__)
     common = [num_shared(tokens[a], tokens[b]) for a, b in pairwise(ordered)]
     sizes = [len(rows[row]) for row in ordered]

@@ -28,7 +28,7 @@ from torchrl_modules.transformers_releases import UnboundedCacheLayer, with_cach
 
 from .decoding import PromptReader, last_position
 from .kept_caches import Found, KeptCaches
-from .shared_prefixes import SharedPrefixes
+from .shared_prefixes import Prefix, SharedPrefixes
 
 _WINDOW: Final = re.compile("window|chunk|local")
 _MIN_COLUMNS = 64
@@ -80,7 +80,7 @@ class _Places:
         """Where each slot begins among the columns of all of them, and where the last one ends."""
 
     def plan(self) -> SlotPlan:
-        """What attention over slots reads in a step."""
+        """The plan of a step's attention over slots."""
         behind = len(self.lengths) + 1
         lengths = (self.lengths - self.shared + 1).to(torch.int32)
         own = (lengths, self.numbers[:behind], self.starts[:behind])
@@ -216,7 +216,7 @@ def _without_kept_casts(kind: str) -> AbstractContextManager[Any]:
 
 
 class _StepInput(NamedTuple):
-    """What a step is given of rows that go on."""
+    """Rows that go on with a step."""
 
     tokens: Tensor
     """int64 ``[A]``, the last one of each."""
@@ -279,7 +279,7 @@ class _StepGraph:
 
 
 class _GraphShape(NamedTuple):
-    """What is fixed of a captured step."""
+    """The sizes of a captured step."""
 
     num_rows: int
     num_columns: int
@@ -287,7 +287,7 @@ class _GraphShape(NamedTuple):
     """It has places for."""
 
     def fits(self, num_rows: int, num_columns: int, num_prefixes: int) -> bool:
-        """Whether it is a step of so many rows, columns and prefixes, or a few more."""
+        """Say if it is a step of so many rows, columns and prefixes, or a few more."""
         is_enough = self.num_rows >= num_rows and self.num_columns >= num_columns
         return is_enough and self.num_prefixes == num_prefixes
 
@@ -341,7 +341,8 @@ class SlotReader(PromptReader):
         self._num_behind = 0
         """Slots behind those of rows, whose columns prefixes have."""
         self._counts: list[int] = []
-        self._prefixes = SharedPrefixes(model.device)
+        self._prefixes: SharedPrefixes | None = None
+        """Of slots that attention reads by length."""
         self._num_seen = 1
         """Columns of a slot that the next step sees, the one included that it writes."""
         self._places = _Places(model.device)
@@ -417,7 +418,8 @@ class SlotReader(PromptReader):
         self._reserve(size, columns)
         if self._layers[0].is_varlen:  # It costs nothing to see columns that no row has.
             columns = self._num_columns
-        own = _GraphShape(size, columns, self._prefixes.num_places)
+        num_prefixes = 0 if self._prefixes is None else self._prefixes.num_places
+        own = _GraphShape(size, columns, num_prefixes)
         fitting = [each for each in self._graphs if each.fits(num_rows, num_seen, own.num_prefixes)]
         best = min(fitting, key=lambda each: each.num_rows * each.num_columns, default=None)
         if best != own:
@@ -428,11 +430,13 @@ class SlotReader(PromptReader):
         return best and self._graphs[best](self._input(tokens, best.num_rows))[:num_rows]
 
     def _input(self, tokens: Tensor, size: int) -> _StepInput:
-        """What a step of so many rows is given, of which the last ones may be nobody's."""
+        """The input of a step of so many rows, of which the last ones may be nobody's."""
         places = self._places
         return _StepInput(tokens, places.lengths, places.shared, self._prefix_plan(size))
 
     def _prefix_plan(self, num_rows: int) -> PrefixPlan | None:
+        if self._prefixes is None:
+            return None
         return self._prefixes.plan(num_rows, self._num_slots * self._num_columns)
 
     def _captured(self, shape: "_GraphShape", tokens: Tensor) -> bool:
@@ -484,7 +488,8 @@ class SlotReader(PromptReader):
         """See :class:`PromptReader`: graphs need not be made anew where there is room at once."""
         if self._capture is None:
             return
-        num_tokens -= min(map(self._prefixes.length, range(len(self._counts))), default=0)
+        if self._prefixes is not None:
+            num_tokens -= min(map(self._prefixes.length, range(len(self._counts))), default=0)
         columns, num_rows = _graph_columns(num_tokens), max(self._num_slots, len(self._counts))
         one = sum(x[:1, :, :1].nbytes for each in self._layers for x in (each.keys, each.values))
         if one * num_rows * columns <= _EXPECTED_BYTES:
@@ -528,7 +533,7 @@ class SlotReader(PromptReader):
 
     def _of_row(self, buffer: Tensor, row: int, count: int) -> Tensor:
         """A copy of the first columns of a row, ``[H, count, D]``, with those that it shares."""
-        prefix = self._prefixes.of_rows[row]
+        prefix = self._prefix(row)
         if prefix is None:
             return buffer[row, :, :count].clone()
         own = buffer[row, :, : max(0, count - len(prefix.ids))]
@@ -548,18 +553,24 @@ class SlotReader(PromptReader):
         if len(places.slots) != len(counts):
             places.slots = torch.arange(len(counts), device=device)
         places.longest = max(counts, default=0)
-        self._prefixes.keep(rows)
-        self._look_at_prefixes()
+        self._num_seen = places.longest + 1
+        if self._prefixes is not None:
+            self._prefixes.keep(rows)
+            self._take_over(self._prefixes)
 
-    def _look_at_prefixes(self) -> None:
-        """Take over what rows share now."""
-        self._places.shared = self._prefixes.starts
-        own = [count - self._prefixes.length(row) for row, count in enumerate(self._counts)]
+    def _take_over(self, prefixes: SharedPrefixes) -> None:
+        """Rows share what they share now."""
+        self._places.shared = prefixes.starts
+        own = [count - prefixes.length(row) for row, count in enumerate(self._counts)]
         self._num_seen = max(own, default=0) + 1
+
+    def _prefix(self, row: int) -> Prefix | None:
+        return None if self._prefixes is None else self._prefixes.of_rows[row]
 
     def _reserve(self, num_rows: int, num_columns: int) -> None:
         """Make the buffers large enough, for prefixes, too; what is in them stays."""
-        num_shared, behind = self._prefixes.num_columns, self._num_behind
+        num_shared = 0 if self._prefixes is None else self._prefixes.num_columns
+        behind = self._num_behind
         num_shared_before = behind * self._num_columns
         if (
             num_rows <= self._num_slots
@@ -597,9 +608,9 @@ class SlotReader(PromptReader):
             read, cache = self._read(rows)
             if not self._layers:
                 self._make_layers(cache)
-            if number == 0 and self._layers[0].is_varlen:
+            if number == 0 and self._prefixes is not None:
                 self._prefixes.place(prompts, slots)
-                self._look_at_prefixes()
+                self._take_over(self._prefixes)
             self._write(rows, cache, [[slots[at] for at in places[ids]] for ids in part])
             for ids, row in zip(part, read, strict=True):
                 for at in places[ids]:
@@ -641,6 +652,8 @@ class SlotReader(PromptReader):
         )
         for layer in self._layers:
             layer.is_varlen = is_varlen
+        if is_varlen:
+            self._prefixes = SharedPrefixes(self.model.device, len(self._counts))
 
     def _write(
         self,
@@ -653,7 +666,7 @@ class SlotReader(PromptReader):
         behind = self._num_slots * self._num_columns
         for element, ((ids, found), own_slots) in enumerate(zip(rows, slots, strict=True)):
             at = on_device(own_slots, self.model.device)
-            prefix = self._prefixes.of_rows[own_slots[0]]  # Rows that are alike share alike.
+            prefix = self._prefix(own_slots[0])  # Rows that are alike share alike.
             num_shared = 0 if prefix is None else len(prefix.ids)
             known, end = found.num_tokens, len(ids)
             for number, (layer, source) in enumerate(zip(self._layers, cache.layers, strict=True)):

@@ -61,9 +61,9 @@ _KEPT_BESIDE_TRAINING: Final = 4 << 30
 
 
 class _KeptSteps:
-    """What the steps of the next call need again, while weights are where they are.
+    """The parts of steps that the next call needs again, while weights are where they are.
 
-    That is a model whose matrices are cast, where there is one, and a reader whose steps are
+    They are a model whose matrices are cast, where there is one, and a reader whose steps are
     captured: its buffers and its graphs.
     """
 

@@ -27,7 +27,7 @@ _GAP: Final = 0.05
 
 
 class PrefixPlan(NamedTuple):
-    """What rows share, on the device; the last prefix has no token, for rows that share nothing."""
+    """Prefixes of rows, on the device; the last has no token, for rows that share nothing."""
 
     order: Tensor
     """int64 ``[A]``: the rows, those of one prefix beside each other."""
@@ -44,7 +44,7 @@ class PrefixPlan(NamedTuple):
 
 
 class SlotPlan(NamedTuple):
-    """What each row reads of its slot, on the device."""
+    """The columns that each row reads of its slot, on the device."""
 
     lengths: Tensor
     """int32 ``[A]``: its first columns, the new token's included."""
@@ -58,7 +58,7 @@ class SlotPlan(NamedTuple):
 
 
 def has_slot_attention(keys: Tensor, values: Tensor, num_heads: int) -> bool:
-    """Whether there is a kernel for a cache on this device, of this type and head size.
+    """Say if there is a kernel for a cache on this device, of this type and head size.
 
     It is tried once; where it is wrong or fails, that is told.
 
@@ -228,7 +228,7 @@ def _attend_by_mask(
 
 
 def _is_taken(keys: Tensor, size: int) -> bool:
-    """Whether the kernel is for such keys."""
+    """Say if the kernel is for such keys."""
     return (
         keys.device.type == "cuda"
         and keys.dtype in _TYPES
