@@ -71,6 +71,8 @@ FOLDERS = {
 
 WEEKLY = "(weekly or hypothesis)"
 """What is run once a week: hypothesis marks its properties itself."""
+WEEKLY_LIMIT_S = 900
+"""Seconds that a test may take where it does not say so itself: three times those of every day."""
 
 
 def _part(name: str, *, weekly: bool = False) -> Part:
@@ -79,7 +81,8 @@ def _part(name: str, *, weekly: bool = False) -> Part:
     inside = [path for path in others if any(path.startswith(f"{own}/") for own in paths)]
     left_out = [f"--ignore={path}" for path in inside if path not in paths]
     when = WEEKLY if weekly else "not weekly"
-    return Part(name, ("-m", f"{marks} and {when}", *paths, *left_out))
+    limit = [f"--timeout={WEEKLY_LIMIT_S}"] if weekly else []
+    return Part(name, ("-m", f"{marks} and {when}", *paths, *left_out, *limit))
 
 
 PARTS = tuple(map(_part, FOLDERS))

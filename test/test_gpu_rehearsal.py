@@ -100,12 +100,13 @@ def test_time_that_is_over_is_told(tmp_path):
 
 @pytest.mark.weekly
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_all_of_it_is_right_on_a_cpu(tmp_path):
     # Copied, as beside an installed wheel.
     script = tmp_path / "gpu.py"
     script.write_text(SCRIPT.read_text())
     folder = tmp_path / "found"
-    status, printed, rows = measure(script, folder, "--jobs", "2", "--total-s", "280")
+    status, printed, rows = measure(script, folder, "--jobs", "2", "--total-s", "800")
     assert status == 0, printed
     ended = {name for name, what in rows if what == "ended"}
     assert ended == {

@@ -104,6 +104,7 @@ def test_main_fails_with_any_part(weekly, monkeypatch, capsys):
         marks = {part.arguments[1].endswith(" and (weekly or hypothesis)") for part in parts}
         assert os.environ.get("HYPOTHESIS_PROFILE") == ("thorough" if weekly else None)
         assert marks == {weekly}
+        assert {"--timeout=900" in part.arguments for part in parts} == {weekly}
         return [run_tests.Outcome(part.name, ["x"] * (part.name == "of units")) for part in parts]
 
     monkeypatch.setattr(run_tests, "run_parts", run_parts)

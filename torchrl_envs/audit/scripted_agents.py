@@ -123,7 +123,7 @@ def hinted(view: AgentView) -> str | None:
 
 
 def hinted_word(view: AgentView) -> str | None:
-    """The first word of :func:`hinted`."""
+    """The first word of :func:`hinted` that is more than punctuation."""
     text = hinted(view)
     words = [] if text is None else [word.rstrip(".,;)") for word in text.split()]
     return next(filter(None, words), None)
