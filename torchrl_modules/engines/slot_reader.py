@@ -68,6 +68,8 @@ class _Places:
         """Of these, tokens that it shares with others and has not in its slot, int64 ``[A]``."""
         self.prefixes: PrefixPlan | None = None
         """Where those are, if any row shares some."""
+        self.num_shared_columns = 0
+        """Columns that prefixes have, of which none has more tokens."""
         self.slots = torch.zeros(0, dtype=torch.int64, device=device)
         """The first A numbers."""
         self.longest = 0
@@ -84,7 +86,10 @@ class _Places:
         behind = len(self.lengths) + 1
         lengths = (self.lengths - self.shared + 1).to(torch.int32)
         own = (lengths, self.numbers[:behind], self.starts[:behind])
-        return SlotPlan(*own, self.num_columns, self.prefixes)
+        longest = self.num_columns
+        if self.prefixes is not None:
+            longest = max(longest, self.num_shared_columns)
+        return SlotPlan(*own, longest, self.prefixes)
 
 
 class _SlotLayer(UnboundedCacheLayer):
@@ -592,6 +597,7 @@ class SlotReader(PromptReader):
         for layer in self._layers:
             layer.grow(self._num_slots, self._num_columns, (behind, self._num_behind))
         places, device = self._places, self.model.device
+        places.num_shared_columns = self._num_behind * self._num_columns
         places.numbers = torch.arange(self._num_slots + 1, dtype=torch.int32, device=device)
         places.starts = self._num_columns * places.numbers
 

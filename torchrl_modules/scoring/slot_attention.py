@@ -169,7 +169,9 @@ def _attend_segments(
     A segment without keys gives what nobody may use.
     """
     if not _is_taken(keys, query.shape[-1]):
-        return _attend_segments_by_loop(query, keys, values, lengths, queries, starts, scale)
+        return _attend_segments_by_loop(
+            query, keys, values, lengths, queries, starts, most, longest, scale
+        )
     attended = torch.ops.aten._flash_attention_forward(
         *(query, keys, values, queries, starts, most, longest),
         *(0.0, False, False),
@@ -192,12 +194,16 @@ def _attend_segments_by_loop(
     lengths: Tensor,
     queries: Tensor,
     starts: Tensor,
+    most: int,
+    longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The same without the kernel, for a trial."""
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     lse = query.new_full((query.shape[1], query.shape[0]), torch.inf, dtype=torch.float32)
     ends = queries.tolist()
+    if int(queries.diff().max()) > most or int(lengths.max()) > longest:
+        raise ValueError("slot_attention: a segment has more queries or keys than is said.")
     for at, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist())):  # noqa: B905
         some, those = slice(ends[at], ends[at + 1]), slice(start, start + length)
         if length and some.start < some.stop:

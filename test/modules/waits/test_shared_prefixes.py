@@ -132,6 +132,14 @@ def test_groups_draw_the_same_while_rows_come_and_go(device_waits, monkeypatch, 
     assert (count >= 2) == captures
 
 
+def test_a_prefix_may_be_longer_than_a_slot():
+    model, prompts = tiny_qwen3(100), [[*range(1, 99)] * 3] * 3 + [[5, 6]]
+    same(
+        TransformersEngine(model).generate(prompts, PARAMS),
+        without(model).generate(prompts, PARAMS),
+    )
+
+
 def test_what_is_kept_of_a_row_is_all_of_it():
     model = tiny_qwen3(100)
     use_packed_attention(model)
