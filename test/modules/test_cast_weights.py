@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrl_modules import AsyncTransformersEngine, SamplingParameters, TransformersEngine
@@ -86,6 +87,22 @@ def test_it_follows_weights_that_are_trained_in_place_or_replaced(monkeypatch):
     assert drawn(engine) == without(monkeypatch, model)
     engine.update_weights({name: 0.5 * x for name, x in model.state_dict().items()})
     assert drawn(engine) == without(monkeypatch, model)
+
+
+def test_adapters_are_cast_and_act_as_they_are_set(monkeypatch):
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_qwen3(100), config)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    engine = engine_of(model)
+    found = drawn(engine)
+    assert found == without(monkeypatch, model)
+    with model.disable_adapter():
+        alone = drawn(engine)
+        assert alone == without(monkeypatch, model)
+    assert alone != found
+    assert drawn(engine) == found
 
 
 def test_a_model_with_hooks_draws_itself():
