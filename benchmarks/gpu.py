@@ -687,7 +687,7 @@ def graph(run: Run) -> None:
     import torch
 
     from torchrl_modules import SamplingParameters, TransformersEngine
-    from torchrl_modules.engines import slot_reader
+    from torchrl_modules.engines import step_graph
 
     exactly()
     model = small_model(run).to(run.device)
@@ -697,7 +697,7 @@ def graph(run: Run) -> None:
     budgets = [96 - 7 * row for row in range(9)]
     kind = run.device.split(":")[0]
     captured: list[float] = []
-    capture = slot_reader._CAPTURES.get(kind)
+    capture = step_graph.CAPTURES.get(kind)
     if capture is not None:
 
         def seen(*given: Any) -> Any:
@@ -706,7 +706,7 @@ def graph(run: Run) -> None:
             captured.append(time.perf_counter() - begin)
             return replay
 
-        slot_reader._CAPTURES[kind] = seen
+        step_graph.CAPTURES[kind] = seen
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         ours = TransformersEngine(model).generate(prompts, params, max_new_tokens=budgets)

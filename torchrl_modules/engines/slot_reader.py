@@ -10,10 +10,9 @@ vocabulary.
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final
 from weakref import WeakSet
 
 import torch
@@ -29,6 +28,7 @@ from torchrl_modules.transformers_releases import UnboundedCacheLayer, with_cach
 from .decoding import PromptReader, last_position
 from .kept_caches import Found, KeptCaches
 from .shared_prefixes import Prefix, SharedPrefixes
+from .step_graph import CAPTURES, GraphShape, StepGraph, StepInput, graph_columns
 
 _WINDOW: Final = re.compile("window|chunk|local")
 _MIN_COLUMNS = 64
@@ -173,134 +173,14 @@ def _flat(buffer: Tensor) -> Tensor:
     return buffer.transpose(1, 2).flatten(0, 1)
 
 
-_Capture: TypeAlias = Callable[[Callable[[], Tensor], torch.device], Callable[[], Tensor]]
 _STEPS_BEFORE_A_GRAPH: Final = 4
 """A graph takes as long as a few steps: very short responses go without."""
 _STEPS_BEFORE_A_SMALLER_GRAPH: Final = 32
 """Where a graph of more rows or columns is there, which takes hardly longer."""
-_GRAPH_COLUMNS: Final = 256
-"""Graphs see so many columns, or a multiple; of long rows in steps of a quarter of their length."""
 _EXPECTED_BYTES: Final = 4 << 30
 """So much is reserved at once for what rows may still draw; more when it is needed."""
-_GRAPH_TOLERANCE: Final = 0.02
-"""Of the largest logit: kernels may be others than those of the step alone."""
 _not_captured: "WeakSet[nn.Module]" = WeakSet()
 """Models whose steps can't be captured; told once of each."""
-
-
-def _captured_on_cuda(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """What a function launches, launched again at once; each time its result is overwritten."""
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # What is made once is made before.
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile, as a trainer does.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = run()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return result
-
-    return replay
-
-
-_CAPTURES: Final[dict[str, _Capture]] = {"cuda": _captured_on_cuda}
-"""By the kind of device."""
-
-
-def _without_kept_casts(kind: str) -> AbstractContextManager[Any]:
-    """What autocast keeps of weights is of one moment; inside, each step casts them itself."""
-    if not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
-
-
-class _StepInput(NamedTuple):
-    """Rows that go on with a step."""
-
-    tokens: Tensor
-    """int64 ``[A]``, the last one of each."""
-    lengths: Tensor
-    """int64 ``[A]``, see :class:`_Places`."""
-    shared: Tensor
-    """int64 ``[A]``, see :class:`_Places`."""
-    prefixes: PrefixPlan | None
-
-
-class _StepGraph:
-    """A step of a fixed number of rows, of which the last may be nobody's."""
-
-    def __init__(
-        self,
-        step: Callable[["_StepInput", Tensor], Tensor],
-        capture: _Capture,
-        given: "_StepInput",
-        size: int,
-    ) -> None:
-        device = given.tokens.device
-        # What a graph reads has to live as long as it does.
-        tokens, lengths, starts = (x.new_zeros(size) for x in given[:3])
-        shared = given.prefixes
-        own = None if shared is None else PrefixPlan(*(x.clone() for x in shared))
-        self._own, self._shared = _StepInput(tokens, lengths, starts, own), shared
-        self._slots = torch.arange(size, device=device)
-        # Captured with other tokens, so that a replay that does nothing is found out. Each run
-        # writes its keys and values in the same places, the last one those of the tokens.
-        self._set(given._replace(tokens=torch.zeros_like(given.tokens)))
-
-        def run() -> Tensor:
-            with _without_kept_casts(device.type):
-                return step(self._own, self._slots)
-
-        self._replay = capture(run, device)
-        replayed = self(given).float()
-        own_logits = step(self._own, self._slots).float()
-        apart = (replayed - own_logits).abs().max()
-        if bool(apart > _GRAPH_TOLERANCE * own_logits.abs().max()):
-            raise RuntimeError(f"its logits are off by {apart.item():.2g}")
-
-    def _set(self, given: "_StepInput") -> None:
-        for own, its in zip(self._own[:3], given[:3], strict=True):
-            own[: len(its)] = its
-            own[len(its) :] = 0  # of rows that are nobody's
-        if given.prefixes is not self._shared and self._own.prefixes and given.prefixes:
-            self._shared = given.prefixes
-            for own, its in zip(self._own.prefixes, given.prefixes, strict=True):
-                own.copy_(its)
-
-    def __call__(self, given: "_StepInput") -> Tensor:
-        """Logits ``[size, V]``, until the next call.
-
-        Args:
-            given: of at most ``size`` rows; its prefixes are of exactly so many.
-        """
-        self._set(given)
-        return self._replay()
-
-
-class _GraphShape(NamedTuple):
-    """The sizes of a captured step."""
-
-    num_rows: int
-    num_columns: int
-    num_prefixes: int
-    """It has places for."""
-
-    def fits(self, num_rows: int, num_columns: int, num_prefixes: int) -> bool:
-        """Say if it is a step of so many rows, columns and prefixes, or a few more."""
-        is_enough = self.num_rows >= num_rows and self.num_columns >= num_columns
-        return is_enough and self.num_prefixes == num_prefixes
-
-
-def _graph_columns(num_seen: int) -> int:
-    """Columns of the graph of steps that see so many, or a few more."""
-    step = max(_GRAPH_COLUMNS, 1 << max(0, num_seen.bit_length() - 3))
-    return -(-num_seen // step) * step
 
 
 def _passes(num_new: Mapping[tuple[int, ...], int]) -> list[list[tuple[int, ...]]]:
@@ -355,9 +235,9 @@ class SlotReader(PromptReader):
         # What is given of shapes that come again needs no plan of its own for each token.
         self._steps = 1 if model.device.type == "cpu" else _STEPS
         is_captured = model not in _not_captured
-        self._capture = _CAPTURES.get(model.device.type) if is_captured else None
-        self._graphs: dict[_GraphShape, _StepGraph] = {}
-        self._num_asked: Counter[_GraphShape] = Counter()
+        self._capture = CAPTURES.get(model.device.type) if is_captured else None
+        self._graphs: dict[GraphShape, StepGraph] = {}
+        self._num_asked: Counter[GraphShape] = Counter()
         self.is_trial = False
         """It is asked whether the model takes what it is given, whatever kernels there are."""
         self.num_read = 0
@@ -419,12 +299,12 @@ class SlotReader(PromptReader):
         num_rows, num_seen = len(tokens), self._num_seen
         # Slots behind the last row are read, too, and written at their first column: nobody has
         # them, and who gets them writes there.
-        size, columns = 1 << (num_rows - 1).bit_length(), _graph_columns(num_seen)
+        size, columns = 1 << (num_rows - 1).bit_length(), graph_columns(num_seen)
         self._reserve(size, columns)
         if self._layers[0].is_varlen:  # It costs nothing to see columns that no row has.
             columns = self._num_columns
         num_prefixes = 0 if self._prefixes is None else self._prefixes.num_places
-        own = _GraphShape(size, columns, num_prefixes)
+        own = GraphShape(size, columns, num_prefixes)
         fitting = [each for each in self._graphs if each.fits(num_rows, num_seen, own.num_prefixes)]
         best = min(fitting, key=lambda each: each.num_rows * each.num_columns, default=None)
         if best != own:
@@ -434,24 +314,24 @@ class SlotReader(PromptReader):
                 best = own if self._captured(own, tokens) else None
         return best and self._graphs[best](self._input(tokens, best.num_rows))[:num_rows]
 
-    def _input(self, tokens: Tensor, size: int) -> _StepInput:
+    def _input(self, tokens: Tensor, size: int) -> StepInput:
         """The input of a step of so many rows, of which the last ones may be nobody's."""
         places = self._places
-        return _StepInput(tokens, places.lengths, places.shared, self._prefix_plan(size))
+        return StepInput(tokens, places.lengths, places.shared, self._prefix_plan(size))
 
     def _prefix_plan(self, num_rows: int) -> PrefixPlan | None:
         if self._prefixes is None:
             return None
         return self._prefixes.plan(num_rows, self._num_slots * self._num_columns)
 
-    def _captured(self, shape: "_GraphShape", tokens: Tensor) -> bool:
+    def _captured(self, shape: GraphShape, tokens: Tensor) -> bool:
         """Make a graph of a step of this shape, if that works."""
         if self._capture is None:
             return False
         step = partial(self._whole_step, shape.num_columns)
         given = self._input(tokens, shape.num_rows)
         try:
-            self._graphs[shape] = _StepGraph(step, self._capture, given, shape.num_rows)
+            self._graphs[shape] = StepGraph(step, self._capture, given, shape.num_rows)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of the model, or of a driver: it is told, and goes without
@@ -466,7 +346,7 @@ class SlotReader(PromptReader):
             return False
         return True
 
-    def _whole_step(self, num_columns: int, given: _StepInput, slots: Tensor) -> Tensor:
+    def _whole_step(self, num_columns: int, given: StepInput, slots: Tensor) -> Tensor:
         """A step over some columns, whose shapes stay as they are while the buffers do."""
         places = self._places
         before = vars(places).copy()
@@ -495,7 +375,7 @@ class SlotReader(PromptReader):
             return
         if self._prefixes is not None:
             num_tokens -= min(map(self._prefixes.length, range(len(self._counts))), default=0)
-        columns, num_rows = _graph_columns(num_tokens), max(self._num_slots, len(self._counts))
+        columns, num_rows = graph_columns(num_tokens), max(self._num_slots, len(self._counts))
         one = sum(x[:1, :, :1].nbytes for each in self._layers for x in (each.keys, each.values))
         if one * num_rows * columns <= _EXPECTED_BYTES:
             self._reserve(num_rows, columns)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchrl_modules import SamplingParameters, TransformersEngine
-from torchrl_modules.engines import slot_reader
+from torchrl_modules.engines import slot_reader, step_graph
 from torchrl_modules.engines.readers import find_prompt_reader
 from torchrl_modules.engines.slot_reader import SlotReader
 from torchrl_modules.scoring.packed_attention import use_packed_attention
@@ -95,13 +95,13 @@ def test_captured_steps_draw_the_same_while_rows_come_and_go(device_waits, monke
     prompts = device_waits.prompts_of(7)
     budgets = [70 - 9 * row for row in range(7)]
     monkeypatch.setattr(slot_reader, "_EXPECTED_BYTES", 0)
-    monkeypatch.setattr(slot_reader, "_GRAPH_COLUMNS", 16)
+    monkeypatch.setattr(step_graph, "_GRAPH_COLUMNS", 16)
     monkeypatch.setattr(slot_reader, "_STEPS_BEFORE_A_SMALLER_GRAPH", 4)
     # Reserved columns run out on the way, and rows leave and join.
     expected = TransformersEngine(model).generate(prompts, params, max_new_tokens=budgets)
     more = device_waits.draw_continuously(TransformersEngine(model), params, 5)
     captures = Captures()
-    monkeypatch.setitem(slot_reader._CAPTURES, "cpu", captures)
+    monkeypatch.setitem(step_graph.CAPTURES, "cpu", captures)
     found = TransformersEngine(model).generate(prompts, params, max_new_tokens=budgets)
     assert captures.num_captured >= 2
     assert captures.num_replayed >= 30
@@ -118,7 +118,7 @@ def test_a_second_call_captures_nothing_unless_the_model_is_another(device_waits
     first, second = device_waits.prompts_of(5), device_waits.prompts_of(3)
     expected = [TransformersEngine(model).generate(rows, params) for rows in (first, second)]
     captures = Captures()
-    monkeypatch.setitem(slot_reader._CAPTURES, "cpu", captures)
+    monkeypatch.setitem(step_graph.CAPTURES, "cpu", captures)
     engine = TransformersEngine(model)
     found = [engine.generate(rows, params) for rows in (first, second)]
     assert [[row.ids for row in rows] for rows in found] == [
@@ -173,9 +173,9 @@ def test_what_a_graph_reads_lives_as_long_as_it_does(device_waits, monkeypatch):
         read.extend(storages.given.values())
         return run
 
-    monkeypatch.setitem(slot_reader._CAPTURES, "cpu", capture)
+    monkeypatch.setitem(step_graph.CAPTURES, "cpu", capture)
     made = []
-    own_init = slot_reader._StepGraph.__init__
+    own_init = step_graph.StepGraph.__init__
 
     def init(self, *args):
         own_init(self, *args)
@@ -184,9 +184,9 @@ def test_what_a_graph_reads_lives_as_long_as_it_does(device_waits, monkeypatch):
 
     reader = find_prompt_reader(model)(model)
     tokens = reader.read(device_waits.prompts_of(3)).argmax(-1)
-    monkeypatch.setattr(slot_reader._StepGraph, "__init__", init)
+    monkeypatch.setattr(step_graph.StepGraph, "__init__", init)
     reader._reserve(4, 256)
-    reader._captured(slot_reader._GraphShape(4, 256, 0), tokens)
+    reader._captured(step_graph.GraphShape(4, 256, 0), tokens)
     gc.collect()
     assert len(made) == 1
     assert len(read) > 10
@@ -217,7 +217,7 @@ def test_what_cannot_be_captured_goes_on_without_and_says_why_once(
     params = SamplingParameters(max_new_tokens=24, seed=5)
     engine, prompts = TransformersEngine(model), device_waits.prompts_of(3)
     expected = engine.generate(prompts, params)
-    monkeypatch.setitem(slot_reader._CAPTURES, "cpu", capture)
+    monkeypatch.setitem(step_graph.CAPTURES, "cpu", capture)
     engine.forget()
     with pytest.warns(UserWarning, match=f"can't be captured as a graph.*{why}") as told:
         found = engine.generate(prompts, params)
@@ -228,5 +228,5 @@ def test_what_cannot_be_captured_goes_on_without_and_says_why_once(
 
 
 def test_a_graph_is_only_made_where_a_device_captures():
-    assert {*slot_reader._CAPTURES} == {"cuda"}
+    assert {*step_graph.CAPTURES} == {"cuda"}
     assert SlotReader.reads_past_ends

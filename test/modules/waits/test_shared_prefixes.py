@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_modules import AsyncTransformersEngine, SamplingParameters, TransformersEngine
-from torchrl_modules.engines import readers, shared_prefixes, slot_reader
+from torchrl_modules.engines import readers, shared_prefixes, slot_reader, step_graph
 from torchrl_modules.engines.kept_caches import KeptCaches
 from torchrl_modules.engines.readers import VarlenSlotReader
 from torchrl_modules.engines.shared_prefixes import SharedPrefixes, shared_lengths
@@ -122,7 +122,7 @@ def test_groups_draw_the_same_while_rows_come_and_go(device_waits, monkeypatch, 
     if captures:
         monkeypatch.setattr(slot_reader, "_STEPS_BEFORE_A_GRAPH", 1)
         monkeypatch.setattr(slot_reader, "_STEPS_BEFORE_A_SMALLER_GRAPH", 2)
-        monkeypatch.setitem(slot_reader._CAPTURES, "cpu", capture)
+        monkeypatch.setitem(step_graph.CAPTURES, "cpu", capture)
     engine = TransformersEngine(model)
     assert engine.reader is VarlenSlotReader
     for _ in range(2):
