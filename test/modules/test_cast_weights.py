@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrl_modules import AsyncTransformersEngine, SamplingParameters, TransformersEngine
-from torchrl_modules.engines import cast_weights
+from torchrl_modules.engines import cast_weights, step_graph
 from torchrl_modules.tiny_model import tiny_qwen3
 
 PARAMS = SamplingParameters(max_new_tokens=12, seed=3, stop_token_ids=())
@@ -105,7 +105,14 @@ def test_adapters_are_cast_and_act_as_they_are_set(monkeypatch):
     assert drawn(engine) == found
 
 
-def test_a_model_with_hooks_draws_itself():
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_model_with_hooks_draws_itself(monkeypatch, captures):
+    def capture(run, _):
+        logits = run().clone()
+        return lambda: logits.copy_(run())
+
+    if captures:  # The reader is kept, with its steps.
+        monkeypatch.setitem(step_graph.CAPTURES, "cpu", capture)
     model, seen = tiny_qwen3(100), []
     engine = engine_of(model)
     drawn(engine)

@@ -93,7 +93,10 @@ class _KeptSteps:
             self._cast = CastModel(model, dtype)
         else:
             self._cast.refresh()
-        return model if self._cast is None else self._cast.model
+        drawing = model if self._cast is None else self._cast.model
+        if self._reader is not None and self._reader.model is not drawing:
+            self._reader = None
+        return drawing
 
     def take(self, kept: KeptCaches | None) -> SlotReader | None:
         """Take the reader, without rows; ``None`` where there is none."""
