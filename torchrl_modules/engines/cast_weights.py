@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_modules.compiled_layers import compile_alike
+from torchrl_modules.scoring.wrapped_models import has_hooks
 
 _KINDS: Final = {"cuda"}
 
@@ -64,10 +65,10 @@ def is_cast_for_each_token(model: nn.Module, dtype: torch.dtype) -> bool:
         model: which draws. One with hooks draws itself: a copy would not have those to come.
         dtype: of autocast.
     """
+    if has_hooks(model):
+        return False
     found = False
     for module in model.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            return False
         weight: Any = module.weight if type(module) is nn.Linear else None
         found |= (
             weight is not None

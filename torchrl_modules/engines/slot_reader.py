@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicLayer
 from torchrl_data.devices import on_device
 from torchrl_data.ragged.packed import pad
 from torchrl_modules.scoring.slot_attention import PrefixPlan, SlotPlan, has_slot_attention
+from torchrl_modules.scoring.wrapped_models import has_hooks
 from torchrl_modules.transformers_releases import UnboundedCacheLayer, with_cache
 
 from .decoding import PromptReader, last_position
@@ -234,8 +235,9 @@ class SlotReader(PromptReader):
         self._last_position = last_position(model)
         # What is given of shapes that come again needs no plan of its own for each token.
         self._steps = 1 if model.device.type == "cpu" else _STEPS
-        is_captured = model not in _not_captured
-        self._capture = CAPTURES.get(model.device.type) if is_captured else None
+        self._capture = CAPTURES.get(model.device.type)
+        if self._capture is not None and (model in _not_captured or has_hooks(model)):
+            self._capture = None  # A graph would call no hook.
         self._graphs: dict[GraphShape, StepGraph] = {}
         self._num_asked: Counter[GraphShape] = Counter()
         self.is_trial = False

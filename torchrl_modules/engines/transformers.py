@@ -27,6 +27,7 @@ from torchrl_modules.scoring.rope_factors import settle_rope_factors
 from torchrl_modules.scoring.wrapped_models import (
     acting_adapters,
     evaluation_mode,
+    has_hooks,
     is_sharded,
     precision,
     unwrapped,
@@ -94,7 +95,7 @@ class _KeptSteps:
         else:
             self._cast.refresh()
         drawing = model if self._cast is None else self._cast.model
-        if self._reader is not None and self._reader.model is not drawing:
+        if self._reader is not None and (self._reader.model is not drawing or has_hooks(drawing)):
             self._reader = None
         return drawing
 

@@ -132,6 +132,15 @@ def _forward_is(module: nn.Module, function: Callable[..., Any] | None) -> Itera
             own["forward"] = before
 
 
+def has_hooks(model: nn.Module) -> bool:
+    """Say if somebody looks at what modules are given or give, or changes it.
+
+    Args:
+        model: any.
+    """
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 def acting_adapters(model: nn.Module) -> tuple[tuple[bool, tuple[Any, ...]], ...]:
     """Of each layer with adapters of PEFT, whether they are off, and which act when they are not.
 

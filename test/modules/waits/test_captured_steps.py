@@ -142,6 +142,23 @@ def test_a_second_call_captures_nothing_unless_the_model_is_another(device_waits
     assert captures.num_captured == 4
 
 
+def test_hooks_are_called_for_each_token_and_nothing_is_captured(device_waits, monkeypatch):
+    model, seen = device_waits.tiny_models()["Qwen3"], []
+    params = SamplingParameters(max_new_tokens=20, seed=5, stop_token_ids=())
+    monkeypatch.setitem(step_graph.CAPTURES, "cpu", captures := Captures())
+    engine, prompts = TransformersEngine(model), device_waits.prompts_of(3)
+    engine.generate(prompts, params)
+    assert captures.num_captured == 1
+    handle = model.model.norm.register_forward_hook(lambda *_: seen.append(1))
+    replayed = captures.num_replayed
+    engine.generate(prompts, params)
+    assert len(seen) >= 20
+    assert (captures.num_captured, captures.num_replayed) == (1, replayed)
+    handle.remove()
+    engine.generate(prompts, params)
+    assert captures.num_captured == 2
+
+
 class Storages(TorchDispatchMode):
     """What operators are given that none of them has made."""
 
