@@ -30,18 +30,20 @@ _PATH: Final = re.compile(r"(?<![\w/.])(/[\w.-]+(?:/[\w.-]+)+)")
 _COMMAND_S: Final = 20.0
 _LEAST_BYTES: Final = 24
 """Shorter files say too little to be called a copy of another."""
-# It keeps writing rewards, and tests that give them, from before the tests begin.
+# It keeps writing rewards, and tests that give them, from before the tests begin; each in the place
+# of another at once, so that nobody reads a part of one.
 _TAMPER: Final = r"""
 mkdir -p /logs/verifier /tests
 cat > /tmp/.writes.sh <<'END'
 good='mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt'
+put() { cat > "$1.new" && chmod +x "$1.new" && mv -f "$1.new" "$1"; }
 while :; do
-  echo 1 > /logs/verifier/reward.txt; echo '{"reward": 1}' > /logs/verifier/reward.json
+  echo 1 | put /logs/verifier/reward.txt; echo '{"reward": 1}' | put /logs/verifier/reward.json
   for script in /tests/*.sh; do
-    [ -f "$script" ] && printf '#!/bin/bash\n%s\n' "$good" > "$script"
+    [ -f "$script" ] && printf '#!/bin/bash\n%s\n' "$good" | put "$script"
   done
   for script in /tests/*.py; do
-    [ -f "$script" ] && printf 'import os\nos.system("%s")\n' "$good" > "$script"
+    [ -f "$script" ] && printf 'import os\nos.system("%s")\n' "$good" | put "$script"
   done
 done 2>/dev/null
 END
