@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -761,7 +762,7 @@ def slots(run: Run) -> None:
     with torch.no_grad():
         reader.read(prompts)
     note = "; ".join(str(each.message)[:200] for each in told)
-    run.holds("a step reads by length", all(x.is_varlen for x in reader._layers), note)
+    run.holds("a step reads by length", reader._places.is_varlen, note)
     run.holds("groups share their prompts", reader._prefixes.num_places > 0)
     plain = TransformersEngine(model)
     plain.reader = slot_reader.SlotReader
@@ -1027,8 +1028,7 @@ def drawing(run: Run) -> None:
     new = _NEW[run.is_tiny]
     own_attention = model.config._attn_implementation
 
-    def ours(num_rows: int, name: str, more: dict[str, Any]) -> None:
-        _draw_ours(run, model, num_rows, name, more)
+    ours = functools.partial(_draw_ours, run, model)
 
     def generate(num_rows: int) -> None:
         model.set_attn_implementation("sdpa")

@@ -171,7 +171,7 @@ def step_of(model: Any, num_rows: int, *, shares: bool) -> None:
     like.values = like.keys
     reader = slot_reader.SlotReader(model)
     layer = slot_reader._SlotLayer(reader._places, like)
-    layer.is_varlen, layer.keys = True, like.keys
+    layer.keys = like.keys
     layer.values = put(*shape, dtype=torch.bfloat16).transpose(1, 2)
     for buffer in (layer.keys, layer.values):
         for fixed in (1, 3):
@@ -181,7 +181,7 @@ def step_of(model: Any, num_rows: int, *, shares: bool) -> None:
     places, small = reader._places, torch.int32
     places.lengths, places.shared, places.slots = (put(num_rows) for _ in range(3))
     places.numbers, places.starts = (put(num_slots + 1, dtype=small) for _ in range(2))
-    places.num_columns = num_columns
+    places.num_columns, places.is_varlen = num_columns, True
     if shares:
         ends = [put(num_prefixes + more, dtype=small) for more in (1, 1, 0)]
         rows = (put(num_rows), put(num_rows), put(num_rows, dtype=torch.bool))
@@ -218,7 +218,7 @@ def main() -> None:
             with mixed, warnings.catch_warnings(), contextlib.suppress(Exception):
                 warnings.simplefilter("ignore")  # that nothing is compiled, which is stopped
                 step_of(model, options.rows, shares=shares)
-        layers = [code for code in codes if "slot_attention" in code or "segment_attention" in code]
+        layers = [code for code in codes if "slot_attention" in code]
         if len(layers) != 1:
             sys.exit(f"gpu_kernels.py: {len(layers)} layers were compiled for {name!r}, not one.")
         calls = layers[0][layers[0].index("def call(") :]

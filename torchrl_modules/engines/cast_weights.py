@@ -37,12 +37,10 @@ class CastModel:
         """It draws; whose weights are current after :meth:`refresh`."""
         self._pairs: list[tuple[Tensor, Tensor]] = []
         for its, own in zip(model.modules(), self.model.modules(), strict=True):
-            if type(own) is nn.Linear:
-                for name, weight in [*own.named_parameters(recurse=False)]:
-                    if weight.is_floating_point() and weight.dtype != dtype:
-                        cast = torch.empty_like(weight, dtype=dtype, requires_grad=False)
-                        setattr(own, name, nn.Parameter(cast, requires_grad=False))
-                        self._pairs.append((cast, weight))
+            for name, weight in _to_cast(own, dtype):
+                cast = torch.empty_like(weight, dtype=dtype, requires_grad=False)
+                setattr(own, name, nn.Parameter(cast, requires_grad=False))
+                self._pairs.append((cast, weight))
             compile_alike(own, its)
         self.refresh()
 
@@ -65,15 +63,11 @@ def is_cast_for_each_token(model: nn.Module, dtype: torch.dtype) -> bool:
         model: which draws. One with hooks draws itself: a copy would not have those to come.
         dtype: of autocast.
     """
-    if has_hooks(model):
-        return False
-    found = False
-    for module in model.modules():
-        weight: Any = module.weight if type(module) is nn.Linear else None
-        found |= (
-            weight is not None
-            and weight.device.type in _KINDS
-            and weight.is_floating_point()
-            and weight.dtype != dtype
-        )
-    return found
+    cast = (weight for module in model.modules() for _, weight in _to_cast(module, dtype))
+    return any(weight.device.type in _KINDS for weight in cast) and not has_hooks(model)
+
+
+def _to_cast(module: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+    """The weights that autocast casts for each call of a module, by name."""
+    own = module.named_parameters(recurse=False) if type(module) is nn.Linear else ()
+    return [(name, x) for name, x in own if x.is_floating_point() and x.dtype != dtype]

@@ -69,6 +69,9 @@ class _Places:
         """Of these, tokens that it shares with others and has not in its slot, int64 ``[A]``."""
         self.prefixes: PrefixPlan | None = None
         """Where those are, if any row shares some."""
+        self.is_varlen = False
+        """The columns of a slot lie one behind the other, as attention over rows of many lengths
+        reads them; otherwise those of each head do."""
         self.num_shared_columns = 0
         """Columns that prefixes have, of which none has more tokens."""
         self.slots = torch.zeros(0, dtype=torch.int64, device=device)
@@ -102,9 +105,6 @@ class _SlotLayer(UnboundedCacheLayer):
     def __init__(self, places: _Places, like: Any) -> None:
         super().__init__()
         self._places = places
-        self.is_varlen = False
-        """Its columns lie one behind the other, as attention over rows of many lengths reads them;
-        otherwise those of each head do."""
         self.is_initialized = True
         kind = like.keys.device.type
         # A mask that could be left out is left out by its values, which a host would wait for.
@@ -116,7 +116,7 @@ class _SlotLayer(UnboundedCacheLayer):
             for states in (like.keys, like.values)
         )
 
-    def grow(self, num_slots: int, num_columns: int, num_behind: tuple[int, int] = (0, 0)) -> None:
+    def grow(self, num_slots: int, num_columns: int, num_behind: tuple[int, int]) -> None:
         """Make the buffers larger; what is in them stays.
 
         Args:
@@ -130,7 +130,7 @@ class _SlotLayer(UnboundedCacheLayer):
             buffer = getattr(self, name)
             slots, heads, columns, size = buffer.shape
             # Zeros: what is masked is multiplied by 0, which leaves infinity and NaN.
-            if not self.is_varlen:
+            if not self._places.is_varlen:
                 grown = buffer.new_zeros(num_slots, heads, num_columns, size)
             else:
                 shape = (num_slots + behind, num_columns, heads, size)
@@ -151,11 +151,11 @@ class _SlotLayer(UnboundedCacheLayer):
     ) -> tuple[Tensor, Tensor]:
         """Take the next token of each row, ``[A, H, 1, D]``."""
         slots, columns = self._places.slots, self._places.lengths
-        if self.is_varlen:
+        if self._places.is_varlen:
             columns = columns - self._places.shared
         self.keys[slots, :, columns] = key_states.squeeze(2).to(self.keys.dtype)
         self.values[slots, :, columns] = value_states.squeeze(2).to(self.values.dtype)
-        if self.is_varlen:
+        if self._places.is_varlen:
             return self.keys, self.values
         num_rows, num_columns = len(columns), self._places.num_columns
         return self.keys[:num_rows, :, :num_columns], self.values[:num_rows, :, :num_columns]
@@ -265,7 +265,7 @@ class SlotReader(PromptReader):
             columns = -(-self._num_seen // self._steps) * self._steps
             places.num_columns = min(columns, self._num_columns)
             is_full = places.num_columns == places.longest + 1 and min(counts) == places.longest
-            if self._layers[0].is_varlen:
+            if places.is_varlen:
                 places.num_columns = self._num_columns
                 places.prefixes = self._prefix_plan(len(tokens))
             logits = self._step(tokens, is_masked=not is_full)
@@ -278,7 +278,7 @@ class SlotReader(PromptReader):
     def _step(self, tokens: Tensor, *, is_masked: bool) -> Tensor:
         """The model's own part of a step, of which the host reads no value."""
         lengths, mask, more = self._places.lengths, None, {}
-        if self._layers[0].is_varlen:
+        if self._places.is_varlen:
             mask = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=tokens.device)
             more["slots"] = self._places.plan()
         elif is_masked:
@@ -303,7 +303,7 @@ class SlotReader(PromptReader):
         # them, and who gets them writes there.
         size, columns = 1 << (num_rows - 1).bit_length(), graph_columns(num_seen)
         self._reserve(size, columns)
-        if self._layers[0].is_varlen:  # It costs nothing to see columns that no row has.
+        if self._places.is_varlen:  # It costs nothing to see columns that no row has.
             columns = self._num_columns
         num_prefixes = 0 if self._prefixes is None else self._prefixes.num_places
         own = GraphShape(size, columns, num_prefixes)
@@ -467,7 +467,7 @@ class SlotReader(PromptReader):
             return
         if num_rows > self._num_slots:
             # A compiler that sees as many slots as rows once takes it that they are always as many.
-            spare = _SPARE_SLOTS if self._layers[0].is_varlen else 0
+            spare = _SPARE_SLOTS if self._places.is_varlen else 0
             self._num_slots = max(num_rows + spare, 2 * self._num_slots)
         if num_columns > self._num_columns:
             self._num_columns = max(num_columns + _MIN_COLUMNS, int(_GROWTH * num_columns))
@@ -535,12 +535,10 @@ class SlotReader(PromptReader):
         if not self._reads_varlen:
             return
         num_heads = self.model.config.get_text_config().num_attention_heads
-        is_varlen = self.is_trial or all(
+        self._places.is_varlen = self.is_trial or all(
             has_slot_attention(each.keys, each.values, num_heads) for each in self._layers
         )
-        for layer in self._layers:
-            layer.is_varlen = is_varlen
-        if is_varlen:
+        if self._places.is_varlen:
             self._prefixes = SharedPrefixes(self.model.device, len(self._counts))
 
     def _write(

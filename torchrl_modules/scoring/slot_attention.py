@@ -9,21 +9,15 @@ Shape legend: A rows, S slots, C columns of a slot, H heads, G key-value heads, 
 prefixes.
 """
 
-import warnings
 from functools import cache
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from torchrl_data.devices import on_device
 
-_TYPES: Final = (torch.bfloat16, torch.float16)
-_LARGEST: Final = 256
-"""Head size that the kernel takes, at most."""
-_GAP: Final = 0.05
-"""Of the check against plain attention, relative: bfloat16 leaves about 0.01."""
+from .flash_kernel import is_taken, passes_trial, varlen_forward
 
 
 class PrefixPlan(NamedTuple):
@@ -68,7 +62,7 @@ def has_slot_attention(keys: Tensor, values: Tensor, num_heads: int) -> bool:
         num_heads: H.
     """
     size = keys.shape[-1]
-    if not _is_taken(keys, size) or values.dtype != keys.dtype or values.shape[-1] != size:
+    if not _has_kernel(keys) or values.dtype != keys.dtype or values.shape[-1] != size:
         return False
     return _is_right(keys.device, keys.dtype, num_heads // keys.shape[1], size)
 
@@ -90,7 +84,7 @@ def slot_attention(
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (keys, values)]
     own, shared, longest = (plan.lengths, plan.queries, plan.starts), plan.prefixes, plan.longest
     if shared is None:
-        return _attend(query, *flat, *own, longest, factor)
+        return _attend(query, *flat, *own, 1, longest, factor)[0]
     groups = query.shape[1] // keys.shape[1]
     those = (shared.lengths, shared.queries, shared.starts)
     out, lse = _piece(query, flat, own, groups, longest, factor)
@@ -116,7 +110,7 @@ def _piece(
     shape = (num_rows, flat[0].shape[1], num_heads // flat[0].shape[1], size)
     folded = query.reshape(shape).transpose(1, 2).flatten(0, 1)
     # One query alone takes another way.
-    out, lse = _attend_segments(
+    out, lse = _attend(
         folded, *flat, lengths, shape[2] * queries, starts, max(2, most), longest, scale
     )
     out = out.reshape(num_rows, shape[2], shape[1], size).transpose(1, 2).flatten(1, 2)
@@ -131,63 +125,33 @@ def _attend(
     lengths: Tensor,
     queries: Tensor,
     starts: Tensor,
-    longest: int,
-    scale: float,
-) -> Tensor:
-    """The same over the columns of all slots, ``[S * C, G, D]``."""
-    # An operator of its own: a compiler need not know how the kernel lays out what it returns.
-    if not _is_taken(keys, query.shape[-1]):
-        return _attend_by_mask(query, keys, values, lengths, starts, longest, scale)
-    attended = torch.ops.aten._flash_attention_forward(
-        *(query, keys, values, queries, starts, 1, longest),
-        *(0.0, False, False),
-        scale=scale,
-        seqused_k=lengths,
-    )
-    return attended[0].reshape(query.shape).contiguous()
-
-
-@_attend.register_fake
-def _(query: Tensor, *_: object) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-@torch.library.custom_op("torchrl_agents::segment_attention", mutates_args=())
-def _attend_segments(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    queries: Tensor,
-    starts: Tensor,
     most: int,
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention ``[N, G, D]`` of segments of queries, and its log-sum-exps ``[G, N]``.
+    """Attention ``[N, H, D]`` of segments of queries, and its log-sum-exps ``[H, N]``.
 
-    A segment without keys gives what nobody may use.
+    Keys and values are the columns of all slots, ``[S * C, G, D]``. A segment without keys gives
+    what nobody may use.
     """
-    if not _is_taken(keys, query.shape[-1]):
-        return _attend_segments_by_loop(
-            query, keys, values, lengths, queries, starts, most, longest, scale
-        )
-    attended = torch.ops.aten._flash_attention_forward(
-        *(query, keys, values, queries, starts, most, longest),
-        *(0.0, False, False),
-        scale=scale,
-        seqused_k=lengths,
+    # An operator of its own: a compiler need not know how the kernel lays out what it returns.
+    if not _has_kernel(keys):
+        return _attend_by_loop(query, keys, values, lengths, queries, starts, most, longest, scale)
+    out, lse = varlen_forward(
+        *((query, keys, values), (queries, starts), (most, longest), scale),
+        causal=False,
+        lengths=lengths,
     )
-    return attended[0].contiguous(), attended[1].contiguous()
+    return out.reshape(query.shape).contiguous(), lse.contiguous()
 
 
-@_attend_segments.register_fake
+@_attend.register_fake
 def _(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
     return query.new_empty(query.shape), lse
 
 
-def _attend_segments_by_loop(
+def _attend_by_loop(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -201,47 +165,25 @@ def _attend_segments_by_loop(
     """The same without the kernel, for a trial."""
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     lse = query.new_full((query.shape[1], query.shape[0]), torch.inf, dtype=torch.float32)
-    ends = queries.tolist()
+    ends, groups = queries.tolist(), query.shape[1] // keys.shape[1]
     if int(queries.diff().max()) > most or int(lengths.max()) > longest:
         raise ValueError("slot_attention: a segment has more queries or keys than is said.")
+    precise = torch.promote_types(query.dtype, torch.float32)
     for at, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist())):  # noqa: B905
         some, those = slice(ends[at], ends[at + 1]), slice(start, start + length)
         if length and some.start < some.stop:
-            q, k, v = (x.transpose(0, 1).float() for x in (query[some], keys[those], values[those]))
+            heads = (query[some], keys[those], values[those])
+            q, k, v = (x.transpose(0, 1).to(precise) for x in heads)
+            k, v = (x.repeat_interleave(groups, 0) for x in (k, v))
             scores = q @ k.transpose(1, 2) * scale
             out[some] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
             lse[:, some] = scores.logsumexp(-1)
     return out, lse
 
 
-def _attend_by_mask(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    longest: int,
-    scale: float,
-) -> Tensor:
-    """The same as the first without the kernel: slots are copied."""
-    at = torch.arange(longest, device=keys.device)
-    seen = at < lengths[:, None]
-    rows = (starts[:-1, None].long() + at).clamp(max=len(keys) - 1)
-    k, v = (x[rows].transpose(1, 2) for x in (keys, values))  # [A, G, longest, D]
-    folded = query.unflatten(1, (keys.shape[1], -1))  # heads that share keys are queries of one
-    attended = scaled_dot_product_attention(folded, k, v, seen[:, None, None], scale=scale)
-    return attended.flatten(1, 2)
-
-
-def _is_taken(keys: Tensor, size: int) -> bool:
-    """Say if the kernel is for such keys."""
-    return (
-        keys.device.type == "cuda"
-        and keys.dtype in _TYPES
-        and size % 8 == 0
-        and size <= _LARGEST
-        and torch.cuda.get_device_capability(keys.device) >= (8, 0)
-    )
+def _has_kernel(keys: Tensor) -> bool:
+    """Say if the kernel is for such keys, and this card has it."""
+    return is_taken(keys) and torch.cuda.get_device_capability(keys.device) >= (8, 0)
 
 
 @cache
@@ -269,26 +211,14 @@ def _is_right(device: torch.device, dtype: torch.dtype, groups: int, size: int) 
         starts=on_device([(num_slots - 1) * num_columns + 7, 0, 0], device, torch.int32),
         lengths=on_device([150, 0], device, torch.int32),
     )
-    gaps = []
-    try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            for one in (plan, plan._replace(prefixes=shared)):
-                results = []
-                for kind in (dtype, torch.float32):
-                    query, *cache = (on_device(x, device).to(kind) for x in heads)
-                    keys, values = (x.transpose(1, 2) for x in cache)
-                    results.append(slot_attention(query, keys, values, one, None).float())
-                gaps.append(((results[0] - results[1]).norm() / results[1].norm()).item())
-        reason = "" if max(gaps) < _GAP else f"it is off by {max(gaps):.2g}"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of this PyTorch or this card: it is told, and masks are used
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-    if reason:
-        warnings.warn(
-            f"Flash attention over slots of a cache is not used on {device} for {dtype}, heads of "
-            f"{size}, {groups} to a key: {reason}. Attention with a mask, which is slower, takes "
-            "its place.",
-            stacklevel=2,
-        )
-    return not reason
+
+    @torch.no_grad()
+    def results(kind: torch.dtype) -> list[Tensor]:
+        query, *cache = (on_device(x, device).to(kind) for x in heads)
+        keys, values = (x.transpose(1, 2) for x in cache)
+        plans = (plan, plan._replace(prefixes=shared))
+        with torch.autocast(device.type, enabled=False):
+            return [slot_attention(query, keys, values, one, None) for one in plans]
+
+    tried = (device, dtype, groups, size)
+    return passes_trial(results, tried, "over slots of a cache", "Attention with a mask")

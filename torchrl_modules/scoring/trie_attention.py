@@ -13,7 +13,6 @@ Shape legend: N packed tokens, B sequences, M tokens of the trie, H heads, G key
 head size of queries and keys, E of values.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -28,6 +27,8 @@ from torch.nn.functional import pad
 
 from torchrl_data.devices import on_device
 from torchrl_modules.compilation import Compiled
+
+from .flash_kernel import is_taken, passes_trial, varlen_forward, window_options
 
 _WORTH: Final = 32
 """A shared token saves a pass through the model; a token behind it pays about 1/32 of one, for a
@@ -297,9 +298,6 @@ def _varlen_plan(segments: Sequence[Segment], device: torch.device) -> VarlenPla
 _FEWEST: Final = 2
 """Queries of a row, at least as the kernel is told: one alone takes another way, without a
 gradient."""
-_FLASH_TYPES: Final = (torch.bfloat16, torch.float16)
-_FLASH_GAP: Final = 0.05
-"""Of the check against plain attention, relative: bfloat16 leaves about 0.01."""
 
 
 def has_flash_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -308,9 +306,7 @@ def has_flash_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
     size = query.shape[-1]
     if (
         query.device.type != "cuda"
-        or query.dtype not in _FLASH_TYPES
-        or size % 8
-        or size > 256
+        or not is_taken(query)
         or value.shape[-1] != size
         or torch.compiler.is_compiling()
     ):
@@ -329,36 +325,24 @@ def _flash_is_right(device: torch.device, dtype: torch.dtype, groups: int, size:
     draw = torch.Generator().manual_seed(0)
     heads = [torch.randn(1, n, len(ends), size, generator=draw) for n in (2 * groups, 2, 2)]
     slope = on_device(torch.randn(1, len(ends), 2 * groups, size, generator=draw), device)
-    results = []
-    try:
+
+    def results(kind: torch.dtype) -> list[Tensor]:
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-            for kind in (dtype, torch.float32):
-                leaves = [on_device(x, device).to(kind).requires_grad_() for x in heads]
-                if kind is dtype:
-                    plan = _varlen_plan(segments, device)
-                    out = flash_attention(leaves[0], leaves[1], leaves[2], plan, None)
-                else:
-                    q = leaves[0]
-                    k, v = (x.repeat_interleave(groups, 1) for x in leaves[1:])
-                    scores = (q @ k.transpose(-2, -1)) * size**-0.5
-                    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
-                    out = (weights @ v).transpose(1, 2)
-                slopes = torch.autograd.grad((out * slope.to(out.dtype)).sum(), leaves)
-                results.append([out.detach().float(), *(x.float() for x in slopes)])
-        gaps = [((a - b).norm() / b.norm()).item() for a, b in zip(*results, strict=True)]
-        reason = "" if max(gaps) < _FLASH_GAP else f"it is off by {max(gaps):.2g}"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of this PyTorch or this card: it is told, and flex is used
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-    if reason:
-        warnings.warn(
-            f"Flash attention for rows of many lengths is not used on {device} for {dtype}, heads "
-            f"of {size}, {groups} to a key: {reason}. Flex attention, which is slower, takes its "
-            "place.",
-            stacklevel=2,
-        )
-    return not reason
+            leaves = [on_device(x, device).to(kind).requires_grad_() for x in heads]
+            if kind is dtype:
+                plan = _varlen_plan(segments, device)
+                out = flash_attention(leaves[0], leaves[1], leaves[2], plan, None)
+            else:
+                q = leaves[0]
+                k, v = (x.repeat_interleave(groups, 1) for x in leaves[1:])
+                scores = (q @ k.transpose(-2, -1)) * size**-0.5
+                weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+                out = (weights @ v).transpose(1, 2)
+            slopes = torch.autograd.grad((out * slope.to(out.dtype)).sum(), leaves)
+            return [out.detach(), *slopes]
+
+    tried = (device, dtype, groups, size)
+    return passes_trial(results, tried, "for rows of many lengths", "Flex attention")
 
 
 def flash_attention(
@@ -375,27 +359,6 @@ def flash_attention(
     heads = [x[0].transpose(0, 1) for x in (query, key, value)]
     out: Any = _FlashAttention.apply(*heads, plan, scale, window)
     return out[None]
-
-
-def _varlen_forward(
-    heads: Sequence[Tensor],
-    cumulative: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    scale: float,
-    *,
-    causal: bool,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output ``[queries, H, D]`` and log-sum-exps ``[H, queries]``."""
-    attended = torch.ops.aten._flash_attention_forward(
-        *heads,
-        *cumulative,
-        *longest,
-        *(0.0, causal, False),
-        scale=scale,
-        **_window_options(window),
-    )
-    return attended[0], attended[1]
 
 
 def _varlen_backward(
@@ -420,12 +383,8 @@ def _varlen_backward(
         *longest,
         *(0.0, causal, unused, unused),
         scale=scale,
-        **_window_options(window),
+        **window_options(window),
     )
-
-
-def _window_options(window: int | None) -> dict[str, int]:
-    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 class _FlashAttention(Function):
@@ -446,10 +405,10 @@ class _FlashAttention(Function):
     ) -> Tensor:
         own, longest = (plan.starts, plan.starts), (plan.longest, plan.longest)
         heads = (query, key, value)
-        out, lse = _varlen_forward(heads, own, longest, scale, causal=True, window=window)
+        out, lse = varlen_forward(heads, own, longest, scale, causal=True, window=window)
         for level in plan.levels:
             some = (query[level.below], key[level.above], value[level.above])
-            piece, ahead = _varlen_forward(
+            piece, ahead = varlen_forward(
                 some, level.cumulative, level.longest, scale, causal=False
             )
             before = lse[:, level.below]

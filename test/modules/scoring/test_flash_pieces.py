@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_modules.scoring import trie_attention
+from torchrl_modules.scoring import flash_kernel, trie_attention
 from torchrl_modules.scoring.trie_attention import build_trie
 
 
@@ -86,7 +86,7 @@ def attended(rows, share, window, seed, groups=2):
 @pytest.fixture(autouse=True, scope="module")
 def _kernel_of_this_file():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trie_attention, "_varlen_forward", varlen_forward)
+        patch.setattr(trie_attention, "varlen_forward", varlen_forward)
         patch.setattr(trie_attention, "_varlen_backward", varlen_backward)
         yield
 
@@ -128,7 +128,7 @@ def test_a_kernel_that_is_wrong_is_told_once_and_not_used(monkeypatch):
         return [1.2 * query, *others]
 
     device, check = torch.device("cpu"), trie_attention._flash_is_right.__wrapped__
-    monkeypatch.setattr(trie_attention, "_FLASH_GAP", 0.1)
+    monkeypatch.setattr(flash_kernel, "_GAP", 0.1)
     assert check(device, torch.bfloat16, 2, 8)
     monkeypatch.setattr(trie_attention, "_varlen_backward", wrong)
     with pytest.warns(UserWarning, match="heads of 8, 2 to a key: it is off by 0.2"):
@@ -137,6 +137,6 @@ def test_a_kernel_that_is_wrong_is_told_once_and_not_used(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(trie_attention, "_varlen_forward", fail)
+    monkeypatch.setattr(trie_attention, "varlen_forward", fail)
     with pytest.warns(UserWarning, match="RuntimeError: no kernel image. Flex attention"):
         assert not check(device, torch.bfloat16, 2, 8)
