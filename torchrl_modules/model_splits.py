@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from .scoring.split_head import sum_gradient
-from .scoring.trial import Difference, run_trial
+from .scoring.trial import ROUNDED, run_trial
 from .scoring.wrapped_models import SPLIT_HERE, SPLIT_OVER, run_inside
 from .transformers_releases import parallel_plans
 from .weights.quantized_weights import quantization_of
@@ -47,10 +47,6 @@ _TRIED: Final = frozenset(
 _OF_EXPERTS: Final = frozenset({"packed_colwise", "packed_rowwise", "moe_tp_experts"})
 """Styles that cut every expert of a mixture. Two matrices that are one parameter are cut both, and
 checkpoints of torch take no such pieces."""
-
-
-_ROUNDED: Final = Difference(torch.inf, 0.1)
-"""Of log-probs in bfloat16, in nats."""
 
 
 class Plans(NamedTuple):
@@ -251,7 +247,7 @@ def split_model(
     narrow = getattr(fsdp_options.get("mp_policy"), "param_dtype", None)
     # What is gathered in bfloat16 is computed in it, whatever the weights are.
     loose = narrow is not None and narrow.itemsize < model.dtype.itemsize
-    allowed = found._replace(tolerance=_ROUNDED) if loose else found
+    allowed = found._replace(tolerance=ROUNDED) if loose else found
     if expected is not None and not allowed.allows(gap := expected.difference(found.log_probs)):
         raise ValueError(
             f"{who}: {type(model).__name__} computes other log-probs over {size} ranks than whole: "

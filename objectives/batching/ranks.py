@@ -60,6 +60,7 @@ class Ranks:
             default group was somebody else's.
         data: one rank of each group that computes the same rows; ``None`` where each rank has rows
             of its own.
+        context_group: ranks that share out the tokens of their rows; ``None`` for none.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Ranks:
         control: Any = None,
         store: Any = None,
         data: Ranks | None = None,
+        context_group: Any = None,
     ) -> None:
         if not 0 <= rank < size or (size > 1) != (control is not None):
             raise ValueError(
@@ -84,8 +86,12 @@ class Ranks:
         self.device = torch.device(device)
         """Where this rank computes."""
         self.data = self if data is None else data
-        """The ranks over whose rows a sum is taken: of each group of tensor parallelism, whose
-        ranks have the same rows, the one of this rank's place in it. All ranks without such."""
+        """The ranks over whose rows a sum is taken: of each group of tensor or context
+        parallelism, whose ranks have the same rows, the one of this rank's place in it. All ranks
+        without such."""
+        self.context_group = context_group
+        """The ranks that share out the tokens of the rows that they have alike, of
+        ``torch.distributed``; ``None`` without context parallelism."""
         self._control = control
         self._store = store
         self._owns_group = store is not None
@@ -107,6 +113,7 @@ class Ranks:
         timeout_s: float = 600.0,
         wait_s: float = 7200.0,
         tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
     ) -> Ranks:
         """The ranks that ``torchrun`` started, or this process alone where it started none.
 
@@ -122,19 +129,33 @@ class Ranks:
                 collects, evaluates or saves.
             tensor_parallel_size: so many neighbouring ranks get the same rows, and compute each
                 matrix together; see :func:`~torchrl_modules.split_model`.
+            context_parallel_size: so many neighbouring ranks get the same rows, and each reads a
+                part of the tokens of every row. Give the model that is trained their
+                :attr:`context_group`; not beside ``tensor_parallel_size``.
 
         Raises:
-            ValueError: a time is not positive, there are fewer GPUs than ranks of this machine, or
-                the number of ranks is no multiple of ``tensor_parallel_size``.
+            ValueError: a time is not positive, there are fewer GPUs than ranks of this machine, the
+                number of ranks is no multiple of ``tensor_parallel_size`` or
+                ``context_parallel_size``, or both are given.
             RuntimeError: the ranks do not find each other in time.
         """
         check_numbers("Ranks.join", POSITIVE, timeout_s=timeout_s, wait_s=wait_s)
         started = int(os.environ.get("WORLD_SIZE", "1"))
         size = dist.get_world_size() if dist.is_initialized() else started
-        if tensor_parallel_size < 1 or size % tensor_parallel_size:
+        sizes = {
+            "tensor_parallel_size": tensor_parallel_size,
+            "context_parallel_size": context_parallel_size,
+        }
+        for name, count in sizes.items():
+            if count < 1 or size % count:
+                raise ValueError(
+                    f"Ranks.join: {name}={count} has to divide the number of ranks, {size}. Start "
+                    "a multiple of it by torchrun."
+                )
+        if min(sizes.values()) > 1:
             raise ValueError(
-                f"Ranks.join: tensor_parallel_size={tensor_parallel_size} has to divide the number "
-                f"of ranks, {size}. Start a multiple of it by torchrun."
+                f"Ranks.join: tensor_parallel_size={tensor_parallel_size} and "
+                f"context_parallel_size={context_parallel_size} do not go together. Leave one out."
             )
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if where.type == "cuda" and where.index is None:
@@ -163,9 +184,13 @@ class Ranks:
             )
         wait = timedelta(seconds=wait_s)
         control, data = dist.new_group(backend="gloo", timeout=wait), None
-        if tensor_parallel_size > 1:
-            data = _data_ranks(size, tensor_parallel_size, where, wait)
-        return cls(dist.get_rank(), size, device=where, control=control, store=store, data=data)
+        if (alike := max(sizes.values())) > 1:
+            data = _data_ranks(size, alike, where, wait)
+        context = None
+        if context_parallel_size > 1:
+            context = _own_group(size, context_parallel_size, timedelta(seconds=timeout_s))
+        parts = {"control": control, "data": data, "context_group": context}
+        return cls(dist.get_rank(), size, device=where, store=store, **parts)
 
     # What they tell each other --------------------------------------------------------------------
 
@@ -373,3 +398,11 @@ def _data_ranks(size: int, alike: int, device: torch.device, wait: timedelta) ->
     rank, count = dist.get_rank(), size // alike
     control = groups[rank % alike] if count > 1 else None
     return Ranks(rank // alike, count, device=device, control=control)
+
+
+def _own_group(size: int, alike: int, limit: timedelta) -> Any:
+    """The neighbours of this rank, a group for tensors of the training."""
+    # Every rank takes part in making each group.
+    firsts = range(0, size, alike)
+    groups = [dist.new_group(range(first, first + alike), timeout=limit) for first in firsts]
+    return groups[dist.get_rank() // alike]

@@ -70,7 +70,10 @@ class TransformersWrapper(LLMWrapperBase):
             could be loaded without its vision is loaded with it. ``batch_invariant=True``: a row
             has the same log-probs to the bit whatever is drawn or scored beside it, and what is
             scored is what was drawn; in float32 on a CPU, in about 2.5 times the time, see
-            :class:`~torchrl_modules.batch_invariance.BatchInvariance`. For the others see
+            :class:`~torchrl_modules.batch_invariance.BatchInvariance`. ``context_group``, ranks that
+            share out the tokens of every row that is scored (:attr:`.Ranks.context_group`): all of
+            them score the same rows, and ``model`` is in `DistributedDataParallel` or sharded. For
+            the others see
             :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
 
     Raises:
@@ -115,6 +118,7 @@ class TransformersWrapper(LLMWrapperBase):
     ) -> None:
         processor = kwargs.pop("processor", None)
         batch_invariant = bool(kwargs.pop("batch_invariant", False))
+        context_group = kwargs.pop("context_group", None)
         sampling = kwargs.get("generate_kwargs")
         if not isinstance(sampling, SamplingParameters):  # checked before a model is loaded
             kwargs["generate_kwargs"] = SamplingParameters.from_kwargs(sampling or {})
@@ -161,6 +165,7 @@ class TransformersWrapper(LLMWrapperBase):
             images=images,
             compile_layers=compile_layers,
             batch_invariant=batch_invariant,
+            context_group=context_group,
         )
         if self.sampling.routed_experts and self.scorer.is_compiled:
             raise ValueError(

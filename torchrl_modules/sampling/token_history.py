@@ -50,7 +50,7 @@ class TargetHistory(NamedTuple):
         first = cumulative_lengths(lengths)[:-1][sequence_index(lengths)[at]]
         return cls(ids, first, turn, at)
 
-    def part(self, rows: slice) -> "TargetHistory":
+    def part(self, rows: slice | Tensor) -> "TargetHistory":
         """Histories of some of the targets."""
         return TargetHistory(self.ids, self.first[rows], self.turn[rows], self.at[rows])
 

@@ -22,8 +22,9 @@ from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.transformers_releases import forward_parameters
 
 from .expert_routes import ExpertRoutes, replayed_layers
-from .packed_attention import can_share, no_mask, packed_input
-from .trie_attention import build_trie
+from .context_share import TargetShare
+from .packed_attention import can_share, drops_out, no_mask, packed_input
+from .trie_attention import PrefixTrie, build_trie, share_out
 from .wrapped_models import call
 
 
@@ -145,24 +146,8 @@ class ModelReader:
         """
         inputs: dict[str, Any]
         if self.layout is Layout.PACKED:
-            share = self.share_prefixes and can_share(self.model, int(targets.ends.max()))
-            # Tokens are read once for several rows where they went to the same experts there.
-            keys = targets.ids if experts is None else _ids_with_experts(targets.ids, experts)
-            trie = build_trie(
-                keys, targets.lengths, targets.ends, share=share, device=self.model.device
-            )
-            if experts is not None:
-                read = (trie.node >= 0).nonzero().squeeze(1)
-                first = torch.zeros(len(trie.ids), dtype=torch.int64)
-                first[trie.node[read]] = read
-                ids = on_device(targets.ids[first], self.model.device)
-                trie, experts = replace(trie, ids=ids), experts[first]
-            at = trie.node[targets.starts[targets.rows] + targets.positions]
-            inputs = {"input_ids": trie.ids[None], "position_ids": trie.positions[None]}
-            if (nothing := no_mask(self.model.device)) is not None:
-                inputs["attention_mask"] = nothing
-            with packed_input():
-                return self.pick({**inputs, "trie": trie}, torch.zeros_like(at), at, experts)
+            trie, experts = self._lay_out(targets, experts)
+            return self._read_trie(trie, _predictors(trie, targets), experts)
         if self.layout is Layout.PADDED:
             used = targets.ends.nonzero().squeeze(1)
             place = torch.zeros_like(targets.ends)
@@ -183,6 +168,67 @@ class ModelReader:
             parts.append(self.pick({"input_ids": rows}, place, targets.positions[mine], own))
             order.append(mine)
         return torch.cat(parts)[on_device(torch.cat(order).argsort(), self.model.device)]
+
+    def read_share(
+        self, targets: Targets, group: Any, experts: Tensor | None = None
+    ) -> tuple[Tensor, TargetShare]:
+        """What predicts this rank's targets, of packed rows whose tokens ranks share out.
+
+        Args:
+            targets: the same on every rank.
+            group: the ranks.
+            experts: as for :meth:`read`.
+
+        Returns:
+            Hidden states or logits as of :meth:`read`, of the targets that the share names.
+
+        Raises:
+            ValueError: the model has dropout in training, which ranks would draw differently.
+        """
+        if drops_out(self.model):
+            raise ValueError(
+                f"score_packed: {type(self.model).__name__} is in training mode and has dropout, "
+                "which the ranks that share out its rows would draw differently. Call eval() on "
+                "it, or set its dropout to 0."
+            )
+        trie, experts = self._lay_out(targets, experts)
+        at, trie = _predictors(trie, targets), share_out(trie, group)
+        assert trie.context is not None
+        if experts is not None:
+            missing = trie.context.num_tokens - len(experts)
+            filled = experts.new_zeros(missing, *experts.shape[1:])
+            experts = trie.context.own(torch.cat([experts, filled]))
+        share = TargetShare.of(trie.context, at)
+        return self._read_trie(trie, share.columns, experts), share
+
+    def _lay_out(
+        self, targets: Targets, experts: Tensor | None
+    ) -> tuple[PrefixTrie, Tensor | None]:
+        """The tokens that are to be read, what rows have in common once, and their experts."""
+        share = self.share_prefixes and can_share(self.model, int(targets.ends.max()))
+        # Tokens are read once for several rows where they went to the same experts there.
+        keys = targets.ids if experts is None else _ids_with_experts(targets.ids, experts)
+        trie = build_trie(
+            keys, targets.lengths, targets.ends, share=share, device=self.model.device
+        )
+        if experts is None:
+            return trie, None
+        read = (trie.node >= 0).nonzero().squeeze(1)
+        first = torch.zeros(len(trie.ids), dtype=torch.int64)
+        first[trie.node[read]] = read
+        ids = on_device(targets.ids[first], self.model.device)
+        return replace(trie, ids=ids), experts[first]
+
+    def _read_trie(self, trie: PrefixTrie, at: Tensor, experts: Tensor | None) -> Tensor:
+        """What the model gives at some tokens of a trie, ``[K, ...]``."""
+        inputs: dict[str, Any] = {
+            "input_ids": trie.ids[None],
+            "position_ids": trie.positions[None],
+        }
+        if (nothing := no_mask(self.model.device)) is not None:
+            inputs["attention_mask"] = nothing
+        with packed_input():
+            return self.pick({**inputs, "trie": trie}, torch.zeros_like(at), at, experts)
 
     def pick(
         self, inputs: dict[str, Any], rows: Tensor, columns: Tensor, experts: Tensor | None = None
@@ -213,6 +259,11 @@ class ModelReader:
         # One index and not two: its backward pass adds in a fixed order.
         index = on_device(rows * outputs.shape[1] + columns, device)
         return outputs.flatten(0, 1).index_select(0, index)
+
+
+def _predictors(trie: PrefixTrie, targets: Targets) -> Tensor:
+    """Where the token that predicts each target is in the trie, ``[K]``."""
+    return trie.node[targets.starts[targets.rows] + targets.positions]
 
 
 def _ids_with_experts(ids: Tensor, experts: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from torchrl_modules.transformers_releases import takes_sdpa
 
+from .context_share import gathered_heads
 from .slot_attention import SlotPlan, slot_attention
 from .trie_attention import (
     PrefixTrie,
@@ -104,7 +105,8 @@ def packed_sdpa_forward(
             module, query, key, value, attention_mask, **options, **kwargs
         )
     _refuse_more(module, attention_mask, kwargs)
-    if torch.compiler.is_compiling() and query.device.type in _APART:
+    is_apart = query.device.type in _APART or trie.context is not None
+    if torch.compiler.is_compiling() and is_apart:
         return _attend_apart(heads, trie, dropout, scaling, sliding_window, softcap), None
     return _attend_packed(heads, trie, dropout, scaling, sliding_window, softcap), None
 
@@ -135,8 +137,11 @@ def _attend_packed(
     lengths = [segment.end - segment.start for segment in trie.segments]
     within = sliding_window is None or max(lengths) <= sliding_window
     plain = dropout == 0.0 and within and softcap is None
+    if trie.context is not None and not plain:
+        return _attend_by_range(heads, trie, dropout, scaling, sliding_window, softcap)
     on_cpu = plain and query.device.type == "cpu" and has_trie_attention(query.device, query.dtype)
-    if on_cpu or any(segment.subtree_end > segment.end for segment in trie.segments):
+    is_shared = any(segment.subtree_end > segment.end for segment in trie.segments)
+    if on_cpu or is_shared or trie.context is not None:
         return trie_attention(*heads, trie, scale=scaling)
     if dropout == 0.0 and softcap is None and has_flash_attention(*heads):
         window = None if within else sliding_window
@@ -175,6 +180,42 @@ def _attend_by_length(
             )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None]
+
+
+def _attend_by_range(
+    heads: tuple[Tensor, Tensor, Tensor],
+    trie: PrefixTrie,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of rows that share nothing, of this rank's part of each, ``[1, N, H, D]``."""
+    context = trie.context
+    assert context is not None
+    query = heads[0]
+    key, value = gathered_heads(*heads[1:], context)
+    is_grouped, outputs = query.shape[1] != key.shape[1], []
+    for segment in trie.segments:
+        for low, high in context.ranges:
+            first, end = max(segment.start, low), min(segment.end, high)
+            if first >= end:
+                continue
+            seen = segment.start
+            if sliding_window is not None:
+                seen = max(seen, first - sliding_window + 1)
+            q = query[:, :, context.count_before(first) : context.count_before(end)]
+            k, v = (x[:, :, seen:end] for x in (key, value))
+            mask = _causal_mask(q, k, sliding_window)
+            if softcap is not None:
+                outputs.append(_capped_attention((q, k, v), mask, dropout, scaling, softcap))
+            else:
+                outputs.append(
+                    scaled_dot_product_attention(
+                        q, k, v, mask, dropout, scale=scaling, enable_gqa=is_grouped
+                    )
+                )
+    return torch.cat(outputs, 2).transpose(1, 2)
 
 
 def _causal_mask(query: Tensor, key: Tensor, window: int | None = None) -> Tensor:
@@ -269,22 +310,26 @@ def can_share(model: PreTrainedModel, longest: int) -> bool:
     # Gives `False` where tokens are more than plainly shared: dropout in training, a window that is
     # shorter than a sequence, or a device without the kernels.
     config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) or longest
+    return (
+        not drops_out(model)
+        and window >= longest
+        and getattr(config, "attn_logit_softcapping", None) is None
+        and has_trie_attention(model.device, model.dtype)
+    )
+
+
+def drops_out(model: PreTrainedModel) -> bool:
+    """Whether passes of the model draw what they leave out (dropout in training)."""
     dropout = any(
         isinstance(value, float) and value > 0 and ("dropout" in name or "pdrop" in name)
-        for name, value in config.to_dict().items()
+        for name, value in model.config.get_text_config().to_dict().items()
     )
     draws = any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
         for module in model.modules()
     )
-    window = getattr(config, "sliding_window", None) or longest
-    return (
-        not (model.training and dropout)
-        and not draws
-        and window >= longest
-        and getattr(config, "attn_logit_softcapping", None) is None
-        and has_trie_attention(model.device, model.dtype)
-    )
+    return (model.training and dropout) or draws
 
 
 # As soon as this is imported: a model that has this attention may come from another process.

@@ -42,8 +42,16 @@ from .model_reader import Layout, ModelReader, check_packed, targets_of
 from .packed_attention import use_packed_attention
 from .rope_factors import settle_rope_factors
 from .split_head import whole_head
-from .trial import Difference, find_first, run_trial
-from .wrapped_models import check_wrapped_whole, is_distributed, precision, run_inside, unwrapped
+from .trial import ROUNDED, Difference, find_first, run_trial
+from .wrapped_models import (
+    check_wrapped_whole,
+    evaluation_mode,
+    is_distributed,
+    is_split,
+    precision,
+    run_inside,
+    unwrapped,
+)
 
 
 class Reading(NamedTuple):
@@ -81,12 +89,20 @@ class PackedScorer(ChecksAttributes):
         compile_layers: see :func:`~torchrl_modules.compiled_layers.compile_layers`.
         batch_invariant: log-probs are the same to the bit whatever is scored beside a row, and the
             same that an engine with this setting reports. Rows are read padded, and not packed.
+        context_group: ranks that share out the tokens of each pass (context parallelism), of
+            ``torch.distributed``; all of them call this with the same rows, and get the scores of
+            all tokens. Gradients are those of the mean over all ranks.
 
     Raises:
         TypeError: a wrapper around the model can't be gone through, or is around a part of it.
         ValueError: ``micro_batch_tokens`` is not positive, or the model is none that can be scored:
             it has no weights, its own forward fails, or it sees what comes after a token; or it is
-            not ``batch_invariant``, or something is asked for beside that which can't be.
+            not ``batch_invariant``, or something is asked for beside that which can't be; or its
+            tokens can't be shared out over a ``context_group``.
+
+    See Also:
+        Grattafiori et al., 2024, arXiv:2407.21783, section 3.3.2, for context parallelism whose
+        ranks gather keys and values.
     """
 
     def __init__(
@@ -102,6 +118,7 @@ class PackedScorer(ChecksAttributes):
         images: ImageProcessor | None = None,
         compile_layers: bool | None = None,
         batch_invariant: bool = False,
+        context_group: Any = None,
     ) -> None:
         self.model = unwrapped(model, who="PackedScorer")
         check_wrapped_whole(model, who="PackedScorer")
@@ -140,6 +157,9 @@ class PackedScorer(ChecksAttributes):
                     "vision-language model in one process, or leave processor= out."
                 )
             check_image_reading(self._reader, images, who="PackedScorer")
+        self._context_group = context_group
+        if context_group is not None:
+            self._check_context()
 
     changeable = frozenset({"micro_batch_tokens"})
 
@@ -295,6 +315,41 @@ class PackedScorer(ChecksAttributes):
         with self._kernels():
             return run_inside(self._wrapped, read)
 
+    def _check_context(self) -> None:
+        """Check that ranks can share out the tokens of a pass, by a trial of it."""
+        model, who = self.model, "PackedScorer"
+        name = type(model).__name__
+        if not self.packed:
+            raise ValueError(
+                f"{who}: context_group needs rows that are read packed, and {name} is read "
+                f"{self.reading.layout.value} ({'; '.join(self.reading.rejected) or 'as asked'})."
+            )
+        if is_split(model):
+            raise ValueError(
+                f"{who}: context_group and split_model(tensor_parallel_size=...) do not go "
+                "together. Leave one of them out."
+            )
+        is_trained = any(value.requires_grad for value in model.parameters())
+        if is_trained and not self.is_distributed:
+            raise ValueError(
+                f"{who}: each rank of a context_group has a part of the gradient. Give {name} in "
+                "DistributedDataParallel or after fully_shard, which add the parts up."
+            )
+        if self._images is not None:
+            raise ValueError(f"{who}: context_group is not for a model that reads images.")
+        trial = run_inside(self._wrapped, lambda: run_trial(model, who=who))
+        ids, lengths, mask = _trial_rows(trial.rows)
+
+        with torch.no_grad(), evaluation_mode(model):
+            found = self.score_packed(ids, lengths, mask).log_prob
+        gap = trial.difference(found.split((lengths - 1).tolist()))
+        allowed = trial if self._autocast_dtype is None else trial._replace(tolerance=ROUNDED)
+        if not allowed.allows(gap):
+            raise ValueError(
+                f"{who}: {name} computes other log-probs where ranks share out its tokens: off by "
+                f"{gap}. Leave context_group out."
+            )
+
     def _kernels(self) -> AbstractContextManager[Any]:
         """Kernels of products and attention."""
         return BatchInvariance() if self.batch_invariant else nullcontext()
@@ -361,23 +416,49 @@ class PackedScorer(ChecksAttributes):
             entropy = nothing if drawn_from.entropy else None
             return TokenScores(empty, entropy, nothing if drawn_from.untempered_log_probs else None)
 
-        targets = on_device(targets, self.model.device)
+        history = None
+        if drawn_from.changes_logits:
+            history = TargetHistory.of(ids, lengths, target_mask)
 
         def score() -> TokenScores:
-            history, untempered = None, None
-            if drawn_from.changes_logits:
-                history = TargetHistory.of(ids, lengths, target_mask)
+            packed = (ids, lengths, target_mask)
             with precision(self.model, self._autocast_dtype):
-                outputs = self._read((ids, lengths, target_mask), images, experts)
-                log_prob, entropy = self._head_scores(outputs, targets, drawn_from, history, masks)
-                if drawn_from.untempered_log_probs:
-                    untempered = log_prob
-                    if not drawn_from.is_own_softmax:
-                        untempered, _ = self._head_scores(outputs, targets, SamplingParameters())
-            return TokenScores(log_prob, entropy if drawn_from.entropy else None, untempered)
+                if self._context_group is None:
+                    outputs = self._read(packed, images, experts)
+                    return self._scores_of(outputs, targets, drawn_from, history, masks)
+                outputs, share = self._reader.read_share(
+                    targets_of(*packed), self._context_group, experts
+                )
+                own = share.index
+                scores = self._scores_of(
+                    *(outputs, targets[own], drawn_from),
+                    history and history.part(own),
+                    masks and masks.take(own),
+                )
+            joined = share.join(torch.stack([x for x in scores if x is not None]))
+            each = iter(joined)
+            return TokenScores(*(None if x is None else next(each) for x in scores))
 
         with self._kernels():
             return run_inside(self._wrapped, score)
+
+    def _scores_of(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+        drawn_from: SamplingParameters,
+        history: TargetHistory | None,
+        masks: SamplingMasks | None,
+    ) -> TokenScores:
+        """Scores of targets, on the host, by what predicts them."""
+        targets = on_device(targets, self.model.device)
+        log_prob, entropy = self._head_scores(outputs, targets, drawn_from, history, masks)
+        untempered = None
+        if drawn_from.untempered_log_probs:
+            untempered = log_prob
+            if not drawn_from.is_own_softmax:
+                untempered, _ = self._head_scores(outputs, targets, SamplingParameters())
+        return TokenScores(log_prob, entropy if drawn_from.entropy else None, untempered)
 
     def _head_scores(
         self,
@@ -502,9 +583,7 @@ def find_reading(wrapped: nn.Module, model: Any, *, pack: bool) -> Reading:
 def _trial_log_probs(
     model: Any, layout: Layout, head: nn.Linear | None, rows: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    ids, lengths = pack([row.cpu() for row in rows])
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[cumulative_lengths(lengths)[:-1]] = False
+    ids, lengths, mask = _trial_rows(rows)
     outputs = ModelReader(model, layout=layout, head=head).read(targets_of(ids, lengths, mask))
     at = on_device(ids[mask], outputs.device)
     if head is None:
@@ -513,3 +592,11 @@ def _trial_log_probs(
         hidden, weight, bias = head_product(head, outputs)
         log_p = chunked_log_prob(hidden, weight, at, bias=bias).log_prob.double()
     return log_p.split((lengths - 1).tolist())
+
+
+def _trial_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows packed, with all tokens but the first of each as targets."""
+    ids, lengths = pack([row.cpu() for row in rows])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[cumulative_lengths(lengths)[:-1]] = False
+    return ids, lengths, mask

@@ -34,6 +34,10 @@ class Difference(NamedTuple):
         return f"{self.worst:.2g} nats at worst, {self.mean:.2g} on average"
 
 
+ROUNDED: Final = Difference(float("inf"), 0.1)
+"""Of log-probs in bfloat16, at most."""
+
+
 class ReadingTrial(NamedTuple):
     """Rows, and what a model itself makes of them, one row at a time."""
 
@@ -83,7 +87,7 @@ def own_log_probs(
         log_probs.append(log_p.gather(1, row[1:, None]).squeeze(1))
     tf32 = model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     is_exact = model.dtype in (torch.float32, torch.float64) and not tf32
-    tolerance = Difference(5e-4, 1e-4) if is_exact else Difference(torch.inf, 0.1)
+    tolerance = Difference(5e-4, 1e-4) if is_exact else ROUNDED
     return ReadingTrial(rows, log_probs, tolerance, images)
 
 

@@ -7,14 +7,15 @@ token at ``q`` sees one at ``k`` if and only if ``k <= q < subtree_end[k]``.
 segment that has descendants with all of them, joined by their log-sum-exps. No mask is built and
 nothing is computed twice. On a CPU no keys are copied either; on a GPU the pieces of one depth
 are one call of flash attention for rows of many lengths. What that kernel does not take (float32,
-large heads) is flex attention with the trie as the mask.
+large heads) is flex attention with the trie as the mask. Where ranks share out the tokens, a
+segment that begins elsewhere has one more piece, with what lies before in it.
 
-Shape legend: N packed tokens, B sequences, M tokens of the trie, H heads, G key-value heads, D
-head size of queries and keys, E of values.
+Shape legend: N packed tokens, B sequences, M tokens of the trie, m those of them that this rank
+reads (M without others), H heads, G key-value heads, D head size of queries and keys, E of values.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
@@ -28,6 +29,7 @@ from torch.nn.functional import pad
 from torchrl_data.devices import on_device
 from torchrl_modules.compilation import Compiled
 
+from .context_share import ContextShare
 from .flash_kernel import is_taken, passes_trial, varlen_forward, window_options
 
 _WORTH: Final = 32
@@ -53,14 +55,21 @@ class PrefixTrie:
     """What the model reads, and where the packed tokens are in it."""
 
     ids: Tensor
-    """int64 ``[M]``."""
+    """int64 ``[m]``."""
     positions: Tensor
-    """int64 ``[M]``, of each token in its sequence."""
+    """int64 ``[m]``, of each token in its sequence."""
     node: Tensor
     """int64 ``[N]``, on the host: where each packed token is in the trie; -1 where nobody needs
     it."""
     segments: tuple[Segment, ...]
     """In depth-first order; they cover ``[0, M)``."""
+    context: ContextShare | None = None
+    """Which of the tokens this rank reads, where ranks share them out."""
+
+    @cached_property
+    def pieces(self) -> "Pieces":
+        """Its attention in pieces of plain attention."""
+        return pieces_of(self.segments, self.context)
 
     @cached_property
     def subtree_end(self) -> Tensor:
@@ -72,7 +81,7 @@ class PrefixTrie:
     @cached_property
     def varlen_plan(self) -> "VarlenPlan":
         """The pieces of its attention as calls of a kernel for rows of many lengths."""
-        return _varlen_plan(self.segments, self.ids.device)
+        return _varlen_plan(self.pieces, self.ids.device)
 
     @cached_property
     def block_mask(self) -> Any:
@@ -149,6 +158,69 @@ def build_trie(
     )
 
 
+def share_out(trie: PrefixTrie, group: Any) -> PrefixTrie:
+    """A trie of which each rank of a group reads some tokens, with as many on each."""
+    # Tokens that belong to no sequence fill the last chunk; they are a segment of their own.
+    size, each = len(trie.ids), 2 * torch.distributed.get_world_size(group)
+    missing = -size % each if size else each
+    context = ContextShare(group, size + missing)
+    positions = torch.arange(missing, device=trie.ids.device)
+    more = (Segment(size, size + missing, size + missing),) if missing else ()
+    return replace(
+        trie,
+        ids=context.own(torch.cat([trie.ids, torch.zeros_like(positions)])),
+        positions=context.own(torch.cat([trie.positions, positions])),
+        segments=(*trie.segments, *more),
+        context=context,
+    )
+
+
+class Piece(NamedTuple):
+    """Queries that see all of some keys which lie before them."""
+
+    queries: tuple[int, int]
+    """From where to where among the m tokens that are read here."""
+    keys: tuple[int, int]
+    """From where to where among the M tokens."""
+    level: int
+    """Pieces of one level have no queries and no keys in common."""
+
+
+class Pieces(NamedTuple):
+    """Attention over a trie: what is read here of each segment with itself, and pieces before."""
+
+    own: tuple[Segment, ...]
+    """In order; they cover ``[0, m)``, and have no descendants."""
+    across: tuple[Piece, ...]
+
+
+def pieces_of(segments: Sequence[Segment], context: ContextShare | None = None) -> Pieces:
+    """The pieces of attention over a trie, of the tokens that this rank reads."""
+    size = segments[-1].end if segments else 0
+    ranges = ((0, size),) if context is None else context.ranges
+
+    def local(token: int) -> int:
+        return token if context is None else context.count_before(token)
+
+    own, across = [], []
+    above: list[Segment] = []  # from the root to a segment
+    for segment in segments:
+        while above and segment.start >= above[-1].subtree_end:
+            above.pop()
+        for number, (low, high) in enumerate(ranges):
+            first, end = max(segment.start, low), min(segment.end, high)
+            if first < end:
+                here = (local(first), local(end))
+                own.append(Segment(*here, here[1]))
+                if first > segment.start:  # the rest of it was read by others
+                    across.append(Piece(here, (segment.start, first), -1 - number))
+        below = (local(segment.end), local(segment.subtree_end))
+        if below[0] < below[1]:
+            across.append(Piece(below, (segment.start, segment.end), len(above)))
+        above.append(segment)
+    return Pieces(tuple(own), tuple(across))
+
+
 class _Row(NamedTuple):
     start: int
     """In the packed tokens."""
@@ -210,11 +282,17 @@ def trie_attention(
     query: Tensor, key: Tensor, value: Tensor, trie: PrefixTrie, *, scale: float | None = None
 ) -> Tensor:
     """Attention of every token over its ancestors in the trie and itself."""
-    # query: [1, H, M, D]; key: [1, G, M, D]; G divides H; value: [1, G, M, E].
-    # Gives [1, M, H, E], differentiable.
+    # query: [1, H, m, D]; key: [1, G, m, D]; G divides H; value: [1, G, m, E].
+    # Gives [1, m, H, E], differentiable.
     if has_flash_attention(query, key, value):
-        return flash_attention(query, key, value, trie.varlen_plan, scale)
+        return flash_attention(query, key, value, trie.varlen_plan, scale, context=trie.context)
     if query.device.type != "cpu":
+        if trie.context is not None:
+            raise ValueError(
+                "Ranks share out the tokens of rows by flash attention, which is not for heads of "
+                f"{query.shape[-1]} in {query.dtype} on {query.device}. Compute in bfloat16 "
+                "(autocast_dtype=torch.bfloat16), or leave context_group out."
+            )
         is_grouped = query.shape[1] != key.shape[1]
         out = _compiled_flex()(
             *(query, key, value),
@@ -228,7 +306,7 @@ def trie_attention(
     heads = [
         x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in (query, key, value)
     ]
-    out: Any = _PiecewiseAttention.apply(*heads, trie.segments, scale)
+    out: Any = _PiecewiseAttention.apply(*heads, trie.pieces, trie.context, scale)
     return out[..., : value.shape[-1]]
 
 
@@ -241,46 +319,40 @@ def _compiled_flex() -> Any:
 
 
 class Level(NamedTuple):
-    """Segments of one depth that have descendants: these are the queries, and those the keys."""
+    """The pieces of a level: of segments of one depth the queries are their descendants."""
 
     below: Tensor
-    """int64: where the descendants are in the trie."""
+    """int64: the queries, among the m tokens."""
     above: Tensor
-    """int64: where the segments are."""
+    """int64: the keys, among the M tokens."""
     cumulative: tuple[Tensor, Tensor]
-    """int32: where each segment's descendants begin among the former, and it among the latter."""
+    """int32: where the queries of each piece begin among the former, its keys among the latter."""
     longest: tuple[int, int]
 
 
 class VarlenPlan(NamedTuple):
-    """Attention over a trie, a call for all segments and one for each depth."""
+    """Attention over a trie, a call for all segments and one for each level."""
 
     starts: Tensor
-    """int32: where each segment begins, and behind the last."""
+    """int32: where each segment begins, and behind the last, as far as it is read here."""
     longest: int
-    """Tokens of the longest segment."""
+    """Tokens of the longest one."""
     levels: tuple[Level, ...]
 
 
-def _varlen_plan(segments: Sequence[Segment], device: torch.device) -> VarlenPlan:
+def _varlen_plan(pieces: Pieces, device: torch.device) -> VarlenPlan:
     def cumulative(sizes: Sequence[int]) -> Tensor:
         return on_device([0, *accumulate(sizes)], device, torch.int32)
 
     def joined(ranges: Sequence[tuple[int, int]]) -> Tensor:
         return on_device(torch.cat([torch.arange(*each) for each in ranges]), device)
 
-    by_depth: dict[int, list[Segment]] = {}
-    above: list[Segment] = []  # from the root to a segment
-    for segment in segments:
-        while above and segment.start >= above[-1].subtree_end:
-            above.pop()
-        if segment.subtree_end > segment.end:
-            by_depth.setdefault(len(above), []).append(segment)
-        above.append(segment)
+    by_level: dict[int, list[Piece]] = {}
+    for piece in pieces.across:
+        by_level.setdefault(piece.level, []).append(piece)
     levels = []
-    for some in by_depth.values():
-        queries = [(one.end, one.subtree_end) for one in some]
-        keys = [(one.start, one.end) for one in some]
+    for some in by_level.values():
+        queries, keys = [one.queries for one in some], [one.keys for one in some]
         sizes = [[end - start for start, end in each] for each in (queries, keys)]
         levels.append(
             Level(
@@ -290,7 +362,7 @@ def _varlen_plan(segments: Sequence[Segment], device: torch.device) -> VarlenPla
                 (max(_FEWEST, *sizes[0]), max(sizes[1])),
             )
         )
-    lengths = [one.end - one.start for one in segments]
+    lengths = [one.end - one.start for one in pieces.own]
     longest = max(_FEWEST, *lengths) if lengths else _FEWEST
     return VarlenPlan(cumulative(lengths), longest, tuple(levels))
 
@@ -330,7 +402,7 @@ def _flash_is_right(device: torch.device, dtype: torch.dtype, groups: int, size:
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             leaves = [on_device(x, device).to(kind).requires_grad_() for x in heads]
             if kind is dtype:
-                plan = _varlen_plan(segments, device)
+                plan = _varlen_plan(pieces_of(segments), device)
                 out = flash_attention(leaves[0], leaves[1], leaves[2], plan, None)
             else:
                 q = leaves[0]
@@ -352,12 +424,13 @@ def flash_attention(
     plan: VarlenPlan,
     scale: float | None,
     window: int | None = None,
+    context: ContextShare | None = None,
 ) -> Tensor:
-    """Attention over a trie, ``[1, M, H, D]``; with a window no segment may have descendants."""
-    # query: [1, H, M, D]; key and value: [1, G, M, D].
+    """Attention over a trie, ``[1, m, H, D]``; with a window no segment may have descendants."""
+    # query: [1, H, m, D]; key and value: [1, G, m, D].
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     heads = [x[0].transpose(0, 1) for x in (query, key, value)]
-    out: Any = _FlashAttention.apply(*heads, plan, scale, window)
+    out: Any = _FlashAttention.apply(*heads, plan, scale, window, context)
     return out[None]
 
 
@@ -391,7 +464,8 @@ class _FlashAttention(Function):
     """The pieces, forward and backward, on a GPU."""
 
     # As below: with the output and the log-sum-exp of the whole row of scores, the backward pass of
-    # a piece gives exactly its part of the gradients.
+    # a piece gives exactly its part of the gradients. Keys and values of other ranks are not kept
+    # for it but gathered again.
 
     @staticmethod
     def forward(
@@ -402,12 +476,14 @@ class _FlashAttention(Function):
         plan: VarlenPlan,
         scale: float,
         window: int | None,
+        context: ContextShare | None,
     ) -> Tensor:
         own, longest = (plan.starts, plan.starts), (plan.longest, plan.longest)
         heads = (query, key, value)
         out, lse = varlen_forward(heads, own, longest, scale, causal=True, window=window)
+        keys, values = (key, value) if context is None else context.gather_heads(key, value)
         for level in plan.levels:
-            some = (query[level.below], key[level.above], value[level.above])
+            some = (query[level.below], keys[level.above], values[level.above])
             piece, ahead = varlen_forward(
                 some, level.cumulative, level.longest, scale, causal=False
             )
@@ -416,23 +492,25 @@ class _FlashAttention(Function):
             out[level.below] = torch.lerp(out[level.below], piece, share)
             lse[:, level.below] = torch.logaddexp(before, ahead)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.plan, ctx.scale, ctx.window = plan, scale, window
+        ctx.plan, ctx.scale, ctx.window, ctx.context = plan, scale, window, context
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *heads, out, lse = ctx.saved_tensors
-        plan, scale, grad = ctx.plan, ctx.scale, grads[0].contiguous()
+        query, key, value, out, lse = ctx.saved_tensors
+        plan, scale, context, grad = ctx.plan, ctx.scale, ctx.context, grads[0].contiguous()
         own, longest = (plan.starts, plan.starts), (plan.longest, plan.longest)
+        heads = (query, key, value)
         totals = _varlen_backward(
             grad, heads, out, lse, own, longest, scale, causal=True, window=ctx.window
         )
-        query, key, value = heads
+        keys, values = (key, value) if context is None else context.gather_heads(key, value)
+        sums = totals[1:] if context is None else [torch.zeros_like(x) for x in (keys, values)]
         for level in plan.levels:
             below, above = level.below, level.above
             pieces = _varlen_backward(
                 grad[below],
-                (query[below], key[above], value[above]),
+                (query[below], keys[above], values[above]),
                 out[below],
                 lse[:, below].contiguous(),
                 level.cumulative,
@@ -440,9 +518,14 @@ class _FlashAttention(Function):
                 scale,
                 causal=False,
             )
-            for total, piece, at in zip(totals, pieces, (below, above, above), strict=True):
+            for total, piece, at in zip(
+                (totals[0], *sums), pieces, (below, above, above), strict=True
+            ):
                 total[at] += piece
-        return (*totals, None, None, None)
+        if context is not None:
+            for total, more in zip(totals[1:], context.sum_heads(*sums), strict=True):
+                total += more
+        return (*totals, None, None, None, None)
 
 
 def runs_of(segments: Sequence[Segment]) -> Iterator[tuple[slice, int]]:
@@ -478,45 +561,54 @@ class _PiecewiseAttention(Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        segments: Sequence[Segment],
+        pieces: Pieces,
+        context: ContextShare | None,
         scale: float,
     ) -> Tensor:
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = torch.empty(q.shape, dtype=q.dtype)
         lse = torch.empty(q.shape[:2], dtype=torch.float64 if q.dtype.itemsize == 8 else None)
-        for run in runs_of(segments):
+        for run in runs_of(pieces.own):
             piece = attend(*(_batch(x, *run) for x in (q, k, v)), 0.0, True, scale=scale)
             _batch(out, *run).copy_(piece[0])
             _batch(lse, *run).copy_(piece[1])
-        for start, end, subtree_end in segments:
-            if subtree_end > end:
-                below, above = slice(end, subtree_end), slice(start, end)
-                piece = attend(_one(q, below), _one(k, above), _one(v, above), scale=scale)
-                ahead = piece[1][0].transpose(0, 1)
-                share = torch.sigmoid(ahead - lse[below]).to(out.dtype)[..., None]
-                out[below] = torch.lerp(out[below], piece[0][0].transpose(0, 1), share)
-                lse[below] = torch.logaddexp(lse[below], ahead)
+        keys, values = (k, v) if context is None else context.gather_heads(k, v)
+        for queries, seen, _ in pieces.across:
+            below, above = slice(*queries), slice(*seen)
+            piece = attend(_one(q, below), _one(keys, above), _one(values, above), scale=scale)
+            ahead = piece[1][0].transpose(0, 1)
+            share = torch.sigmoid(ahead - lse[below]).to(out.dtype)[..., None]
+            out[below] = torch.lerp(out[below], piece[0][0].transpose(0, 1), share)
+            lse[below] = torch.logaddexp(lse[below], ahead)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.segments, ctx.scale = segments, scale
+        ctx.pieces, ctx.context, ctx.scale = pieces, context, scale
         return out[None]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         *inputs, out, lse = ctx.saved_tensors
+        context: ContextShare | None = ctx.context
         q, k, v = (x[0].transpose(0, 1) for x in inputs)
         totals = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
-        saved = (grads[0][0], q, k, v, out, lse)
-        for run in runs_of(ctx.segments):
-            pieces = differentiate(*(_batch(x, *run) for x in saved), 0.0, True, scale=ctx.scale)
+        grad = grads[0][0]
+        for run in runs_of(ctx.pieces.own):
+            some = (_batch(x, *run) for x in (grad, q, k, v, out, lse))
+            pieces = differentiate(*some, 0.0, True, scale=ctx.scale)
             for total, piece in zip(totals, pieces, strict=True):
                 _batch(total, *run).copy_(piece)
-        for start, end, subtree_end in ctx.segments:
-            if subtree_end > end:
-                below, above = slice(end, subtree_end), slice(start, end)
-                whose = (below, below, above, above, below, below)
-                pieces = differentiate(*map(_one, saved, whose), 0.0, False, scale=ctx.scale)
-                for total, piece, tokens in zip(totals, pieces, (below, above, above), strict=True):
-                    total[tokens] += piece[0].transpose(0, 1)
-        return (*(x.transpose(0, 1)[None] for x in totals), None, None)
+        keys, values = (k, v) if context is None else context.gather_heads(k, v)
+        sums = totals[1:] if context is None else [torch.zeros_like(x) for x in (keys, values)]
+        saved = (grad, q, keys, values, out, lse)
+        for queries, seen, _ in ctx.pieces.across:
+            below, above = slice(*queries), slice(*seen)
+            whose = (below, below, above, above, below, below)
+            pieces = differentiate(*map(_one, saved, whose), 0.0, False, scale=ctx.scale)
+            each = zip((totals[0], *sums), pieces, (below, above, above), strict=True)
+            for total, piece, tokens in each:
+                total[tokens] += piece[0].transpose(0, 1)
+        if context is not None:
+            for total, more in zip(totals[1:], context.sum_heads(*sums), strict=True):
+                total += more
+        return (*(x.transpose(0, 1)[None] for x in totals), None, None, None)
