@@ -12,7 +12,7 @@ import copy
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -98,7 +98,8 @@ def take_share(
         # The model reads once what the rows of a micro-batch begin with alike.
         shares = can_share(scorer.model, int(batch.lengths.max()))
     most = cfg.train.micro_batch_tokens or DEFAULT_TOKENS  # rank 0 has settled it
-    parts = ranks.scatter(batch, max_tokens=most, count_shared_once=shares)
+    together = most * cfg.train.context_parallel_size  # of the ranks that share a pass out
+    parts = ranks.scatter(batch, max_tokens=together, count_shared_once=shares)
     # Reduced once, the gradients of shards would be whole on every rank until then.
     copies = parallel_kind(cfg, ranks) != "fsdp2"
     reduces_once = copies if cfg.train.reduce == "auto" else cfg.train.reduce == "step"
@@ -378,7 +379,9 @@ def _wrapped(
             for part in (*layers_of(model), model):
                 ranks.copy_from_first(part)
                 fully_shard(part, **options)
-    return transformers_policy(cfg, wrapped, tokenizer, generate=False)
+    group = ranks.context_group
+    with nullcontext() if group is None else refusing("train.context_parallel_size"):
+        return transformers_policy(cfg, wrapped, tokenizer, generate=False, context_group=group)
 
 
 def freeze_reference(

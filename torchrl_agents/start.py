@@ -215,6 +215,7 @@ def _run(
                 timeout_s=cfg.train.timeout_s,
                 wait_s=cfg.train.wait_s,
                 tensor_parallel_size=cfg.train.tensor_parallel_size,
+                context_parallel_size=cfg.train.context_parallel_size,
             )
             cfg.policy.device = loading_device(cfg, ranks)
         stack.enter_context(ranks)

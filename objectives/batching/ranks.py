@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
 from typing import Any, Final
@@ -142,21 +142,8 @@ class Ranks:
         check_numbers("Ranks.join", POSITIVE, timeout_s=timeout_s, wait_s=wait_s)
         started = int(os.environ.get("WORLD_SIZE", "1"))
         size = dist.get_world_size() if dist.is_initialized() else started
-        sizes = {
-            "tensor_parallel_size": tensor_parallel_size,
-            "context_parallel_size": context_parallel_size,
-        }
-        for name, count in sizes.items():
-            if count < 1 or size % count:
-                raise ValueError(
-                    f"Ranks.join: {name}={count} has to divide the number of ranks, {size}. Start "
-                    "a multiple of it by torchrun."
-                )
-        if min(sizes.values()) > 1:
-            raise ValueError(
-                f"Ranks.join: tensor_parallel_size={tensor_parallel_size} and "
-                f"context_parallel_size={context_parallel_size} do not go together. Leave one out."
-            )
+        sizes = {"tensor": tensor_parallel_size, "context": context_parallel_size}
+        _check_sizes(size, sizes)
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if where.type == "cuda" and where.index is None:
             local_rank = int(os.environ.get("LOCAL_RANK", "0")) if size > 1 else 0
@@ -398,6 +385,19 @@ def _data_ranks(size: int, alike: int, device: torch.device, wait: timedelta) ->
     rank, count = dist.get_rank(), size // alike
     control = groups[rank % alike] if count > 1 else None
     return Ranks(rank // alike, count, device=device, control=control)
+
+
+def _check_sizes(num_ranks: int, sizes: Mapping[str, int]) -> None:
+    """Check how many neighbours get the same rows, by the kind of parallelism."""
+    for kind, size in sizes.items():
+        if size < 1 or num_ranks % size:
+            raise ValueError(
+                f"Ranks.join: {kind}_parallel_size={size} has to divide the number of ranks, "
+                f"{num_ranks}. Start a multiple of it by torchrun."
+            )
+    if min(sizes.values()) > 1:
+        given = " and ".join(f"{kind}_parallel_size={size}" for kind, size in sizes.items())
+        raise ValueError(f"Ranks.join: {given} do not go together. Leave one of them out.")
 
 
 def _own_group(size: int, alike: int, limit: timedelta) -> Any:

@@ -121,6 +121,7 @@ def split():
             run(1, "name=one"),
             run(2, "name=two", *split_into(2, 2), "train.num_steps=2"),
             run(4, again, *split_into(2, 4), "train.num_steps=4"),
+            run(2, again, *split_into(1, 1), "train.context_parallel_size=2", "train.num_steps=5"),
             run(1, again, f"train.num_steps={NUM_STEPS}"),
         ]
         outputs = Path("outputs/sft/gcd")

@@ -6,6 +6,7 @@ import warnings
 from itertools import chain
 from pathlib import Path
 
+import context_scenarios
 import recipe_scenarios
 import split_scenarios
 import torch
@@ -15,7 +16,10 @@ import weight_scenarios
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     results = {}
-    kinds = (training_scenarios, split_scenarios, weight_scenarios, recipe_scenarios)
+    kinds = (
+        *(training_scenarios, split_scenarios, context_scenarios),
+        *(weight_scenarios, recipe_scenarios),
+    )
     for name, run in chain(*(kind.scenarios() for kind in kinds)):
         if not any(word in name for word in sys.argv[2:] or [name]):
             continue

@@ -415,7 +415,25 @@ def test_settings_that_do_not_go_with_a_split_model_are_refused(
         check(*(each if "." in each or "optim" in each else f"train.{each}" for each in overrides))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.context_parallel_size=3"], "context_parallel_size=3 has to divide the 4 ranks"),
+        (["train.tensor_parallel_size=2"], "expert_parallel_size does not go with train.context"),
+        (["engine.batch_invariant=true"], "engine.batch_invariant does not go with train.context"),
+    ],
+)
+def test_settings_that_do_not_go_with_shared_rows_are_refused(check, monkeypatch, overrides, words):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    shared = "train.context_parallel_size=2"
+    check(shared, "train.parallel=fsdp2", "train.num_replicas=2", "policy.lora_rank=4")
+    with pytest.raises(SettingsError, match=words):
+        check(shared, *overrides)
+
+
 def test_a_split_model_needs_several_ranks(check):
+    with pytest.raises(SettingsError, match="context_parallel_size is for several ranks"):
+        check("train.context_parallel_size=2")
     with pytest.raises(SettingsError, match="tensor_parallel_size is for several ranks"):
         check("train.tensor_parallel_size=2")
 

@@ -166,6 +166,7 @@ def transformers_policy(
     *,
     generate: bool = True,
     processor: Any = None,
+    context_group: Any = None,
 ) -> TransformersWrapper:
     """A policy over a model that is there, as the settings say.
 
@@ -175,6 +176,7 @@ def transformers_policy(
         tokenizer: its tokenizer.
         generate: whether it samples.
         processor: of a model that reads images.
+        context_group: ranks that share out the tokens of its rows.
 
     Raises:
         ValueError: the model can't be used so.
@@ -192,6 +194,7 @@ def transformers_policy(
         compile_layers=None if train is None else train.compile_layers,
         batch_invariant=cfg.engine.batch_invariant and cfg.engine.name == "transformers",
         processor=processor,
+        context_group=context_group,
         **arguments,
     )
 

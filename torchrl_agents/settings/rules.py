@@ -165,6 +165,7 @@ def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:
         elif name in ("num_replicas", "cpu_offload") and cfg.train.parallel != "fsdp2":
             yield f"train.{name} is for train.parallel=fsdp2, got {cfg.train.parallel}."
     yield from _split_faults(cfg)
+    yield from _context_faults(cfg)
     if num_ranks() % cfg.train.num_replicas:
         yield f"train.num_replicas={cfg.train.num_replicas} has to divide the {num_ranks()} ranks."
     if num_ranks() > 1 and cfg.engine.name == "vllm" and not _has_servers(cfg):
@@ -197,6 +198,22 @@ def _split_faults(cfg: TrainingConfig) -> Iterator[str]:
                 f"{name} does not go with train.tensor_parallel_size and expert_parallel_size: "
                 "leave one of them out."
             )
+
+
+def _context_faults(cfg: TrainingConfig) -> Iterator[str]:
+    """Faults of rows whose tokens ranks share out."""
+    train, ranks = cfg.train, num_ranks()
+    size = train.context_parallel_size
+    if ranks == 1 or size == 1:
+        return
+    if ranks % size:
+        yield f"train.context_parallel_size={size} has to divide the {ranks} ranks."
+    is_set = {
+        "train.tensor_parallel_size and expert_parallel_size": train.splits_model,
+        "engine.batch_invariant": cfg.engine.batch_invariant,
+    }
+    for name in (name for name, value in is_set.items() if value):
+        yield f"{name} does not go with train.context_parallel_size: leave one of them out."
 
 
 def _evaluation_faults(cfg: RecipeConfig) -> Iterator[str]:

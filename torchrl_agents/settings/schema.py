@@ -299,8 +299,9 @@ class TrainConfig:
     stop_at: float | None = setting(None, FINITE)
     """The run ends after a test (evaluate.every) whose held-out reward is at least this."""
     micro_batch_tokens: int | None = setting(None, AT_LEAST_1)
-    """Most tokens of one forward and backward pass; the gradient does not depend on it. None: what
-    the free memory of a GPU holds, measured when the model is there; 32768 without a GPU."""
+    """Most tokens of one forward and backward pass of a rank; the gradient does not depend on it.
+    None: what the free memory of a GPU holds, measured when the model is there; 32768 without a
+    GPU."""
     autocast: bool | None = None
     """Compute activations in bfloat16; none: on a GPU that has it, with weights of float32."""
     compile_layers: bool | None = None
@@ -322,6 +323,9 @@ class TrainConfig:
     expert_parallel_size: int = setting(1, AT_LEAST_1)
     """Of a mixture: so many ranks have its experts together, each some of them, and tokens are sent
     to where their experts are; a multiple of tensor_parallel_size."""
+    context_parallel_size: int = setting(1, AT_LEAST_1)
+    """So many neighbouring ranks get the same rows, and each reads a part of the tokens of every
+    row: for rows that are too long for one GPU."""
     timeout_s: float = setting(600.0, POSITIVE)
     """The longest that a rank waits for another one in training."""
     wait_s: float = setting(7200.0, POSITIVE)

@@ -11,6 +11,6 @@ def num_ranks() -> int:
 
 OF_RANKS: Final = (
     *("parallel", "reduce", "num_replicas", "cpu_offload"),
-    *("tensor_parallel_size", "expert_parallel_size"),
+    *("tensor_parallel_size", "expert_parallel_size", "context_parallel_size"),
 )
 """Settings of training that are of several ranks alone."""

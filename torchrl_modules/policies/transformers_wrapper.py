@@ -70,10 +70,10 @@ class TransformersWrapper(LLMWrapperBase):
             could be loaded without its vision is loaded with it. ``batch_invariant=True``: a row
             has the same log-probs to the bit whatever is drawn or scored beside it, and what is
             scored is what was drawn; in float32 on a CPU, in about 2.5 times the time, see
-            :class:`~torchrl_modules.batch_invariance.BatchInvariance`. ``context_group``, ranks that
-            share out the tokens of every row that is scored (:attr:`.Ranks.context_group`): all of
-            them score the same rows, and ``model`` is in `DistributedDataParallel` or sharded. For
-            the others see
+            :class:`~torchrl_modules.batch_invariance.BatchInvariance`. ``context_group``, such as
+            :attr:`.Ranks.context_group`: ranks that share out the tokens of each row that is
+            scored; all of them score the same rows, with a model in `DistributedDataParallel` or
+            after `fully_shard`. For the others see
             :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
 
     Raises:

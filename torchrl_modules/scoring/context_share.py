@@ -35,18 +35,19 @@ class ContextShare:
 
     group: Any
     """The ranks, of ``torch.distributed``; all of them have the same rows."""
+    rank: int
+    """Of this process in the group."""
+    size: int
+    """How many ranks there are."""
     num_tokens: int
     """Of the pass: a multiple of twice the number of ranks."""
 
-    @property
-    def rank(self) -> int:
-        """Of this process in the group."""
-        return dist.get_rank(self.group)
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return dist.get_world_size(self.group)
+    @classmethod
+    def of(cls, group: Any, num_tokens: int) -> "ContextShare":
+        """The share of this process in at least so many tokens."""
+        size = dist.get_world_size(group)
+        each = -(-max(num_tokens, 1) // (2 * size))
+        return cls(group, dist.get_rank(group), size, 2 * size * each)
 
     @property
     def chunk(self) -> int:
@@ -181,7 +182,11 @@ class _Joined(Function):
         count = share.counts[context.rank]
         sent = values.new_zeros(*values.shape[:-1], most)
         sent[..., :count] = values[..., :count]
-        return context.gather_alike(sent).movedim(0, -2).flatten(-2)[..., on_device(share.order, values.device)]
+        return (
+            context.gather_alike(sent)
+            .movedim(0, -2)
+            .flatten(-2)[..., on_device(share.order, values.device)]
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -21,8 +21,8 @@ from torchrl_data.routed_experts import unknown_expert
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.transformers_releases import forward_parameters
 
-from .expert_routes import ExpertRoutes, replayed_layers
 from .context_share import TargetShare
+from .expert_routes import ExpertRoutes, replayed_layers
 from .packed_attention import can_share, drops_out, no_mask, packed_input
 from .trie_attention import PrefixTrie, build_trie, share_out
 from .wrapped_models import call

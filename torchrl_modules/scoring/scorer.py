@@ -435,9 +435,9 @@ class PackedScorer(ChecksAttributes):
                     history and history.part(own),
                     masks and masks.take(own),
                 )
-            joined = share.join(torch.stack([x for x in scores if x is not None]))
-            each = iter(joined)
-            return TokenScores(*(None if x is None else next(each) for x in scores))
+            each = iter(share.join(torch.stack([x for x in scores if x is not None])))
+            log_prob, others = next(each), scores[1:]
+            return TokenScores(log_prob, *(None if x is None else next(each) for x in others))
 
         with self._kernels():
             return run_inside(self._wrapped, score)

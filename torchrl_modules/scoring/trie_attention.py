@@ -161,9 +161,9 @@ def build_trie(
 def share_out(trie: PrefixTrie, group: Any) -> PrefixTrie:
     """A trie of which each rank of a group reads some tokens, with as many on each."""
     # Tokens that belong to no sequence fill the last chunk; they are a segment of their own.
-    size, each = len(trie.ids), 2 * torch.distributed.get_world_size(group)
-    missing = -size % each if size else each
-    context = ContextShare(group, size + missing)
+    size = len(trie.ids)
+    context = ContextShare.of(group, size)
+    missing = context.num_tokens - size
     positions = torch.arange(missing, device=trie.ids.device)
     more = (Segment(size, size + missing, size + missing),) if missing else ()
     return replace(
