@@ -1305,6 +1305,83 @@ def head(run: Run) -> None:
         run.check(f"the gradient of the {name}", gap_of(found, leaf.grad.float()), most)
 
 
+@scenario(limit_s=40, timed=True)
+def context(run: Run) -> None:
+    """Attention over rows whose tokens ranks share out: each rank's part, one after the other."""
+    import torch
+
+    from torchrl_modules.scoring.trie_attention import build_trie
+
+    long, prompt = (512, 96) if run.is_tiny else (32_768, 2_048)
+    group = [torch.cat([torch.arange(prompt), torch.full((prompt // 4,), i)]) for i in range(8)]
+    for name, rows in {"a long row": [torch.arange(long)], "a group": group}.items():
+        lengths = torch.tensor([len(row) for row in rows])
+        place = torch.device(run.device)
+        trie = build_trie(torch.cat(rows), lengths, lengths, share=True, device=place)
+        for size in (2, 4):
+            what = f"{name} over {size} ranks"
+            run.attempt(
+                what,
+                lambda what=what, trie=trie, size=size: _attention_over_ranks(
+                    run, what, trie, size
+                ),
+            )
+
+
+def _attention_over_ranks(run: Run, what: str, trie: Any, size: int) -> None:
+    """Outputs and gradients of all ranks beside those of one that reads everything."""
+    import torch
+
+    from torchrl_modules.scoring.context_share import ContextShare
+    from torchrl_modules.scoring.trie_attention import share_out, trie_attention
+
+    everything: list[Any] = []
+    sent: list[Any] = []
+
+    class Told(ContextShare):
+        """A rank that is told the keys and values of all, and notes what it would send."""
+
+        def gather_heads(self, key: Any, value: Any) -> Any:
+            del key, value
+            return everything
+
+        def sum_heads(self, key: Any, value: Any) -> Any:
+            sent.append((key, value))
+            return [torch.zeros_like(self.own(x)) for x in (key, value)]
+
+    def differentiate(heads: Any, slopes: Any, part: Any) -> Any:
+        out = trie_attention(*heads, part)
+        return out.detach(), torch.autograd.grad((out * slopes).sum(), heads)
+
+    num_tokens = -(-len(trie.ids) // (2 * size)) * 2 * size
+    drawn = torch.Generator().manual_seed(0)
+    kind = torch.bfloat16 if run.is_cuda else torch.float32
+    draw = functools.partial(torch.randn, generator=drawn)
+    whole = [draw(1, n, num_tokens, 64).to(run.device, kind).requires_grad_() for n in (8, 2, 2)]
+    slope = draw(1, num_tokens, 8, 64).to(run.device, kind)
+    everything += [x.detach()[0].transpose(0, 1).contiguous() for x in whole[1:]]
+    parts = [share_out(trie, Told(None, rank, size, num_tokens)) for rank in range(size)]
+    alone = dataclasses.replace(parts[0], context=None)
+    expected, due = differentiate(whole, slope, alone)
+    found, totals, taken = torch.zeros_like(expected), [torch.zeros_like(x) for x in due], []
+    for part in parts:
+        here = part.context.own(torch.arange(num_tokens, device=run.device))
+        given = [x.detach()[:, :, here].requires_grad_() for x in whole], slope[:, here], part
+        found[:, here], grads = differentiate(*given)
+        for total, grad in zip(totals, grads, strict=True):
+            total[:, :, here] += grad
+        for total, more in zip(totals[1:], sent[-1], strict=True):
+            total += more.transpose(0, 1)[None]
+        taken.append(run.seconds(lambda given=given: differentiate(*given)))
+    alone_s = run.seconds(lambda: differentiate(whole, slope, alone))
+    most = 2e-2 if run.is_cuda else 1e-5
+    names = ("its attention", *(f"gradients of {x}" for x in ("queries", "keys", "values")))
+    for name, mine, other in zip(names, (found, *totals), (expected, *due), strict=True):
+        run.check(f"{what}: {name}", gap_of(mine.float(), other.float()), most)
+    note = f"the fastest rank {1e3 * min(taken):.2f} ms, one alone {1e3 * alone_s:.2f} ms"
+    run.figure(f"{what}: the slowest", 1e3 * max(taken), "ms", 1e3 * alone_s / size, note)
+
+
 @scenario(limit_s=50, timed=True)
 def push(run: Run) -> None:
     """Weights into an engine of this process, and by a broadcast to another rank."""

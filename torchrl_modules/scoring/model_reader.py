@@ -21,7 +21,7 @@ from torchrl_data.routed_experts import unknown_expert
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.transformers_releases import forward_parameters
 
-from .context_share import TargetShare
+from .context_share import ContextShare, TargetShare
 from .expert_routes import ExpertRoutes, replayed_layers
 from .packed_attention import can_share, drops_out, no_mask, packed_input
 from .trie_attention import PrefixTrie, build_trie, share_out
@@ -192,14 +192,12 @@ class ModelReader:
                 "it, or set its dropout to 0."
             )
         trie, experts = self._lay_out(targets, experts)
-        at, trie = _predictors(trie, targets), share_out(trie, group)
-        assert trie.context is not None
+        context = ContextShare.of(group, len(trie.ids))
+        share = TargetShare.of(context, _predictors(trie, targets))
         if experts is not None:
-            missing = trie.context.num_tokens - len(experts)
-            filled = experts.new_zeros(missing, *experts.shape[1:])
-            experts = trie.context.own(torch.cat([experts, filled]))
-        share = TargetShare.of(trie.context, at)
-        return self._read_trie(trie, share.columns, experts), share
+            filled = experts.new_zeros(context.num_tokens - len(experts), *experts.shape[1:])
+            experts = context.own(torch.cat([experts, filled]))
+        return self._read_trie(share_out(trie, context), share.columns, experts), share
 
     def _lay_out(
         self, targets: Targets, experts: Tensor | None

@@ -158,19 +158,16 @@ def build_trie(
     )
 
 
-def share_out(trie: PrefixTrie, group: Any) -> PrefixTrie:
-    """A trie of which each rank of a group reads some tokens, with as many on each."""
+def share_out(trie: PrefixTrie, context: ContextShare) -> PrefixTrie:
+    """A trie of which this rank reads some tokens, others the rest; as many of them each."""
     # Tokens that belong to no sequence fill the last chunk; they are a segment of their own.
-    size = len(trie.ids)
-    context = ContextShare.of(group, size)
-    missing = context.num_tokens - size
-    positions = torch.arange(missing, device=trie.ids.device)
-    more = (Segment(size, size + missing, size + missing),) if missing else ()
+    size, end = len(trie.ids), context.num_tokens
+    positions = torch.arange(end - size, device=trie.ids.device)
     return replace(
         trie,
         ids=context.own(torch.cat([trie.ids, torch.zeros_like(positions)])),
         positions=context.own(torch.cat([trie.positions, positions])),
-        segments=(*trie.segments, *more),
+        segments=(*trie.segments, *([Segment(size, end, end)] if size < end else [])),
         context=context,
     )
 

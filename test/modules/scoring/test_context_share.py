@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchrl_modules.scoring import trie_attention
 from torchrl_modules.scoring.context_share import ContextShare, TargetShare
-from torchrl_modules.scoring.trie_attention import Segment, build_trie, pieces_of
+from torchrl_modules.scoring.trie_attention import Segment, build_trie, pieces_of, share_out
 
 from .test_flash_pieces import varlen_backward, varlen_forward
 
@@ -27,13 +27,6 @@ def trie_of(rows):
     ids = torch.tensor([token for row in rows for token in row])
     lengths = torch.tensor([len(row) for row in rows])
     return build_trie(ids, lengths, lengths, share=True)
-
-
-def filled(trie, num_tokens):
-    """Its segments, and one more of the tokens that fill the last chunk."""
-    size = len(trie.ids)
-    more = [Segment(size, num_tokens, num_tokens)] if size < num_tokens else []
-    return (*trie.segments, *more)
 
 
 def visible(segments):
@@ -65,8 +58,9 @@ def test_a_long_row_is_as_much_work_for_every_rank():
 def test_the_pieces_of_all_ranks_are_what_tokens_see_each_pair_once(monkeypatch_worth, rows, size):
     trie = trie_of(rows)
     shares = shares_of(size, len(trie.ids))
-    segments = filled(trie, shares[0].num_tokens)
+    segments = share_out(trie, shares[0]).segments
     sees = visible(segments)
+    assert len(sees) == shares[0].num_tokens
     for share in shares:
         own, across = pieces_of(segments, share)
         count = torch.zeros(len(share.own(sees)), len(sees), dtype=torch.int64)
@@ -124,7 +118,7 @@ def test_ranks_attend_and_differentiate_as_one_with_a_mask(is_flash, rows, size)
     trie = trie_of(rows)
     shares = shares_of(size, len(trie.ids))
     num_tokens = shares[0].num_tokens
-    segments = filled(trie, num_tokens)
+    segments = share_out(trie, shares[0]).segments
     draw = torch.Generator().manual_seed(0)
 
     def random(*shape):
@@ -147,10 +141,7 @@ def test_ranks_attend_and_differentiate_as_one_with_a_mask(is_flash, rows, size)
         object.__setattr__(told, "sent", [])
         here = share.own(torch.arange(num_tokens))
         own = [x.detach()[:, :, here].requires_grad_() for x in leaves]
-        part = trie_attention.PrefixTrie(
-            share.own(torch.zeros(num_tokens)), here, trie.node, segments, told
-        )
-        out = trie_attention.trie_attention(*own, part)
+        out = trie_attention.trie_attention(*own, share_out(trie, told))
         found[:, here] = out.detach()
         grads = torch.autograd.grad((out * slope[:, here]).sum(), own)
         for total, grad in zip(totals, grads, strict=True):
