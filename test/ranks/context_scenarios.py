@@ -24,6 +24,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from objectives import GRPOLossOutput, NonFiniteGate, Ranks, SFTLoss, SFTLossOutput
 from torchrl_data.sampling_masks import SamplingMasks
 from torchrl_modules import SamplingParameters
+from torchrl_modules.scoring.context_share import GATHER, SUM
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.tiny_model import tiny_qwen3
 
@@ -175,8 +176,8 @@ def messages(ranks):
     scorer = PackedScorer(model, context_group=ranks.context_group)
     ids, mask = torch.arange(64), torch.arange(64) > 0
     with (
-        Collectives("all_gather_into_tensor") as gathered,
-        Collectives("reduce_scatter_tensor") as sums,
+        Collectives(GATHER) as gathered,
+        Collectives(SUM) as sums,
     ):
         log_prob = scorer.score_packed(ids, torch.tensor([64]), mask).log_prob
         forward = [tuple(x.shape) for x in gathered]

@@ -13,7 +13,7 @@ Shape legend: N tokens of the pass, n those of a rank (N / ranks), K targets, H 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed
@@ -23,6 +23,11 @@ from torch.autograd import Function
 from torchrl_data.devices import on_device
 
 dist: Any = torch.distributed  # it names little of what is used here as exported
+_HAS_SINGLE: Final = hasattr(dist, "all_gather_single")
+"""PyTorch 2.13 has new names for collectives of one tensor, and warns of the old ones."""
+GATHER: Final = "all_gather_single" if _HAS_SINGLE else "all_gather_into_tensor"
+SUM: Final = "reduce_scatter_single" if _HAS_SINGLE else "reduce_scatter_tensor"
+"""How values of all ranks are put together, and gradients added up and dealt out."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class ContextShare:
     def gather_alike(self, values: Tensor) -> Tensor:
         """Values of each rank, of one shape on all of them, ``[ranks, ...]``."""
         every = values.new_empty(self.size * values.numel())  # flat: gloo takes no more dimensions
-        dist.all_gather_into_tensor(every, values.contiguous().flatten(), group=self.group)
+        getattr(dist, GATHER)(every, values.contiguous().flatten(), group=self.group)
         return every.view(self.size, *values.shape)
 
     def sum_own(self, values: Tensor) -> Tensor:
@@ -87,7 +92,7 @@ class ContextShare:
         early, late = values.view(2, self.size, self.chunk, *values.shape[1:])
         sent = torch.stack([early, late.flip(0)], 1)
         total = values.new_empty(2 * self.chunk, *values.shape[1:])
-        dist.reduce_scatter_tensor(total, sent.flatten(0, 2), group=self.group)
+        getattr(dist, SUM)(total, sent.flatten(0, 2), group=self.group)
         return total
 
     def gather_heads(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
