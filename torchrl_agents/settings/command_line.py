@@ -270,19 +270,21 @@ def _check_setting(
 
 
 def _check_sweep(recipe: Recipe, cfg: DictConfig, override: Override) -> None:
-    """Refuse a value that breaks its setting's rule before the first of several runs begins."""
+    """Refuse a value of a wrong type, or that breaks its setting's rule, before a run begins."""
     rule = _rule_of(recipe, cfg, override.key_or_group)
-    if rule is None or not override.is_discrete_sweep():
+    is_hydras = override.key_or_group.startswith(("hydra.", "hydra/"))
+    if override.is_add() or is_hydras or not override.is_discrete_sweep():
         return
     for given in override.sweep_iterator():
         changed = cfg.copy()
+        OmegaConf.set_struct(changed, False)  # a dictionary may get names of its own
         try:
             text = given.text if isinstance(given, QuotedString) else given
             OmegaConf.update(changed, override.key_or_group, text)
         except OmegaConfBaseException as error:
             raise SettingsError(f"{override.key_or_group}: {str(error).splitlines()[0]}") from error
         value = OmegaConf.select(changed, override.key_or_group)
-        for fault in rule.breaches(override.key_or_group, value):
+        for fault in rule.breaches(override.key_or_group, value) if rule else ():
             raise SettingsError(fault)
 
 
