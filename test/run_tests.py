@@ -80,9 +80,20 @@ def _part(name: str, *, weekly: bool = False) -> Part:
     others = [path for own, *all_of_it in FOLDERS.values() if own == marks for path in all_of_it]
     inside = [path for path in others if any(path.startswith(f"{own}/") for own in paths)]
     left_out = [f"--ignore={path}" for path in inside if path not in paths]
+    if marks == "vllm":  # most files have none of it, and are not imported for it
+        paths = [path for folder in paths for path in _that_need_vllm(folder)]
     when = WEEKLY if weekly else "not weekly"
     limit = [f"--timeout={WEEKLY_LIMIT_S}"] if weekly else []
     return Part(name, ("-m", f"{marks} and {when}", *paths, *left_out, *limit))
+
+
+def _that_need_vllm(folder: str) -> list[str]:
+    files = sorted((ROOT / folder).rglob("test_*.py"))
+    return [
+        path.relative_to(ROOT).as_posix()
+        for path in files
+        if "mark.vllm" in path.read_text(encoding="utf-8")
+    ]
 
 
 PARTS = tuple(map(_part, FOLDERS))

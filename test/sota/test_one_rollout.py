@@ -39,7 +39,10 @@ def run(run_script, tmp_path):
         pytest.param(["loss.advantage=running_mean"], 14, id="running mean"),
         # On a busy machine the rollouts of the first steps all begin with the first weights.
         pytest.param(
-            ["loss.advantage=batch_mean", "collector=streaming"], 28, id="beside training"
+            ["loss.advantage=batch_mean", "collector=streaming"],
+            28,
+            id="beside training",
+            marks=pytest.mark.weekly,
         ),
     ],
 )

@@ -663,7 +663,13 @@ TEXTS = ("name", "task.system_prompt", "task.split", "policy.model", "logger.pro
 @pytest.fixture
 def typed(grpo):
     """Gives the settings that arguments stand for, as the command line reads them."""
-    recipe, chosen = grpo.RECIPE, partial(command_line._chosen, grpo.RECIPE)
+    recipe, composed = grpo.RECIPE, {}
+
+    def chosen(choices):  # each once, as for a command
+        lines = tuple(each.input_line for each in choices)
+        if lines not in composed:
+            composed[lines] = command_line._chosen(recipe, choices)
+        return composed[lines]
 
     def read(*arguments):
         listed, _ = with_files(recipe, arguments)

@@ -4,13 +4,15 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, cast
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
@@ -170,7 +172,7 @@ def prepare(
         if override not in choices:
             _check_setting(override, known, composed, known_groups)
     # Values of a wrong type show here, in one line, and not when Hydra has begun a run.
-    typed = compose_config(recipe, [o.input_line or "" for o in one])
+    typed = _typed(recipe, composed, one, choices)
     for override in (o for o in overrides if o.is_sweep_override() and o not in choices):
         _check_sweep(recipe, typed, override)
     if shows_help:
@@ -179,6 +181,24 @@ def prepare(
         task_settings(typed)
         check_rules(recipe, cast("RecipeConfig", OmegaConf.to_object(typed)))
     return None
+
+
+def _typed(
+    recipe: Recipe, composed: DictConfig, given: Sequence[Override], choices: Sequence[Override]
+) -> DictConfig:
+    """The settings with all values, from those of the choices where Hydra itself is given none.
+
+    Raises:
+        SettingsError: they do not go together.
+    """
+    if any(each.is_hydra_override() for each in given):
+        return compose_config(recipe, [each.input_line or "" for each in given])
+    typed = composed.copy()
+    with _in_words():
+        ConfigLoaderImpl._apply_overrides_to_config(
+            [each for each in given if each not in choices], typed
+        )
+    return typed
 
 
 def _continuations(recipe: Recipe, word: str, composed: DictConfig) -> set[str]:
@@ -204,9 +224,18 @@ def compose_config(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
     Raises:
         SettingsError: they do not go together.
     """
+    with (
+        _in_words(),
+        initialize_config_dir(version_base="1.3", config_dir=str(recipe.config_dir)),
+    ):
+        return compose(config_name=recipe.name, overrides=list(overrides))
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """Raise what Hydra says of settings as a :class:`SettingsError`."""
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(recipe.config_dir)):
-            return compose(config_name=recipe.name, overrides=list(overrides))
+        yield
     except HydraException as error:
         told = str(error.__cause__ or error)
         key = re.search(r"full_key: (\S+)", told)

@@ -39,9 +39,16 @@ def train(loss, rows):
     return output, [p.grad for p in loss.parameters() if p.grad is not None]
 
 
+CASES = [
+    # What reads a model and what a loss makes of its scores wait apart: each of both at least.
+    pytest.param(name, loss, marks=() if name == "Qwen3" or loss == "grpo" else pytest.mark.weekly)
+    for name in MODELS
+    for loss in LOSSES
+]
+
+
 @pytest.mark.parametrize("far_rows", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "loss"), CASES)
 def test_a_pass_waits_once_for_the_tokens_without_a_gradient(
     device_waits, tokenizer, name, loss, far_rows
 ):
