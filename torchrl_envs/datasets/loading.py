@@ -2,11 +2,9 @@
 
 import hashlib
 import json
-import logging
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -15,11 +13,9 @@ from typing import IO, Any, Final
 import numpy as np
 
 from . import DATA_FILES, check_source
+from .csv_rows import rows_of_csv
+from .lazy_rows import LazyRows, part_of, tell_bad_lines
 from .tables import without_nulls
-
-SKIP: Final = "skip_bad_rows=True (of a recipe task.skip_bad_rows=true, of sft data.skip_bad_rows)"
-"""What a message offers for rows that can't be used."""
-_log = logging.getLogger(__name__)
 
 
 def load_rows(
@@ -37,17 +33,18 @@ def load_rows(
 
     Args:
         source: a folder that ``save_to_disk`` wrote, another folder or a file (JSON lines, CSV,
-            Parquet, Arrow, text), or else an id on the hub. Several splits by name give one of
+            TSV, Parquet, Arrow, text), or else an id on the hub. Several splits by name give one of
             them; a data set of ``datasets`` gives its rows, and other data come back as they are.
         name: of the configuration.
         split: which; the only one, or ``"train"``, when not given.
         streaming: read while iterating instead of loading first.
         load_options: passed to ``datasets.load_dataset``.
-        skip_bad_rows: leave out lines of a file of JSON lines that can't be read, and log them.
+        skip_bad_rows: leave out lines of a file of JSON lines, CSV or TSV that can't be read, and
+            log them.
 
     Raises:
         ValueError: a file is empty or can't be read, and the message names the first bad line of
-            a file of JSON lines; no split is given and there are several, none of them
+            a file of JSON lines, CSV or TSV; no split is given and there are several, none of them
             ``"train"``; or an option does not apply to the source.
 
     Example:
@@ -72,65 +69,53 @@ def load_rows(
                 f"split= is for a hub id, a path or several splits, got {what}."
             )
         return _pick_split(rows, split) if has_splits else without_nulls(rows)
-    import datasets.exceptions
-
     options = {"name": name, "split": split, "streaming": streaming, **(load_options or {})}
     if path.is_file():
         builder = DATA_FILES.get(path.suffix)
         if builder is None:
             raise ValueError(f"{source} is no data file that is known: {sorted(DATA_FILES)}.")
-        if builder == "json" and split in (None, "train") and not (streaming or load_options):
+        rows, is_whole = None, split in (None, "train")
+        if builder == "csv" and not load_options:
+            rows = rows_of_csv(path, skip_bad_rows=skip_bad_rows)
+        elif builder == "json" and is_whole and not (streaming or load_options):
             rows = rows_of_json(path, skip_bad_rows=skip_bad_rows)
-            return list(rows) if path.stat().st_size <= _HELD_BYTES else rows
-        try:
-            loaded = datasets.load_dataset(builder, data_files=str(path), **options)
-        except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
-            why = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
-            raise ValueError(f"{path} can't be read: {why}. Mend it.") from error
-        return _pick_split(loaded, split)
+        if rows is None or not is_whole:  # some of the rows, such as train[:10]
+            return _pick_split(_load_file(path, builder, options, rows), split)
+        return _whole_file(path, rows, streaming=streaming)
     check_source(source, DATA_FILES)
-    return _pick_split(datasets.load_dataset(str(source), **options), split)
+    return _pick_split(import_module("datasets").load_dataset(str(source), **options), split)
+
+
+def _whole_file(path: Path, rows: LazyRows, *, streaming: bool) -> Any:
+    """Rows as a stream, as a list, or on the disk where that would be long."""
+    if streaming:
+        table = import_module("datasets").IterableDataset.from_generator(rows.__iter__)
+        return without_nulls(table)
+    return list(rows) if path.stat().st_size <= _HELD_BYTES else rows
+
+
+def _load_file(
+    path: Path, builder: str, options: Mapping[str, Any], rows: LazyRows | None = None
+) -> Any:
+    """What ``datasets`` makes of a file; of a table of texts texts, where its rows are known."""
+    import datasets.exceptions
+
+    if builder == "csv":
+        options = {"sep": "\t" if path.suffix == ".tsv" else ",", **options}
+        if rows is not None:
+            kinds = datasets.Features(dict.fromkeys(rows.columns, datasets.Value("string")))
+            options |= {"features": kinds, "keep_default_na": False, "na_values": [""]}
+    try:
+        return datasets.load_dataset(builder, data_files=str(path), **options)
+    except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
+        why = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
+        raise ValueError(f"{path} can't be read: {why}. Mend it.") from error
 
 
 _HELD_BYTES: Final = 1 << 26
-"""Of a file of JSON; the rows of a larger one stay on the disk."""
+"""Of a file of JSON or CSV; the rows of a larger one stay on the disk."""
 _READ_BYTES: Final = 1 << 22
 _COMMA: Final = re.compile(r"\s*,\s*")
-
-
-@dataclass(eq=False, repr=False)
-class LazyRows(Sequence[dict[str, Any]]):
-    """Rows that are made when they are read, by any thread or process.
-
-    Args:
-        make: gives a row, from its two numbers.
-        places: the numbers, int64 ``[N, 2]``.
-        columns: that a row may have.
-        digest: of what the rows hold and of their order, where it is known.
-    """
-
-    make: Callable[[int, int], Mapping[str, Any]]
-    places: np.ndarray
-    columns: Mapping[str, None]
-    digest: str = ""
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
-        return dict(self.make(*self.places[number].tolist()))
-
-    def select(self, numbers: Sequence[int]) -> "LazyRows":
-        """Some of the rows.
-
-        Args:
-            numbers: which, in the order that they are to have.
-        """
-        places = self.places[list(numbers)]
-        digest = hashlib.sha256(self.digest.encode() + places.tobytes()).hexdigest()
-        return replace(self, places=places, digest=digest)
 
 
 def rows_of_json(path: Path, *, skip_bad_rows: bool = False) -> LazyRows:
@@ -158,23 +143,13 @@ def rows_of_json(path: Path, *, skip_bad_rows: bool = False) -> LazyRows:
                     digest.update(line.strip())
             except ValueError as error:
                 bad.append(f"line {number}: {error}")
-    if not places or (bad and not skip_bad_rows):
-        hint = f", or leave such lines out with {SKIP}" if places else ""
-        found = bad[0] if bad else "it holds no rows"
-        raise ValueError(f"{path} can't be read: {found}. Mend it{hint}.")
-    if bad:
-        _log.warning("%s: %d lines are left out: %s", path, len(bad), "; ".join(bad[:5]))
+    tell_bad_lines(path, bad, num_rows=len(places) // 2, skip=skip_bad_rows)
     return LazyRows(read, np.array(places).reshape(-1, 2), columns, digest.hexdigest())
 
 
 def _parsed(path: Path, written_ns: int, begin: int, size: int) -> dict[str, Any]:
-    """A row of a file that has not been written to since."""
-    with path.open("rb") as file:
-        file.seek(begin)
-        line = file.read(size)
-    if path.stat().st_mtime_ns != written_ns:
-        raise ValueError(f"{path} was changed after it was loaded")
-    return json.loads(line.decode("utf-8-sig"))
+    """A row of a file."""
+    return json.loads(part_of(path, written_ns, begin, size).decode("utf-8-sig"))
 
 
 def _written_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -197,7 +172,8 @@ def _written_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
             if more := file.read(max(_READ_BYTES, len(text) - at)):  # the element may go on there
                 text, passed, at = text[at:] + more.decode("latin-1"), passed + at, 0
                 continue
-            if text[at:].strip() != "]":
+            rest, is_first = text[at:].strip(), not (passed or at)
+            if rest != "]" and not (is_first and rest.lstrip(", \t\r\n") == "]"):
                 what = f"its list breaks off after byte {passed + at}: {error}"
                 raise ValueError(f"{path} can't be read: {what}. Mend it.") from error
             return

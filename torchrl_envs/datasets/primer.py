@@ -22,7 +22,8 @@ from torchrl_envs.episode.episode_transform import EpisodeTransform, overrides
 from torchrl_envs.episode.tool_source import ToolSource
 
 from .difficulty_pools import IDS_PER_EPOCH, DifficultyPools
-from .loading import SKIP, LazyRows, load_rows
+from .lazy_rows import SKIP, LazyRows
+from .loading import load_rows
 from .options import DataOptions
 from .prepare import BadRow
 from .prompt_limit import PromptLimit, length_error, opening_messages

@@ -9,7 +9,7 @@ import numpy as np
 from torchrl.envs import Transform
 
 from torchrl_data.checks import check_columns
-from torchrl_envs.datasets.loading import LazyRows
+from torchrl_envs.datasets.lazy_rows import LazyRows
 from torchrl_envs.datasets.prompt_limit import opening_messages
 from torchrl_envs.datasets.row_checks import find_prompt_column
 from torchrl_envs.episode.episode import Episode
