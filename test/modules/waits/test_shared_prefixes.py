@@ -217,31 +217,40 @@ def test_new_weights_read_what_is_shared_again():
     assert checked > 20
 
 
-def test_columns_lie_as_steps_read_them_while_groups_come_and_go(way):
+@pytest.mark.parametrize("captures", [False, True])
+def test_columns_lie_as_steps_read_them_while_groups_come_and_go(way, monkeypatch, captures):
     model = tiny_qwen3(100)
     use_packed_attention(model)
     readers = [PrefixSlotReader(model), SlotReader(model)]
-    by_length = way == "as on a GPU"
-    logits = torch.empty(0)
+    by_length = was_varlen = way == "as on a GPU"
+    if captures:
+        monkeypatch.setattr(slot_reader, "_STEPS_BEFORE_A_GRAPH", 0)
+        readers[0]._capture = lambda run, _: run
+    logits = torch.empty(0, 100)
     # Of rows before, which stay; of those that join; and how columns lie from then on.
     for stay, join, is_varlen in (
         ([], [SECOND, [3, 4, 5]], by_length),
         ([0, 1], [FIRST] * 3, True),
         ([1, 3, 4], [[*FIRST, 8]], True),
         ([0, 2], [[9] * 7], True),  # a row that has a prefix is still there
-        ([0, 2], [[50, 51]], by_length),
-        ([1, 2], [SECOND] * 2, True),
+        ([0, 2], [], True),  # it has gone
+        ([1], [[50, 51]], by_length),
+        ([0, 1], [SECOND] * 2, True),
     ):
         rows = []
         with torch.no_grad():
             for reader in readers:
                 reader.keep(stay)
-                joined = reader.read(join)
-                rows.append(torch.cat([logits[stay], joined]) if stay else joined)
+                kept = logits[stay] if stay else logits[:0]
+                rows.append(torch.cat([kept, reader.read(join)]) if join else kept)
             torch.testing.assert_close(*rows, atol=1e-5, rtol=1e-5)
+            if is_varlen != was_varlen:  # of buffers that were
+                assert not readers[0].has_graphs
+            was_varlen = is_varlen
             assert readers[0]._places.is_varlen == is_varlen
             assert readers[0]._layers[1].values.is_contiguous() != is_varlen
             logits = rows[1]
             for _ in range(3):
                 found, logits = (each.advance(logits.argmax(-1)) for each in readers)
                 torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
+            assert readers[0].has_graphs == captures
