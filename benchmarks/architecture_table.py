@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 READERS: Final = {
+    "PrefixSlotReader": "one batch, shared",
     "SlotReader": "one batch",
     "PaddedReader": "one batch",
     "OwnCacheReader": "by length",
@@ -26,6 +27,7 @@ and how exact this is. The policy finds the way by itself, on a few short rows w
 - **difference**: between the scores of several rows together and the model's own eager forward of
   one row at a time, in nats, at worst; **gradient**: of all parameters, relative to the largest.
 - **sampled** is how tokens are sampled. `one batch`: prompts of any length together, with a cache;
+  `one batch, shared`: what rows begin with alike is there once, too;
   `by length`: prompts of equal length together, with the model's own cache (recurrent states,
   convolutions); `whole rows again`: no cache gives the model's own log-probabilities, so that the
   whole row is read for every token, and a warning says so. **ratio** is the largest difference

@@ -742,13 +742,15 @@ def slots(run: Run) -> None:
     import torch
 
     from torchrl_modules import SamplingParameters, TransformersEngine
-    from torchrl_modules.engines import readers, slot_reader
+    from torchrl_modules.engines import slot_reader
+    from torchrl_modules.scoring import slot_attention
 
     dtype = torch.bfloat16 if run.is_cuda else torch.float32
     model = small_model(run).to(run.device, dtype)
     if not run.is_cuda:  # the form that needs no kernel
-        readers._VARLEN.add("cpu")
-        slot_reader.has_slot_attention = lambda *_: True
+        slot_reader._BY_LENGTH.add("cpu")
+        slot_reader.has_slot_attention = lambda *_, **__: True
+        slot_attention._has_cpu_kernel = lambda _: False
     draw = random.Random(0)
     groups = [[draw.randrange(512) for _ in range(70 + 9 * group)] for group in range(3)]
     prompts = [[*groups[row % 3], *range(row // 6)] for row in range(9)]
@@ -1090,11 +1092,11 @@ def prompts(run: Run) -> None:
     told = {"max_new_tokens": new}
 
     def whole_rows() -> None:
-        least, shared_prefixes._SHORTEST = shared_prefixes._SHORTEST, 1 << 30
+        least, shared_prefixes.SHORTEST = shared_prefixes.SHORTEST, 1 << 30
         try:
             _draw_ours(run, model, num_rows, f"prompts of {size:,}, not shared", told, size)
         finally:
-            shared_prefixes._SHORTEST = least
+            shared_prefixes.SHORTEST = least
 
     def autocast() -> None:
         weights = big_model(run, torch.float32).eval()

@@ -38,6 +38,7 @@ WITHOUT: Final = {
     "ours without shared prompts": {"share": False},
     "ours without leaving groups out": {"drop": False},
     "ours without kept caches": {"keep": False},
+    "ours with a copy of the prompt for each row drawn": {"once": False},
     "ours without the head on trained tokens alone": {"head": False},
 }
 
@@ -129,7 +130,7 @@ def held_out(task: Any, policy: Any, *, show: bool) -> float:
 
 def ours(
     name: str, folder: str, steps: int, every: int, *,
-    share: bool = True, drop: bool = True, keep: bool = True, head: bool = True,
+    share: bool = True, drop: bool = True, keep: bool = True, head: bool = True, once: bool = True,
 ) -> list[dict[str, Any]]:  # fmt: skip
     import torch
     from torchrl.data import LazyStackStorage, ReplayBuffer
@@ -142,7 +143,7 @@ def ours(
     task, tokens = task_of(name), tokens_of(name)
     env = TaskEnv(task, num_envs=PROMPTS * N, repeats=N, shuffle=False)
     policy = wrapper(folder, tokens)
-    leave_out(policy, share=share, keep=keep, head=head)
+    leave_out(policy, share=share, keep=keep, head=head, once=once)
     advantage = MCAdvantage(N, scale="none", zero_variance="drop" if drop else "keep")
     buffer = ReplayBuffer(
         storage=LazyStackStorage(PROMPTS * N), transform=advantage, batch_size=PROMPTS * N
@@ -184,14 +185,17 @@ class EveryPosition:
         return type(scores)(*(x if x is None else x[chosen] for x in scores))
 
 
-def leave_out(policy: Any, *, share: bool, keep: bool, head: bool) -> None:
+def leave_out(policy: Any, *, share: bool, keep: bool, head: bool, once: bool) -> None:
     """Take some of what makes it fast away."""
+    from torchrl_modules.engines.slot_reader import SlotReader
     from torchrl_modules.scoring.scorer import PackedScorer
 
     if not share:
         policy.scorer = PackedScorer(policy.model, share_prefixes=False)
     if not keep:
         policy.engine._kept = None
+    if not once:
+        policy.engine.reader = SlotReader
     if not head:
         policy.scorer = EveryPosition(policy.scorer)
 

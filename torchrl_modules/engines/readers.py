@@ -19,26 +19,30 @@ from transformers import DynamicCache, PreTrainedModel
 
 from torchrl_data.devices import on_device
 from torchrl_data.ragged.packed import pad
-from torchrl_modules.scoring.packed_attention import cap_attention, use_packed_attention
+from torchrl_modules.scoring.packed_attention import (
+    PACKED_SDPA,
+    cap_attention,
+    use_packed_attention,
+)
 from torchrl_modules.scoring.trial import ReadingTrial, find_first, run_trial
 from torchrl_modules.transformers_releases import cache_name, forward_parameters, with_cache
 
 from .decoding import PromptReader, last_position
 from .kept_caches import KeptCaches
-from .slot_reader import SlotReader, has_plain_cache
+from .slot_reader import SlotReader, has_plain_cache, is_read_by_length
 
 FoundReaders = WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[PromptReader]]]
 Reader = TypeVar("Reader", bound=PromptReader)
-_VARLEN: Final = {"cuda"}
-"""Devices with a kernel of attention for rows of many lengths."""
+_SHARING: Final = {"cpu", "cuda"}
+"""Devices with attention over slots and prefixes."""
 _found = FoundReaders()
 """Of models that were tried: in which state, and how they continue rows."""
 
 
-class VarlenSlotReader(SlotReader):
-    """The same where attention reads of a slot no more than its row has: on a GPU."""
+class PrefixSlotReader(SlotReader):
+    """The same where what rows begin with alike is kept once, and read once for all of them."""
 
-    _reads_varlen: ClassVar[bool] = True
+    _shares_prefixes: ClassVar[bool] = True
 
 
 class ColumnMaskSlotReader(SlotReader):
@@ -241,11 +245,14 @@ def group_rows(
     return list(groups.values())
 
 
-def find_prompt_reader(model: PreTrainedModel) -> type[PromptReader]:
+def find_prompt_reader(
+    model: PreTrainedModel, *, share_prefixes: bool = True
+) -> type[PromptReader]:
     """The fastest way to continue rows that gives the model's own log-probs; tried once per model.
 
     Args:
         model: a causal language model.
+        share_prefixes: what rows begin with alike may be read once for all of them.
 
     Raises:
         ValueError: there is no such way.
@@ -253,12 +260,13 @@ def find_prompt_reader(model: PreTrainedModel) -> type[PromptReader]:
     is_plain, config = has_plain_cache(model), model.config.get_text_config()
     num_heads = getattr(config, "num_attention_heads", 0)
     shares_keys = (getattr(config, "num_key_value_heads", None) or num_heads) < num_heads
-    by_length = is_plain and model.device.type in _VARLEN
-    if is_plain and (shares_keys or by_length) and config._attn_implementation == "sdpa":
+    is_sharing = share_prefixes and is_plain and model.device.type in _SHARING
+    if is_plain and (shares_keys or is_sharing) and config._attn_implementation == "sdpa":
         use_packed_attention(model)  # It repeats no keys and values for heads that share them.
     cap_attention(model)
+    is_sharing = is_sharing and config._attn_implementation == PACKED_SDPA
     readers: list[type[PromptReader]] = [
-        *([VarlenSlotReader] if by_length else []),
+        *([PrefixSlotReader] if is_sharing else []),
         *([SlotReader, ColumnMaskSlotReader] if is_plain else []),
         *(PaddedReader, OwnCacheReader, OwnCachePositionsReader, WholeRowReader),
     ]
@@ -277,7 +285,7 @@ def fastest(
     what: str,
 ) -> type[Reader]:
     """The first reader that gives the model's own log-probs, of what rows are read."""
-    state = (model.dtype, model.device, model.config._attn_implementation)
+    state = (model.dtype, model.device, model.config._attn_implementation, readers[0])
     earlier: Any = known.get(model)
     if earlier is not None and earlier[0] == state:
         return earlier[1]
@@ -289,8 +297,9 @@ def fastest(
         f"TransformersEngine: {name} can't be sampled from here, but perhaps with vLLM: no way to "
         f"continue {what} gives what its forward says of a whole one",
     )
-    by_length = issubclass(readers[0], VarlenSlotReader)
-    is_fastest = issubclass(readers[at], VarlenSlotReader if by_length else SlotReader)
+    # Where rows are read with masks, those that share nothing are read as fast by either reader.
+    is_sharing = issubclass(readers[0], PrefixSlotReader) and is_read_by_length(model.device)
+    is_fastest = issubclass(readers[at], PrefixSlotReader if is_sharing else SlotReader)
     if not is_fastest and issubclass(readers[0], SlotReader) and wrong[0].is_error:
         warnings.warn(
             f"TransformersEngine: rows of {name} are drawn by {readers[at].__name__}, which is "
@@ -338,19 +347,21 @@ def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: ReadingTrial)
     return _joined(cls, model, trial.rows)
 
 
-def _on_trial(reader: Reader) -> Reader:
+def _on_trial(reader: Reader, *, by_length: bool = False) -> Reader:
     if isinstance(reader, SlotReader):
         reader.is_trial = True
+        reader.is_always_by_length |= by_length
     return reader
 
 
 def _joined(cls: type[SlotReader], model: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tensor]:
     """Log-probs of the last tokens of rows that join one by one, and go on from what was kept."""
+    # A reader that reads with masks and by length has been tried with masks.
     kept = KeptCaches(max_tokens=None)
-    first, begin = _on_trial(cls(model, kept)), rows[0][: len(rows[0]) // 2 + 1].tolist()
+    first, reader = (_on_trial(cls(model, kept), by_length=True) for _ in range(2))
+    begin, results = rows[0][: len(rows[0]) // 2 + 1].tolist(), [[] for _ in rows]
     first.read([begin])
     first.leave_behind(0, begin, "trial")
-    reader, results = _on_trial(cls(model, kept)), [[] for _ in rows]
     num_read = [max(1, len(row) - 3) for row in rows]
     here: list[int] = []
     joining, logits = [len(rows) - 1], torch.empty(0)

@@ -21,8 +21,10 @@ from torchrl_modules.scoring.slot_attention import PrefixPlan
 
 from .kept_caches import num_shared, tokens_as_bytes
 
-_SHORTEST: Final = 64
+SHORTEST: Final = 64
 """Tokens of a prefix at least: a shorter one is read for each row, which needs no second piece."""
+FIRST: Final = 3
+"""Rows that share anything pay so many prices of a prefix more."""
 _FEWEST: Final = 8
 """A plan has places for so many prefixes, or twice as many, and so on."""
 
@@ -49,10 +51,12 @@ class SharedPrefixes:
     Args:
         device: of the cache.
         num_rows: that are there, and share nothing yet.
+        price: tokens of a row that are read in the time that a prefix takes for itself. Prefixes
+            have to save more than that.
     """
 
-    def __init__(self, device: torch.device, num_rows: int = 0) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, num_rows: int = 0, price: int = 0) -> None:
+        self._device, self._price = device, price
         self.of_rows: list[Prefix | None] = [None] * num_rows
         """The one of each row, if it has one."""
         self.starts = torch.zeros(0, dtype=torch.int64, device=device)
@@ -84,7 +88,10 @@ class SharedPrefixes:
             self.of_rows[row] = None
         earlier = {one.ids: one for one in self._all()}
         known = dict(earlier)
-        for prompt, row, cut in zip(prompts, rows, shared_lengths(prompts), strict=True):
+        cuts = shared_lengths(prompts, self._price)
+        if not earlier and num_saved(prompts, cuts, self._price) < FIRST * self._price:
+            cuts = [0] * len(prompts)
+        for prompt, row, cut in zip(prompts, rows, cuts, strict=True):
             ids = tuple(prompt)
             whole = [one for one in earlier if len(one) >= cut and one == ids[: len(one)]]
             best = max(whole, key=len, default=ids[:cut])
@@ -160,13 +167,26 @@ class SharedPrefixes:
         )
 
 
-def shared_lengths(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Tokens of each row that are kept with others, so that as few as may be are kept in all.
+def num_saved(rows: Sequence[Sequence[int]], cuts: Sequence[int], price: int = 0) -> int:
+    """Tokens that need not be read where each beginning is read once, less the prices of those.
+
+    Args:
+        rows: token ids.
+        cuts: tokens of each that it shares.
+        price: of a beginning that is read by itself, in tokens.
+    """
+    shared = {tuple(row[:cut]) for row, cut in zip(rows, cuts, strict=True) if cut}
+    return sum(cuts) - sum(len(one) + price for one in shared)
+
+
+def shared_lengths(rows: Sequence[Sequence[int]], price: int = 0) -> list[int]:
+    """Tokens of each row that are kept with others, so that as many as may be are saved in all.
 
     A row shares one beginning, and the others that it begins with stay with it.
 
     Args:
         rows: token ids.
+        price: see :func:`num_saved`.
     """
     tokens = [*map(tokens_as_bytes, rows)]
     ordered = sorted(range(len(rows)), key=tokens.__getitem__)
@@ -185,7 +205,7 @@ def shared_lengths(rows: Sequence[Sequence[int]]) -> list[int]:
             ends = [at + 1 for at in range(low, high - 1) if common[at] == alike]
             waiting += [(a, b, one) for a, b in pairwise([low, *ends, high])]
     for one in reversed(ranges):
-        one.settle()
+        one.settle(price)
     cuts, open_ranges = [0] * len(rows), [(one, 0) for one in ranges[:1]]
     while open_ranges:
         one, cut = open_ranges.pop()
@@ -205,22 +225,22 @@ class _Range:
         self._above: list[int] = [0]
         """Tokens that ranges around it may share."""
         if above is not None:
-            worth = [above.alike] if above.alike >= _SHORTEST else []
+            worth = [above.alike] if above.alike >= SHORTEST else []
             self._above = [*above._above, *worth]
         self.costs: dict[int, int] = {}
-        """Tokens that are left at best where so many are shared by a range around it."""
+        """Tokens and prices that are left at best where so many are shared by a range around it."""
         self.shares: set[int] = set()
         """Those of them for which it is better to share here."""
 
-    def settle(self) -> None:
+    def settle(self, price: int) -> None:
         """Find the costs, once those of each part are found."""
         for cut in self._above:
             if not self.parts:
                 self.costs[cut] = self._size - cut
                 continue
             self.costs[cut] = sum(part.costs[cut] for part in self.parts)
-            if self.alike >= _SHORTEST:
-                here = self.alike + sum(part.costs[self.alike] for part in self.parts)
+            if self.alike >= SHORTEST:
+                here = self.alike + price + sum(part.costs[self.alike] for part in self.parts)
                 if here < self.costs[cut]:
                     self.costs[cut] = here
                     self.shares.add(cut)

@@ -22,10 +22,16 @@ from transformers.cache_utils import DynamicLayer
 
 from torchrl_data.devices import on_device
 from torchrl_data.ragged.packed import pad
-from torchrl_modules.scoring.slot_attention import PrefixPlan, SlotPlan, has_slot_attention
+from torchrl_modules.scoring.slot_attention import (
+    PrefixPlan,
+    SlotPlan,
+    has_slot_attention,
+    length_mask,
+)
 from torchrl_modules.scoring.wrapped_models import has_hooks
 from torchrl_modules.transformers_releases import UnboundedCacheLayer, with_cache
 
+from . import shared_prefixes
 from .decoding import PromptReader, last_position
 from .kept_caches import Found, KeptCaches
 from .shared_prefixes import Prefix, SharedPrefixes
@@ -36,11 +42,26 @@ _MIN_COLUMNS = 64
 _SPARE_SLOTS: Final = 2
 _STEPS: Final = 64
 """On an accelerator a step sees so many columns more at a time."""
+_BY_LENGTH: Final = {"cuda"}
+"""Devices on which attention reads slots by their lengths at every step. On others it does where
+rows share what they begin with, and otherwise takes a mask."""
+_PREFIX_PRICE: Final = 1 << 17
+"""Numbers among the keys and values of a layer that are read in the time of one more call of
+attention, where each prefix is a call of its own: on a CPU."""
 _GROWTH = 1.25
 _MAX_PREFILL_TOKENS = 1 << 14
 """Most tokens of one pass over prompts, padding included, unless one prompt alone has more."""
 _RAGGED = 1.5
 """A pass over prompts reads at most so many times the tokens of its longest one per row."""
+
+
+def is_read_by_length(device: torch.device) -> bool:
+    """Whether attention on a device reads slots by their lengths, even of rows that share nothing.
+
+    Args:
+        device: of a model.
+    """
+    return device.type in _BY_LENGTH
 
 
 def has_plain_cache(model: PreTrainedModel) -> bool:
@@ -67,11 +88,13 @@ class _Places:
         """Tokens that each row has read, int64 ``[A]``."""
         self.shared = torch.zeros(0, dtype=torch.int64, device=device)
         """Of these, tokens that it shares with others and has not in its slot, int64 ``[A]``."""
+        self.columns = self.lengths
+        """The column of its slot that each row writes in this step, int64 ``[A]``."""
         self.prefixes: PrefixPlan | None = None
         """Where those are, if any row shares some."""
         self.is_varlen = False
-        """The columns of a slot lie one behind the other, as attention over rows of many lengths
-        reads them; otherwise those of each head do."""
+        """Attention reads slots by their lengths, and prefixes behind them: the columns of a slot
+        lie one behind the other. Otherwise those of each head do, and it reads with a mask."""
         self.num_shared_columns = 0
         """Columns that prefixes have, of which none has more tokens."""
         self.slots = torch.zeros(0, dtype=torch.int64, device=device)
@@ -88,12 +111,13 @@ class _Places:
     def plan(self) -> SlotPlan:
         """The plan of a step's attention over slots."""
         behind = len(self.lengths) + 1
-        lengths = (self.lengths - self.shared + 1).to(torch.int32)
+        lengths = (self.columns + 1).to(torch.int32)
         own = (lengths, self.numbers[:behind], self.starts[:behind])
         longest = self.num_columns
         if self.prefixes is not None:
             longest = max(longest, self.num_shared_columns)
-        return SlotPlan(*own, longest, self.prefixes)
+        mask = length_mask(lengths) if lengths.device.type == "cpu" else None
+        return SlotPlan(*own, longest, self.prefixes, mask)
 
 
 class _SlotLayer(UnboundedCacheLayer):
@@ -135,9 +159,10 @@ class _SlotLayer(UnboundedCacheLayer):
             else:
                 shape = (num_slots + behind, num_columns, heads, size)
                 grown = buffer.new_zeros(shape).transpose(1, 2)
-                at = (slots - before) * columns
-                kept, begin = _flat(buffer)[at:], num_slots * num_columns
-                _flat(grown)[begin : begin + len(kept)] = kept
+                if before:
+                    at, begin = (slots - before) * columns, num_slots * num_columns
+                    kept = _flat(buffer)[at:]
+                    _flat(grown)[begin : begin + len(kept)] = kept
                 for fixed in (1, 3):  # for a compiler, which takes sizes as variable
                     torch._dynamo.mark_static(grown, fixed)
             grown[: slots - before, :, :columns] = buffer[: slots - before]
@@ -150,9 +175,7 @@ class _SlotLayer(UnboundedCacheLayer):
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Take the next token of each row, ``[A, H, 1, D]``."""
-        slots, columns = self._places.slots, self._places.lengths
-        if self._places.is_varlen:
-            columns = columns - self._places.shared
+        slots, columns = self._places.slots, self._places.columns
         self.keys[slots, :, columns] = key_states.squeeze(2).to(self.keys.dtype)
         self.values[slots, :, columns] = value_states.squeeze(2).to(self.values.dtype)
         if self._places.is_varlen:
@@ -215,8 +238,8 @@ class SlotReader(PromptReader):
     reads_past_ends = True
     _gives_whole_masks: ClassVar[bool] = True
     """Of each token over the columns, and not of each column whether it is there."""
-    _reads_varlen: ClassVar[bool] = False
-    """What attention reads of a slot is as long as its row, where it takes the model's keys."""
+    _shares_prefixes: ClassVar[bool] = False
+    """What rows begin with alike is kept once, where there is attention for the model's keys."""
 
     def __init__(self, model: PreTrainedModel, kept: KeptCaches | None = None) -> None:
         super().__init__(model)
@@ -228,7 +251,7 @@ class SlotReader(PromptReader):
         """Slots behind those of rows, whose columns prefixes have."""
         self._counts: list[int] = []
         self._prefixes: SharedPrefixes | None = None
-        """Of slots that attention reads by length."""
+        """Where rows may share some."""
         self._num_seen = 1
         """Columns of a slot that the next step sees, the one included that it writes."""
         self._places = _Places(model.device)
@@ -242,6 +265,8 @@ class SlotReader(PromptReader):
         self._num_asked: Counter[GraphShape] = Counter()
         self.is_trial = False
         """It is asked whether the model takes what it is given, whatever kernels there are."""
+        self.is_always_by_length = is_read_by_length(model.device)
+        """Attention reads slots by their lengths whether rows share anything or not."""
         self.num_read = 0
         """Tokens of prompts that the model has read, padding and what was kept left out."""
 
@@ -278,7 +303,9 @@ class SlotReader(PromptReader):
     def _step(self, tokens: Tensor, *, is_masked: bool) -> Tensor:
         """The model's own part of a step, of which the host reads no value."""
         lengths, mask, more = self._places.lengths, None, {}
+        self._places.columns = lengths
         if self._places.is_varlen:
+            self._places.columns = lengths - self._places.shared
             mask = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=tokens.device)
             more["slots"] = self._places.plan()
         elif is_masked:
@@ -451,6 +478,21 @@ class SlotReader(PromptReader):
         own = [count - prefixes.length(row) for row, count in enumerate(self._counts)]
         self._num_seen = max(own, default=0) + 1
 
+    def _lay_out(self, prefixes: SharedPrefixes) -> None:
+        """Let columns lie as steps read them from now on; what rows have in them stays."""
+        places = self._places
+        is_varlen = self.is_always_by_length or prefixes.num_places > 0
+        if is_varlen == places.is_varlen:
+            return
+        places.is_varlen = is_varlen
+        self._graphs.clear()
+        self._num_asked.clear()
+        if is_varlen:  # The first prefix needs room, and buffers that grow lie anew.
+            return
+        places.prefixes, behind, self._num_behind = None, self._num_behind, 0
+        for layer in self._layers:
+            layer.grow(self._num_slots, self._num_columns, (behind, 0))
+
     def _prefix(self, row: int) -> Prefix | None:
         return None if self._prefixes is None else self._prefixes.of_rows[row]
 
@@ -496,9 +538,12 @@ class SlotReader(PromptReader):
             read, cache = self._read(rows)
             if not self._layers:
                 self._make_layers(cache)
+            if number == 0 and self._prefixes is None and self._may_share(prompts):
+                self._prefixes = self._new_prefixes()
             if number == 0 and self._prefixes is not None:
                 self._prefixes.place(prompts, slots)
                 self._take_over(self._prefixes)
+                self._lay_out(self._prefixes)
             self._write(rows, cache, [[slots[at] for at in places[ids]] for ids in part])
             for ids, row in zip(part, read, strict=True):
                 for at in places[ids]:
@@ -532,14 +577,30 @@ class SlotReader(PromptReader):
         """Buffers of the shapes that the model has shown, without slots yet."""
         self._layers = [_SlotLayer(self._places, layer) for layer in cache.layers]
         self._given = with_cache(self.model, Cache(layers=list(self._layers)))
-        if not self._reads_varlen:
-            return
+
+    def _may_share(self, prompts: Sequence[Sequence[int]]) -> bool:
+        """Whether rows may save something, or slots are read by their lengths in any case."""
+        if not self._shares_prefixes or self.is_always_by_length:
+            return self._shares_prefixes
+        long = [prompt for prompt in prompts if len(prompt) >= shared_prefixes.SHORTEST]
+        begins = {tuple(prompt[: shared_prefixes.SHORTEST]) for prompt in long}
+        least = (1 + shared_prefixes.FIRST) * self._prefix_price()
+        return len(begins) < len(long) and sum(map(len, long)) > least
+
+    def _prefix_price(self) -> int:
+        """Tokens that a prefix has to save."""
+        one = self._layers[0].keys
+        own = _PREFIX_PRICE // (2 * one.shape[1] * one.shape[3])
+        return 0 if self.is_always_by_length else own
+
+    def _new_prefixes(self) -> SharedPrefixes | None:
+        """Prefixes of the rows that are there; ``None`` without attention for the model's keys."""
         num_heads = self.model.config.get_text_config().num_attention_heads
-        self._places.is_varlen = self.is_trial or all(
-            has_slot_attention(each.keys, each.values, num_heads) for each in self._layers
-        )
-        if self._places.is_varlen:
-            self._prefixes = SharedPrefixes(self.model.device, len(self._counts))
+        for each in self._layers:
+            states = each.keys, each.values
+            if not has_slot_attention(*states, num_heads, without_kernel=self.is_trial):
+                return None
+        return SharedPrefixes(self.model.device, len(self._counts), self._prefix_price())
 
     def _write(
         self,

@@ -242,7 +242,7 @@ class TransformersEngine(ChecksAttributes):
                 "drawing tokens would gather every layer for every token, on all ranks in step. "
                 "Sample with vLLM or from a copy that is whole, and push the weights to it."
             )
-        return find_prompt_reader(self.inside)
+        return find_prompt_reader(self.inside, share_prefixes=not self.batch_invariant)
 
     @property
     def vocab_size(self) -> int:

@@ -3,14 +3,16 @@
 A slot is as long as the longest row may become. On a GPU flash attention for rows of many lengths
 reads of each no more than its row has, without a mask, and rows of other lengths change no shape:
 so a step is the same for all lengths, compiled or captured. What rows begin with alike is there
-once, outside of their slots, and is read once for all of them.
+once, outside of their slots, and is read once for all of them: the queries of all these rows are
+those of one row. On a CPU the slots are one batch with a mask, and each prefix is another piece.
 
 Shape legend: A rows, S slots, C columns of a slot, H heads, G key-value heads, D head size, P
-prefixes.
+prefixes, N queries.
 """
 
 from functools import cache
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from torch import Tensor
 from torchrl_data.devices import on_device
 
 from .flash_kernel import is_taken, passes_trial, varlen_forward
+
+_CPU_TYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class PrefixPlan(NamedTuple):
@@ -49,22 +53,48 @@ class SlotPlan(NamedTuple):
     longest: int
     """No row has more columns, nor has a prefix."""
     prefixes: PrefixPlan | None = None
+    mask: Tensor | None = None
+    """The :func:`length_mask` of the rows, on a CPU."""
 
 
-def has_slot_attention(keys: Tensor, values: Tensor, num_heads: int) -> bool:
-    """Say if there is a kernel for a cache on this device, of this type and head size.
+def length_mask(lengths: Tensor) -> Tensor | None:
+    """The mask by which a CPU reads of each slot the columns that its row has.
 
-    It is tried once; where it is wrong or fails, that is told.
+    Args:
+        lengths: int32 ``[A]``, on a CPU.
+
+    Returns:
+        float32 ``[A, 1, 1, C]``, as wide as the longest row: 0 where a row has a column, and minus
+        infinity behind; ``None`` where all rows have equally many.
+    """
+    least, most = (int(x) for x in lengths.aminmax())
+    if least == most:
+        return None
+    unused = torch.arange(most) >= lengths[:, None, None, None]
+    return torch.zeros(unused.shape).masked_fill_(unused, -torch.inf)
+
+
+def has_slot_attention(
+    keys: Tensor, values: Tensor, num_heads: int, *, without_kernel: bool = False
+) -> bool:
+    """Say if there is attention over slots for a cache on this device, of this type and head size.
+
+    A GPU's kernel is tried once; where it is wrong or fails, that is told.
 
     Args:
         keys: of a layer, ``[S, G, C, D]``.
         values: the same.
         num_heads: H.
+        without_kernel: the slow form that needs none will do.
     """
     size = keys.shape[-1]
-    if not _has_kernel(keys) or values.dtype != keys.dtype or values.shape[-1] != size:
+    if values.dtype != keys.dtype or values.shape[-1] != size:
         return False
-    return _is_right(keys.device, keys.dtype, num_heads // keys.shape[1], size)
+    if without_kernel or _has_cpu_kernel(keys):
+        return True
+    return _has_gpu_kernel(keys) and _is_right(
+        keys.device, keys.dtype, num_heads // keys.shape[1], size
+    )
 
 
 def slot_attention(
@@ -81,6 +111,8 @@ def slot_attention(
         scale: of the scores; ``D ** -0.5`` when not given.
     """
     factor: float = query.shape[-1] ** -0.5 if scale is None else scale
+    if _has_cpu_kernel(keys) and not torch.compiler.is_compiling():
+        return _attend_on_cpu(query, keys, values, plan, factor)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (keys, values)]
     own, shared, longest = (plan.lengths, plan.queries, plan.starts), plan.prefixes, plan.longest
     if shared is None:
@@ -93,6 +125,46 @@ def slot_attention(
     share = torch.sigmoid(lse_ahead[shared.inverse] - lse)
     share = (share * shared.has_any[:, None])[..., None]
     return torch.lerp(out.float(), ahead[shared.inverse].float(), share).to(query.dtype)
+
+
+def _attend_on_cpu(
+    query: Tensor, keys: Tensor, values: Tensor, plan: SlotPlan, scale: float
+) -> Tensor:
+    """The same by PyTorch's flash attention for CPUs: all slots in one call, each prefix in one."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    # Heads that share keys are queries of one head, and so are rows that share a prefix.
+    shape = (len(query), keys.shape[1], query.shape[1] // keys.shape[1], query.shape[2])
+    folded = query.reshape(shape)
+    longest = int(plan.lengths[0]) if plan.mask is None else plan.mask.shape[-1]
+    mask = None if plan.mask is None else plan.mask.to(query.dtype)
+    own = (x[: shape[0], :, :longest] for x in (keys, values))
+    out, lse = attend(folded, *own, attn_mask=mask, scale=scale)
+    if plan.prefixes is None:
+        return out.reshape(query.shape)
+    order, ends = plan.prefixes.order.tolist(), plan.prefixes.queries.tolist()
+    num_sharing = ends[-2]
+    some: Any = slice(num_sharing)
+    if order[:num_sharing] != [*range(num_sharing)]:
+        some = plan.prefixes.order[:num_sharing]
+    # [1, G, A * H / G, D] and [1, G, S * C, D]
+    sharing, flat_keys, flat_values = (
+        x.transpose(0, 1).flatten(1, 2)[None] for x in (folded[some], keys, values)
+    )
+    pieces = []
+    columns = zip(plan.prefixes.starts.tolist(), plan.prefixes.lengths.tolist(), strict=False)
+    for (first, end), (start, length) in zip(pairwise(ends[:-1]), columns, strict=False):
+        if first < end:
+            queries = sharing.narrow(2, shape[2] * first, shape[2] * (end - first))
+            heads = (x.narrow(2, start, length) for x in (flat_keys, flat_values))
+            pieces.append(attend(queries, *heads, scale=scale))
+    ahead, lse_ahead = (
+        torch.cat(x, 2).reshape(shape[1], num_sharing, shape[2], -1).transpose(0, 1)
+        for x in zip(*pieces, strict=True)
+    )
+    share = torch.sigmoid(lse_ahead - lse[some][..., None])
+    joined = torch.lerp(out[some].to(share.dtype), ahead.to(share.dtype), share)
+    out[some] = joined.to(out.dtype)
+    return out.reshape(query.shape)
 
 
 def _piece(
@@ -135,7 +207,7 @@ def _attend(
     what nobody may use.
     """
     # An operator of its own: a compiler need not know how the kernel lays out what it returns.
-    if not _has_kernel(keys):
+    if not _has_gpu_kernel(keys):
         return _attend_by_loop(query, keys, values, lengths, queries, starts, most, longest, scale)
     out, lse = varlen_forward(
         *((query, keys, values), (queries, starts), (most, longest), scale),
@@ -181,8 +253,15 @@ def _attend_by_loop(
     return out, lse
 
 
-def _has_kernel(keys: Tensor) -> bool:
-    """Say if the kernel is for such keys, and this card has it."""
+def _has_cpu_kernel(keys: Tensor) -> bool:
+    """Say if the kernel for CPUs is for such keys, and this PyTorch has it."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    is_of_type = keys.device.type == "cpu" and keys.dtype in _CPU_TYPES
+    return is_of_type and hasattr(torch.ops.aten, name)
+
+
+def _has_gpu_kernel(keys: Tensor) -> bool:
+    """Say if the kernel for GPUs is for such keys, and this card has it."""
     return is_taken(keys) and torch.cuda.get_device_capability(keys.device) >= (8, 0)
 
 

@@ -17,7 +17,7 @@ def architectures(monkeypatch):
 @pytest.mark.parametrize(
     ("model_type", "expected"),
     [
-        pytest.param("gpt2", ("packed", "tiles", "SlotReader"), id="learnt positions"),
+        pytest.param("gpt2", ("packed", "tiles", "PrefixSlotReader"), id="learnt positions"),
         pytest.param("mistral", ("packed", "tiles", "PaddedReader"), id="sliding window"),
         pytest.param("gemma2", ("packed", "own logits", "PaddedReader"), id="scores capped"),
         pytest.param(
@@ -26,7 +26,7 @@ def architectures(monkeypatch):
             id="a transform before the head",
         ),
         pytest.param(
-            "minicpm3", ("packed", "own logits", "SlotReader"), id="scaled before the head"
+            "minicpm3", ("packed", "own logits", "PrefixSlotReader"), id="scaled before the head"
         ),
         pytest.param("doge", ("padded", "tiles", "PaddedReader"), id="a mask of its own"),
         pytest.param(

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_modules import AsyncTransformersEngine, SamplingParameters, TransformersEngine
-from torchrl_modules.engines import readers, shared_prefixes, slot_reader, step_graph
+from torchrl_modules.engines import shared_prefixes, slot_reader, step_graph
 from torchrl_modules.engines.kept_caches import KeptCaches
-from torchrl_modules.engines.readers import VarlenSlotReader
-from torchrl_modules.engines.shared_prefixes import SharedPrefixes, shared_lengths
+from torchrl_modules.engines.readers import PrefixSlotReader
+from torchrl_modules.engines.shared_prefixes import SharedPrefixes, num_saved, shared_lengths
 from torchrl_modules.engines.slot_reader import SlotReader
 from torchrl_modules.scoring.packed_attention import use_packed_attention
 from torchrl_modules.tiny_model import tiny_qwen3
@@ -22,12 +22,15 @@ FIRST, SECOND = [*range(1, 30)], [*range(60, 80)]
 PROMPTS = [FIRST] * 3 + [[*FIRST, 5, 6]] * 2 + [SECOND] * 2 + [[7, 8, 9]] + [[*SECOND[:5], 3]]
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch):
-    """By the form of attention that needs no kernel."""
-    monkeypatch.setattr(readers, "_VARLEN", {"cpu"})
-    monkeypatch.setattr(slot_reader, "has_slot_attention", lambda *_: True)
-    monkeypatch.setattr(shared_prefixes, "_SHORTEST", 4)
+@pytest.fixture(autouse=True, params=["as on a GPU", "on a CPU"])
+def way(request, monkeypatch):
+    """Prefixes of a few tokens, read as a GPU reads them, or by the kernel for CPUs."""
+    torch.manual_seed(0)  # of a model whose rows are some short, some long
+    monkeypatch.setattr(shared_prefixes, "SHORTEST", 4)
+    monkeypatch.setattr(slot_reader, "_PREFIX_PRICE", 0)
+    if request.param == "as on a GPU":
+        request.getfixturevalue("attention_of_a_gpu")
+    return request.param
 
 
 def without(model, **options):
@@ -45,23 +48,42 @@ def same(found, expected):
         assert here.log_probs == pytest.approx(there.log_probs, abs=1e-5, rel=1e-4)
 
 
-def num_kept(rows, cuts):
-    shared = {tuple(row[:cut]) for row, cut in zip(rows, cuts, strict=True)}
-    return sum(map(len, shared)) + sum(len(row) - cut for row, cut in zip(rows, cuts, strict=True))
+def num_kept(rows, cuts, price):
+    shared = {tuple(row[:cut]) for row, cut in zip(rows, cuts, strict=True) if cut}
+    own = sum(len(row) - cut for row, cut in zip(rows, cuts, strict=True))
+    return own + sum(len(one) + price for one in shared)
 
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 
 
-@given(st.lists(TOKENS, min_size=1, max_size=4))
-def test_the_cuts_leave_as_few_tokens_as_any_would(rows):
-    before, shared_prefixes._SHORTEST = shared_prefixes._SHORTEST, 1
+@given(st.lists(TOKENS, min_size=1, max_size=4), st.integers(0, 3))
+def test_the_cuts_leave_as_few_tokens_and_prices_as_any_would(rows, price):
+    before, shared_prefixes.SHORTEST = shared_prefixes.SHORTEST, 1
     try:
-        cuts = shared_lengths(rows)
+        cuts = shared_lengths(rows, price)
     finally:
-        shared_prefixes._SHORTEST = before
+        shared_prefixes.SHORTEST = before
     every = product(*(range(len(row) + 1) for row in rows))
-    assert num_kept(rows, cuts) == min(num_kept(rows, some) for some in every)
+    least = min(num_kept(rows, some, price) for some in every)
+    assert num_kept(rows, cuts, price) == least
+    assert num_saved(rows, cuts, price) == sum(map(len, rows)) - least
+
+
+def test_rows_share_where_it_saves_more_than_the_calls_take():
+    prefixes = SharedPrefixes(torch.device("cpu"), price=20)
+    prefixes.keep([None] * 8)
+    prefixes.place([FIRST] * 4 + [[7] * 9] * 4, range(8))  # 3 * 29 - 20, and 3 * 9 - 20
+    assert prefixes.starts.tolist() == [len(FIRST)] * 4 + [9] * 4
+    prefixes.place([FIRST] * 3 + [[*range(40, 48)]] * 5, range(8))  # 2 * 29 - 20, and 4 * 8 - 20
+    assert prefixes.starts.tolist() == [0] * 8  # which is less than three times the price
+    # What is shared already costs nothing more, and another prefix no more than itself.
+    prefixes.place([FIRST] * 4, range(4))
+    assert prefixes.starts.tolist() == [len(FIRST)] * 4 + [0] * 4
+    prefixes.place([[7] * 9] * 3 + [FIRST], range(4, 8))  # 2 * 9 - 20
+    assert prefixes.starts.tolist() == [len(FIRST)] * 4 + [0] * 3 + [len(FIRST)]
+    prefixes.place([[7] * 11] * 3, range(4, 7))
+    assert prefixes.starts.tolist() == [len(FIRST)] * 4 + [11] * 3 + [len(FIRST)]
 
 
 def test_a_short_beginning_is_not_worth_a_cut():
@@ -97,7 +119,7 @@ def test_columns_of_prefixes_are_used_again():
 def test_a_group_keeps_its_prompt_once():
     model = tiny_qwen3(100)
     use_packed_attention(model)
-    reader = VarlenSlotReader(model)
+    reader = PrefixSlotReader(model)
     with torch.no_grad():
         reader.read([FIRST] * 16)
     layer = reader._layers[0].keys
@@ -124,7 +146,7 @@ def test_groups_draw_the_same_while_rows_come_and_go(device_waits, monkeypatch, 
         monkeypatch.setattr(slot_reader, "_STEPS_BEFORE_A_SMALLER_GRAPH", 2)
         monkeypatch.setitem(step_graph.CAPTURES, "cpu", capture)
     engine = TransformersEngine(model)
-    assert engine.reader is VarlenSlotReader
+    assert engine.reader is PrefixSlotReader
     for _ in range(2):
         same(engine.generate(PROMPTS, PARAMS, max_new_tokens=budgets), expected)
     again = device_waits.draw_continuously(engine, PARAMS, 5)
@@ -146,7 +168,7 @@ def test_what_is_kept_of_a_row_is_all_of_it():
     kept, plain = KeptCaches(None), KeptCaches(None)
     row = [*FIRST, 11, 12, 13]
     with torch.no_grad():
-        for cls, where in ((VarlenSlotReader, kept), (SlotReader, plain)):
+        for cls, where in ((PrefixSlotReader, kept), (SlotReader, plain)):
             reader = cls(model, where)
             reader.read([FIRST, SECOND, FIRST])
             for token in row[len(FIRST) :]:
@@ -157,7 +179,7 @@ def test_what_is_kept_of_a_row_is_all_of_it():
             logits = reader.read([[*row, 20], [*row, 21]])
             assert reader.num_read == 2
             logits = reader.advance(logits.argmax(-1))
-            if cls is VarlenSlotReader:
+            if cls is PrefixSlotReader:
                 found = logits
                 assert reader._prefixes.starts.tolist() == [len(row)] * 2
     torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
@@ -178,7 +200,7 @@ def test_new_weights_read_what_is_shared_again():
 
     engine = AsyncTransformersEngine(TransformersEngine(model))
     try:
-        assert isinstance(engine._decoding.slots, VarlenSlotReader)
+        assert isinstance(engine._decoding.slots, PrefixSlotReader)
         found = asyncio.run(run(engine))
     finally:
         engine.close()
@@ -193,3 +215,42 @@ def test_new_weights_read_what_is_shared_again():
                 assert one.log_probs[at] == pytest.approx(expected, abs=1e-4)
                 checked += 1
     assert checked > 20
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_columns_lie_as_steps_read_them_while_groups_come_and_go(way, monkeypatch, captures):
+    model = tiny_qwen3(100)
+    use_packed_attention(model)
+    readers = [PrefixSlotReader(model), SlotReader(model)]
+    by_length = was_varlen = way == "as on a GPU"
+    if captures:
+        monkeypatch.setattr(slot_reader, "_STEPS_BEFORE_A_GRAPH", 0)
+        readers[0]._capture = lambda run, _: run
+    logits = torch.empty(0, 100)
+    # Of rows before, which stay; of those that join; and how columns lie from then on.
+    for stay, join, is_varlen in (
+        ([], [SECOND, [3, 4, 5]], by_length),
+        ([0, 1], [FIRST] * 3, True),
+        ([1, 3, 4], [[*FIRST, 8]], True),
+        ([0, 2], [[9] * 7], True),  # a row that has a prefix is still there
+        ([0, 2], [], True),  # it has gone
+        ([1], [[50, 51]], by_length),
+        ([0, 1], [SECOND] * 2, True),
+    ):
+        rows = []
+        with torch.no_grad():
+            for reader in readers:
+                reader.keep(stay)
+                kept = logits[stay] if stay else logits[:0]
+                rows.append(torch.cat([kept, reader.read(join)]) if join else kept)
+            torch.testing.assert_close(*rows, atol=1e-5, rtol=1e-5)
+            if is_varlen != was_varlen:  # of buffers that were
+                assert not readers[0].has_graphs
+            was_varlen = is_varlen
+            assert readers[0]._places.is_varlen == is_varlen
+            assert readers[0]._layers[1].values.is_contiguous() != is_varlen
+            logits = rows[1]
+            for _ in range(3):
+                found, logits = (each.advance(logits.argmax(-1)) for each in readers)
+                torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
+            assert readers[0].has_graphs == captures
