@@ -9,6 +9,7 @@ It imports nothing heavy: a recipe is a script, which runs in place of this one.
 import ast
 import os
 import shlex
+import signal
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -184,7 +185,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         module, _, function = COMMANDS[name][0].partition(":")
         run: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
-        return run(rest)
+        try:
+            status = run(rest)
+            sys.stdout.flush()
+        except BrokenPipeError:  # who read what is printed has seen enough, such as head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        return status
     if name in {**scripts, **ALIASES}:
         return _run_recipe(name, scripts, rest, typed=name)
     close = get_close_matches(name, [*scripts, *ALIASES, *COMMANDS], n=1, cutoff=0.5)

@@ -84,10 +84,7 @@ def build_task(recipe: Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
         test.solved_by = _solved_by(held_out_env, test.solved_by)
         if not isinstance(cfg, RolloutsConfig):
             return Setup(task, held_out_env, held_out_env)
-        if cfg.warm_start.num_steps and not task.demonstrations:
-            if "warm_start.num_steps" in str(HydraConfig.instance().cfg):  # it was typed
-                raise ValueError("it has no demonstrations: set warm_start.num_steps=0")
-            cfg.warm_start.num_steps = 0  # an experiment's number, which is for any task
+        _settle_warm_start(cfg, task)
         size = cfg.collector.group_size
         env = TaskEnv(task, num_envs=cfg.collector.num_prompts * size, repeats=size, **common)
         return Setup(task, env, held_out_env)
@@ -122,6 +119,18 @@ def _solved_by(env: TaskEnv, asked: Any) -> list[str] | None:
         asked = [str(name) for name in asked]
     usual = env.task.solved_by
     return names_that_solve(env, asked, usual=usual, setting="evaluate.solved_by") or None
+
+
+def _settle_warm_start(cfg: RolloutsConfig, task: Task) -> None:
+    """Leave the warm start out where the task has no demonstrations."""
+    typed = str(HydraConfig.instance().cfg)
+    if cfg.warm_start.num_steps and not task.demonstrations:
+        if "warm_start.num_steps" in typed:
+            raise ValueError("it has no demonstrations: set warm_start.num_steps=0")
+        cfg.warm_start.num_steps = 0  # an experiment's number, which is for any task
+    for name in ("warm_start.learning_rate", "warm_start.batch_size"):
+        if not cfg.warm_start.num_steps and name in typed:
+            raise ValueError(f"{name} is of no use without warm_start.num_steps")
 
 
 def _make_task(

@@ -18,6 +18,7 @@ USAGE = """\
 torchrl-agents convert RUN FOLDER      a run's recorded rollouts as ATIF, a file each
 torchrl-agents convert FILES ROWS      trajectories as rows, one a line of ROWS (.jsonl)
 
+FOLDER and ROWS are new: what is there is not written over.
 FILES is a .json, a .jsonl, or a folder of them. They may hold ATIF 1.0 to 1.8, traces of verifiers,
 or OpenEnv's TrainingTrace. A row has messages, which the recipe sft reads, and where the trajectory
 has them, token_ids, sampled, log_probs and reward."""
@@ -53,8 +54,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write_record(record: RunRecord, folder: Path) -> int:
-    if folder.exists() and not folder.is_dir():
-        raise TrajectoryError(f"{folder} must be a folder: each rollout becomes a file in it.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise TrajectoryError(
+            f"{folder} must be a new or an empty folder: each rollout becomes a file in it."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     number = 0
     for step in record.steps:
@@ -75,6 +78,8 @@ def _write_record(record: RunRecord, folder: Path) -> int:
 def _write_rows(source: Path, target: Path) -> int:
     if target.suffix != ".jsonl":
         raise TrajectoryError(f"{target} must end in .jsonl: each row becomes a line of it.")
+    if target.exists():
+        raise TrajectoryError(f"{target} is there already. Give a file that is not.")
     rows: list[TokenRow] = []
     faults = []
     for name, value in _values(source):

@@ -93,3 +93,15 @@ def test_pages_that_it_names_are_there():
     assert FEATURES
     for feature in FEATURES.values():
         assert (ROOT / feature["page"]).is_file()
+
+
+def test_who_reads_no_more_is_told_nothing():
+    """As behind ``| head``: no traceback, and the status of SIGPIPE."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "import sys; from torchrl_agents.command import main; sys.exit(main(['doctor']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")

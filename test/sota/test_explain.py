@@ -21,6 +21,8 @@ def sparse(completions, answer, **_):
     return [float("a" in c and int(a) % 4 == 0) for c, a in zip(completions, answer)]
 def first(completions, **_):
     return [None if i % 4 else float(len(c)) for i, c in enumerate(completions)]
+def broken(completions, answer, **_):
+    return [float(a in c) if int(a) % 4 else float(len(3)) for c, a in zip(completions, answer)]
 def odd(completions, answer, **_):
     return [c.count("e") * float(int(a) % 2) for c, a in zip(completions, answer)]
 def lookup(word: str) -> str:
@@ -142,6 +144,12 @@ def explain(run_script, tmp_path):
             ["task.rewards=mine:first"],
             ["75% of the rollouts have no reward", "task.rewards"],
             id="three of four rollouts have no reward",
+        ),
+        pytest.param(
+            "unscorable",
+            ["task.rewards=mine:broken", "collector.max_error_fraction=1"],
+            ["broken raised TypeError: object of type 'int' has no len()", "task.rewards"],
+            id="a reward function raises",
         ),
         pytest.param(
             "clipped_gradients",

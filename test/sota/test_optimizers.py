@@ -165,6 +165,10 @@ def test_what_can_not_take_effect_is_refused(run_script, tmp_path):
         return done.stderr
 
     assert "optim.momentum is for optim.name=muon" in refused("optim.momentum=0.5")
+    for name, value in {"momentum": 0.5, "beta2": 0.5, "eps": 0.1}.items():
+        assert f"optim.{name} is " in refused("optim=sgd", f"optim.{name}={value}")
+    warm = "warm_start.learning_rate is of no use without warm_start.num_steps"
+    assert warm in refused("warm_start.num_steps=0", "warm_start.learning_rate=1.0")
     assert "train.parallel=ddp" in refused("optim=muon", WORLD_SIZE="2")
     if not HAS_8BIT:
         words = refused("optim=adamw8bit")

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Final
 
 from torchrl_data.stop_reason import StopReason, kind_of
+from torchrl_envs.entries.rewards import error_kind
 
 from .evidence import RolloutFacts, RunEvidence
 from .run_finding import RolloutId, RunFinding
@@ -45,13 +46,14 @@ def unscorable(run: RunEvidence) -> RunFinding | None:
     if not share >= 0.1:
         return None
     rows = [row for row in run.last_rollouts if row.sample.reward is None]
-    errors = Counter(row.sample.reward_errors for row in rows if row.sample.reward_errors)
+    told = [row.sample.reward_errors for row in rows]
+    errors = Counter(error_kind(each) for each in told if each)
     ends = Counter(kind_of(row.sample.stop_reason) for row in rows)
     if errors:
-        why = f"The error that comes most often is: {errors.most_common(1)[0][0]:.160}"
+        why = f"The error that comes most often is: {errors.most_common(1)[0][0]:.240}"
     else:
-        told = ", ".join(f"{count} by {reason}" for reason, count in ends.most_common(3))
-        why = f"No reward function applied to them; they ended {told}"
+        ways = ", ".join(f"{count} by {reason}" for reason, count in ends.most_common(3))
+        why = f"No reward function applied to them; they ended {ways}"
     return RunFinding(
         code="unscorable",
         explains=share,

@@ -145,7 +145,11 @@ def _optimizer_faults(cfg: TrainingConfig) -> Iterator[str]:
     if name in ("adamw8bit", "muon") and num_ranks() > 1 and cfg.train.parallel != "ddp":
         yield f"optim.name={name} needs whole parameters on each rank: train.parallel=ddp."
     if name != "muon" and cfg.optim.momentum != OptimConfig().momentum:
-        yield f"optim.momentum is for optim.name=muon, not {name}."
+        hint = " The momentum of sgd is optim.beta1." if name == "sgd" else ""
+        yield f"optim.momentum is for optim.name=muon, not {name}.{hint}"
+    of_adam = [each for each in ("beta2", "eps") if name == "sgd"]
+    for each in (x for x in of_adam if getattr(cfg.optim, x) != getattr(OptimConfig(), x)):
+        yield f"optim.{each} is of adamw and muon, and optim.name=sgd has none."
 
 
 def _training_faults(recipe: Recipe, cfg: TrainingConfig) -> Iterator[str]:

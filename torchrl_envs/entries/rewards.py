@@ -163,16 +163,23 @@ class Score:
         self.add(name, given, weight=weight)
 
 
+def error_kind(error: str) -> str:
+    """Return what errors of a kind have in common: who failed, and the last line of the traceback.
+
+    Args:
+        error: what ``reward_errors`` says of a rollout, not empty.
+    """
+    first, *more = error.splitlines()
+    return f"{first.split(' raised ')[0]} raised {more[-1]}" if more else first
+
+
 def kinds_of(errors: Sequence[str]) -> list[str]:
     """The most frequent kinds of errors of rewards, each with its count; at most five.
 
     Args:
         errors: what ``reward_errors`` says of rollouts, none of them empty.
     """
-    # What errors of a kind have in common: who failed, and the last line of the traceback.
-    kinds: Counter[str] = Counter()
-    for first, *more in (error.splitlines() for error in errors):
-        kinds[f"{first.split(' raised ')[0]} raised {more[-1]}" if more else first] += 1
+    kinds = Counter(map(error_kind, errors))
     return [f"{count} x {kind}" for kind, count in kinds.most_common(5)]
 
 

@@ -215,6 +215,14 @@ def test_the_command_line(tmp_path, capsys):
     assert "not read: broken.json" in said.err
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["reward"] for row in rows] == [0.0, 1.0]
+    before = (tmp_path / "rows.jsonl").read_text()
+    assert main([str(tmp_path / "atif"), str(tmp_path / "rows.jsonl")]) == 1
+    assert main([str(tmp_path / "run"), str(tmp_path / "atif")]) == 1
+    said = capsys.readouterr().err
+    assert "rows.jsonl is there already. Give a file that is not." in said
+    assert "atif must be a new or an empty folder" in said
+    assert (tmp_path / "rows.jsonl").read_text() == before
+    assert len(list((tmp_path / "atif").iterdir())) == 3
     command = [sys.executable, "-m", "torchrl_agents", "convert", "nothing", "x.jsonl"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, "there is no nothing" in done.stderr) == (1, True)
