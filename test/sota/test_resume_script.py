@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
 COMMAND = [
     *(sys.executable, str(SCRIPT), "debug=tiny", "task=number_guessing", "evaluate.num_shown=0"),
-    *("warm_start.num_steps=100", "collector.num_prompts=8", "collector.group_size=4"),
+    *("warm_start.num_steps=30", "collector.num_prompts=8", "collector.group_size=4"),
     *("train.num_steps=4", "checkpoint.every=1"),
 ]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

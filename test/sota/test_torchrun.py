@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = [
     *(str(ROOT / "sota-implementations/grpo/grpo.py"), "debug=tiny", "task=number_guessing"),
-    *("evaluate.num_shown=0", "warm_start.num_steps=100", "train.num_steps=3"),
+    *("evaluate.num_shown=0", "warm_start.num_steps=30", "train.num_steps=3"),
     *("collector.num_prompts=8", "collector.group_size=4", "checkpoint.every=1"),
     # Adam divides gradients by their size, so it blows rounding up.
     *("optim=sgd", "optim.learning_rate=0.05", "optim.num_warmup_steps=0"),
