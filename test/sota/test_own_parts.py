@@ -287,6 +287,8 @@ def test_a_bad_row_is_in_no_demonstration(run, tmp_path, task, row, bad):
 def test_lines_that_hold_no_conversation_can_be_left_out(run, tmp_path):
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes."}]
     rows = [{"messages": "Yes." if i in (3, 5) else said} for i in range(12)]
+    rows[7] = {"messages": [{"content": "?"}, said[1]]}
+    rows[8] = {"messages": [{**said[0], "content": 5}, said[1]]}
     lines = [*map(json.dumps, rows), '{"messages": [']
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     own = ("data.dataset=chats.jsonl", "data.num_held_out=4", "task=spell_backward")
@@ -304,7 +306,7 @@ def test_lines_that_hold_no_conversation_can_be_left_out(run, tmp_path):
     assert "row 3 has no list of messages in the column 'messages'" in run(*own, name="sft").stderr
     done = run(*own, "data.skip_bad_rows=true", name="sft")
     assert done.returncode == 0, done.stderr
-    told = "2 of 12 rows (the first is row 0) hold no conversation, and are left out: [3, 5]"
+    told = "4 of 12 rows (the first is row 0) hold no conversation, and are left out: [3, 5, 7, 8]"
     assert told in done.stderr
 
 
