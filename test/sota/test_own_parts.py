@@ -451,7 +451,9 @@ def test_conversations_that_are_too_long_or_can_not_be_shown_can_be_left_out(run
         (tmp_path / "chats.jsonl").write_text(lines)
         assert words in done("data.num_held_out=1").splitlines()[-1]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    told = done("data.skip_bad_rows=true")
+    skipped = run(*own, "data.skip_bad_rows=true", name="sft")
+    assert "data      5 conversations to train on, 4 held out" in skipped.stdout
+    told = skipped.stderr
     assert "1 of 11 conversations are longer than the 1024 tokens" in told
     assert "rows [4] (the first row is row 0). They are left out." in told
     assert "1 of 11 conversations can't be encoded, and are left out" in told
