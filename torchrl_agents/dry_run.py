@@ -38,7 +38,7 @@ from .settings.schema import (
 from .setup import set_limits
 
 
-def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
+def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> Any:
     """Refuse what a run would refuse after its data: model, adapters, template, servers, trackers.
 
     Args:
@@ -46,9 +46,13 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
         cfg: the settings, filled in.
         setup: the task and its environments.
 
+    Returns:
+        What the recipe's own rehearsal gives.
+
     Raises:
         SettingsError: as the run would, or in place of what it would break with.
     """
+    rehearsed = None
     if (policy := _policy_without_weights(cfg, setup.task)) is not None:
         with refusing(f"task={cfg.task.id}"):
             set_limits(setup, cfg.limits, policy)
@@ -58,11 +62,12 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
                 shown = drawn_demonstrations(cfg, setup.env, policy.encoder)
                 short_enough(shown, policy.engine.max_model_len)
         if recipe.rehearse is not None:
-            recipe.rehearse(cfg, setup, policy)
+            rehearsed = recipe.rehearse(cfg, setup, policy)
     if isinstance(cfg, TrainingConfig):
         check_loggers(cfg, recipe.name)
         if cfg.push_to_hub is not None:
             reach_hub(cfg.push_to_hub, create=False)
+    return rehearsed
 
 
 def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
@@ -108,8 +113,18 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
         return policy
 
 
-def summary_of(recipe: Recipe, cfg: RecipeConfig, setup: Any, folder: Path) -> str:
-    """Return what a run with these settings would be, in a few lines."""
+def summary_of(
+    recipe: Recipe, cfg: RecipeConfig, setup: Any, folder: Path, *, rehearsed: Any
+) -> str:
+    """Return what a run with these settings would be, in a few lines.
+
+    Args:
+        recipe: whose run it is.
+        cfg: the settings, filled in.
+        setup: the task and its environments.
+        folder: of the run.
+        rehearsed: what :func:`check_run` gave.
+    """
     policy, rows = cfg.policy, setup.task.train_rows
     model = policy.model or "the embedded model"
     adapters = f", adapters of rank {policy.lora_rank}" if policy.lora_rank else ""
@@ -120,7 +135,7 @@ def summary_of(recipe: Recipe, cfg: RecipeConfig, setup: Any, folder: Path) -> s
         "task": f"{cfg.task.id}: {count}{len(setup.task.held_out_rows)} held out",
     }
     if (shown := getattr(cfg, "data", None)) is not None:
-        num_trained = len(setup.task.demonstrations) - shown.num_held_out
+        num_trained = len(rehearsed) - shown.num_held_out
         lines["data"] = f"{num_trained} conversations to train on, {shown.num_held_out} held out"
     if isinstance(cfg, RolloutsConfig):
         each = f"{cfg.collector.num_prompts} prompts x {cfg.collector.group_size} rollouts"

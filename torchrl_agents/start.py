@@ -238,9 +238,9 @@ def _run(
         (folder / "config.yaml").write_text(settings_text(cfg), encoding="utf-8")
         if cfg.dry_run:
             with log.phase("checking the model and the trackers"):
-                check_run(recipe, cfg, setup)
+                rehearsed = check_run(recipe, cfg, setup)
             run.set_status("checked")
-            print(summary_of(recipe, cfg, setup, folder))
+            print(summary_of(recipe, cfg, setup, folder, rehearsed=rehearsed))
             return
         if isinstance(cfg, TrainingConfig):
             if cfg.push_to_hub is not None:

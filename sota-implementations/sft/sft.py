@@ -26,8 +26,9 @@ class DemonstrationsConfig:
     split: str | None = None
     """Of it; the only one, or train, when not given."""
     skip_bad_rows: bool = False
-    """Leave out rows that hold no conversation, that can't be shown in the chat template, or that
-    are too long for the model, and log how many; else they are refused."""
+    """Leave out rows that hold no conversation (messages with a role and a content), that can't be
+    shown in the chat template, or that are too long for the model, and log how many; else they are
+    refused."""
     num_held_out: int = setting(64, AT_LEAST_1)
     """Conversations that are not trained on, whose loss is told."""
     shuffle_answers: bool = False
@@ -86,7 +87,7 @@ from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, build_task, load_models
 from torchrl_agents.start import run_recipe
 from torchrl_agents.training import Rollouts, Training, TrainingStep, learn
-from torchrl_data import row_tensordicts
+from torchrl_data import check_messages, row_tensordicts
 from torchrl_envs import DataLoadingPrimer, load_rows
 from torchrl_envs.datasets.row_stream import NumberedRows
 from torchrl_envs.tasks.task import TaskEnv, digest_of
@@ -104,18 +105,16 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Setup:
         with refusing(f"data.dataset={cfg.data.dataset!r}"):
             options: Any = {"split": cfg.data.split, "skip_bad_rows": cfg.data.skip_bad_rows}
             loaded, column = list(load_rows(cfg.data.dataset, **options)), cfg.data.column
-            bad = {n for n, row in enumerate(loaded) if not is_conversation(row.get(column))}
+            bad = {n: why for n, row in enumerate(loaded) if (why := fault_of(row, column, n))}
             told = f"{len(bad)} of {len(loaded)} rows (the first is row 0)"
             if bad and (not cfg.data.skip_bad_rows or len(bad) == len(loaded)):
-                number = min(bad)
                 raise ValueError(
-                    f"row {number} has no list of messages in the column {column!r}, which "
-                    f"data.column= names; its columns are {sorted(loaded[number])}. A prompt and "
-                    "its completion are the messages [*prompt, *completion]. So it is with "
-                    f"{told}; data.skip_bad_rows=true leaves them out, unless it is all."
+                    f"{next(iter(bad.values()))} So it is with {told}; data.skip_bad_rows=true "
+                    "leaves them out, unless it is all."
                 )
             if bad:
-                _LOG.warning("%s hold no conversation, and are left out: %s", told, sorted(bad)[:5])
+                which = f"are left out: {[*bad][:5]}. {next(iter(bad.values()))}"
+                _LOG.warning("%s hold no conversation, and %s", told, which)
             numbers = [number for number in range(len(loaded)) if number not in bad]
             chats = [loaded[number][column] for number in numbers]
             tools = [schemas_of(loaded[number]) for number in numbers]
@@ -164,9 +163,26 @@ def user_texts(prompt: str | Sequence[Any]) -> list[str]:
     return [text for text in said if isinstance(text, str)]
 
 
-def is_conversation(value: Any) -> bool:
-    """Return whether a row of the data holds a list of messages."""
-    return isinstance(value, list) and bool(value)
+def fault_of(row: Mapping[str, Any], column: str, number: int) -> str:
+    """What is wrong with a row that holds no conversation; ``""`` if it holds one.
+
+    Args:
+        row: of the data.
+        column: with the messages.
+        number: of the row.
+    """
+    value = row.get(column)
+    if not isinstance(value, list) or not value:
+        return (
+            f"row {number} has no list of messages in the column {column!r}, which data.column= "
+            f"names; its columns are {sorted(row)}. A prompt and its completion are the messages "
+            "[*prompt, *completion]."
+        )
+    try:
+        check_messages(value, row=number)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def check_enough(cfg: SFTConfig, num_conversations: int) -> None:

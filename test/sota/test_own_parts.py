@@ -287,6 +287,8 @@ def test_a_bad_row_is_in_no_demonstration(run, tmp_path, task, row, bad):
 def test_lines_that_hold_no_conversation_can_be_left_out(run, tmp_path):
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes."}]
     rows = [{"messages": "Yes." if i in (3, 5) else said} for i in range(12)]
+    rows[7] = {"messages": [{"content": "?"}, said[1]]}
+    rows[8] = {"messages": [{**said[0], "content": 5}, said[1]]}
     lines = [*map(json.dumps, rows), '{"messages": [']
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     own = ("data.dataset=chats.jsonl", "data.num_held_out=4", "task=spell_backward")
@@ -304,7 +306,7 @@ def test_lines_that_hold_no_conversation_can_be_left_out(run, tmp_path):
     assert "row 3 has no list of messages in the column 'messages'" in run(*own, name="sft").stderr
     done = run(*own, "data.skip_bad_rows=true", name="sft")
     assert done.returncode == 0, done.stderr
-    told = "2 of 12 rows (the first is row 0) hold no conversation, and are left out: [3, 5]"
+    told = "4 of 12 rows (the first is row 0) hold no conversation, and are left out: [3, 5, 7, 8]"
     assert told in done.stderr
 
 
@@ -449,7 +451,9 @@ def test_conversations_that_are_too_long_or_can_not_be_shown_can_be_left_out(run
         (tmp_path / "chats.jsonl").write_text(lines)
         assert words in done("data.num_held_out=1").splitlines()[-1]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    told = done("data.skip_bad_rows=true")
+    skipped = run(*own, "data.skip_bad_rows=true", name="sft")
+    assert "data      5 conversations to train on, 4 held out" in skipped.stdout
+    told = skipped.stderr
     assert "1 of 11 conversations are longer than the 1024 tokens" in told
     assert "rows [4] (the first row is row 0). They are left out." in told
     assert "1 of 11 conversations can't be encoded, and are left out" in told

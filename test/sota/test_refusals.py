@@ -114,6 +114,10 @@ def run_fork(light_forks, tmp_path):
             "grpo task.dataset=rows.jsonl",
             "There is no setting 'task.dataset' of task=calculator. There are task.id,",
         ),
+        (
+            "grpo task.dataset=rows.jsonl task.reward=mine:length",
+            "There is no setting 'task.reward' of task=calculator. Did you mean task.rewards?",
+        ),
         ("grpo train.num_steps=abc", "train.num_steps: Value 'abc' of type 'str' could not be"),
         (
             "grpo optim.name=adam",

@@ -36,6 +36,8 @@ from .text_arguments import with_texts
 
 _ELSEWHERE: Final = Path(__file__).with_name("elsewhere.yaml")
 """What other libraries call settings."""
+_OF_OWN_PARTS: Final = ("task.factory", "task.tools", "task.rewards")
+"""Settings that are parts of the user's own, for which the task is ``environment``."""
 
 # ``${of_embedded:VALUE}`` in a file of settings: none where a model is given.
 OmegaConf.register_new_resolver(
@@ -75,7 +77,7 @@ def read_command_line(recipe: Recipe) -> None:
         arguments, from_files = with_files(recipe, sys.argv[1:])
         arguments = with_recorded(arguments)
         names = {argument.partition("=")[0].lstrip("+") for argument in arguments}
-        if names & {"task.factory", "task.tools", "task.rewards"} and "task" not in names:
+        if names & {*_OF_OWN_PARTS} and "task" not in names:
             arguments = ["task=environment", *arguments]
         if "--shell-completion" not in arguments:  # argparse reads overrides in one place
             arguments.sort(key=lambda each: "=" in each and not each.startswith("-"))
@@ -168,9 +170,11 @@ def prepare(
     known = sorted(setting_names(composed))
     if completes:
         return "\n".join(sorted(_continuations(recipe, word, composed)))
-    for override in overrides:
+    own_parts = () if any(each.key_or_group == "task" for each in choices) else _OF_OWN_PARTS
+    # A typing error in what the task would follow from comes before what is unknown without it.
+    for override in sorted(overrides, key=lambda o: not _similar(o.key_or_group, own_parts)):
         if override not in choices:
-            _check_setting(override, known, composed, known_groups)
+            _check_setting(override, known, composed, known_groups, own_parts)
     # Values of a wrong type show here, in one line, and not when Hydra has begun a run.
     typed = _typed(recipe, composed, one, choices)
     for override in (o for o in overrides if o.is_sweep_override() and o not in choices):
@@ -271,7 +275,11 @@ def _check_choice(recipe: Recipe, known: Mapping[str, Sequence[str]], override: 
 
 
 def _check_setting(
-    override: Override, known: Sequence[str], composed: DictConfig, known_groups: Collection[str]
+    override: Override,
+    known: Sequence[str],
+    composed: DictConfig,
+    known_groups: Collection[str],
+    own_parts: Sequence[str] = (),
 ) -> None:
     key = override.key_or_group
     if override.is_delete():
@@ -290,8 +298,9 @@ def _check_setting(
     of = f" of task={composed.task.id}" if parent == "task" else ""
     same = [name for name in known if name.rpartition(".")[2] == last]
     beside = [name for name in known if name.rpartition(".")[0] == parent != ""]
-    guess = _guess(key, same or beside or known, {*known, *known_groups})
-    if same and "Here" not in guess:
+    own_parts = _similar(key, own_parts)
+    guess = _guess(key, own_parts or same or beside or known, {*known, *known_groups})
+    if same and not own_parts and "Here" not in guess:
         guess = f" Did you mean {' or '.join(same)}?"
     if beside and not guess:
         guess = f" There are {', '.join(beside)}."
@@ -337,5 +346,10 @@ def _guess(name: str, known: Collection[str], settings: Collection[str] = ()) ->
             for text in ours:
                 if text.split()[0] in settings or text.startswith(("task.", "hydra.")):
                     return f" Here it is {text}."
-    close = get_close_matches(name, known, n=2, cutoff=0.75)
+    close = _similar(name, known)
     return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+def _similar(name: str, known: Collection[str]) -> list[str]:
+    """Names that may be meant by one that is typed, the most similar first."""
+    return get_close_matches(name, known, n=2, cutoff=0.75)

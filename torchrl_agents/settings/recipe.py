@@ -73,7 +73,8 @@ class Recipe:
     """What is tried without a model, from the settings, by the group that is wrong if it fails."""
 
     rehearse: Callable[..., Any] | None = None
-    """What else a dry run tries: gets settings, task and a policy whose model has no weights."""
+    """What else a dry run tries: gets settings, task and a policy whose model has no weights.
+    With settings of ``data`` it gives the rows of them that are learnt from or held out."""
 
     loss: Callable[[Any, Any], Any] | None = None
     """The loss, from settings and actor; settings are tried with it, too."""

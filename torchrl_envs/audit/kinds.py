@@ -52,27 +52,36 @@ def audited_task(
     given = dict(settings)
     if name.startswith(GYMNASIUM):
         arguments = {"id": name.removeprefix(GYMNASIUM), **(given.pop("arguments", None) or {})}
-        task = environment_task(factory=GYMNASIUM_TEXT, arguments=arguments, **given)
+        given |= {"factory": GYMNASIUM_TEXT, "arguments": arguments}
+        task = environment_task(**_none_held_out(given), **given)
         return _of_task(task, name, "Gymnasium", known, is_own=False)
     if name.startswith(VERIFIERS):
         return VerifiersTask(name.removeprefix(VERIFIERS), given, known)
     if name.startswith(OPENENV):
         return _of_server(name, given, known)
     if ":" in name:
-        task = environment_task(factory=name, **given)
+        given["factory"] = name
+        task = environment_task(**_none_held_out(given), **given)
         return _of_task(task, name, "own module", known, is_own=True)
     return _of_task(_of_registry(name, given), name, "task of the registry", known, is_own=True)
 
 
 def _of_registry(name: str, given: Mapping[str, Any]) -> Task:
     sizes = {key: size for key, size in _SIZES.items() if key in settings_of_task(name)}
-    return make_task(name, **{**sizes, **given})
+    return make_task(name, **{**sizes, **_none_held_out(given), **given})
+
+
+def _none_held_out(given: Mapping[str, Any]) -> dict[str, int]:
+    """Of data that are given all rows can be played: none has to be held out for an audit."""
+    has_data = given.get("dataset") is not None and "num_held_out" not in given
+    return {"num_held_out": 0} if has_data else {}
 
 
 def _of_server(name: str, given: Mapping[str, Any], solution: Solution | None) -> AuditedTask:
     """A session of a server in each episode; how many it holds is asked first."""
     url = name.removeprefix(OPENENV)
-    task = openenv_task(**{"base_url": url, "num_rows": 1, "num_held_out": 1, **given})
+    sizes = {"num_rows": 1, "num_held_out": 1, **_none_held_out(given)}
+    task = openenv_task(**{"base_url": url, **sizes, **given})
     held = asyncio.run(_sessions_held(url))
     faults = []
     if held < _NUM_SESSIONS:

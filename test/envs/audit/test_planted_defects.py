@@ -99,6 +99,16 @@ def test_a_task_without_a_defect_is_not_blamed(tmp_path, name):
     assert (status, defects(report)) == (0, set())
 
 
+@pytest.mark.parametrize("words", [["{}"], ["environment", "task.factory={}"]])
+def test_no_row_of_few_data_is_held_out(tmp_path, words):
+    """Twelve seeds are asked of each agent: there are three rows, all of which can be played."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f'{{"prompt": "Spell {n}.", "seed": {n}}}\n' for n in range(3)))
+    own = [word.format("planted_modules:Spelling") for word in words]
+    status, report = audited(tmp_path, *own, f"task.dataset={data}")
+    assert (status, defects(report)) == (0, set())
+
+
 def test_evidence_is_what_a_reader_can_play_again(tmp_path, capsys):
     _, report = audited(tmp_path, "gymnasium:planted_gymnasium:SilencePays-v0")
     (found,) = report["findings"]
