@@ -22,7 +22,7 @@ def sparse(completions, answer, **_):
 def first(completions, **_):
     return [None if i % 4 else float(len(c)) for i, c in enumerate(completions)]
 def broken(completions, answer, **_):
-    return [float(a in c) if int(a) % 4 else float(len(3)) for c, a in zip(completions, answer)]
+    return [float(len(3 if int(a) % 4 else c)) for c, a in zip(completions, answer)]
 def odd(completions, answer, **_):
     return [c.count("e") * float(int(a) % 2) for c, a in zip(completions, answer)]
 def lookup(word: str) -> str:
