@@ -53,7 +53,7 @@ def prompt_histories(run: RunRecord) -> dict[str, PromptHistory]:
 
 
 def find_prompts(run: RunRecord, wanted: str) -> list[PromptHistory]:
-    """The prompts of a name, a number in the data (``17`` is ``0/17``), or with a word.
+    """The prompts of a name, a number (``17`` is ``0/17``, or the ordinal of a ledger), or a word.
 
     Args:
         run: the record.

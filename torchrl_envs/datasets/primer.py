@@ -62,10 +62,11 @@ class DataExhaustedError(StopIteration):
 class DataLoadingPrimer(EpisodeTransform):
     """Starts each episode from a data row; ``group_size`` episodes start from the same draw.
 
-    The rollouts of one draw share ``group_id`` (epoch and number of the row, whatever it says) and
-    ``seed`` (of ``seed``, epoch and number), so two rows with the same prompt, and one row in two
-    epochs, are different groups. A batch that is reset as a whole holds whole groups: where finite
-    data end inside it, the rows left over take no part (``stop_reason`` is ``"no_data"``).
+    The rollouts of one draw share ``group_id`` (epoch, and number of the row in the user's data,
+    whatever it says) and ``seed`` (of ``seed``, epoch, and place among the rows drawn from), so
+    two rows with the same prompt, and one row in two epochs, are different groups. A batch that is
+    reset as a whole holds whole groups: where finite data end inside it, the rows left over take
+    no part (``stop_reason`` is ``"no_data"``).
 
     The position is part of ``state_dict()``: a resumed run draws the groups that were under way
     again, then goes on as it would have. A state of other data or settings is refused.
@@ -399,14 +400,13 @@ class DataLoadingPrimer(EpisodeTransform):
                 return item._replace(row=with_plain_prompt(item.row, self.prompt_column))
             if kind:
                 if not self.skipped.counts[kind]:
-                    number = self._rows.number(item.row_id)
-                    _log.warning("Row %d of the data is skipped: %s", number, reason)
+                    _log.warning("Row %d of the data is skipped: %s", item.row_id, reason)
                 self.skipped.rows.append(SkippedRow(item.epoch, item.row_id, reason))
                 self.skipped.counts[kind] += 1
             if item.epoch > self._last_good_epoch + 1:
                 raise ValueError(
                     "DataLoadingPrimer: a whole pass over the data gave no row that can be used; "
-                    f"the last one, row {self._rows.number(item.row_id)}: {reason}."
+                    f"the last one, row {item.row_id}: {reason}."
                 )
         return None
 
@@ -468,7 +468,7 @@ class DataLoadingPrimer(EpisodeTransform):
         num_drawn = 0
         for episode in episodes:
             if not self._members and (found := self._next_good_item()) is not None:
-                key = (self.seed, found.epoch, found.row_id)
+                key = (self.seed, found.epoch, found.drawn_id)
                 seed = int(np.random.SeedSequence(key).generate_state(1)[0])
                 self._members.extend((found, seed, place) for place in range(self.group_size))
                 self._frontier.open((found.epoch, found.place), self.group_size)

@@ -73,8 +73,10 @@ class Item(NamedTuple):
     epoch: int
     place: int
     """In the order of the epoch."""
+    drawn_id: int
+    """Its number among the rows that are drawn from: the same in every order."""
     row_id: int
-    """Its number in the data set: the same in every order."""
+    """Its number in the user's data, where other rows may have been held out of them."""
     row: MadeRow
 
 
@@ -119,7 +121,7 @@ class RowStream:
         self.num_rows = None if rows is None else len(rows)
         numbers: Sequence[int] = getattr(data, "numbers", ())
         self.number: Callable[[int], int] = numbers.__getitem__ if numbers else int
-        """How a row is called in messages: its number in the user's data."""
+        """Gives a row's number in the user's data for that among the rows here."""
         self._walk = partial(_rows_of, data, self.seed)
         if self.num_rows == 0 or (rows is None and next(self._walk(0), None) is None):
             raise ValueError("DataLoadingPrimer: the data set has no rows.")
@@ -129,9 +131,8 @@ class RowStream:
         self._items: Any = None
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """Row ids in the order of an epoch, each with the key of its row."""
-        # The id is the number of the row in the data. Of a stream all rows are read, those before
-        # the start too.
+        """Numbers of the rows here in the order of an epoch, each with the key of its row."""
+        # Of a stream all rows are read, those before the start too.
         random = np.random.default_rng([self.seed, number])
         if self.num_rows is None:
             rows = enumerate(self._walk(number))
@@ -189,7 +190,7 @@ class RowStream:
         except BaseException:
             self._items = None  # the next call goes on from here
             raise
-        item = Item(*where, row=row)
+        item = Item(*where, row_id=self.number(where[-1]), row=row)
         self.position = (item.epoch, item.place + 1)
         return item
 
@@ -197,8 +198,8 @@ class RowStream:
         epoch, start = self.position
         while self.num_epochs is None or epoch < self.num_epochs:
             place = start - 1
-            for place, (row_id, key) in enumerate(self.epoch(epoch, start=start), start):
-                yield (epoch, place, row_id), key
+            for place, (drawn_id, key) in enumerate(self.epoch(epoch, start=start), start):
+                yield (epoch, place, drawn_id), key
             if place < 0:
                 raise RuntimeError(
                     f"DataLoadingPrimer: epoch {epoch} of the data set has no rows, though the "

@@ -13,6 +13,7 @@ from collectors import LLMCollector
 from torchrl_data.batched_object import read_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, DifficultyPools, RewardFunctions
 from torchrl_envs.datasets.difficulty_pools import IDS_PER_EPOCH, POOLS
+from torchrl_envs.datasets.row_stream import NumberedRows
 
 ROWS = [{"prompt": f"question {i}", "number": i} for i in range(8)]
 
@@ -62,6 +63,19 @@ def test_no_positive_resampling_leaves_out_what_was_solved():
     # Row 2 was left out once in each of both passes, if it came before the last draw.
     assert pools.counts["left_out"] in (1, 2)
     assert pools.counts["hard"] == 2
+
+
+def test_rows_are_known_by_their_numbers_in_the_data():
+    """Rows 0 and 1 are held out: what was solved is row 3, the second of those that are drawn."""
+    rows = NumberedRows(ROWS[2:5])
+    rows.numbers = (2, 3, 4)
+    pools = DifficultyPools(admit_easy=0.0)
+    primer = DataLoadingPrimer(rows)
+    primer.admit_by(pools)
+    env = ChatEnv(batch_size=1).append_transform(Compose(primer, RewardFunctions([score])))
+    assert draw(primer, 3, env) == [(0, 2), (0, 3), (0, 4)]
+    pools.observe(group_of(3), 1.0)
+    assert draw(primer, 4, env) == [(1, 2), (1, 4), (2, 2), (2, 4)]
 
 
 def test_the_last_group_of_a_row_counts_and_stragglers_do_not():

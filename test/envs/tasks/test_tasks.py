@@ -13,6 +13,7 @@ from torchrl_data import ConversationEncoder
 from torchrl_data.conversation_io import read_conversations
 from torchrl_data.tool_calls.parser import parse_tool_calls
 from torchrl_envs import FunctionTools
+from torchrl_envs.datasets.difficulty_pools import IDS_PER_EPOCH
 from torchrl_envs.tasks.by_name import make_task
 from torchrl_envs.tasks.calculator import TOOLS, calculator_task
 from torchrl_envs.tasks.reasoning_gym import question_task
@@ -240,6 +241,22 @@ def test_rows_are_split_without_overlap(pairs):
         prompts = {row["prompt"] for row in held_out}
         assert len(prompts) == 2
         assert not prompts & {row["prompt"] for row in train}
+
+
+def test_groups_count_rows_as_the_data_do_held_out_ones_included():
+    """Of nine rows the first two are held out, and row 4 is row 3 again."""
+    rows = [{"prompt": f"row {n - (n == 4)} of the data"} for n in range(9)]
+    train, held_out = split_rows(rows, 2)
+    task = Task(name="rows", train_rows=train, held_out_rows=held_out)
+    for is_held_out, numbers in ((False, [2, 3, 5, 6, 7, 8]), (True, [0, 1])):
+        env = TaskEnv(task, held_out=is_held_out, num_envs=2 * len(numbers), shuffle=False)
+        batch = env.reset()
+        groups = batch["group_id"].flatten().tolist()
+        assert groups == [epoch * IDS_PER_EPOCH + n for epoch in (0, 1) for n in numbers]
+        prompts = read_conversations(batch, "prompt", who="test")
+        said = [prompts.messages(i)[-1]["content"] for i in range(len(groups))]
+        assert said == 2 * [f"row {n} of the data" for n in numbers]
+        env.close()
 
 
 def test_a_split_that_is_trained_on_is_told():
