@@ -132,7 +132,12 @@ def test_a_run_leaves_its_result_and_its_files(result_of, tmp_path):
 def _metrics_agree(out: Path) -> None:
     rollouts, metrics = rollouts_of(out), lines_of(out / "metrics.jsonl")
     assert [r["step"] for r in rollouts] == [1] * 4 + [2] * 4
-    assert [r["group_id"] for r in rollouts[:4]] == ["0/0", "0/0", "0/1", "0/1"]
+    assert [r["group_id"] for r in rollouts[:4]] == [
+        "0/8",
+        "0/8",
+        "0/9",
+        "0/9",
+    ]  # eight are held out
     assert [r["policy_version"] for r in rollouts] == [1] * 4 + [2] * 4
     assert [m["policy_version"] for m in metrics] == [1, 2]
     assert all(r["messages"][1]["role"] == "assistant" for r in rollouts)
