@@ -312,4 +312,4 @@ def test_a_server_is_a_task(servers, scripted, call_text):
     batch = LLMCollector(env, policy).collect()
     env.close()
     assert batch["reward"].flatten().tolist() == [1.0, 1.0, 0.0, 0.0]
-    assert batch["group_id"].tolist() == [0, 0, 1, 1]
+    assert batch["group_id"].tolist() == [2, 2, 3, 3]
