@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .advantages.estimators import LeaveOneOut as LeaveOneOut
     from .advantages.estimators import MaxRL as MaxRL
     from .advantages.estimators import PassAtK as PassAtK
+    from .advantages.gae import GAE as GAE
     from .advantages.group_queue import GroupQueue as GroupQueue
     from .advantages.group_refill import GroupRefill as GroupRefill
     from .advantages.length_penalty import LengthPenalty as LengthPenalty
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .advantages.tree_credit import AgentCredit as AgentCredit
     from .advantages.tree_credit import BranchCredit as BranchCredit
     from .advantages.tree_credit import FunctionCredit as FunctionCredit
+    from .batching.loss_keys import CriticLossKeys as CriticLossKeys
     from .batching.loss_keys import DistillationLossKeys as DistillationLossKeys
     from .batching.loss_keys import GRPOLossKeys as GRPOLossKeys
     from .batching.loss_keys import SFTLossKeys as SFTLossKeys
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from .batching.ranks import RankFailedError as RankFailedError
     from .batching.ranks import Ranks as Ranks
     from .batching.token_streams import write_streams as write_streams
+    from .losses.critic import CriticLoss as CriticLoss
+    from .losses.critic import CriticLossOutput as CriticLossOutput
+    from .losses.critic import CriticOptions as CriticOptions
     from .losses.distillation import DistillationLoss as DistillationLoss
     from .losses.distillation import DistillationLossOutput as DistillationLossOutput
     from .losses.distillation import DistillationOptions as DistillationOptions

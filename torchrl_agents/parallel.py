@@ -11,9 +11,9 @@ filled-in settings and the model, and make the steps of the recipe's loop when r
 import copy
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -33,12 +33,13 @@ from collectors.weight_update.plain_weights import unwrapped_module
 from collectors.weight_update.sharded_weights import is_spread, pushed_weights
 from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepOutcome
 from torchrl_data.token_scorer import TokenScorer
-from torchrl_modules import LLMWrapperBase, TransformersWrapper
+from torchrl_modules import LLMWrapperBase, TransformersCritic, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.model_splits import layers_of, split_model
 from torchrl_modules.scoring.packed_attention import can_share
 
 from .checkpoints import Checkpoints
+from .critic import Critic, critic_of_config, critic_settings
 from .device_defaults import DEFAULT_TOKENS
 from .models.adapters import WithoutAdapters, frozen_weights, is_adapted, with_adapters
 from .models.loading import load_model
@@ -47,34 +48,12 @@ from .models.policies import transformers_policy
 from .models.sources import folder_of, model_files, model_folder
 from .optimizers import set_learning_rate
 from .rank_jobs import RankJob, tell
+from .rank_share import RankShare
 from .run import Run
 from .settings.errors import refusing
 from .settings.recipe import Recipe
 from .settings.schema import TrainingConfig
 from .stop_signals import SIGNALS
-
-
-@dataclass
-class RankShare:
-    """The share of a rank in the rows of a step: its micro-batches.
-
-    Args:
-        parts: as many on every rank.
-        window: counts of the tokens and rows of all of them, by which a loss is divided.
-        model: adds the gradients of all ranks up.
-        reduces_once: it does so after the last micro-batch alone, or else after each.
-        ranks: of the run.
-    """
-
-    parts: Sequence[PackedBatch]
-    window: Any
-    model: nn.Module
-    reduces_once: bool
-    ranks: Ranks
-
-    def micro_batches(self) -> Iterable[PackedBatch]:
-        """Each of them, one after the other; forward and backward come before the next one."""
-        return self.ranks.reduced_once(self.model, self.parts) if self.reduces_once else self.parts
 
 
 def take_share(
@@ -127,7 +106,10 @@ def combined(cfg: TrainingConfig, ranks: Ranks, outputs: Sequence[Any]) -> Any:
 
 
 def saved_parts(
-    cfg: TrainingConfig, actor: TransformersWrapper, optimizer: torch.optim.Optimizer
+    cfg: TrainingConfig,
+    actor: TransformersWrapper,
+    optimizer: torch.optim.Optimizer,
+    critic: Critic | None = None,
 ) -> tuple[dict[str, Any], dict[str, Sharded]]:
     """Say what of the trained model and its optimizer is saved; every rank takes part.
 
@@ -135,6 +117,7 @@ def saved_parts(
         cfg: the settings.
         actor: is trained.
         optimizer: of what is trained of it.
+        critic: of the run, if it has one.
 
     Returns:
         What a checkpoint has to have in common with this run; and the parts of which each rank has
@@ -146,6 +129,7 @@ def saved_parts(
     sharded: dict[str, Sharded] = {
         "model": ShardedModel(actor.model, trained_only=is_given),
         "optimizer": ShardedOptimizer(actor.model, optimizer),
+        **({} if critic is None else critic.parts()),
     }
     return identity, sharded
 
@@ -195,6 +179,32 @@ def share_model(
     return _wrapped(cfg, ranks, model, actor.tokenizer), policy
 
 
+def share_critic(cfg: TrainingConfig, run: Run, model: PreTrainedModel | None) -> Critic | None:
+    """Let all ranks train the critic that rank 0 has, which calls it after :func:`share_model`.
+
+    Args:
+        cfg: the settings.
+        run: has the ranks.
+        model: of the critic, whole; ``None`` where the run has none.
+    """
+    if model is None:
+        return None
+    run.ranks.broadcast((model.config, model.dtype))
+    wrapped: nn.Module = model if run.ranks.size == 1 else _shared(cfg, run.ranks, model)
+    return _critic(cfg, run.ranks, wrapped, run.folder)
+
+
+def _critic(cfg: TrainingConfig, ranks: Ranks, wrapped: nn.Module, folder: Path) -> Critic:
+    with refusing("loss.advantage=gae"):
+        network = TransformersCritic(
+            wrapped,
+            autocast_dtype=torch.bfloat16 if cfg.train.autocast else None,
+            max_model_len=cfg.policy.max_model_len,
+            compile_layers=cfg.train.compile_layers,
+        )
+        return Critic(cfg, ranks, network, folder)
+
+
 class Follower:
     """A rank other than 0: it makes the steps of a recipe's loop when rank 0 says so.
 
@@ -207,6 +217,7 @@ class Follower:
         ranks: of the run.
         actor: over this rank's part of the model.
         folder: of its own, for what is not finite.
+        critic: over this rank's part of it, if the run has one.
     """
 
     def __init__(
@@ -216,12 +227,16 @@ class Follower:
         ranks: Ranks,
         actor: TransformersWrapper,
         folder: Path,
+        critic: Critic | None = None,
     ) -> None:
         self.recipe = recipe
         self.cfg = cfg
         self.ranks = ranks
         self.actor = actor
         self.folder = folder
+        self.critic = critic
+        self.number = 0
+        """Of the step that is made."""
         self.result: dict[str, Any] = {}
         """Nothing: rank 0 has it."""
         self._order: tuple[RankJob | None, tuple[Any, ...], dict[str, Any]] = (None, (), {})
@@ -230,7 +245,7 @@ class Follower:
     def steps(self, loss: Any, gate: NonFiniteGate) -> Iterator[Iterator[Self]]:
         """Take part in the steps of rank 0, until it ends; see :meth:`.Training.steps`."""
         self._loss, self._gate = loss, gate
-        _, sharded = saved_parts(self.cfg, self.actor, gate.optimizer)
+        _, sharded = saved_parts(self.cfg, self.actor, gate.optimizer, self.critic)
         state = RunState(identity={}, **sharded)
         with closing(Checkpoints(self.cfg.checkpoint, self.ranks, state)) as keep:
             yield self._steps(
@@ -240,8 +255,17 @@ class Follower:
                     RankJob.GIVE_WEIGHTS: lambda: contribute_weights(self.actor.model),
                     RankJob.SAVE_CHECKPOINT: keep.write,
                     RankJob.GIVE_ALL: lambda: _whole_state(self.actor.model),
+                    **self._jobs_of_critic(),
                 }
             )
+
+    def _jobs_of_critic(self) -> dict[RankJob, Callable[..., Any]]:
+        if (critic := self.critic) is None:
+            return {}
+        return {
+            RankJob.JUDGE_ROWS: critic.judge_share,
+            RankJob.GIVE_CRITIC: lambda: _whole_state(critic.network.model),
+        }
 
     def _steps(self, jobs: Mapping[RankJob, Callable[..., Any]]) -> Iterator[Self]:
         self._order = self.ranks.broadcast()
@@ -257,10 +281,10 @@ class Follower:
 
     def passes(self) -> Iterator[RankShare]:
         """Make the passes that rank 0 makes, over the share of this rank."""
-        (number,) = self._order[1]
+        (self.number,) = self._order[1]
         share = take_share(self.cfg, self.ranks, self.actor, self._loss)
         optim, num_steps = self.cfg.optim, self.cfg.train.num_steps
-        set_learning_rate(optim, self._gate.optimizer, number, num_steps)
+        set_learning_rate(optim, self._gate.optimizer, self.number, num_steps)
         self._order = self.ranks.broadcast()
         while self._order[0] is RankJob.TRAIN_PASS:
             yield share
@@ -270,6 +294,9 @@ class Follower:
         """Give what this rank's rows add to the metrics."""
         del outcome
         combined(self.cfg, self.ranks, outputs)
+
+    def note_critic(self, metrics: Mapping[str, float]) -> None:
+        """Nothing: rank 0 has the metrics of all."""
 
     def push(self) -> None:
         """Nothing: rank 0 asks for the weights."""
@@ -304,7 +331,11 @@ def follow(ranks: Ranks, recipe: Recipe, train: Callable[[Follower], Any]) -> No
         model = with_adapters(cfg.policy, model)
     actor = _wrapped(cfg, ranks, model, tokenizer)
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
-        train(Follower(recipe, cfg, ranks, actor, Path(folder)))
+        critic = None
+        if critic_settings(cfg) is not None:
+            wrapped = _shared(cfg, ranks, critic_of_config(cfg, *ranks.broadcast()))
+            critic = _critic(cfg, ranks, wrapped, Path(folder))
+        train(Follower(recipe, cfg, ranks, actor, Path(folder), critic))
 
 
 def whole_model(
@@ -339,6 +370,22 @@ def whole_model(
     return transformers_policy(cfg, model, actor.tokenizer, generate=False), None
 
 
+def whole_critic(ranks: Ranks, critic: Critic) -> dict[str, Any] | None:
+    """The weights of a critic in shards, on the CPU, to be saved; rank 0 calls it.
+
+    Args:
+        ranks: of the run.
+        critic: of rank 0.
+
+    Returns:
+        ``None`` where its model has them.
+    """
+    if not is_spread(critic.network.model):
+        return None
+    tell(ranks, RankJob.GIVE_CRITIC)
+    return _whole_state(critic.network.model)
+
+
 def _whole_state(model: nn.Module) -> dict[str, Any]:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return get_model_state_dict(model, options=options)
@@ -347,7 +394,15 @@ def _whole_state(model: nn.Module) -> dict[str, Any]:
 def _wrapped(
     cfg: TrainingConfig, ranks: Ranks, model: PreTrainedModel, tokenizer: Any
 ) -> TransformersWrapper:
-    """The actor of a rank: over a model that is copied, or spread layer by layer, over all."""
+    """The actor of a rank."""
+    wrapped = _shared(cfg, ranks, model)
+    group = ranks.context_group
+    with nullcontext() if group is None else refusing("train.context_parallel_size"):
+        return transformers_policy(cfg, wrapped, tokenizer, generate=False, context_group=group)
+
+
+def _shared(cfg: TrainingConfig, ranks: Ranks, model: PreTrainedModel) -> nn.Module:
+    """A model that is copied to all ranks, or spread over them layer by layer."""
     # Rank 0's weights reach the others here: of shards, a layer at a time.
     wrapped: nn.Module = model
     if parallel_kind(cfg, ranks) == "ddp":
@@ -379,9 +434,7 @@ def _wrapped(
             for part in (*layers_of(model), model):
                 ranks.copy_from_first(part)
                 fully_shard(part, **options)
-    group = ranks.context_group
-    with nullcontext() if group is None else refusing("train.context_parallel_size"):
-        return transformers_policy(cfg, wrapped, tokenizer, generate=False, context_group=group)
+    return wrapped
 
 
 def freeze_reference(

@@ -13,6 +13,8 @@ class RankJob(Enum):
     LOAD_CHECKPOINT = auto()
     GIVE_WEIGHTS = auto()
     """To rank 0, which hands them to what samples."""
+    JUDGE_ROWS = auto()
+    """The critic's values of a step's rows."""
     TAKE_ROWS = auto()
     """Each its share of a step's rows."""
     TRAIN_PASS = auto()
@@ -20,6 +22,8 @@ class RankJob(Enum):
     SAVE_CHECKPOINT = auto()
     GIVE_ALL = auto()
     """What is trained and what is frozen, at the end."""
+    GIVE_CRITIC = auto()
+    """Its weights, at the end."""
 
 
 def tell(ranks: Ranks, job: RankJob | None, *args: Any, **further: Any) -> None:

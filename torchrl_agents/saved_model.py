@@ -37,21 +37,21 @@ def save_model(
     model: Any = policy.model
     plain = cast("TransformersEngine", policy.engine).inside
     if not is_adapted(model):
-        _leave(folder / "model", lambda path: _save(path, plain, policy, weights))
+        leave(folder / "model", lambda path: _save(path, plain, policy, weights))
         return
     if cfg.model is None:
         base = str((folder / "base").resolve())
         with model.disable_adapter():
             frozen = merged_weights(model)
-        _leave(Path(base), lambda path: _save(path, plain, policy, frozen))
+        leave(Path(base), lambda path: _save(path, plain, policy, frozen))
     else:
         source = model_folder(cfg.model)
         base = str(Path(source).resolve()) if Path(source).is_dir() else source
     for config in model.peft_config.values():
         config.base_model_name_or_path = base
-    _leave(folder / "adapter", model.save_pretrained)
+    leave(folder / "adapter", model.save_pretrained)
     merged = merged_weights(model)
-    _leave(folder / "model", lambda path: _save(path, plain, policy, merged))
+    leave(folder / "model", lambda path: _save(path, plain, policy, merged))
 
 
 def _save(
@@ -68,8 +68,13 @@ def _save(
     tokenizer.chat_template = own
 
 
-def _leave(final: Path, save: Callable[[Path], Any]) -> None:
-    """Put a folder in its place once it is whole, or leave nothing."""
+def leave(final: Path, save: Callable[[Path], Any]) -> None:
+    """Put a folder in its place once it is whole, or leave nothing.
+
+    Args:
+        final: the folder; what is there is replaced.
+        save: fills a folder.
+    """
     partial = final.with_name(f"{final.name}.partial")
     remove(partial)
     try:

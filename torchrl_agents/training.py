@@ -28,16 +28,25 @@ from torchrl_modules.engines.transformers import TransformersEngine
 from . import learning_curve
 from .checkpoints import Checkpoints
 from .collection import AnyCollector, HeldOut, end_collection
+from .critic import Critic, mean_metrics
 from .live_verification import live_verification
 from .model_card import leave_card, push_to_hub
 from .models.policies import set_generation
 from .optimizers import build_optimizer, set_learning_rate
-from .parallel import Follower, RankShare, combined, saved_parts, take_share, whole_model
+from .parallel import (
+    Follower,
+    combined,
+    saved_parts,
+    take_share,
+    whole_critic,
+    whole_model,
+)
 from .rank_jobs import RankJob, tell
+from .rank_share import RankShare
 from .recorder import Recorder, show_rollouts
 from .run import LastTestError, Run
 from .run_log import has_signal, tell_of_no_signal
-from .saved_model import save_model
+from .saved_model import leave, save_model
 from .settings.errors import SettingsError
 from .settings.recipe import Recipe, compares_groups
 from .settings.schema import EpochsTrainConfig, TrainingConfig
@@ -69,10 +78,12 @@ class TrainingStep:
     learning_rate: float = math.nan
     verified: Mapping[str, float] = field(default_factory=dict)
     """What came of computing its rows again, where some were."""
+    criticised: list[Mapping[str, float]] = field(default_factory=list)
+    """Metrics of the critic's optimizer steps."""
 
     def state(self) -> dict[str, Any] | None:
         """Give what a resumed run needs to go on inside of it; ``None`` before it is drawn."""
-        names = ("number", "trajectories", "trained", "num_epochs")
+        names = ("number", "trajectories", "trained", "num_epochs", "criticised")
         kept = {name: getattr(self, name) for name in names}
         return kept | {"metrics": self.metrics.state_dict()} if self.is_drawn else None
 
@@ -97,6 +108,9 @@ class TrainingStep:
                 raise
         training.checkpoints.unmark()
         self.trajectories, self.trained = drawn
+        if training.critic is not None and self.trained is not None:
+            with training.timer("train"):
+                training.critic.judge(self.trained)
         self.is_drawn = True
         if training.verification is not None and self.trajectories is not None:
             with training.timer("verify"):
@@ -118,7 +132,9 @@ class TrainingStep:
             self.learning_rate = rate
             if self.trained is None:
                 return
-            batch = loss.pack(self.trained)
+            critic = training.critic
+            also = {} if critic is None else {"also": [critic.loss]}
+            batch = loss.pack(self.trained, **also)
             tell(ranks, RankJob.TAKE_ROWS, self.number)
             share = take_share(cfg, ranks, training.actor, loss, batch)
             while self.num_epochs < training.num_epochs:
@@ -138,6 +154,14 @@ class TrainingStep:
         training = self.training
         self.metrics.add_update(combined(training.cfg, training.ranks, outputs), outcome)
 
+    def note_critic(self, metrics: Mapping[str, float]) -> None:
+        """Note how an optimizer step of the critic went.
+
+        Args:
+            metrics: by :meth:`.Critic.update`.
+        """
+        self.criticised.append(metrics)
+
     def push(self) -> None:
         """Hand the new weights to the policy."""
         with self.training.timer("sync"):
@@ -149,6 +173,7 @@ class TrainingStep:
         # Metrics of collection, where it goes on while the model trains.
         further = {} if isinstance(collector, LLMCollector) else collector.metrics()
         further = {**training.measure(self), **self.verified, **further}
+        further |= mean_metrics(self.criticised)
         return self.metrics.reduce(learning_rate=self.learning_rate, **further)
 
 
@@ -200,6 +225,8 @@ class Training:
     """Further metrics, of a step that is over."""
     parts: Mapping[str, Stateful] = field(default_factory=dict)
     """What else is saved, by name."""
+    critic: Critic | None = None
+    """Gives the advantages of the rows, and learns beside the policy."""
     curves: Mapping[str, str] = field(default_factory=lambda: learning_curve.REWARD_CURVES)
     """What is drawn beside the reward: the label of each metric."""
     result: dict[str, Any] = field(default_factory=dict)
@@ -231,12 +258,15 @@ class Training:
         self.data.collector.update_policy_weights_(self.actor.model)
 
     def _open_checkpoints(self) -> Checkpoints:
-        own, sharded = saved_parts(self.cfg, self.actor, self.gate.optimizer)
+        critic = self.critic
+        own, sharded = saved_parts(self.cfg, self.actor, self.gate.optimizer, critic)
         inside = cast("TransformersEngine", self.actor.engine).inside
         held_out = self.setup.held_out_env.transforms_of(DataLoadingPrimer)
         tested = {"held_out_rows": [data.content for data in held_out]}
         identity = identity_of(self.policy, inside) | own | tested
         parts = {"gate": self.gate, **self.parts, **self.data.parts}
+        if critic is not None:
+            parts["critic_gate"] = critic.gate
         state = RunState(identity=identity, **sharded, **parts)
         return Checkpoints(self.cfg.checkpoint, self.ranks, state).open(self.folder)
 
@@ -395,6 +425,9 @@ def _leave_results(
     if history:
         actor, weights = whole_model(run.ranks, cfg, training.actor)
         save_model(run.folder, cfg.policy, set_generation(cfg.policy, actor), weights)
+        if (critic := training.critic) is not None:
+            own = whole_critic(run.ranks, critic)
+            leave(run.folder / "critic", lambda path: critic.save(path, own))
         run.link()
     tests = {"before": before, "after": after}
     told = {when: recorder.score(rows) for when, rows in tests.items() if rows is not None}

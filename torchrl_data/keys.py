@@ -79,7 +79,13 @@ REWARDS: Final = "rewards"
 SCORABLE: Final = "scorable"
 """bool ``[B, 1]``: False where no reward could be given. Written by the reward transforms."""
 ADVANTAGE: Final = "advantage"
-"""float32 ``[B, 1, 1]`` or ``[B, T, 1]``. Written by ``MCAdvantage``."""
+"""float32 ``[B, 1, 1]`` or ``[B, T, 1]``. Written by ``MCAdvantage`` or ``GAE``."""
+STATE_VALUE: Final = "state_value"
+"""float32 ``[B, T, 1]``: what a critic says that the rest of the episode is worth, before each
+sampled token. Written by the critic."""
+VALUE_TARGET: Final = "value_target"
+"""float32 ``[B, T, 1]``: what the critic should have said; NaN in a row without a reward. Written
+by ``GAE``."""
 POLICY_VERSION: Final = "policy_version"
 """int64 ``[B]``: the policy version when the trajectory began. Written by the collector."""
 TOKEN_POLICY_VERSION: Final[NestedKey] = ("policy_versions", FULL)

@@ -52,6 +52,17 @@ class SFTLossKeys(TokenKeys):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticLossKeys(TokenKeys):
+    """The batch entries that :class:`~objectives.CriticLoss` reads."""
+
+    value_target: NestedKey = keys.VALUE_TARGET
+    """float32, like the tokens; of a token with NaN nothing is trained."""
+    state_value: NestedKey = keys.STATE_VALUE
+    """float32, like the tokens: what the critic said before the update; read for
+    ``clip_value``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistillationLossKeys(TokenKeys):
     """The batch entries that :class:`~objectives.DistillationLoss` reads."""
 

@@ -7,6 +7,7 @@ The folder can be copied whole into another codebase. What is where:
 * ``aggregation``: from tokens to the loss, over the whole accumulation window, and to metrics;
 * ``weights``: which tokens count and how much; log-probability and entropy from logits;
 * ``advantages``: from rewards to advantages, of an answer or of its turns;
+* ``values``: from the values of a critic to advantages, and the critic's loss;
 * ``supervised``: fine-tuning and distillation.
 
 Tokens come padded, ``[B, T]``, or packed, ``[N]`` beside ``lengths [B]``; both give the same
@@ -84,3 +85,7 @@ from .token_masks import overlong_penalty as overlong_penalty
 from .token_masks import trust_region_mask as trust_region_mask
 from .turn_advantage import turn_advantage as turn_advantage
 from .turn_advantage import turn_index as turn_index
+from .values import CRITIC_LOSS_TYPES as CRITIC_LOSS_TYPES
+from .values import CriticLossType as CriticLossType
+from .values import generalized_advantage as generalized_advantage
+from .values import value_loss as value_loss

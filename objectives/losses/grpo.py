@@ -206,11 +206,17 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         self._surrogate_entries = batch_entries(self._surrogate)
         super()._options_changed()
 
-    def pack(self, batch: TensorDictBase | PackedBatch) -> PackedBatch:
+    def pack(
+        self,
+        batch: TensorDictBase | PackedBatch,
+        *,
+        also: Sequence[TokenLoss[Any, Any]] = (),
+    ) -> PackedBatch:
         """Read what the loss needs of a batch, without padding.
 
         Args:
             batch: see :meth:`TokenLoss.pack`.
+            also: see :meth:`TokenLoss.pack`.
 
         Returns:
             The packed batch, on the host; one that is packed already as it is. Rows that no policy
@@ -221,7 +227,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
             TypeError: the batch is no TensorDict.
             ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
         """
-        packed = super().pack(batch)
+        packed = super().pack(batch, also=also)
         return packed if packed is batch else self.fit(packed)
 
     def fit(self, packed: PackedBatch) -> PackedBatch:

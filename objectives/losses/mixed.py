@@ -113,6 +113,11 @@ class MixedLoss(ChecksAttributes, TensorDictModuleBase):
             raise ValueError("MixedLoss needs at least one stream, {'rl': GRPOLoss(policy)}.")
         for name, loss in streams.items():
             check_type(f"stream {name!r}", loss, TokenLoss, who="MixedLoss")
+            if loss.network_name != TokenLoss.network_name:
+                raise TypeError(
+                    f"MixedLoss: stream {name!r} is a {type(loss).__name__}, which trains a model "
+                    "of its own and not the policy. Call it beside MixedLoss."
+                )
         self.streams = torch.nn.ModuleDict(streams)
         self._check_streams()
 

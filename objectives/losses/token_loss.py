@@ -39,6 +39,7 @@ from torchrl_data.token_scorer import (
     image_arguments,
     mask_arguments,
 )
+from torchrl_data.value_network import ValueNetwork
 
 from .loss_output import Output
 from .token_options import TokenOptions
@@ -90,7 +91,8 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
     once: ``loss.options = dataclasses.replace(loss.options, ...)``.
 
     Args:
-        actor_network: scores packed tokens (:class:`~torchrl_data.TokenScorer`).
+        network: scores packed tokens (:class:`~torchrl_data.TokenScorer`), or is a critic; it
+            becomes the attribute ``network_name``.
         settings: options by name.
         options: what ``settings`` are added to.
         read: names of the batch entries to read; the usual ones when not given.
@@ -110,6 +112,8 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
     """Class of its entry names."""
     output_type: ClassVar[type[TensorClass]]
     """Class of what it gives back."""
+    network_name: ClassVar[str] = "actor_network"
+    """Attribute of the model whose tokens are trained."""
     takes_own_temperature: ClassVar[bool] = False
     """Without a temperature it takes the actor's own."""
     changeable = frozenset({"allow_empty"})
@@ -127,7 +131,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
 
     def __init__(
         self,
-        actor_network: TokenScorer,
+        network: TokenScorer | ValueNetwork,
         settings: Mapping[str, Any],
         *,
         options: TokenOptions | None = None,
@@ -136,16 +140,19 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
     ) -> None:
         super().__init__()
         self._made_options(options, settings)  # what is wrong with them is told first
-        check_scorer(self._get_name(), actor_network)
+        self._check_network(network)
         keys: Any = self.key_type() if read is None else read
         check_type("read", keys, self.key_type)
-        self.actor_network = actor_network
+        setattr(self, self.network_name, network)
         self.read: Keys = keys
         self.allow_empty = allow_empty
         self.on_scores: Callable[[PackedBatch, TokenScores], None] | None = None
         """Told of the scores of trained tokens, detached, whenever they were computed."""
         self._num_empty: Counter[str] = Counter()
         self._configure(options, settings)
+
+    def _check_network(self, network: object) -> None:
+        check_scorer(self._get_name(), network)
 
     # Options ------------------------------------------------------------------------------------
 
@@ -208,8 +215,8 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         if name in _option_names(type(self)):
             options, settings = self._given
             self._configure(options, {**settings, name: value})
-        elif name == "actor_network" and "actor_network" in self._modules | vars(self):
-            check_scorer(self._get_name(), value)
+        elif name == self.network_name and name in self._modules | vars(self):
+            self._check_network(value)
             TensorDictModuleBase.__setattr__(self, name, value)
         elif name == "read" and "read" in vars(self):
             check_type("read", value, self.key_type, who=self._get_name())
@@ -242,12 +249,19 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         """Return what is read beside tokens and masks, by the fields of ``read``."""
         raise NotImplementedError
 
-    def pack(self, batch: TensorDictBase | PackedBatch) -> PackedBatch:
+    def pack(
+        self,
+        batch: TensorDictBase | PackedBatch,
+        *,
+        also: Sequence[TokenLoss[Any, Any]] = (),
+    ) -> PackedBatch:
         """Read what the loss needs of a batch, without padding.
 
         Args:
             batch: ``[B]``, ragged (a lazy stack of rows, what ``LazyStackStorage`` gives) or
                 padded ``[B, T]`` with an attention mask; the entries of ``read``.
+            also: further losses that train the same tokens, such as that of the critic: what they
+                read is packed, too, so that they take the parts of this batch.
 
         Returns:
             The packed batch, on the host; one that is packed already as it is, with the tokens that
@@ -267,11 +281,21 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
                     "packed for other options. Pack the rows again: loss.pack(rows)."
                 )
             return batch
+        wanted = self._entries()
+        for other in also:
+            if other.masking_strategy != self.masking_strategy:
+                raise ValueError(
+                    f"{self._get_name()}: also= is for losses that train the same tokens, and "
+                    f"{other._get_name()} has masking_strategy={other.masking_strategy!r}, not "
+                    f"{self.masking_strategy!r}."
+                )
+            more = other._entries()
+            wanted = Entries({**wanted.tokens, **more.tokens}, {**wanted.rows, **more.rows})
         return pack_batch(
             batch,
             self.read,
             self.masking_strategy,
-            self._entries(),
+            wanted,
             who=self._get_name(),
         )
 

@@ -144,12 +144,17 @@ def check_entries(cfg: GRPOConfig, env: torchrl_envs.EpisodeEnv) -> None:
 
 def build_advantage(
     cfg: LossConfig, group_size: int, refill: objectives.GroupRefill | None = None
-) -> objectives.MCAdvantage:
+) -> objectives.MCAdvantage | None:
     """Advantages within groups; groups without a signal are dropped, or replaced by others.
+
+    Returns:
+        ``None`` where a critic gives them.
 
     Raises:
         ValueError: an option is unknown, or a group is too small to have a signal.
     """
+    if cfg.advantage == "gae":
+        return None
     flat = refill or ("keep" if group_size == 1 else "drop")
     if cfg.length_penalty and cfg.advantage in BASELINES:
         raise ValueError(

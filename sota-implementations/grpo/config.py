@@ -8,7 +8,7 @@ from typing import Any, Final
 from objectives.losses.grpo_options import GRPOOptions
 from torchrl_agents.settings.field_rules import NOT_NEGATIVE, among, setting
 from torchrl_agents.settings.option_settings import option_settings
-from torchrl_agents.settings.schema import EpochsTrainConfig, RolloutsConfig
+from torchrl_agents.settings.schema import CriticConfig, EpochsTrainConfig, RolloutsConfig
 
 ALGORITHMS: Final = (
     *("bnpo", "cispo", "dapo", "dppo", "gmpo", "grpo", "gspo", "ipo", "kpop", "luspo", "sapo"),
@@ -41,10 +41,11 @@ class LossConfig(_OptionSettings):
     """The denominator of the ratio: sampler, the log-probs stored when the tokens were sampled; or
     current, this very pass's, with num_epochs=1; none: sampler, and current with a correction."""
     advantage: str = setting(
-        "group", among("group", "rloo", "gdpo", "maxrl", "batch_mean", "running_mean")
+        "group", among("group", "rloo", "gdpo", "maxrl", "batch_mean", "running_mean", "gae")
     )
     """group (mean and deviation), rloo (leave one out), gdpo (each reward by itself) or maxrl; of
-    one rollout a prompt, collector.group_size=1: batch_mean or running_mean (by task)."""
+    one rollout a prompt, collector.group_size=1: batch_mean, running_mean (by task), or gae (by
+    token, from the values of a critic, see critic)."""
     advantage_scale: str | None = setting(None, among("group", "batch", "none"))
     """What the group's advantage is divided by: group, batch or none; of batch_mean: batch or
     none."""
@@ -75,4 +76,5 @@ class GRPOConfig(RolloutsConfig):
     """Settings of ``grpo.py``."""
 
     loss: LossConfig = field(default_factory=LossConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     train: GRPOTrainConfig = field(default_factory=GRPOTrainConfig)

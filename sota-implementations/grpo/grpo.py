@@ -64,8 +64,9 @@ if __name__ == "__main__":
 
 from objectives import NonFiniteGate
 from torchrl_agents.collection import build_collector, refill_of
+from torchrl_agents.critic import first_critic
 from torchrl_agents.optimizers import build_optimizer
-from torchrl_agents.parallel import Follower, freeze_reference, share_model
+from torchrl_agents.parallel import Follower, freeze_reference, share_critic, share_model
 from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, load_models, warm_up
 from torchrl_agents.start import run_recipe
@@ -75,7 +76,7 @@ from torchrl_envs import RewardFunctions
 
 def train(training: Training | Follower) -> dict:
     """Make the steps; every rank does, each with its share of the rows. Gives the result."""
-    cfg, actor = training.cfg, training.actor
+    cfg, actor, critic = training.cfg, training.actor, training.critic
     loss = RECIPE.loss(cfg, actor)
     trained = [p for p in actor.parameters() if p.requires_grad]
     optimizer = build_optimizer(cfg.optim, trained, actor.model)
@@ -89,6 +90,10 @@ def train(training: Training | Follower) -> dict:
         for step in steps:
             step.draw()  # rank 0: the collector fills the buffer, which gives advantages
             for share in step.passes():  # train.num_epochs, over the groups that have a signal
+                if critic is not None:  # of loss.advantage=gae
+                    step.note_critic(critic.update(share, step.number))
+                    if step.number <= critic.num_warmup_steps:
+                        continue
                 outputs = []
                 for part in share.micro_batches():  # as many rows as fit; gradients add up
                     outputs.append(loss(part, window=share.window))  # scores the sampled tokens
@@ -104,10 +109,13 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run) -> dict:
     actor, policy = load_models(cfg, setup, run)
     actor, policy = warm_up(cfg, setup, run, actor, policy)
     reference, frozen = freeze_reference(cfg, run, actor, weight=cfg.loss.kl_to_ref_coeff)
+    begin = first_critic(cfg, actor)  # of loss.advantage=gae
     actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
+    critic = share_critic(cfg, run, begin)
 
     # A_i = (r_i - mean of the group) / (deviation of the group), for each of the G rollouts of one
-    # prompt: the collector fills a buffer with groups, and the buffer gives them advantages.
+    # prompt: the collector fills a buffer with groups, and the buffer gives them advantages. With
+    # a critic each token has its own, which the critic gives once the rows are drawn.
     refill = refill_of(cfg.collector)  # of groups without a signal: others are drawn, or none
     advantage = build_advantage(cfg.loss, cfg.collector.group_size, refill)
     postproc = build_postproc(cfg, reference, build_pools(cfg, setup.env))
@@ -115,8 +123,9 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run) -> dict:
     for functions in setup.env.transforms_of(RewardFunctions):
         functions.trainer_state.max_steps = cfg.train.num_steps
 
-    parts = {"advantage": advantage, **frozen}
-    return train(Training(cfg, run, setup, actor, policy, Rollouts(collector), parts=parts))
+    own = {} if advantage is None else {"advantage": advantage}
+    settings = {"parts": {**own, **frozen}, "critic": critic}
+    return train(Training(cfg, run, setup, actor, policy, Rollouts(collector), **settings))
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def _engine_rule(engines: Collection[str]) -> FieldRule:
     )
 
 
-BASELINES: Final = ("batch_mean", "running_mean")
+BASELINES: Final = ("batch_mean", "running_mean", "gae")
 """Values of ``loss.advantage`` with which a rollout is not compared with others of its prompt."""
 
 

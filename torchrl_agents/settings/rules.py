@@ -4,10 +4,11 @@ The rule of a single setting stands at its field; here are those of several that
 """
 
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib.util import find_spec
 from itertools import chain
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from torchrl_envs.datasets import DATA_FILES, MODEL_FILES, check_source
 
@@ -16,6 +17,7 @@ from .field_rules import broken_rules
 from .recipe import Recipe, compares_groups
 from .schema import (
     CollectorConfig,
+    CriticConfig,
     OptimConfig,
     RecipeConfig,
     RolloutsConfig,
@@ -42,6 +44,7 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
     if isinstance(cfg, RolloutsConfig):
         faults.append(_rollout_faults(recipe, cfg))
         faults.append(_record_faults(cfg))
+        faults.append(_critic_faults(cfg))
     # One after the other: what is looked at later may need that the rest is right.
     if (words := next(chain.from_iterable(faults), None)) is not None:
         raise SettingsError(words)
@@ -335,6 +338,36 @@ def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
             yield f"{key}={bound} leaves no room for a turn of collector.min_turn_tokens={least}."
     if cfg.policy.temperature <= 0:
         yield f"policy.temperature must be positive for a signal, got {cfg.policy.temperature}."
+
+
+def _critic_faults(cfg: RecipeConfig) -> Iterator[str]:
+    """Faults of the critic's settings, and of those that a run with a critic can't have."""
+    critic: CriticConfig | None = getattr(cfg, "critic", None)
+    if critic is None:
+        return
+    loss: Any = getattr(cfg, "loss", None)
+    if loss.advantage != "gae":
+        default = CriticConfig()
+        names = [each.name for each in fields(default)]
+        for name in names:
+            if getattr(critic, name) != getattr(default, name):
+                yield f"critic.{name} is for loss.advantage=gae, got {loss.advantage}."
+        return
+    train: TrainConfig = getattr(cfg, "train")  # noqa: B009
+    is_set = {
+        f"loss.credit={loss.credit}": loss.credit != "episode",
+        f"loss.advantage_scale={loss.advantage_scale}": loss.advantage_scale is not None,
+        f"loss.length_penalty={loss.length_penalty}": bool(loss.length_penalty),
+        f"loss.observation_coeff={loss.observation_coeff}": bool(loss.observation_coeff),
+        "train.tensor_parallel_size and expert_parallel_size": train.splits_model,
+        "train.context_parallel_size": train.context_parallel_size > 1,
+        "policy.load_in_4bit without critic.model": cfg.policy.load_in_4bit and not critic.model,
+    }
+    for name in (name for name, value in is_set.items() if value):
+        yield f"{name} does not go with loss.advantage=gae: leave one of them out."
+    if critic.model is not None:
+        with refusing("critic.model"):
+            check_source(critic.model, MODEL_FILES)
 
 
 def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:

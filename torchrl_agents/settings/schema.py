@@ -371,6 +371,30 @@ class RecipeConfig:
 
 
 @dataclass
+class CriticConfig:
+    """The critic of loss.advantage=gae: what the rest of an episode is worth, token by token."""
+
+    model: str | None = None
+    """Hub id or folder: a reward model, the critic/ of an earlier run, or a language model, whose
+    head begins as zeros; none: it begins as the policy does, with a head of zeros."""
+    learning_rate: float | None = setting(None, POSITIVE)
+    """None: ten times optim.learning_rate, whose schedule it has."""
+    gamma: float = setting(1.0, interval("[0, 1]"))
+    """Discount of a sampled token."""
+    lmbda: float = setting(0.95, interval("[0, 1]"))
+    """Of the advantages: 1 for the whole return less the value, 0 for one token."""
+    value_lmbda: float = setting(1.0, interval("[0, 1]"))
+    """The same of what the critic learns; 1: whole returns."""
+    average_gae: bool = True
+    """Advantages of a step have mean 0 and deviation 1."""
+    loss_critic_type: str = setting("smooth_l1", among("smooth_l1", "l2", "l1"))
+    clip_value: float | None = setting(None, POSITIVE)
+    """How far a step moves a value."""
+    num_warmup_steps: int = setting(0, AT_LEAST_0)
+    """Steps in which the critic alone learns."""
+
+
+@dataclass
 class TrainingConfig(RecipeConfig):
     """Settings of every recipe that trains."""
 

@@ -181,6 +181,21 @@ def read_rows(batch: Any, key: NestedKey) -> Rows | None:
     return Rows(packed, torch.tensor(lengths, dtype=torch.int64))
 
 
+def set_rows(batch: TensorDictBase, key: NestedKey, rows: Sequence[Tensor]) -> None:
+    """Write an entry whose rows may be of different lengths, as :func:`read_rows` finds it.
+
+    Args:
+        batch: ``[B]``.
+        key: the entry.
+        rows: B tensors, ``[T, ...]``; of a batch that is no stack of rows, of one length.
+    """
+    if isinstance(batch, LazyStackedTensorDict):
+        for row, values in zip(batch.unbind(0), rows, strict=True):
+            row.set(key, values)
+    else:
+        batch.set(key, torch.stack(list(rows)))
+
+
 def _collect(group: Any, path: tuple[str, ...], values: list[Tensor], lengths: list[int]) -> bool:
     """Add the rows of an entry to those so far; whether all of them have it."""
     entries = entries_of(group)

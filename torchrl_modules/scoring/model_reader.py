@@ -25,7 +25,7 @@ from .context_share import ContextShare, TargetShare
 from .expert_routes import ExpertRoutes, replayed_layers
 from .packed_attention import can_share, drops_out, no_mask, packed_input
 from .trie_attention import PrefixTrie, build_trie, share_out
-from .wrapped_models import call
+from .wrapped_models import call, is_distributed
 
 
 class Layout(Enum):
@@ -74,6 +74,40 @@ def targets_of(ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Targets:
     return Targets(ids, starts, ends, rows, positions, lengths)
 
 
+def passes_within(
+    lengths: Tensor, most_tokens: int, wrapped: nn.Module
+) -> list[tuple[int, int, int, int]]:
+    """Runs of whole sequences within a number of tokens, equally many on all ranks of a model.
+
+    Args:
+        lengths: int64 ``[B]``.
+        most_tokens: of a run; a longer sequence is a run of its own.
+        wrapped: the model, with what wraps it.
+
+    Returns:
+        ``(i, j, a, b)``: sequences i to j with tokens a to b; nothing at the end, where another
+        rank has more.
+    """
+    splits, first, start, total = [], 0, 0, 0
+    for i, length in enumerate(lengths.tolist()):
+        if total and total + length > most_tokens:
+            splits.append((first, i, start, start + total))
+            first, start, total = i, start + total, 0
+        total += length
+    splits.append((first, len(lengths), start, start + total))
+    if is_distributed(wrapped):  # as many passes as the rank that has most
+        device = next(wrapped.parameters()).device
+        most = torch.tensor(len(splits), device=device)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+        splits += [(0, 0, 0, 0)] * (int(most) - len(splits))
+    return splits
+
+
+def empty_pass() -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, lengths and targets of a pass that other ranks wait for, where this one has none."""
+    return torch.zeros(2, dtype=torch.int64), torch.tensor([2]), torch.tensor([False, True])
+
+
 def check_packed(
     ids: Tensor,
     lengths: Tensor,
@@ -81,25 +115,27 @@ def check_packed(
     vocab_size: int,
     processor: ImageProcessor | None,
     images: Sequence[Sequence[str]] | None,
+    *,
+    what: str = "score_packed",
 ) -> None:
     """Check packed sequences, their targets, and that they have the images of their tokens."""
     if ids.ndim != 1 or ids.shape != target_mask.shape or int(lengths.sum()) != len(ids):
         raise ValueError(
-            f"score_packed takes ids [N], lengths that sum to N and a mask [N]; got ids "
+            f"{what} takes ids [N], lengths that sum to N and a mask [N]; got ids "
             f"{tuple(ids.shape)}, lengths that sum to {int(lengths.sum())}, mask "
             f"{tuple(target_mask.shape)}."
         )
     if bool((lengths < 1).any()):
-        raise ValueError(f"score_packed: a sequence is empty; lengths are {lengths.tolist()}.")
+        raise ValueError(f"{what}: a sequence is empty; lengths are {lengths.tolist()}.")
     starts = cumulative_lengths(lengths)[:-1].to(target_mask.device)
     if bool(target_mask[starts].any()):
         raise ValueError(
-            "score_packed: the first token of a sequence is a target, but nothing comes before "
+            f"{what}: the first token of a sequence is a target, but nothing comes before "
             "it to predict it."
         )
     if processor is None and images and any(images):
         raise ValueError(
-            "score_packed: the sequences have images, and the scorer reads none. Give it the "
+            f"{what}: the sequences have images, and the scorer reads none. Give it the "
             "processor of the vision-language model: TransformersWrapper(processor=...)."
         )
     if processor is not None and (images is not None or bool((ids == processor.token_id).any())):
@@ -107,7 +143,7 @@ def check_packed(
         for i, (row, its) in enumerate(zip(rows, images or [[]] * len(rows), strict=True)):
             if fault := processor.fault(row, its):
                 raise ValueError(
-                    f"score_packed: sequence {i} can't be scored: {fault}. A batch keeps them in "
+                    f"{what}: sequence {i} can't be scored: {fault}. A batch keeps them in "
                     "'images', which a loss hands on."
                 )
     unknown = (ids < 0) | (ids >= vocab_size)
@@ -115,7 +151,7 @@ def check_packed(
         at = int(unknown.nonzero()[0])
         row = int(sequence_index(lengths)[at])
         raise ValueError(
-            f"score_packed: token {at - int(lengths[:row].sum())} of sequence {row} has the id "
+            f"{what}: token {at - int(lengths[:row].sum())} of sequence {row} has the id "
             f"{int(ids[at])}, but the model's vocabulary ends at {vocab_size - 1}. Was it encoded "
             "with another tokenizer?"
         )

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrl_data.checked_attributes import ChecksAttributes
@@ -38,7 +37,7 @@ from .chunked_log_prob import chunked_log_prob
 from .expert_routes import expert_counts, replayed_layers
 from .head_product import head_product, plain_head
 from .image_reading import check_image_reading, read_with_images
-from .model_reader import Layout, ModelReader, check_packed, targets_of
+from .model_reader import Layout, ModelReader, check_packed, empty_pass, passes_within, targets_of
 from .packed_attention import use_packed_attention
 from .rope_factors import settle_rope_factors
 from .split_head import whole_head
@@ -255,18 +254,7 @@ class PackedScorer(ChecksAttributes):
         if self.micro_batch_tokens is None or torch.is_grad_enabled():
             return self._score(*packed, drawn_from, images, scored, sampling_masks, routed_experts)
         ids, lengths, target_mask = packed
-        # Runs of whole sequences within the budget: sequences i:j, tokens a:b.
-        splits, first, start, total = [], 0, 0, 0
-        for i, length in enumerate(lengths.tolist()):
-            if total and total + length > self.micro_batch_tokens:
-                splits.append((first, i, start, start + total))
-                first, start, total = i, start + total, 0
-            total += length
-        splits.append((first, len(lengths), start, start + total))
-        if self.is_distributed:  # as many passes as the rank that has most
-            most = torch.tensor(len(splits), device=self.model.device)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            splits += [(0, 0, 0, 0)] * (int(most) - len(splits))
+        splits = passes_within(lengths, self.micro_batch_tokens, self._wrapped)
         before = cumulative_lengths(target_mask.long()).tolist()
         own = [slice(before[a], before[b]) for *_, a, b in splits]  # targets
         parts = [
@@ -409,9 +397,8 @@ class PackedScorer(ChecksAttributes):
         if len(targets) == 0:
             empty = torch.zeros(0, device=self.model.device)
             if self.is_distributed:  # a pass that others wait for, with a gradient of 0
-                two, of_two = torch.zeros(2, dtype=torch.int64), torch.tensor([2])
-                is_target = torch.tensor([False, True])
-                empty = self._score(two, of_two, is_target, drawn_from, None, two[:1]).log_prob[:0]
+                zero = torch.zeros(1, dtype=torch.int64)
+                empty = self._score(*empty_pass(), drawn_from, None, zero).log_prob[:0]
             nothing = empty.detach()
             entropy = nothing if drawn_from.entropy else None
             return TokenScores(empty, entropy, nothing if drawn_from.untempered_log_probs else None)

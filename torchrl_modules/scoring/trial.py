@@ -85,10 +85,14 @@ def own_log_probs(
             raise ValueError(f"{failure}: {type(error).__name__}: {error}") from error
         log_p = logits[:-1].double().log_softmax(-1)
         log_probs.append(log_p.gather(1, row[1:, None]).squeeze(1))
+    return ReadingTrial(rows, log_probs, tolerance_of(model), images)
+
+
+def tolerance_of(model: PreTrainedModel) -> Difference:
+    """What kernels of a model's precision make of the same sum of numbers around 1, at most."""
     tf32 = model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     is_exact = model.dtype in (torch.float32, torch.float64) and not tf32
-    tolerance = Difference(5e-4, 1e-4) if is_exact else ROUNDED
-    return ReadingTrial(rows, log_probs, tolerance, images)
+    return Difference(5e-4, 1e-4) if is_exact else ROUNDED
 
 
 def run_trial(model: PreTrainedModel, *, who: str) -> ReadingTrial:

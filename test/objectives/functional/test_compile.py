@@ -77,6 +77,8 @@ def every_advantage(F, reward, group, mask, lengths, dense):
         F.maxrl_advantage(reward, group),
         F.relative_length(group, group),
         F.overlong_penalty(lengths, max_tokens=8, buffer_tokens=4),
+        F.generalized_advantage(dense, -dense, mask, lengths, gamma=0.9, lmbda=0.8),
+        F.value_loss(dense, -dense, dense + 1, clip_value=0.2),
     )
 
 

@@ -29,6 +29,7 @@ NO_MASK = {
     ),
     "ess": lambda x: F.effective_sample_fraction(x.lp, x.mask),
     "flags": lambda x: F.flag_fraction(x.adv > 0, x.mask),
+    "gae": lambda x: F.generalized_advantage(x.lp, x.other, x.mask, x.lengths, lmbda=0.7),
     "sequence mean": lambda x: F.sequence_mean(x.lp, mask=x.mask, lengths=x.lengths),
     **{
         name: lambda x, name=name: F.aggregate(

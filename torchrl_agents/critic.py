@@ -1,0 +1,249 @@
+"""The critic of a run: its values give advantages, and it learns beside the policy.
+
+Every rank has one. Rank 0 has the rows; the others compute a share of the values with it when rank
+0 says so, and train on the share of the rows that the policy is trained on.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from collectors import ShardedModel, ShardedOptimizer
+from collectors.resume.sharded import Sharded
+from objectives import GAE, CriticLoss, CriticLossOutput, NonFiniteGate, Ranks, StepOutcome
+from objectives.batching.loss_keys import TokenKeys
+from objectives.batching.packed_batch import Entries, PackedBatch, pack_batch
+from torchrl_data import keys
+from torchrl_data.ragged.packed import set_rows
+from torchrl_modules import (
+    TransformersCritic,
+    TransformersWrapper,
+    load_value_model,
+    local_model,
+    value_model_of,
+)
+from torchrl_modules.engines.transformers import TransformersEngine
+
+from .device_defaults import DEFAULT_TOKENS
+from .optimizers import build_optimizer, set_learning_rate
+from .rank_jobs import RankJob, tell
+from .rank_share import RankShare
+from .settings.errors import SettingsError, refusing
+from .settings.schema import CriticConfig, TrainingConfig
+
+_TIMES_FASTER: Final = 10
+"""The learning rate of a critic over that of the policy, where none is given: that of OpenRLHF and
+verl is 5 to 20 times as large."""
+
+
+def critic_settings(cfg: Any) -> CriticConfig | None:
+    """The settings of the critic of a run; ``None`` where it has none.
+
+    Args:
+        cfg: the settings of a recipe.
+    """
+    has_one = getattr(getattr(cfg, "loss", None), "advantage", None) == "gae"
+    return cfg.critic if has_one else None
+
+
+def first_critic(cfg: TrainingConfig, actor: TransformersWrapper) -> PreTrainedModel | None:
+    """The critic's model as it begins, whole; ``None`` where the run has no critic.
+
+    Args:
+        cfg: the settings.
+        actor: of which it is a copy unless another model is given.
+
+    Raises:
+        SettingsError: there is no such model, or it can't be a critic.
+    """
+    settings = critic_settings(cfg)
+    if settings is None:
+        return None
+    if cast("TransformersEngine", actor.engine).images is not None:
+        raise SettingsError(
+            f"loss.advantage=gae: policy.model={cfg.policy.model} reads images, and a critic reads "
+            "none. Take another loss.advantage."
+        )
+    inside = cast("TransformersEngine", actor.engine).inside
+    if settings.model is None:
+        with refusing("loss.advantage=gae"):
+            model = value_model_of(actor.model)
+    else:
+        with refusing(f"critic.model={settings.model!r}", foreign=True):
+            loaded: Any = load_value_model(local_model(settings.model), dtype=inside.dtype)
+            model = loaded.to(inside.device)
+        tables = [next(each.get_input_embeddings().parameters()) for each in (model, inside)]
+        size, due = (table.shape[0] for table in tables)
+        if size < due:
+            raise SettingsError(
+                f"critic.model={settings.model!r} has a vocabulary of {size} tokens, and the "
+                f"policy's has {due}. A critic reads the policy's tokens: take one of its family."
+            )
+    return _for_training(cfg, model)
+
+
+def critic_of_config(cfg: TrainingConfig, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the critic's shape without weights, for a rank that gets them from rank 0.
+
+    Args:
+        cfg: the settings.
+        config: of the model of rank 0.
+        dtype: of its parameters.
+    """
+    with torch.device("meta"):
+        model: Any = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+    return _for_training(cfg, model.eval())
+
+
+def _for_training(cfg: TrainingConfig, model: Any) -> Any:
+    if cfg.policy.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    return model
+
+
+class Critic:
+    """The critic of a run on one rank, with its loss, optimizer and gate.
+
+    Args:
+        cfg: the settings.
+        ranks: of the run.
+        network: over this rank's part of the model.
+        folder: gets the batches of steps that are not finite.
+    """
+
+    def __init__(
+        self, cfg: TrainingConfig, ranks: Ranks, network: TransformersCritic, folder: Path
+    ) -> None:
+        settings = critic_settings(cfg)
+        assert settings is not None
+        self._cfg, self._ranks, self.network = cfg, ranks, network
+        self.loss = CriticLoss(
+            network, loss_critic_type=settings.loss_critic_type, clip_value=settings.clip_value
+        )
+        self._advantages = GAE(
+            gamma=settings.gamma,
+            lmbda=settings.lmbda,
+            value_lmbda=settings.value_lmbda,
+            average_gae=settings.average_gae,
+        )
+        self.num_warmup_steps = settings.num_warmup_steps
+        """Steps in which the critic alone learns."""
+        rate = settings.learning_rate or _TIMES_FASTER * (cfg.optim.learning_rate or 0.0)
+        self._optim = replace(cfg.optim, learning_rate=rate)
+        trained = [p for p in network.parameters() if p.requires_grad]
+        self.gate = NonFiniteGate(
+            build_optimizer(self._optim, trained, network.scorer.model),
+            max_grad_norm=cfg.optim.max_grad_norm,
+            dump_dir=folder / "not_finite_critic",
+            ranks=ranks,
+        )
+
+    @torch.no_grad()
+    def judge(self, rows: TensorDictBase) -> None:
+        """Write values, advantages and targets into the rows of a step; rank 0 calls it.
+
+        Args:
+            rows: ``[B]``, with tokens, assistant mask and reward.
+        """
+        tell(self._ranks, RankJob.JUDGE_ROWS)
+        packed = pack_batch(rows, TokenKeys(), "assistant", Entries({}, {}), who="Critic")
+        places = torch.arange(packed.num_targets)
+        found = self.judge_share(replace(packed, entries={"place": places}))
+        values = torch.zeros(packed.num_targets)
+        for place, value in found:
+            values[place] = value
+        spread = torch.zeros(len(packed.ids)).masked_scatter(packed.target_mask, values)
+        own = spread.unsqueeze(-1).split(packed.lengths.tolist())
+        set_rows(rows, keys.STATE_VALUE, own)
+        self._advantages(rows)
+
+    @torch.no_grad()
+    def judge_share(self, batch: PackedBatch | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Compute the values of this rank's share of the rows; all ranks do.
+
+        Args:
+            batch: all rows, which rank 0 has; its entry ``place`` says which target is which.
+
+        Returns:
+            Of each rank the places of its targets, and their values.
+        """
+        most = self._cfg.train.micro_batch_tokens or DEFAULT_TOKENS
+        parts = self._ranks.scatter(batch, max_tokens=most)
+        values = [self.network.value_packed(p.ids, p.lengths, p.target_mask) for p in parts]
+        places = [part.entries["place"] for part in parts]
+        own = [torch.cat(each).cpu() if each else torch.zeros(0) for each in (places, values)]
+        return self._ranks.gather((own[0].long(), own[1].float()))
+
+    def update(self, share: RankShare, number: int) -> dict[str, float]:
+        """Make an optimizer step of the critic; all ranks do.
+
+        Args:
+            share: this rank's part of the rows.
+            number: of the step, from 1.
+
+        Returns:
+            Metrics of it.
+        """
+        rate = set_learning_rate(
+            self._optim, self.gate.optimizer, number, self._cfg.train.num_steps
+        )
+        window = self.loss.measure_window(share.parts, ranks=self._ranks)
+        own = replace(share, window=window, model=self.network.model)
+        outputs = []
+        for part in own.micro_batches():
+            outputs.append(self.loss(part, window=window))
+            self.gate.backward(outputs[-1], part)
+        outcome = self.gate.step()
+        output = CriticLossOutput.combine(outputs, ranks=self._ranks)
+        return critic_metrics(output, outcome) | {"critic/learning_rate": rate}
+
+    def parts(self) -> dict[str, Sharded]:
+        """What of it is saved of which each rank has a share."""
+        model = self.network.model
+        return {
+            "critic": ShardedModel(model),
+            "critic_optimizer": ShardedOptimizer(model, self.gate.optimizer),
+        }
+
+    def save(self, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
+        """Leave the model as Transformers' class for sequence classification loads it.
+
+        Args:
+            folder: is made.
+            weights: of a sharded model, whole.
+        """
+        state = None if weights is None else dict(weights)
+        self.network.scorer.model.save_pretrained(folder, state_dict=state)
+
+
+def critic_metrics(output: CriticLossOutput, outcome: StepOutcome) -> dict[str, float]:
+    """The numbers of an optimizer step of a critic, by name.
+
+    Args:
+        output: of the whole step.
+        outcome: of the optimizer.
+    """
+    return {
+        "critic/loss": float(output.loss_critic),
+        "critic/explained_variance": float(output.explained_variance),
+        "critic/value": float(output.value),
+        "critic/value_target": float(output.value_target),
+        "critic/grad_norm": outcome.grad_norm,
+    }
+
+
+def mean_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each number over the optimizer steps of a critic in one step of the run.
+
+    Args:
+        updates: one or more of :meth:`Critic.update`; empty where there was none.
+    """
+    names = dict.fromkeys(name for update in updates for name in update)
+    return {n: sum(update[n] for update in updates) / len(updates) for n in names}

@@ -1,0 +1,32 @@
+"""The share of a rank in the rows of a step."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from objectives import PackedBatch, Ranks
+
+
+@dataclass
+class RankShare:
+    """The share of a rank in the rows of a step: its micro-batches.
+
+    Args:
+        parts: as many on every rank.
+        window: counts of the tokens and rows of all of them, by which a loss is divided.
+        model: adds the gradients of all ranks up.
+        reduces_once: it does so after the last micro-batch alone, or else after each.
+        ranks: of the run.
+    """
+
+    parts: Sequence[PackedBatch]
+    window: Any
+    model: nn.Module
+    reduces_once: bool
+    ranks: Ranks
+
+    def micro_batches(self) -> Iterable[PackedBatch]:
+        """Each of them, one after the other; forward and backward come before the next one."""
+        return self.ranks.reduced_once(self.model, self.parts) if self.reduces_once else self.parts

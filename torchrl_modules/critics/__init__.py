@@ -1,0 +1,1 @@
+"""Critics: models that say what a state is worth."""

@@ -1,0 +1,95 @@
+"""Models with a head of one number, as Transformers' reward models have it, for critics."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from torchrl_data.pretrained import load_pretrained
+from torchrl_modules.policies.loading import load_causal_lm
+from torchrl_modules.scoring.value_scorer import value_head
+from torchrl_modules.scoring.wrapped_models import unwrapped
+from torchrl_modules.weights.quantized_weights import quantization_of
+
+
+def value_model_of(model: nn.Module) -> PreTrainedModel:
+    """A value model with the decoder of a causal language model, copied, and a head of zeros.
+
+    What the head says is 0 at first, so that advantages are returns until it has learnt something.
+
+    Args:
+        model: of Transformers, with or without adapters of PEFT, which become part of the copy.
+
+    Returns:
+        A model for sequence classification with one label, on the device and of the type of
+        ``model``, in evaluation mode.
+
+    Raises:
+        ValueError: its weights are quantised, or Transformers has no such class of its family.
+
+    Example:
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
+        >>> critic = value_model_of(tiny_qwen3(len(tokenizer)))
+        >>> type(critic).__name__, critic.score.weight.shape
+        ('Qwen3ForSequenceClassification', torch.Size([1, 32]))
+    """
+    plain: Any = unwrapped(model, who="value_model_of")
+    name = type(plain).__name__
+    if quantization_of(plain) is not None:
+        raise ValueError(
+            f"value_model_of: the weights of {name} are quantised, and a critic trains all of its "
+            "own. Load one from whole weights: load_value_model(path)."
+        )
+    config = copy.deepcopy(plain.config)
+    _check_family(config, who=f"value_model_of: {name}")
+    config.num_labels = 1
+    whole: Any = copy.deepcopy(model) if hasattr(model, "merge_and_unload") else None
+    decoder = plain.base_model if whole is None else whole.merge_and_unload().base_model
+    if config._attn_implementation not in ("eager", "sdpa"):
+        config._attn_implementation = "sdpa"
+    with torch.device(plain.device):
+        made: Any = AutoModelForSequenceClassification.from_config(config, dtype=plain.dtype)
+    made.base_model.load_state_dict(decoder.state_dict())
+    nn.init.zeros_(value_head(made, who="value_model_of").weight)
+    made.requires_grad_(True)
+    return made.eval()
+
+
+def load_value_model(path: str, **arguments: Any) -> PreTrainedModel:
+    """A value model from a hub id or a folder.
+
+    Args:
+        path: of a model for sequence classification with one label, such as a reward model of TRL
+            or a critic that a run left; or of a causal language model, which gets a head of zeros.
+        **arguments: of ``from_pretrained``, such as ``dtype``.
+
+    Raises:
+        ValueError: its head has several labels, weights are missing or not finite, or Transformers
+            has no such class of its family.
+    """
+    config = load_pretrained(AutoConfig, path)
+    _check_family(config, who=f"load_value_model: {path}")
+    classes = [str(each) for each in getattr(config, "architectures", None) or ()]
+    if any(each.endswith("ForSequenceClassification") for each in classes):
+        if config.num_labels != 1:
+            raise ValueError(
+                f"load_value_model: {path} has {config.num_labels} labels, and a critic gives one "
+                "number. Give a model with num_labels=1, or a causal language model."
+            )
+        return load_causal_lm(path, AutoModelForSequenceClassification, **arguments).eval()
+    return value_model_of(load_causal_lm(path, **arguments))
+
+
+def _check_family(config: Any, *, who: str) -> None:
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ValueError(
+            f"{who} is a {config.model_type}, of which Transformers has no class for sequence "
+            "classification, so it can't be a critic. Give a model of another family."
+        )
