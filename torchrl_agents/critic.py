@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from collectors import ShardedModel, ShardedOptimizer
 from collectors.resume.sharded import Sharded
@@ -20,6 +20,7 @@ from objectives import GAE, CriticLoss, CriticLossOutput, NonFiniteGate, Ranks, 
 from objectives.batching.loss_keys import TokenKeys
 from objectives.batching.packed_batch import Entries, PackedBatch, pack_batch
 from torchrl_data import keys
+from torchrl_data.pretrained import load_pretrained
 from torchrl_data.ragged.packed import set_rows
 from torchrl_modules import (
     TransformersCritic,
@@ -28,6 +29,7 @@ from torchrl_modules import (
     local_model,
     value_model_of,
 )
+from torchrl_modules.critics.value_model import check_value_config
 from torchrl_modules.engines.transformers import TransformersEngine
 
 from .device_defaults import DEFAULT_TOKENS
@@ -65,27 +67,49 @@ def first_critic(cfg: TrainingConfig, actor: TransformersWrapper) -> PreTrainedM
     settings = critic_settings(cfg)
     if settings is None:
         return None
-    if cast("TransformersEngine", actor.engine).images is not None:
+    engine = cast("TransformersEngine", actor.engine)
+    check_critic(cfg, engine.inside.config, reads_images=engine.images is not None)
+    if settings.model is None:
+        with refusing("loss.advantage=gae"):
+            return _for_training(cfg, value_model_of(actor.model))
+    with refusing(f"critic.model={settings.model!r}", foreign=True):
+        loaded: Any = load_value_model(local_model(settings.model), dtype=engine.inside.dtype)
+    return _for_training(cfg, loaded.to(engine.inside.device))
+
+
+def check_critic(cfg: TrainingConfig, config: Any, *, reads_images: bool) -> None:
+    """Check the critic of a run, if it has one, by what is known without weights.
+
+    Args:
+        cfg: the settings.
+        config: of the policy's model.
+        reads_images: whether the policy does.
+
+    Raises:
+        SettingsError: it can't be one.
+    """
+    settings = critic_settings(cfg)
+    if settings is None:
+        return
+    if reads_images:
         raise SettingsError(
             f"loss.advantage=gae: policy.model={cfg.policy.model} reads images, and a critic reads "
             "none. Take another loss.advantage."
         )
-    inside = cast("TransformersEngine", actor.engine).inside
     if settings.model is None:
         with refusing("loss.advantage=gae"):
-            model = value_model_of(actor.model)
-    else:
-        with refusing(f"critic.model={settings.model!r}", foreign=True):
-            loaded: Any = load_value_model(local_model(settings.model), dtype=inside.dtype)
-            model = loaded.to(inside.device)
-        tables = [next(each.get_input_embeddings().parameters()) for each in (model, inside)]
-        size, due = (table.shape[0] for table in tables)
-        if size < due:
-            raise SettingsError(
-                f"critic.model={settings.model!r} has a vocabulary of {size} tokens, and the "
-                f"policy's has {due}. A critic reads the policy's tokens: take one of its family."
-            )
-    return _for_training(cfg, model)
+            check_value_config(config, who=f"policy.model={cfg.policy.model}")
+        return
+    who = f"critic.model={settings.model!r}"
+    with refusing(who, foreign=True):
+        own = load_pretrained(AutoConfig, local_model(settings.model))
+        check_value_config(own, who="it")
+    size, due = (each.get_text_config().vocab_size for each in (own, config))
+    if size < due:
+        raise SettingsError(
+            f"{who} has a vocabulary of {size} tokens, and the policy's has {due}. A critic reads "
+            "the policy's tokens: take one of its family."
+        )
 
 
 def critic_of_config(cfg: TrainingConfig, config: Any, dtype: torch.dtype) -> PreTrainedModel:

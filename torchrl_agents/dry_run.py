@@ -16,6 +16,7 @@ from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.transformers import TransformersEngine
 
+from .critic import check_critic
 from .loggers import check_loggers
 from .model_card import reach_hub
 from .models.adapters import with_adapters
@@ -99,6 +100,8 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
             processor = load_processor(cfg.policy, source)
             check_images(cfg, processor)
             check_split(cfg, model)
+            if isinstance(cfg, TrainingConfig):
+                check_critic(cfg, model.config, reads_images=processor is not None)
             with refusing(f"policy.model={source!r} can't be used so"):
                 longest = cfg.policy.max_model_len
                 images = None if processor is None else ImageProcessor(processor)

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import context_scenarios
+import critic_scenarios
 import recipe_scenarios
 import split_scenarios
 import torch
@@ -18,7 +19,7 @@ if __name__ == "__main__":
     results = {}
     kinds = (
         *(training_scenarios, split_scenarios, context_scenarios),
-        *(weight_scenarios, recipe_scenarios),
+        *(weight_scenarios, recipe_scenarios, critic_scenarios),
     )
     for name, run in chain(*(kind.scenarios() for kind in kinds)):
         if not any(word in name for word in sys.argv[2:] or [name]):

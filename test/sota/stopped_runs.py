@@ -323,6 +323,7 @@ def in_fork(job: dict[str, Any], config: Any) -> int:
         return pid
     os.setsid()  # what a terminal would send to its foreground goes to this run alone
     os.chdir(job["folder"])
+    sys.path.insert(0, job["folder"])  # as the command line has it
     for name, number in (("out", 1), ("err", 2)):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)

@@ -37,6 +37,7 @@ def run(run_script, tmp_path):
     [
         pytest.param(["loss.advantage=batch_mean"], 14, id="batch mean"),
         pytest.param(["loss.advantage=running_mean"], 14, id="running mean"),
+        pytest.param(["loss.advantage=gae"], 14, id="a critic"),
         # On a busy machine the rollouts of the first steps all begin with the first weights.
         pytest.param(
             ["loss.advantage=batch_mean", "collector=streaming"],
@@ -67,6 +68,14 @@ def test_the_reward_rises_with_one_rollout_a_prompt(run, settings, steps):
         (["loss.advantage=running_mean", "loss.length_penalty=0.1"], "compares the outputs"),
         (["loss.advantage=running_mean", "loss.advantage_scale=batch"], "scale has no effect"),
         (["loss.advantage=batch_mean", "loss.advantage_scale=tokens"], "scale"),
+        (
+            ["loss.advantage=batch_mean", "critic.lmbda=0.9"],
+            "critic.lmbda is for loss.advantage=gae, got batch_mean",
+        ),
+        (["loss.advantage=gae", "loss.credit=turn"], "loss.credit=turn does not go with"),
+        (["loss.advantage=gae", "collector.refill=true"], "has no groups without a signal"),
+        (["loss.advantage=gae", "critic.gamma=1.1"], "critic.gamma"),
+        (["loss.advantage=gae", "critic.model=nowhere/at/all"], "There is no file or folder"),
     ],
 )
 def test_what_can_not_take_effect_is_refused(run, settings, words):

@@ -199,6 +199,39 @@ def test_S01_a_signal_ends_a_run_on_ray(number, to_group, server, tmp_path):
     assert "stopped after step 1" in done["err"]
 
 
+def test_S01_a_run_with_a_critic_goes_on_between_two_passes_to_the_bit(server, tmp_path):
+    """Its rows have the values of before the step, which the critic has left behind by then."""
+    found = {}
+    for name, job in (
+        ("whole", {}),
+        ("cut", {"point": "between two passes", "signal": int(signal.SIGTERM)}),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        own = ("task=environment", "task.dataset=rows.jsonl", "task.rewards=mine:letters")
+        critic = (*own, "loss.advantage=gae", "critic.average_gae=false")
+        (folder / "mine.py").write_text(LETTERS)
+        rows = [{"prompt": f"What is {i}?"} for i in range(32)]
+        (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        done = server.run(folder, *critic, settings=SETTINGS, **job)
+        if job:
+            assert done["status"] == 128 + signal.SIGTERM, done["err"][-3000:]
+            done = server.run(folder, *critic, settings=SETTINGS | {"resume": "auto"})
+        assert done["status"] == 0, done["err"][-3000:]
+        found[name] = [
+            (done["folder"] / part / "model.safetensors").read_bytes()
+            for part in ("model", "critic")
+        ]
+        lines = (done["folder"] / "metrics.jsonl").read_text().splitlines()
+        found[name] += [json.loads(line)["critic/explained_variance"] for line in lines]
+    assert found["cut"] == found["whole"]
+    assert found["whole"][0] != found["whole"][1]
+
+
+LETTERS = """
+def letters(completions, **_):
+    return [sum(x in "aeiou " for x in str(c)) / max(len(str(c)), 1) for c in completions]
+"""
 SENT_TWICE = """
 import os, signal, sys, time
 from torchrl_agents.stop_signals import ONE_S, StopSignals

@@ -48,7 +48,7 @@ def value_model_of(model: nn.Module) -> PreTrainedModel:
             "own. Load one from whole weights: load_value_model(path)."
         )
     config = copy.deepcopy(plain.config)
-    _check_family(config, who=f"value_model_of: {name}")
+    check_value_config(config, who=f"value_model_of: {name}")
     config.num_labels = 1
     whole: Any = copy.deepcopy(model) if hasattr(model, "merge_and_unload") else None
     decoder = plain.base_model if whole is None else whole.merge_and_unload().base_model
@@ -75,19 +75,33 @@ def load_value_model(path: str, **arguments: Any) -> PreTrainedModel:
             has no such class of its family.
     """
     config = load_pretrained(AutoConfig, path)
-    _check_family(config, who=f"load_value_model: {path}")
-    classes = [str(each) for each in getattr(config, "architectures", None) or ()]
-    if any(each.endswith("ForSequenceClassification") for each in classes):
-        if config.num_labels != 1:
-            raise ValueError(
-                f"load_value_model: {path} has {config.num_labels} labels, and a critic gives one "
-                "number. Give a model with num_labels=1, or a causal language model."
-            )
+    check_value_config(config, who=f"load_value_model: {path}")
+    if _has_head(config):
         return load_causal_lm(path, AutoModelForSequenceClassification, **arguments).eval()
     return value_model_of(load_causal_lm(path, **arguments))
 
 
-def _check_family(config: Any, *, who: str) -> None:
+def _has_head(config: Any) -> bool:
+    classes = [str(each) for each in getattr(config, "architectures", None) or ()]
+    return any(each.endswith("ForSequenceClassification") for each in classes)
+
+
+def check_value_config(config: Any, *, who: str) -> None:
+    """Check that a model can be a critic, by its configuration.
+
+    Args:
+        config: of Transformers: of a model for sequence classification, or of another one that
+            would get a head.
+        who: names the model.
+
+    Raises:
+        ValueError: its head has several labels, or Transformers has no such class of its family.
+    """
+    if _has_head(config) and config.num_labels != 1:
+        raise ValueError(
+            f"{who} has {config.num_labels} labels, and a critic gives one number. Give a model "
+            "with num_labels=1, or a causal language model."
+        )
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ValueError(
             f"{who} is a {config.model_type}, of which Transformers has no class for sequence "

@@ -75,7 +75,8 @@ class ValueScorer(ChecksAttributes):
         self._wrapped = model
         self._autocast_dtype = autocast_dtype
         self._longest = settle_rope_factors(self.model, max_model_len, who=who)
-        layout = run_inside(model, partial(_find_layout, self.model, self._head, who=who))
+        with torch.no_grad():  # or shards would stay whole until a backward pass that never comes
+            layout = run_inside(model, partial(_find_layout, self.model, self._head, who=who))
         self._reader = ModelReader(
             self.model, layout=layout, head=self._head, share_prefixes=share_prefixes
         )
@@ -176,7 +177,6 @@ def head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden.to(wide), head.weight.to(wide)).squeeze(-1)
 
 
-@torch.no_grad()
 def _find_layout(model: PreTrainedModel, head: nn.Linear, *, who: str) -> Layout:
     """The fastest way to read rows that gives the hidden states of each alone."""
     # A head may be 0, and hide what is wrong: hidden states are looked at from a direction.
