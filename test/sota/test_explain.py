@@ -164,6 +164,12 @@ def explain(run_script, tmp_path):
             id="the clip leaves no room to move",
         ),
         pytest.param(
+            "lost_critic",
+            ["loss.advantage=gae", "critic.learning_rate=2.0"],
+            ["further from the returns than their mean", "critic.learning_rate, which is "],
+            id="the critic learns too fast",
+        ),
+        pytest.param(
             "too_short",
             ["optim.num_warmup_steps=50"],
             ["4 steps, of which 4 are warm-up", "reached 8e-05 of 0.001"],

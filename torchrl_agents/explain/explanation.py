@@ -14,6 +14,7 @@ CHECKS: Final[tuple[Callable[[RunEvidence], RunFinding | None], ...]] = (
     rollout_checks.unscorable,
     update_checks.not_finite,
     update_checks.stale_sampler,
+    update_checks.lost_critic,
     update_checks.learning_rate_too_large,
     update_checks.kl_runaway,
     rollout_checks.off_policy,

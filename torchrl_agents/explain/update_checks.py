@@ -223,6 +223,24 @@ def kl_runaway(run: RunEvidence) -> RunFinding | None:
     )
 
 
+def lost_critic(run: RunEvidence) -> RunFinding | None:
+    """A critic whose values are further from the returns than one number would be."""
+    name = "critic/explained_variance"
+    explained = [step[name] for step in run.last if math.isfinite(step.get(name, math.nan))]
+    if run.has_improved or not explained or median(explained) >= -0.1:
+        return None
+    found, rate = median(explained), run.mean("critic/learning_rate", run.last)
+    return RunFinding(
+        code="lost_critic",
+        explains=1.0,
+        what="The critic's values are further from the returns than their mean is "
+        f"(critic/explained_variance {found:.2g}), so the advantages are mostly its errors.",
+        change=f"Lower critic.learning_rate, which is {rate:.2g}, or let the critic learn alone "
+        "first, critic.num_warmup_steps.",
+        numbers={"explained_variance": found, "learning_rate": rate},
+    )
+
+
 def stale_sampler(run: RunEvidence) -> RunFinding | None:
     """A loop of the user's own that hands no weights to the policy; recipes always do."""
     versions, made = run.values("policy_version"), _updates(run)
