@@ -37,21 +37,11 @@ from .optimizers import build_optimizer, set_learning_rate
 from .rank_jobs import RankJob, tell
 from .rank_share import RankShare
 from .settings.errors import SettingsError, refusing
-from .settings.schema import CriticConfig, TrainingConfig
+from .settings.schema import TrainingConfig, critic_settings
 
 _TIMES_FASTER: Final = 10
 """The learning rate of a critic over that of the policy, where none is given: that of OpenRLHF and
 verl is 5 to 20 times as large."""
-
-
-def critic_settings(cfg: Any) -> CriticConfig | None:
-    """The settings of the critic of a run; ``None`` where it has none.
-
-    Args:
-        cfg: the settings of a recipe.
-    """
-    has_one = getattr(getattr(cfg, "loss", None), "advantage", None) == "gae"
-    return cfg.critic if has_one else None
 
 
 def first_critic(cfg: TrainingConfig, actor: TransformersWrapper) -> PreTrainedModel | None:

@@ -10,7 +10,7 @@ from torchrl_modules import TransformersWrapper
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.scoring.wrapped_models import evaluation_mode
 
-from .settings.schema import TrainingConfig
+from .settings.schema import TrainingConfig, critic_settings
 
 _LOG = logging.getLogger("torchrl_agents")
 
@@ -130,6 +130,8 @@ def settle_micro_batches(cfg: TrainingConfig, actor: TransformersWrapper) -> Non
         return
     trained = sum(value.numel() for value in actor.parameters() if value.requires_grad)
     state = 3 * trained * model.dtype.itemsize  # gradients, and two moments of AdamW
+    if critic_settings(cfg) is not None:  # the same of all of its weights, which come yet
+        state += 4 * sum(value.numel() for value in model.parameters()) * model.dtype.itemsize
     num_bytes = bytes_of_a_token(model, actor.scorer)
     room = device._replace(free_bytes=max(0, device.free_bytes - state))
     cfg.train.micro_batch_tokens = default_micro_batch_tokens(room, num_bytes)

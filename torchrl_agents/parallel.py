@@ -39,7 +39,7 @@ from torchrl_modules.model_splits import layers_of, split_model
 from torchrl_modules.scoring.packed_attention import can_share
 
 from .checkpoints import Checkpoints
-from .critic import Critic, critic_of_config, critic_settings
+from .critic import Critic, critic_of_config
 from .device_defaults import DEFAULT_TOKENS
 from .models.adapters import WithoutAdapters, frozen_weights, is_adapted, with_adapters
 from .models.loading import load_model
@@ -52,7 +52,7 @@ from .rank_share import RankShare
 from .run import Run
 from .settings.errors import refusing
 from .settings.recipe import Recipe
-from .settings.schema import TrainingConfig
+from .settings.schema import TrainingConfig, critic_settings
 from .stop_signals import SIGNALS
 
 

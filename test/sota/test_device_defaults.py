@@ -1,7 +1,11 @@
 """What a run takes on its device where the settings say nothing; GPUs are described."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from torchrl_agents import device_defaults
 from torchrl_agents.device_defaults import (
     Device,
     bytes_of_a_token,
@@ -9,6 +13,7 @@ from torchrl_agents.device_defaults import (
     default_micro_batch_tokens,
     describe,
 )
+from torchrl_agents.settings.schema import CriticConfig
 from torchrl_modules import TransformersWrapper
 
 GIB = 2**30
@@ -71,3 +76,23 @@ def test_what_a_token_keeps_is_counted(make_tiny_model, chatml_tokenizer):
     assert bytes_of_a_token(wrapped.model, wrapped.scorer) == pytest.approx(
         kept / 3 + 3 * 4 * config.hidden_size
     )
+
+
+@pytest.mark.parametrize(("advantage", "expected"), [("group", 99 * 1024), ("gae", 5 * 1024)])
+def test_a_critic_leaves_less_memory_for_a_micro_batch(
+    advantage, expected, make_tiny_model, chatml_tokenizer, monkeypatch
+):
+    """Of n weights: gradients and moments take 12 n bytes, all of the critic 16 n, of 29 n."""
+    actor = TransformersWrapper(make_tiny_model(0), tokenizer=chatml_tokenizer)
+    count = sum(value.numel() for value in actor.parameters())
+    free = Device("cuda", "card", True, 29 * count)
+    monkeypatch.setattr(device_defaults, "describe", lambda _: free)
+    # 0.6 x 17 n or n bytes: 102,000 tokens or 6,000, in whole thousands.
+    monkeypatch.setattr(device_defaults, "bytes_of_a_token", lambda *_: count / 10_000)
+    cfg: Any = SimpleNamespace(
+        train=SimpleNamespace(micro_batch_tokens=None),
+        loss=SimpleNamespace(advantage=advantage),
+        critic=CriticConfig(),
+    )
+    device_defaults.settle_micro_batches(cfg, actor)
+    assert cfg.train.micro_batch_tokens == expected

@@ -420,3 +420,9 @@ class RolloutsConfig(TrainingConfig):
 def collects_on_ray(cfg: RecipeConfig) -> bool:
     """Return whether collectors on Ray have policies of their own."""
     return isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "ray"
+
+
+def critic_settings(cfg: Any) -> CriticConfig | None:
+    """Return the settings of the critic of a run; ``None`` where it has none."""
+    has_one = getattr(getattr(cfg, "loss", None), "advantage", None) == "gae"
+    return cfg.critic if has_one else None
