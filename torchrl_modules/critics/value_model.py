@@ -38,7 +38,7 @@ def value_model_of(model: nn.Module) -> PreTrainedModel:
         >>> from torchrl_modules.tiny_model import tiny_qwen3
         >>> critic = value_model_of(tiny_qwen3(len(tokenizer)))
         >>> type(critic).__name__, critic.score.weight.shape
-        ('Qwen3ForSequenceClassification', torch.Size([1, 32]))
+        ('Qwen3ForSequenceClassification', torch.Size([1, 64]))
     """
     plain: Any = unwrapped(model, who="value_model_of")
     name = type(plain).__name__
