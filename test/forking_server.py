@@ -119,6 +119,7 @@ def main():
         with contextlib.suppress(ImportError):  # a test takes some away
             import_module(name)
     if not sys.argv[1:]:
+        import_module("quick_runs").quicken_runs()
         rehearse()
         gc.disable()
     gc.freeze()  # so that no fork looks through it, which would copy it

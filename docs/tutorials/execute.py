@@ -1,6 +1,6 @@
 """Runs the notebooks of this folder from top to bottom and writes what came out into them.
 
-    python docs/tutorials/execute.py [NAME ...] [--into FOLDER]     # all, without a name
+    python docs/tutorials/execute.py [NAME ...] [--of FOLDER] [--into FOLDER]   # all without a name
 
 Each runs in an empty folder, in a process of its own that knows this checkout.
 """
@@ -74,9 +74,10 @@ def main(arguments: list[str]) -> None:
     """Execute notebooks, in place or into another folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="all of them, if none is given")
+    parser.add_argument("--of", type=Path, default=HERE, help="folder of the notebooks")
     parser.add_argument("--into", type=Path, default=HERE, help="folder of what is written")
     given = parser.parse_args(arguments)
-    for path in sorted(HERE.glob("*.ipynb")):
+    for path in sorted(given.of.glob("*.ipynb")):
         if given.names and path.stem not in given.names:
             continue
         began = time.monotonic()

@@ -1,7 +1,7 @@
 """Tokenizers for the tests of this folder, and how many examples hypothesis tries.
 
-Forged control tokens are tried in 300 conversations per template, other properties in 80 examples.
-``HYPOTHESIS_PROFILE=thorough`` tries 2,000 of each, as ``make weekly-tests`` does, ``quick`` 50.
+Forged control tokens are tried in 150 conversations per template, other properties in 40 examples.
+``HYPOTHESIS_PROFILE=thorough`` tries 2,000 of each, as ``make weekly-tests`` does, ``quick`` 20.
 ``quick`` and the default try the same examples each time, ``thorough`` and ``soak`` draw others.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
-_NUM_EXAMPLES = {"quick": 50, "landing": 80, "forgery": 300, "thorough": 2000, "soak": 50_000}
+_NUM_EXAMPLES = {"quick": 20, "landing": 40, "forgery": 150, "thorough": 2000, "soak": 50_000}
 for profile, examples in _NUM_EXAMPLES.items():
     settings.register_profile(
         f"data-{profile}",

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -50,22 +51,27 @@ def model(tmp_path_factory):
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def forks(start_forks):
+    return start_forks(sys.executable, {**os.environ, "OMP_NUM_THREADS": "1"})
+
+
 @pytest.fixture
-def run(tmp_path):
-    def run(name, *arguments, python=sys.executable):
-        done = subprocess.run(
-            [python, ROOT / f"examples/{name}.py", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+def run(forks, tmp_path):
+    """Runs a program as it stands, in a fork of a process that has imported what it would."""
+
+    def run(name, *arguments):
+        done = forks([ROOT / f"examples/{name}.py", *arguments], tmp_path, dict(os.environ))
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
     return run
+
+
+@cache
+def distributions():
+    """Names of the distributions of each module that is installed."""
+    return packages_distributions()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -89,7 +95,7 @@ def test_a_program_is_short_and_names_what_it_imports(path):
             else []
         )
     }
-    owners = packages_distributions()
+    owners = distributions()
     others = imported - OURS - set(sys.stdlib_module_names)
     needed = {owners.get(name, [name.replace("_", "-")])[0] for name in others}
     assert needed <= given
@@ -223,7 +229,7 @@ print(json.dumps([log.eval.model_dump(mode="json"), log.results.model_dump(mode=
 """
 
 
-def test_inspect_reads_a_record_as_a_log(run, tmp_path):
+def test_inspect_reads_a_record_as_a_log(tmp_path):
     groups = [[sample(group=group, index=i) for i in range(2)] for group in range(3)]
     lost = {"reward": None, "rewards": {"length": None}, "reward_errors": "it broke"}
     groups.append([sample(group=3, **lost)])
@@ -231,12 +237,14 @@ def test_inspect_reads_a_record_as_a_log(run, tmp_path):
     command = ["evaluate.py", "task=countdown", "policy.model=folder/of"]
     (tmp_path / "evaluation/run.json").write_text(json.dumps({"command": command}))
     python = ROOT / ".venv-openenv/bin/python"
-    path = run("to_inspect", "evaluation", "logs", python=python).strip()
+
+    def run(*arguments):
+        command = [python, *arguments]
+        return subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+
+    path = run(ROOT / "examples/to_inspect.py", "evaluation", "logs").stdout.strip()
     assert path == "logs/evaluation.eval"
-    done = subprocess.run(
-        [python, "-c", READ_LOG, tmp_path / path], capture_output=True, text=True, check=True
-    )
-    spec, results, samples = json.loads(done.stdout)
+    spec, results, samples = json.loads(run("-c", READ_LOG, path).stdout)
     samples.sort(key=lambda each: each[:2])
     assert (spec["task"], spec["model"]) == ("countdown", "folder/of")
     assert (spec["dataset"]["samples"], spec["config"]["epochs"]) == (4, 2)

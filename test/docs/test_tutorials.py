@@ -48,12 +48,28 @@ def test_what_a_page_shows_is_of_one_whole_run(name):
     assert not re.search(r"/(tmp|home|root|work|usr)/", shown)
 
 
+SHORTER = {
+    "coming-from-torchrl": {"num_steps=40": "num_steps=3"},
+    "coming-from-trl": {"max_steps=40": "max_steps=3", "step in range(40)": "step in range(3)"},
+    "losses-in-your-loop": {"step in range(60)": "step in range(6)"},
+    "streaming": {"num_steps=30": "num_steps=6"},
+    "your-agent": {"step in range(35)": "step in range(2)"},
+}
+"""Steps of pages that train until something is learnt, and how many show that they run."""
+
+
 @pytest.fixture(scope="session")
 def run_tutorial(tmp_path_factory):
     @cache
-    def run(name):
+    def run(name, *, is_short=False):
         folder = tmp_path_factory.mktemp(name)
-        command = [sys.executable, str(FOLDER / "execute.py"), name, "--into", str(folder)]
+        text = (FOLDER / f"{name}.ipynb").read_text("utf-8")
+        for steps, fewer in SHORTER[name].items() if is_short else ():
+            assert text.count(steps) == 1
+            text = text.replace(steps, fewer)
+        (folder / "of").mkdir()
+        (folder / f"of/{name}.ipynb").write_text(text, "utf-8")
+        command = [sys.executable, str(FOLDER / "execute.py"), "--of", "of", "--into", "."]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
         assert done.returncode == 0, done.stderr[-3000:]
         return read(folder / f"{name}.ipynb")
@@ -70,35 +86,48 @@ def test_a_page_prints_what_it_says(run_tutorial, name, num_figures):
     assert figures(cells) == num_figures
 
 
+LEARNT = re.compile(r"first step ([\d.]+), of the last five ([\d.]+)")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["losses-in-your-loop", "your-agent"])
-def test_a_page_that_trains_learns(run_tutorial, name):
-    cells = run_tutorial(name)
-    rewards = re.findall(r"first step ([\d.]+), of the last five ([\d.]+)", said(cells))
-    first, last = map(float, rewards[0])
-    assert first < 0.1
-    assert last > 0.8
-    assert figures(cells) == 2
+@pytest.mark.parametrize("name", SHORTER)
+def test_a_page_that_trains_takes_its_steps(run_tutorial, name):
+    cells, kept = run_tutorial(name, is_short=True), read(FOLDER / f"{name}.ipynb")
+    assert [figures([cell]) for cell in cells] == [figures([cell]) for cell in kept]
+    assert len(LEARNT.findall(said(cells))) == len(LEARNT.findall(said(kept)))
+
+
+@pytest.mark.weekly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("name", "num_curves", "before"),
+    [
+        ("losses-in-your-loop", 1, 0.1),
+        ("your-agent", 1, 0.1),
+        ("coming-from-trl", 2, 0.2),  # theirs and ours
+        ("coming-from-torchrl", 2, 0.2),
+    ],
+)
+def test_a_page_that_trains_learns(run_tutorial, name, num_curves, before):
+    rewards = LEARNT.findall(said(run_tutorial(name)))
+    assert len(rewards) == num_curves
+    for first, last in rewards:
+        assert float(first) < before
+        assert float(last) > 0.8
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("name", "losses"), [("coming-from-trl", 4), ("coming-from-torchrl", 2)])
 def test_a_page_for_those_who_come_computes_the_same_loss(run_tutorial, name, losses):
-    cells = run_tutorial(name)
+    cells = run_tutorial(name, is_short=True)
     equal = re.findall(r"(\S+)   here (\S+)   gradients apart by (\S+) of", said(cells))
     assert len(equal) == losses
     for theirs, ours, gap in equal:
         assert float(theirs) == pytest.approx(float(ours), abs=2e-6)
         assert float(theirs) != 0
         assert float(gap) < 1e-3
-    rewards = re.findall(r"first step ([\d.]+), of the last five ([\d.]+)", said(cells))
-    assert len(rewards) == 2  # theirs and ours
-    for first, last in rewards:
-        assert float(first) < 0.2
-        assert float(last) > 0.8
-    assert figures(cells) == 1
 
 
 @pytest.mark.slow
@@ -128,7 +157,8 @@ def test_a_page_shows_no_path_of_a_cell(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_your_agent_has_a_row_of_each_text_that_it_went_on_from(run_tutorial):
-    rows = re.findall(r"group (\d), turns 2: .* (\d) trained", said(run_tutorial("your-agent")))
+    text = said(run_tutorial("your-agent", is_short=True))
+    rows = re.findall(r"group (\d), turns 2: .* (\d) trained", text)
     assert rows == [("0", "8"), ("1", "4"), ("1", "4")]
 
 
@@ -144,15 +174,17 @@ def test_your_rewards_learns_from_degrees_what_it_does_not_from_exactness(run_tu
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_streaming_trains_every_group_and_no_token_that_is_too_old(run_tutorial):
-    cells = run_tutorial("streaming")
-    text = said(cells)
-    assert re.search(r"^trained +120 ", text, re.MULTILINE)
+@pytest.mark.parametrize(
+    "is_short", [True, pytest.param(False, marks=pytest.mark.weekly)], ids=["short", "whole"]
+)
+def test_streaming_trains_every_group_and_no_token_that_is_too_old(run_tutorial, is_short):
+    text = said(run_tutorial("streaming", is_short=is_short))
+    num_groups = 4 * (6 if is_short else 30)
+    assert re.search(rf"^trained +{num_groups} ", text, re.MULTILINE)
     assert re.search(r"^dropped +0 ", text, re.MULTILINE)
     batches, streaming = map(int, re.findall(r"oldest token (\d) steps old", text))
     assert batches == 0
     assert 0 < streaming <= 4
-    assert figures(cells) == 2
 
 
 @pytest.mark.weekly

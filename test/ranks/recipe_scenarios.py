@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -17,14 +18,19 @@ from safetensors.torch import load_file
 from split_models import mixture
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "sota-implementations/sft"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import sft
+from hydra.core.plugins import Plugins
+from quick_runs import quicken_runs
 
 from objectives import NonFiniteGate
 from torchrl_agents.settings.command_line import read_command_line
 from torchrl_agents.start import run_recipe
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
+IMPORTED = ("matplotlib.pyplot", "matplotlib.backends.backend_agg", "pandas", "reasoning_gym")
+"""Once, and not by each rank of each run."""
 NUM_STEPS = 6
 ARGUMENTS = (
     *("task=gcd", "task.num_rows=64", "task.num_demonstrations=64", "logger=none"),
@@ -138,5 +144,9 @@ def split_into(matrices, experts):
 
 
 def scenarios():
+    for name in IMPORTED:
+        import_module(name)
+    Plugins.instance()  # which Hydra looks for once
+    quicken_runs()
     yield "recipe with adapters", adapters
     yield "recipe over splits", split

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1]))
+from quick_runs import quicken_runs
+
+quicken_runs()
 SCRIPTS = Path(__file__).parents[2] / "sota-implementations"
 
 

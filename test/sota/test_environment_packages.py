@@ -234,10 +234,13 @@ def test_verifiers(play, scripted, call_text):
 @pytest.mark.parametrize(
     ("module", "num_steps", "gain"),
     [
-        *(("lake", 2, None), ("gem", 2, None), ("with_verifiers", 6, 0.3)),
-        *(
+        *(("lake", 2, None), ("gem", 2, None)),
+        *(  # what each asks and pays is played above, and test_agent_frameworks.py trains a program
             pytest.param(*each, marks=pytest.mark.weekly)
-            for each in (("skyrl_gym", 8, 0.3), ("aviary_steps", 12, 0.3), ("house", 8, 0.05))
+            for each in (
+                *(("skyrl_gym", 8, 0.3), ("aviary_steps", 12, 0.3), ("house", 8, 0.05)),
+                ("with_verifiers", 6, 0.3),
+            )
         ),
     ],
 )

@@ -42,6 +42,8 @@ SHARED = (
 )
 """Of all runs; what a run sets itself comes later, and counts."""
 ENDS = "policy.stop=[e,n,t,s,a,i,r]"
+OF_METRICS = pytest.mark.weekly
+"""What is told from settings and metrics alone is asked of such below, without a run."""
 
 
 @pytest.fixture
@@ -74,12 +76,14 @@ def explain(run_script, tmp_path):
             ["optim.learning_rate=1e-8"],
             ["4 passes over the same rollouts moved no token"],
             id="passes over the same rollouts move no token",
+            marks=OF_METRICS,
         ),
         pytest.param(
             "learning_rate_too_large",
             ["optim.learning_rate=3", "train.num_steps=6"],
             ["a learning rate of 3", "Lower optim.learning_rate to a tenth (0.3)"],
             id="a step of 3 destroys the policy",
+            marks=OF_METRICS,
         ),
         pytest.param(
             "cut",
@@ -156,12 +160,14 @@ def explain(run_script, tmp_path):
             ["optim.max_grad_norm=1e-7"],
             ["in 100% of the steps", "limit 1e-07", "optim.max_grad_norm"],
             id="gradients are scaled down to nothing",
+            marks=OF_METRICS,
         ),
         pytest.param(
             "clipped_tokens",
             ["train.num_epochs=12", "loss.clip_epsilon=1e-5"],
             ["The clip leaves ", "loss.clip_epsilon=1e-05", "train.num_epochs, which is 12"],
             id="the clip leaves no room to move",
+            marks=OF_METRICS,
         ),
         pytest.param(
             "lost_critic",
@@ -174,12 +180,14 @@ def explain(run_script, tmp_path):
             ["optim.num_warmup_steps=50"],
             ["4 steps, of which 4 are warm-up", "reached 8e-05 of 0.001"],
             id="the run ends before its warm-up",
+            marks=OF_METRICS,
         ),
         pytest.param(
             "kl_runaway",
             ["loss.kl_to_ref_coeff=1e-6", "optim.learning_rate=2e-2", "train.num_steps=6"],
             ["The KL to the reference ran away", "its weight is 1e-06", "loss.kl_to_ref_coeff"],
             id="nothing holds the policy to the reference",
+            marks=OF_METRICS,
         ),
         pytest.param(
             "off_policy",
@@ -195,6 +203,7 @@ def explain(run_script, tmp_path):
             ["train.shuffle_rewards=true"],
             ["dealt out at random"],
             id="a control",
+            marks=OF_METRICS,
         ),
     ],
 )
@@ -207,6 +216,9 @@ def test_a_broken_run_is_explained_first_by_what_was_broken(explain, code, setti
 
 def test_a_run_that_learns_has_no_finding_and_a_row_shows_what_is_said(explain, capsys, tmp_path):
     healthy = explain("train.num_steps=14", "optim.learning_rate=4e-3")
+    (step, *_) = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    told = ("kl_approx", "ESS/min", "entropy", "grad_norm", "clip_fraction")
+    assert {*UPDATES, *told} <= step.keys()  # names of those that are written by hand below
     assert healthy.num_steps == 14
     assert healthy.last_reward > 1.5 * healthy.first_reward
     assert not healthy.findings
@@ -231,6 +243,116 @@ def test_weights_that_never_reach_the_sampler_are_told_of_a_loop_of_the_users_ow
     assert told.findings[0].numbers == {"updates": 10, "policy_version": 7}
     moved = [{**step, "policy_version": 7 + (number > 3)} for number in range(5)]
     assert not explain_run(write_metrics(tmp_path / "pushed", *moved)).findings
+
+
+def over(steps, **metrics):
+    """The metrics of steps, of which each has the next value of those that are lists."""
+    return [
+        {k: v[n] if isinstance(v, list) else v for k, v in metrics.items()} for n in range(steps)
+    ]
+
+
+UPDATES = {"reward": 0.5, "optimizer_steps": 1, "learning_rate": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "metrics", "explains", "words"),
+    [
+        pytest.param(
+            *("learning_rate_too_small", "{}", {"learning_rate": 1e-12}, 1.0),
+            # Half of the distance of 0.02 to the next number of 24 bits: 0.02 / 2^24.
+            ["1e-12 at most", "0.02 in float32 can't change by less than 1e-09"],
+            id="a step that is lost in rounding",
+        ),
+        pytest.param(
+            *("learning_rate_too_small", "policy: {dtype: bfloat16}", {"learning_rate": 7e-5}, 1.0),
+            ["can't change by less than 8e-05", "train weights of policy.dtype=float32"],
+            id="a step that is lost in the rounding of bfloat16: 0.02 / 2^8",
+        ),
+        pytest.param(
+            "learning_rate_too_small",
+            "optim: {name: sgd}",
+            {"optimizer_steps": 4, "kl_approx": [0.0, 3e-6, -9e-6, 0.0], "clip_fraction": 0.0},
+            *(1.0, ["4 passes over the same rollouts moved no token by more than 9e-06 nats"]),
+            id="passes that move nothing",
+        ),
+        pytest.param(
+            *("learning_rate_too_small", "{}", {"learning_rate": 2e-8}, 1.0),
+            ["all updates together move a weight by at most 8e-08"],
+            id="all steps together are small",
+        ),
+        pytest.param(
+            *("learning_rate_too_large", "{}", {"kl_approx": [0, 2, 0, 0], "learning_rate": 3}, 1),
+            ["up to 2 nats", "a learning rate of 3. The reward went", "to a tenth (0.3)"],
+            id="tokens move by nats within a step",
+        ),
+        pytest.param(
+            *("learning_rate_too_large", "{}", {"ESS/min": [1, 0.01, 1, 1]}, 1.0),
+            ["1.0% of the tokens carry the update"],
+            id="few tokens carry a step",
+        ),
+        pytest.param(
+            *("learning_rate_too_large", "{}", {"entropy": [4.0, 4.0, 1.5, 1.5]}, 1.0),
+            ["in one step the entropy changed by 2.5 nats per token"],
+            id="the entropy falls within a step",
+        ),
+        pytest.param(
+            *("clipped_gradients", "optim: {max_grad_norm: 0.01}", {"grad_norm": [1, 1, 2, 4]}, 1),
+            ["in 100% of the steps, to 1/150 of its norm (median 1.5, limit 0.01)"],
+            id="gradients that are scaled down",
+        ),
+        pytest.param(
+            "clipped_tokens",
+            "{loss: {clip_epsilon: 1.0e-5}, train: {num_epochs: 12}}",
+            {"clip_fraction": [0.0, 0.3, 0.4, 0.5]},  # the last three count
+            *(0.4, ["leaves 40% ", "loss.clip_epsilon=1e-05", "train.num_epochs, which is 12"]),
+            id="a clip without room",
+        ),
+        pytest.param(
+            *("kl_runaway", "loss: {kl_to_ref_coeff: 1.0e-6}", {"kl_to_ref": [0.1, 1, 2, 3]}, 1.0),
+            ["from 0.1 to 2 nats per token", "its weight is 1e-06", "Raise loss.kl_to_ref_coeff"],
+            id="a policy that leaves the reference",
+        ),
+        pytest.param(
+            "too_short",
+            "{optim: {num_warmup_steps: 50, learning_rate: 0.001}, train: {num_steps: 4}}",
+            {"learning_rate": [2e-5, 4e-5, 6e-5, 8e-5]},
+            *(1.0, ["4 steps, of which 4 are warm-up", "reached 8e-05 of 0.001", "which is 4"]),
+            id="the end comes before that of the warm-up",
+        ),
+        pytest.param(
+            *("shuffled_rewards", "train: {shuffle_rewards: true}", {}, 1.0),
+            ["dealt out at random", "Leave train.shuffle_rewards out"],
+            id="a control",
+        ),
+    ],
+)
+def test_what_settings_and_metrics_tell(code, settings, metrics, explains, words, tmp_path):
+    run = write_metrics(tmp_path / "run", *over(4, **UPDATES | metrics))
+    (run / "config.yaml").write_text(settings)
+    (finding,) = explain_run(run).findings
+    assert (finding.code, finding.explains) == (code, pytest.approx(explains))
+    told = f"{finding.what} {finding.change}"
+    assert all(word in told for word in words), told
+
+
+@pytest.mark.parametrize(
+    ("settings", "metrics"),
+    [
+        ("{}", {"learning_rate": 3e-7}),  # four steps of it are 1.2e-6
+        ("optim: {name: sgd}", {"optimizer_steps": 4, "kl_approx": 2e-5, "clip_fraction": 0.0}),
+        ("{}", {"kl_approx": 0.9, "ESS/min": 0.03, "entropy": [4.0, 3.1, 1.6, 0.9]}),
+        ("optim: {max_grad_norm: 0.02}", {"grad_norm": [1, 1, 2, 4]}),  # 75 times
+        ("loss: {clip_epsilon: 0.2}", {"clip_fraction": [0.9, 0.2, 0.3, 0.3]}),
+        ("loss: {kl_to_ref_coeff: 0.01}", {"kl_to_ref": [0.1, 0.9, 0.9, 0.9]}),
+        ("optim: {num_warmup_steps: 1}", {}),
+        ("{}", {"kl_approx": [0, 2, 0, 0], "reward": [0.0, 0.1, 0.8, 0.9]}),  # and yet it learns
+    ],
+)
+def test_what_is_not_far_enough_is_not_told(settings, metrics, tmp_path):
+    run = write_metrics(tmp_path / "run", *over(4, **UPDATES | metrics))
+    (run / "config.yaml").write_text(settings)
+    assert not explain_run(run).findings
 
 
 def test_updates_that_are_not_finite_are_told_and_those_without_a_gradient_are_not(tmp_path):

@@ -233,7 +233,12 @@ def test_runs_have_folders_of_their_own(result_of, run_script, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
+    ("number", "status"),
+    [
+        pytest.param(signal.SIGINT, 130, id="Ctrl-C"),
+        # test_stop_at_any_point.py sends it at each point.
+        pytest.param(signal.SIGTERM, 143, id="SIGTERM", marks=pytest.mark.weekly),
+    ],
 )
 def test_a_signal_ends_the_step_and_saves(number, status, tmp_path):
     """To the whole group of processes, as a terminal sends it; the task has workers."""
@@ -344,7 +349,18 @@ def test_S02_servers_end_with_a_run_that_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["echo", "wordle", "catch", "multi_env", "countdown", "gcd"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        *(
+            "echo",
+            "wordle",
+            "multi_env",
+            "gcd",
+        ),  # one of a kind: a turn, a game, several, questions
+        *(pytest.param(name, marks=pytest.mark.weekly) for name in ("catch", "countdown")),
+    ],
+)
 def test_a_task_trains(task, result_of, tmp_path):
     own = ["task.level=own"] if task == "gcd" else []
     result = result_of(*SMALL, f"task={task}", *own, "train.num_steps=1", cwd=tmp_path)

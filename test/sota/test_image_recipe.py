@@ -24,6 +24,7 @@ OWN = (
     *("task=environment", "task.dataset=rows.jsonl", "task.rewards=mine:names_it"),
     *("policy.model=tiny", "policy.max_new_tokens=4", "evaluate.num_prompts=3"),
 )
+SMALL = ("collector.num_prompts=3", "collector.group_size=4")
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,9 @@ def run_in(folder, run_script, *arguments, name="grpo"):
 
 
 def test_a_run_goes_on_and_leaves_a_model_that_reads_images(folder, run_script):
-    whole = run_in(folder, run_script, "train.num_steps=3")
-    begun = run_in(folder, run_script, "train.num_steps=1")
-    run_in(folder, run_script, "train.num_steps=3", f"resume={begun['output_dir']}")
+    whole = run_in(folder, run_script, *SMALL, "train.num_steps=3")
+    begun = run_in(folder, run_script, *SMALL, "train.num_steps=1")
+    run_in(folder, run_script, *SMALL, "train.num_steps=3", f"resume={begun['output_dir']}")
     known, again = (lines_of(Path(x["output_dir"], "metrics.jsonl")) for x in (whole, begun))
     assert known[0]["ratio_mean"] == pytest.approx(1, abs=1e-4)
     for line in known:

@@ -81,11 +81,16 @@ def run(run_script, tmp_path):
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        ("scalar", "function scalar must return one reward per completion: .* got 1.0"),
-        ("nothing", "function nothing must return one reward per completion: .* got None"),
         ("strings", "function strings gave 'good', which is not a number"),
-        ("table", r"function table gave tensor\(\[0., 0.\]\), which is not a number"),
         ("few", r"function few must return one reward .* list of 8, got \[1.0\]"),
+        *(  # what is said of each is asked of the functions themselves, in test_rewards.py
+            pytest.param(*each, marks=pytest.mark.weekly)
+            for each in (
+                ("scalar", "function scalar must return one reward per completion: .* got 1.0"),
+                ("nothing", "function nothing must return one reward per completion: .* got None"),
+                ("table", r"function table gave tensor\(\[0., 0.\]\), which is not a number"),
+            )
+        ),
     ],
 )
 def test_what_is_no_reward_is_refused_in_a_line_before_training(run, reward, words):

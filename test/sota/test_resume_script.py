@@ -4,8 +4,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +23,10 @@ from torchrl_agents.settings.schema import TrainingConfig
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
 COMMAND = [
-    *(sys.executable, str(SCRIPT), "debug=tiny", "task=number_guessing", "evaluate.num_shown=0"),
+    *("debug=tiny", "task=number_guessing", "evaluate.num_shown=0"),
     *("warm_start.num_steps=30", "collector.num_prompts=8", "collector.group_size=4"),
     *("train.num_steps=4", "checkpoint.every=1"),
 ]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 # The script, told to stop between two passes over the rollouts of a step.
@@ -47,6 +44,22 @@ def stop(self):
     check(self)
 
 StopSignals.check = stop
+"""
+# The script, of which nothing is left once its third step is recorded.
+KILLED = """
+import os, runpy, signal, sys
+from torchrl_agents.recorder import Recorder
+
+write = Recorder.write
+
+def killed(self, step, *more):
+    write(self, step, *more)
+    if step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Recorder.write = killed
+"""
+RUN_IT = """
 sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -67,33 +80,23 @@ def metrics_of(folder):
 
 @pytest.mark.slow
 def test_S05_after_a_stop_inside_a_step_and_kill_9_a_run_ends_as_it_would_have(
-    run_script, tmp_path
+    run_script, forks, tmp_path
 ):
     def run(*more):
-        done = run_script(*COMMAND[2:], *more, cwd=tmp_path)
+        done = run_script(*COMMAND, *more, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
         return Path(json.loads(done.stdout.strip().splitlines()[-1])["output_dir"])
 
+    def broken_off(program, *more):
+        (tmp_path / "broken_off.py").write_text(program + RUN_IT)
+        return forks(["broken_off.py", SCRIPT, *COMMAND, *more], tmp_path, dict(os.environ))
+
     whole = run("name=whole")
-    inside = [sys.executable, "-c", STOPPED_INSIDE_A_STEP, *COMMAND[1:], "name=cut"]
-    done = subprocess.run(
-        inside, cwd=tmp_path, env=ENVIRONMENT, check=False, capture_output=True, text=True
-    )
+    done = broken_off(STOPPED_INSIDE_A_STEP, "name=cut")
     assert done.returncode == 128 + signal.SIGTERM, done.stderr[-3000:]
     assert "stopped after step" in done.stderr
-    with subprocess.Popen(
-        [*COMMAND, "name=cut", "resume=auto"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if line.startswith("grpo step 3/"):
-                break
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
+    done = broken_off(KILLED, "name=cut", "resume=auto")
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     cut = run("name=cut", "resume=auto")
     assert cut.name == "cut-001"
     assert metrics_of(cut) == metrics_of(whole)

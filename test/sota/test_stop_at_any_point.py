@@ -123,6 +123,11 @@ STREAMING = [
 ]
 
 
+BESIDE_OTHERS = {
+    *("collecting, in a reward", "streaming, in a reward"),  # in a tool
+    *("periodic evaluation", "streaming, last evaluation"),  # the last evaluation
+}
+"""Points that a signal reaches as it does another one, which is asked with every change."""
 STUCK = ["in native code", "saving on a slow disk", "streaming, in a reward"]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -160,7 +165,11 @@ def stopped(server, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("point", "number"), [(p, SIGNALS[i % 3]) for i, p in enumerate([*BATCHES, *STREAMING])]
+    ("point", "number"),
+    [
+        pytest.param(p, SIGNALS[i % 3], marks=[pytest.mark.weekly] * (p in BESIDE_OTHERS))
+        for i, p in enumerate([*BATCHES, *STREAMING])
+    ],
 )
 def test_S01_a_signal_ends_a_run_and_it_goes_on(point, number, stopped):
     folder, go_on = stopped(point, number)

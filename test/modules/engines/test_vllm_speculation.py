@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.vllm import server
 
 pytestmark = pytest.mark.vllm
 
@@ -75,12 +76,20 @@ def test_new_weights_draw_as_without_it(speculating, vllm_engine, model, other_m
     assert ids[0] != [row.ids for row in speculating.generate(PROMPTS, GREEDY)]
 
 
-def test_above_temperature_0_a_cpu_is_refused_by_engine_and_server(speculating, model_directory):
+def test_above_temperature_0_a_cpu_is_refused_by_engine_and_server(speculating):
     params = SamplingParameters(max_new_tokens=4, temperature=1.0)
     with pytest.raises(ValueError, match="Sample with temperature=0, on a GPU, or without it"):
         speculating.check_sampling(params)
     with pytest.raises(ValueError, match="kernels that accept drafts need Triton"):
         speculating.generate(PROMPTS, params)
+    with pytest.raises(SystemExit, match="--speculative-config vLLM draws wrongly"):
+        server._check_drafts({"--speculative-config", "--model"}, is_cpu=True)
+    server._check_drafts({"--speculative-config", "--model"}, is_cpu=False)
+    server._check_drafts({"--model"}, is_cpu=True)
+
+
+@pytest.mark.weekly
+def test_a_server_of_a_cpu_ends_where_it_would_draw_wrongly(model_directory):
     command = [sys.executable, "-m", "torchrl_modules.vllm.server", model_directory]
     done = subprocess.run(
         [*command, "--speculative-config", "{}"], capture_output=True, text=True, timeout=200
