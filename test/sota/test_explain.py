@@ -174,6 +174,7 @@ def explain(run_script, tmp_path):
             ["loss.advantage=gae", "critic.learning_rate=2.0"],
             ["further from the returns than their mean", "critic.learning_rate, which is "],
             id="the critic learns too fast",
+            marks=OF_METRICS,
         ),
         pytest.param(
             "too_short",
@@ -321,6 +322,14 @@ UPDATES = {"reward": 0.5, "optimizer_steps": 1, "learning_rate": 1e-3}
             id="the end comes before that of the warm-up",
         ),
         pytest.param(
+            "lost_critic",
+            "{}",
+            # The last three count.
+            {"critic/explained_variance": [0.5, -9.0, -0.2, -0.1], "critic/learning_rate": 0.02},
+            *(1.0, ["explained_variance -0.2", "critic.learning_rate, which is 0.02"]),
+            id="a critic that is worse than a number",
+        ),
+        pytest.param(
             *("shuffled_rewards", "train: {shuffle_rewards: true}", {}, 1.0),
             ["dealt out at random", "Leave train.shuffle_rewards out"],
             id="a control",
@@ -346,6 +355,7 @@ def test_what_settings_and_metrics_tell(code, settings, metrics, explains, words
         ("loss: {clip_epsilon: 0.2}", {"clip_fraction": [0.9, 0.2, 0.3, 0.3]}),
         ("loss: {kl_to_ref_coeff: 0.01}", {"kl_to_ref": [0.1, 0.9, 0.9, 0.9]}),
         ("optim: {num_warmup_steps: 1}", {}),
+        ("{}", {"critic/explained_variance": [-9.0, 0.1, -0.05, -9.0]}),
         ("{}", {"kl_approx": [0, 2, 0, 0], "reward": [0.0, 0.1, 0.8, 0.9]}),  # and yet it learns
     ],
 )
