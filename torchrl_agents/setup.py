@@ -177,7 +177,7 @@ def _compare_with_origin(cfg: RecipeConfig, origin: Origin) -> None:
         raise ValueError(
             f"policy.model={cfg.policy.model} is of a run of task={origin.task}, and no task is "
             f"given, for which {cfg.task.id} stands. Give task={origin.task} with its settings, or "
-            f"task={cfg.task.id} if it is meant"
+            f"task={cfg.task.id} if it is meant."
         )
     differs = {
         name: (here, there)
