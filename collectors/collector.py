@@ -74,6 +74,12 @@ class Collector(ChecksAttributes, ABC):
                 f"{type(self).__name__}: replay_buffer takes ReplayBuffer(storage="
                 f"LazyStackStorage(), batch_size=64), say, got {type(replay_buffer)}."
             )
+        if getattr(replay_buffer, "_prefetch", False):
+            raise ValueError(
+                f"{type(self).__name__}: the replay buffer has a prefetch: batches drawn ahead "
+                "outlive buffer.empty(), and rows of earlier weights would be trained in the place "
+                "of those just collected. Make it without prefetch; rows lie in memory already."
+            )
         self.policy = policy
         self.replay_buffer = replay_buffer
         self.postproc = postproc

@@ -12,8 +12,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_data.keys import GROUP_ID, REWARD, REWARDS, SEGMENT
+from torchrl_data.keys import GROUP_ID, REWARD, REWARDS
 from torchrl_envs.entries.rewards import reward_of_row, several_rewards, solving_rewards
+from torchrl_envs.entries.whole_episodes import rows_by_episode, whole_episode
 
 
 class Estimate(NamedTuple):
@@ -188,8 +189,8 @@ def evaluation_estimates(
 
     Args:
         trajectories: rows ``[B]``, as a collector gives them; those of a prompt share
-            ``group_id``. A rollout that could not be scored is no sample; further rows of an
-            episode whose past was rewritten are left out.
+            ``group_id``. A rollout that could not be scored is no sample; an episode of several
+            rows is one, and its answer is in the row in which it ended.
         ks: sizes of the subsets.
         solved_at: the reward from which on a rollout is correct.
         solved_by: the reward that is asked, by its name and without its weight, or several, of
@@ -212,9 +213,9 @@ def evaluation_estimates(
     asked = [solved_by] if isinstance(solved_by, str) else solved_by
     _check_names(trajectories, asked)
     groups: dict[int, list[TensorDictBase]] = defaultdict(list)
-    for row in trajectories.reshape(-1).unbind(0):
-        if int(row.get(SEGMENT, 0)) == 0:
-            groups[int(row.get(GROUP_ID))].append(row)
+    for own in rows_by_episode(trajectories.reshape(-1).unbind(0)):
+        row = whole_episode(own)
+        groups[int(row.get(GROUP_ID))].append(row)
     most = max(map(len, groups.values()), default=0)
     reward = torch.zeros(len(groups), most, dtype=torch.float64)
     valid, correct, judged = torch.zeros(3, *reward.shape, dtype=torch.bool)

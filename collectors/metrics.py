@@ -21,7 +21,6 @@ from objectives.batching.non_finite_gate import StepOutcome
 from torchrl_data.batched_object import read_objects
 from torchrl_data.keys import (
     ASSISTANT_MASK,
-    EPISODE_ID,
     GROUP_ID,
     LOG_PROBS_FULL,
     NUM_TOOL_CALLS,
@@ -33,7 +32,6 @@ from torchrl_data.keys import (
     ROW,
     ROW_KIND,
     SAMPLING_MASK,
-    SEGMENT,
     STOP_REASON,
     TRUNCATED,
 )
@@ -41,6 +39,7 @@ from torchrl_data.ragged.packed import read_experts, read_sampling_masks
 from torchrl_data.routed_experts import unknown_expert
 from torchrl_data.stop_reason import kind_of
 from torchrl_envs.entries.rewards import solving_rewards
+from torchrl_envs.entries.whole_episodes import rows_by_episode, whole_episode
 from torchrl_envs.episode.row_origin import ROW_KINDS
 from torchrl_envs.rewards.metrics import reward_metrics
 from torchrl_envs.rewards.scoring_call import LOGGED_METRICS
@@ -109,10 +108,11 @@ def rollout_metrics(
         name = (read_objects(row, ROW)[0] or {}).get("environment")
         if isinstance(name, str):
             tasks[name].append(row)
+    num_episodes = len(rows_by_episode(rows))
     for name, own in tasks.items():
         of_task = _metrics_of(lazy_stack(own), own, solved_at, asked)
         metrics |= {f"{name}/{key}": of_task[key] for key in _BY_TASK}
-        metrics[f"{name}/share"] = len(own) / len(rows)
+        metrics[f"{name}/share"] = len(rows_by_episode(own)) / num_episodes
     return metrics
 
 
@@ -158,7 +158,7 @@ def _tree_metrics(rows: Sequence[TensorDictBase]) -> dict[str, float]:
     if rows[0].get(ROW_KIND, None) is None:
         return {}
     kinds = Counter(read_objects(row, ROW_KIND)[0] for row in rows)
-    num_episodes = len({int(row.get(EPISODE_ID)) for row in rows})
+    num_episodes = len(rows_by_episode(rows))
     shares = {f"rows/{kind}_fraction": kinds[kind] / len(rows) for kind in ROW_KINDS[1:]}
     return {"rows_per_episode": len(rows) / num_episodes, **shares}
 
@@ -172,34 +172,36 @@ def _metrics_of(
     metrics = {_RENAMED.get(k, k): v for k, v in reward_metrics(trajectories).items()}
     groups: dict[int, list[bool]] = defaultdict(list)
     logged: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
+    parts = rows_by_episode(rows)
+    episodes = [whole_episode(own) for own in parts]
+    for row in episodes:
         group_id, rewards = row.get(GROUP_ID, None), solving_rewards(row, solved_by)
         if group_id is not None and (len(rewards) == 1 or (rewards and solved_by is not None)):
             groups[int(group_id)].append(min(rewards.values()) >= solved_at)
-        if int(row.get(SEGMENT, 0)) == 0:  # once per rollout
-            for name, value in (read_objects(row, LOGGED_METRICS)[0] or {}).items():
-                logged[f"logged/{name}"].append(value)
+        for name, value in (read_objects(row, LOGGED_METRICS)[0] or {}).items():
+            logged[f"logged/{name}"].append(value)
     solved = list(groups.values())
     metrics["groups/solve_none_fraction"] = _mean([float(not any(g)) for g in solved])
     metrics["groups/solve_all_fraction"] = _mean([float(all(g)) for g in solved])
-    counts = [int(row.get(ASSISTANT_MASK).sum()) for row in rows]
+    counts = [sum(int(row.get(ASSISTANT_MASK).sum()) for row in own) for own in parts]
     metrics |= _tree_metrics(rows)
-    metrics["turns"] = _mean([float(row.get("num_turns")) for row in rows])
+    metrics["turns"] = _mean([float(row.get("num_turns")) for row in episodes])
     metrics["sampled_tokens"] = _mean(counts)
     metrics["sampled_tokens/max"] = float(max(counts))
     for key, name in ((NUM_TOOL_CALLS, "tool_calls"), (NUM_TOOL_ERRORS, "tool_errors")):
         if rows[0].get(key, None) is not None:
-            metrics[name] = _mean([float(row.get(key)) for row in rows])
-    metrics["truncated_fraction"] = _mean([float(row.get(TRUNCATED)) for row in rows])
-    reasons = Counter(kind_of(read_objects(row, STOP_REASON, "")[0]) for row in rows)
-    metrics |= {f"stop/{reason}": count / len(rows) for reason, count in sorted(reasons.items())}
+            metrics[name] = _mean([float(row.get(key)) for row in episodes])
+    metrics["truncated_fraction"] = _mean([float(row.get(TRUNCATED)) for row in episodes])
+    reasons = Counter(kind_of(read_objects(row, STOP_REASON, "")[0]) for row in episodes)
+    shares = {f"stop/{kind}": count / len(episodes) for kind, count in sorted(reasons.items())}
+    metrics |= shares
     log_probs = [row.get(LOG_PROBS_FULL)[row.get(ASSISTANT_MASK)] for row in rows]
     metrics["entropy"] = (
         -sum(float(x.sum()) for x in log_probs) / sum(counts) if sum(counts) else math.nan
     )
     metrics |= _mask_metrics(rows) | _expert_metrics(rows)
     metrics |= {name: _mean(values) for name, values in logged.items()}
-    versions = [row.get(POLICY_VERSION) for row in rows]
+    versions = [row.get(POLICY_VERSION) for row in episodes]
     if not isinstance(versions[0], str):  # a tracker may name them
         metrics["policy_version"] = _mean([float(version) for version in versions])
     return metrics
@@ -283,7 +285,9 @@ class StepMetrics:
         self._rollouts = rollout_metrics(
             trajectories, solved_at=self.solved_at, solved_by=self.solved_by
         )
-        self._num_sampled = self._rollouts["sampled_tokens"] * len(trajectories)
+        self._num_sampled = float(
+            sum(int(row.get(ASSISTANT_MASK).sum()) for row in trajectories.reshape(-1).unbind(0))
+        )
         return trajectories
 
     def add_update(self, output: GRPOLossOutput | SFTLossOutput, outcome: StepOutcome) -> None:

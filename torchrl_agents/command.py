@@ -23,7 +23,7 @@ from typing import Any, Final
 from torchrl_data import import_package, page
 from torchrl_data.releases import TESTED, installed_release, untested
 
-from .settings import TYPED_AS
+from .settings import TYPED_AS, escape_what_the_output_lacks
 
 RECIPES: Final = (
     Path(__file__).parent / "recipes",  # in a wheel
@@ -174,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    escape_what_the_output_lacks()
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     scripts = recipes()
     if name in ("--help", "-h", "help"):
@@ -191,6 +192,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except BrokenPipeError:  # who read what is printed has seen enough, such as head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
+        except OSError as error:
+            if error.filename is None:  # of no file: a fault of ours
+                raise
+            print(f"torchrl-agents {name}: {error}", file=sys.stderr)
+            return 1
         return status
     if name in {**scripts, **ALIASES}:
         return _run_recipe(name, scripts, rest, typed=name)

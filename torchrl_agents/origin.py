@@ -10,6 +10,8 @@ _PROMPTS: Final = (
     *("chat_template_name", "show_tool_schemas", "tool_call_format", "max_new_tokens", "stop"),
 )
 """Of ``policy``: what the prompts and turns were that a model was trained with."""
+_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p")
+"""Of ``policy``: how tokens were drawn. They have defaults of their own and are not taken over."""
 
 
 class Origin(NamedTuple):
@@ -21,6 +23,8 @@ class Origin(NamedTuple):
     """What its last run trained it on; ``None`` where no run did."""
     settings: Mapping[str, Any]
     """Of that run, by their paths: how prompts show tools, and how long turns are."""
+    sampling: Mapping[str, Any] = {}
+    """Of that run, by their paths: how tokens were drawn."""
 
 
 def origin_of(model: str | None) -> Origin:
@@ -32,12 +36,15 @@ def origin_of(model: str | None) -> Origin:
     """
     last = {} if model is None else _settings_of(model)
     policy = last.get("policy") or {}
-    found = {f"policy.{name}": policy[name] for name in _PROMPTS if policy.get(name) is not None}
+    prompts, sampling = (
+        {f"policy.{name}": policy[name] for name in names if policy.get(name) is not None}
+        for names in (_PROMPTS, _SAMPLING)
+    )
     run = last
     while run:
         model = (run.get("policy") or {}).get("model")
         run = {} if model is None else _settings_of(model)
-    return Origin(model, (last.get("task") or {}).get("id"), found)
+    return Origin(model, (last.get("task") or {}).get("id"), prompts, sampling)
 
 
 def _settings_of(model: str) -> dict[str, Any]:

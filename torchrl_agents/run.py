@@ -47,6 +47,7 @@ LEFT_BY_A_RUN: Final = (
     *("adapter", "base", "model", "adapter.partial", "base.partial", "model.partial"),
     *("config.yaml", "evaluations.jsonl", "metrics.jsonl", "learning_curve.png", "timeline.json"),
 )
+_SECOND: Final = "%Y-%m-%d_%H-%M-%S"
 _TIME: Final = "%Y-%m-%dT%H:%M:%S%z"
 _LOG = logging.getLogger("torchrl_agents")
 
@@ -94,14 +95,44 @@ def claim_folder(recipe: str, *, _root_: DictConfig) -> str:
             with suppress(FileExistsError):  # another run was faster
                 folder.mkdir()
                 return str(folder)
-    except OSError as error:  # inside Hydra, which would tell another error
-        raise SystemExit(
-            f"{program(recipe)}: no folder for the run can be made in {Path.cwd()}: {error}. Start "
-            "it where you can write, or give a folder with hydra.run.dir=."
-        ) from error
+    except OSError as error:
+        raise _no_folder(recipe, error, "hydra.run.dir=") from error
+
+
+@cache  # Hydra asks again for each of the runs
+def claim_sweep_folder(recipe: str) -> str:
+    """A new folder for the runs of one ``--multirun``, named after the time.
+
+    Args:
+        recipe: its name.
+
+    Raises:
+        SystemExit: no folder can be made here.
+    """
+    begun = ROOT / recipe / "multirun" / time.strftime(_SECOND)
+    try:
+        begun.parent.mkdir(parents=True, exist_ok=True)
+        folder, number = begun, 1
+        while True:
+            with suppress(FileExistsError):  # another one began in this second
+                folder.mkdir()
+                return str(folder)
+            number += 1
+            folder = begun.with_name(f"{begun.name}-{number}")
+    except OSError as error:
+        raise _no_folder(recipe, error, "hydra.sweep.dir=") from error
+
+
+def _no_folder(recipe: str, error: OSError, setting: str) -> SystemExit:
+    """Return what to raise inside Hydra, which would tell another error."""
+    return SystemExit(
+        f"{program(recipe)}: no folder for the run can be made in {Path.cwd()}: {error}. Start it "
+        f"where you can write, or give a folder with {setting}."
+    )
 
 
 OmegaConf.register_new_resolver("run_folder", claim_folder, replace=True)
+OmegaConf.register_new_resolver("sweep_folder", claim_sweep_folder, replace=True)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from .device_defaults import default_autocast, describe, settle_micro_batches
 from .models.adapters import add_adapters
 from .models.policies import build_policies
 from .models.warm_start import drawn_demonstrations, warm_start
-from .origin import origin_of
+from .origin import Origin, origin_of
 from .run import Run
 from .settings.defaults import defaults_of, fill_in
 from .settings.errors import refusing
@@ -137,6 +137,7 @@ def _make_task(
     recipe: Recipe, cfg: RecipeConfig, settings: dict[str, Any], *, num_held_out: int
 ) -> Task:
     origin = origin_of(cfg.policy.model)
+    _compare_with_origin(cfg, origin)
     is_embedded = origin.model is None
     if is_embedded and settings.get("level", "") is None:
         cfg.task.level = settings["level"] = "easy"
@@ -163,6 +164,34 @@ def _make_task(
     if inherited:
         _LOG.info("as in the run that left %s: %s", cfg.policy.model, inherited)
     return task
+
+
+def _compare_with_origin(cfg: RecipeConfig, origin: Origin) -> None:
+    """Warn of a model that is asked otherwise than in the run that left it, unless it is meant.
+
+    Raises:
+        ValueError: the task is another one, and nobody chose it.
+    """
+    typed = {each.lstrip("+").partition("=")[0] for each in HydraConfig.get().overrides.task}
+    if origin.task not in (None, cfg.task.id) and not {"task", "experiment"} & typed:
+        raise ValueError(
+            f"policy.model={cfg.policy.model} is of a run of task={origin.task}, and no task is "
+            f"given, for which {cfg.task.id} stands. Give task={origin.task} with its settings, or "
+            f"task={cfg.task.id} if it is meant."
+        )
+    differs = {
+        name: (here, there)
+        for name, there in origin.sampling.items()
+        if name not in typed and (here := attrgetter(name)(cfg)) != there
+    }
+    if differs:
+        told = ", ".join(f"{name}={here}" for name, (here, _) in differs.items())
+        same = " ".join(f"{name}={there}" for name, (_, there) in differs.items())
+        _LOG.warning(
+            "Tokens are drawn otherwise than in the run that left %s, and so its rewards are not "
+            "these: here %s. For the same give %s.",
+            *(cfg.policy.model, told, same),
+        )
 
 
 def load_models(cfg: RecipeConfig, setup: Setup, run: Run) -> tuple[Any, Any]:

@@ -41,7 +41,7 @@ from .loggers import open_loggers
 from .model_card import reach_hub
 from .multirun import MultirunSummary
 from .parallel import follow, loading_device
-from .run import LastTestError, Run, claim_folder, remove
+from .run import LastTestError, Run, claim_folder, claim_sweep_folder, remove
 from .run_log import RunLog
 from .setup import build_task, tell_left_out
 from .stop_signals import StopSignals
@@ -144,7 +144,8 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
             where += "" if isinstance(error, LastTestError) else _how_to_go_on()
             raise SystemExit(f"{recipe.program}: {words}{where}") from error
 
-    claim_folder.cache_clear()  # an earlier run in this process has its folder
+    for claim in (claim_folder, claim_sweep_folder):  # an earlier run in this process has its own
+        claim.cache_clear()
     decorate = hydra.main(
         version_base="1.3", config_path=str(recipe.config_dir), config_name=recipe.name
     )

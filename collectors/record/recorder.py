@@ -48,6 +48,7 @@ from torchrl_data.keys import (
 )
 from torchrl_data.token_scorer import TokenScores
 from torchrl_envs.entries.rewards import REWARD_ERRORS
+from torchrl_envs.entries.whole_episodes import rows_by_episode, whole_episode
 from torchrl_envs.rewards.scoring_call import LOGGED_EXTRA, LOGGED_METRICS
 
 from .files import write_lines
@@ -58,6 +59,7 @@ from .row_values import (
     group_name,
     group_of,
     number,
+    opens_episode,
     recorded_prompt,
     reward_of,
     rounded,
@@ -277,14 +279,14 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
         rows: Sequence[TensorDictBase],
         advantages: Mapping[tuple[int, int], Tensor],
     ) -> GroupSummary:
-        prompt_id, prompt = recorded_prompt(rows[0])
-        episodes = {row_key(row)[0]: row for row in rows}
+        opening = next((row for row in rows if opens_episode(row)), rows[0])
+        prompt_id, prompt = recorded_prompt(opening)
         ordinal, attempt = self._ordinals.pop(name, (None, 0))
         return GroupSummary(
             group_id=name,
             prompt_id=prompt_id,
             prompt=prompt,
-            rewards=[reward_of(row) for row in episodes.values()],
+            rewards=[reward_of(whole_episode(own)) for own in rows_by_episode(rows)],
             num_trained=sum(row_key(row) in advantages for row in rows),
             is_recorded=False,
             ordinal=ordinal,

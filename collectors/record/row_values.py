@@ -20,6 +20,7 @@ from torchrl_data.keys import (
     EPISODE_ID,
     FULL,
     GROUP_ID,
+    PARENT_SEGMENT,
     SEGMENT,
 )
 from torchrl_envs.datasets.difficulty_pools import IDS_PER_EPOCH
@@ -93,6 +94,11 @@ def group_of(row: TensorDictBase) -> str:
 def row_key(row: TensorDictBase) -> tuple[int, int]:
     """Return which row of which episode it is."""
     return int(row.get(EPISODE_ID)), int(row.get(SEGMENT, 0))
+
+
+def opens_episode(row: TensorDictBase) -> bool:
+    """Return whether its episode begins with it; others left a row, such as that of a helper."""
+    return int(row.get(PARENT_SEGMENT, -1)) == -1
 
 
 def recorded_prompt(row: TensorDictBase) -> tuple[str, str]:

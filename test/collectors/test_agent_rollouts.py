@@ -12,6 +12,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector, StreamingCollector, rollout_metrics
+from collectors.record import RolloutRecorder, RunRecord
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper
@@ -191,7 +192,7 @@ def leads_and_helps(endpoint, *, prompt):
 
 
 def test_rows_know_their_author_and_agents_are_compared_with_themselves(
-    make_tiny_model, chatml_tokenizer
+    make_tiny_model, chatml_tokenizer, tmp_path
 ):
     torch.manual_seed(0)
     policy = TransformersWrapper(
@@ -211,6 +212,12 @@ def test_rows_know_their_author_and_agents_are_compared_with_themselves(
         ("main", "You lead.", -1),
     )
     assert found == [*helped, *helped, alone, alone]
+    recorder = RolloutRecorder(tmp_path, chatml_tokenizer)
+    recorder.write(1, lazy_stack(list(batch)))
+    recorder.close()
+    (step,) = RunRecord(tmp_path).steps  # a group is of its prompt, and not of a helper's
+    assert [group.prompt for group in step.groups] == [row["prompt"] for row in rows]
+    assert [len(group.rewards) for group in step.groups] == [2, 2]
     metrics = rollout_metrics(lazy_stack(list(batch)))
     assert metrics["rows_per_episode"] == 6 / 4
     assert metrics["rows/sub_agent_fraction"] == 2 / 6

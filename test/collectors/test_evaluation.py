@@ -102,7 +102,7 @@ def test_the_interval_is_that_of_all_resamples():
     assert bootstrap_interval(torch.ones(3)) == (1.0, 1.0)
 
 
-def row(group, reward, answer, *, scorable=True, segment=0):
+def row(group, reward, answer, *, scorable=True, episode=None, segment=0):
     entries = {
         "group_id": torch.tensor(group),
         "reward": torch.tensor([[reward]]),
@@ -110,16 +110,18 @@ def row(group, reward, answer, *, scorable=True, segment=0):
         "segment": torch.tensor(segment),
         "answer": torch.tensor(answer),
     }
+    if episode is not None:
+        entries["episode_id"] = torch.tensor(episode)
     return TensorDict(entries)
 
 
 def test_estimates_of_rollouts():
     rows = [
-        row(5, 1.0, 1),
+        row(5, 1.0, 3, episode=7),  # its helper's answer, which is not that of the episode
         row(9, 0.1, 3),
         row(5, 0.1, 2),
         row(5, 1.0, 1),
-        row(5, 1.0, 1, segment=1),  # the same episode once more
+        row(5, 1.0, 1, episode=7, segment=1),
         row(9, 1.0, 1),
         row(9, 0.0, 3, scorable=False),
     ]

@@ -448,6 +448,13 @@ def test_a_storage_smaller_than_a_batch_is_refused_when_composed(make_policy):
 
 
 @pytest.mark.parametrize("kind", [LLMCollector, StreamingCollector])
+def test_a_buffer_that_draws_ahead_is_refused_when_composed(make_policy, kind):
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=4, prefetch=1)
+    with pytest.raises(ValueError, match=f"{kind.__name__}: the replay buffer has a prefetch"):
+        kind(make_env(), make_policy(), replay_buffer=buffer)
+
+
+@pytest.mark.parametrize("kind", [LLMCollector, StreamingCollector])
 def test_a_storage_of_one_shape_is_refused_when_composed(make_policy, kind):
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     words = f"{kind.__name__}: rows have different lengths, which LazyTensorStorage can't hold. Gi"

@@ -7,7 +7,13 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torch import nn
 
-from collectors import PhaseTimer, StepMetrics, rollout_metrics, update_metrics
+from collectors import (
+    PhaseTimer,
+    StepMetrics,
+    evaluation_estimates,
+    rollout_metrics,
+    update_metrics,
+)
 from objectives import GRPOLossOutput
 from objectives.batching.non_finite_gate import StepOutcome
 from torchrl_data.sampling_masks import mask_entries, sets_of_ids
@@ -36,6 +42,14 @@ def trajectory(
     row.set_non_tensor("stop_reason", stop)
     row.set_non_tensor("reward_errors", "" if scorable else "own: ValueError")
     return row
+
+
+def as_parts(*rows, episode):
+    """Rows of one episode, as a collector tells it."""
+    for number, row in enumerate(rows):
+        row["episode_id"], row["segment"] = torch.tensor(episode), torch.tensor(number)
+        row["num_segments"] = torch.tensor(len(rows))
+    return [*rows]
 
 
 ROWS = [
@@ -127,6 +141,37 @@ def test_updates_are_means_over_all_optimizer_steps():
     assert (metrics["grad_norm"], metrics["grad_norm/max"]) == (2, 2)
     assert (metrics["optimizer_steps"], metrics["optimizer_steps/skipped"]) == (1, 1)
     assert update_metrics([], []) == {"optimizer_steps": 0, "optimizer_steps/skipped": 0}
+
+
+def test_an_episode_of_several_rows_counts_once():
+    """Of a group: a program with two helpers, cut, gets 1; one without helpers gets 0."""
+    rows = [
+        *as_parts(
+            *[trajectory(0, 1.0, turns=4, stop="max_steps", log_probs=(-1.0,) * n) for n in (1, 2)],
+            trajectory(0, 1.0, turns=4, stop="max_steps", log_probs=(-2.0,) * 3),
+            episode=5,
+        ),
+        *as_parts(trajectory(0, 0.0, turns=2, log_probs=(-1.0, -1.0)), episode=6),
+    ]
+    metrics = rollout_metrics(lazy_stack([rows[i] for i in (3, 2, 0, 1)]))  # in any order
+    assert metrics["reward"] == metrics["rewards/own/mean"] == 0.5
+    assert metrics["reward/std"] == pytest.approx(math.sqrt(0.5))
+    assert (metrics["turns"], metrics["tool_calls"]) == (3, 2)
+    assert (metrics["truncated_fraction"], metrics["stop/max_steps"]) == (0.5, 0.5)
+    assert (metrics["sampled_tokens"], metrics["sampled_tokens/max"]) == ((6 + 2) / 2, 6)
+    assert metrics["entropy"] == pytest.approx((3 * 1 + 3 * 2 + 2 * 1) / 8)
+
+
+def test_dense_rewards_of_an_episode_are_those_of_all_its_rows():
+    """The first row was paid 1, the second 0.5 and -0.25: 1.25, and not what one of them has."""
+    first, second = (trajectory(0, 0.0, log_probs=(-1.0,) * n) for n in (1, 2))
+    first["reward"] = torch.tensor([[0.0], [0.0], [1.0]])
+    second["reward"] = torch.tensor([[0.0], [0.0], [0.5], [-0.25]])
+    rows = lazy_stack(as_parts(first, second, episode=1))
+    assert rollout_metrics(rows)["reward"] == 1.25
+    estimates = evaluation_estimates(rows, ks=(), solved_by="reward")
+    assert (estimates["reward"].value, estimates["mean@1"].value) == (1.25, 1.0)
+    assert second["reward"].shape == (4, 1), "what is told does not change the rows"
 
 
 class Clock:

@@ -105,3 +105,32 @@ def test_who_reads_no_more_is_told_nothing():
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ("print('\\u4f60 \\xfc')", (0, b"\\u4f60 \\xfc\n", b"")),
+        (
+            "open('no/page.html', 'w')",
+            (1, b"", b"torchrl-agents say: [Errno 2] No such file or directory: 'no/page.html'\n"),
+        ),
+    ],
+    ids=["a letter that the output lacks", "a folder that is not there"],
+)
+def test_a_command_shows_what_it_can_and_names_the_file_that_it_can_not_write(
+    body, wanted, tmp_path
+):
+    (tmp_path / "say.py").write_text(f"def main(rest):\n    {body}\n    return 0\n")
+    code = "import sys; from torchrl_agents import command as c; "
+    code += "c.COMMANDS['say'] = ('say:main', ''); sys.exit(c.main(['say']))"
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == wanted

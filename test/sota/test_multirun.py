@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from torchrl_agents.run import claim_sweep_folder
+
 
 @pytest.mark.slow
 def test_runs_of_one_command_are_told_in_a_table_and_a_file(run_recipe, tmp_path, monkeypatch):
@@ -29,3 +31,18 @@ def test_runs_of_one_command_are_told_in_a_table_and_a_file(run_recipe, tmp_path
     again = run_recipe("self-play", *tiny)
     assert again["seed"] == 0
     assert len(list(Path("outputs").rglob("multirun.json"))) == 1, "a single run writes none"
+    assert len(list(path.parent.parent.iterdir())) == 1
+
+
+def test_sweeps_that_begin_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torchrl_agents.run.time.strftime", lambda _: "now")
+    folders = []
+    for _ in range(3):
+        claim_sweep_folder.cache_clear()  # as in a process of its own
+        folders.append(claim_sweep_folder("grpo"))
+        assert claim_sweep_folder("grpo") == folders[-1], "each of its runs asks"
+    assert folders == [f"outputs/grpo/multirun/{name}" for name in ("now", "now-2", "now-3")]
+    Path("outputs/sft").touch()
+    with pytest.raises(SystemExit, match=r"sft.py: no folder .* folder with hydra.sweep.dir=\."):
+        claim_sweep_folder("sft")

@@ -1,5 +1,6 @@
 """Settings: every choice composes and builds; what makes no sense is refused before any loading."""
 
+import io
 import json
 import math
 import re
@@ -810,3 +811,17 @@ def test_files_that_can_not_be_meant(grpo, tmp_path, monkeypatch, file, argument
     else:
         with pytest.raises(SettingsError, match=words):
             with_files(grpo.RECIPE, ["own.yaml", *arguments])
+
+
+def test_a_recipe_prints_what_its_output_lacks_as_an_escape(grpo, monkeypatch):
+    """A policy may say any letter: with an output in ASCII a run ended as it showed one."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--help"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(SystemExit):
+        command_line.read_command_line(grpo.RECIPE)
+    sys.stdout.write("\N{LATIN SMALL LETTER U WITH DIAERESIS}")
+    sys.stdout.flush()
+    assert written.getvalue().endswith(b"\\xfc")

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_envs.tasks import TASKS
 
+from . import escape_what_the_output_lacks
 from .arguments import setting_names
 from .errors import SettingsError
 from .field_rules import FieldRule, rule_of
@@ -59,6 +60,7 @@ def read_command_line(recipe: Recipe) -> None:
     Raises:
         SystemExit: says what is wrong; or the help was shown.
     """
+    escape_what_the_output_lacks()
     here = str(Path.cwd())
     sys.path.append(here)  # after all installed ones
     paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), here]

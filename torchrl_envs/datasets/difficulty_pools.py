@@ -12,8 +12,9 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from torchrl_data.checks import check_numbers
-from torchrl_data.keys import GROUP_ID, REWARD, SEGMENT
+from torchrl_data.keys import GROUP_ID, REWARD
 from torchrl_envs.entries.rewards import several_rewards, solving_rewards
+from torchrl_envs.entries.whole_episodes import rows_by_episode, whole_episode
 
 Pool = Literal["new", "easy", "normal", "hard"]
 POOLS: Final[tuple[Pool, ...]] = ("new", "easy", "normal", "hard")
@@ -201,12 +202,11 @@ class DifficultyPools:
             ValueError: several rewards are added, and ``solved_by`` names none.
         """
         found = []
-        for row in rows:
-            if not int(row.get(SEGMENT, 0)):
-                rewards = solving_rewards(row, self.solved_by)
-                if self.solved_by is None and len(rewards) > 1:
-                    raise ValueError(f"DifficultyPools: {several_rewards(rewards, 'solved_by')}")
-                found.append(min(rewards.values(), default=math.nan))
+        for own in rows_by_episode(rows):
+            rewards = solving_rewards(whole_episode(own), self.solved_by)
+            if self.solved_by is None and len(rewards) > 1:
+                raise ValueError(f"DifficultyPools: {several_rewards(rewards, 'solved_by')}")
+            found.append(min(rewards.values(), default=math.nan))
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torchrl_data.keys import (
 )
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries.rewards import REWARD_ERRORS, RewardSource, reward_of_row, several_rewards
+from torchrl_envs.entries.whole_episodes import rows_by_episode, whole_episode
 from torchrl_envs.episode.episode_transform import EpisodeEnvironment, EpisodeTransform
 
 
@@ -89,15 +90,15 @@ def reward_metrics(trajectories: TensorDictBase) -> dict[str, float]:
         trajectories: rows ``[B]``, as a collector gives them.
 
     Returns:
-        ``reward/mean`` and ``reward/std`` over the rows that could be scored;
-        ``reward/unscorable_fraction`` and ``reward/error_fraction`` of all rows;
-        ``reward/zero_std_fraction`` of the groups whose scored rows all have the same reward;
+        ``reward/mean`` and ``reward/std`` over the episodes that could be scored;
+        ``reward/unscorable_fraction`` and ``reward/error_fraction`` of all episodes;
+        ``reward/zero_std_fraction`` of the groups whose scored episodes all have the same reward;
         for each source ``rewards/<name>/mean``, ``rewards/<name>/std`` and
         ``rewards/<name>/applied_fraction``, without the source's weight. A dense reward counts as
-        its sum. Means are over the rows to which a source applies, NaN where there are none;
-        standard deviations are Bessel's, 0 for a single row.
+        its sum, and an episode of several rows once. Means are over the episodes to which a source
+        applies, NaN where there are none; standard deviations are Bessel's, 0 for a single one.
     """
-    rows = list(trajectories.reshape(-1).unbind(0))
+    rows = [whole_episode(own) for own in rows_by_episode(trajectories.reshape(-1).unbind(0))]
     rewards = [reward_of_row(row) for row in rows]
     scored = [row for row, reward in zip(rows, rewards, strict=True) if not math.isnan(reward)]
     totals = [reward for reward in rewards if not math.isnan(reward)]

@@ -108,14 +108,19 @@ def test_what_is_taken_over_from_the_run_that_left_a_model_is_told_and_no_more(
     run, models, tmp_path
 ):
     policy = {"model": "org/first", "max_new_tokens": 512, "show_tool_schemas": False}
+    policy |= {"temperature": 1.0, "min_p": 0.1, "top_k": 5}
     left = {"policy": policy, "task": {"id": "gcd"}}
     (tmp_path / "left").mkdir()
     (tmp_path / "left" / "config.yaml").write_text(json.dumps(left))
     (tmp_path / "student").rename(tmp_path / "left" / "model")
-    typed = ("policy.model=left", "policy.max_new_tokens=9", "dry_run=true")
+    typed = ("policy.model=left", "policy.max_new_tokens=9", "policy.top_k=0", "dry_run=true")
+    # What the run was of is not what stands for a task that nobody named.
+    with pytest.raises(SystemExit, match=r"run of task=gcd, .* for which calculator stands"):
+        run("grpo", *typed)
     (folder,) = run("grpo", *TINY, *typed)
-    told = "as in the run that left left: {'policy.show_tool_schemas': False}\n"
-    assert told in (folder / "grpo.log").read_text()
+    log = (folder / "grpo.log").read_text()
+    assert "as in the run that left left: {'policy.show_tool_schemas': False}\n" in log
+    assert "here policy.min_p=0.0. For the same give policy.min_p=0.1.\n" in log
 
 
 @pytest.mark.parametrize(
