@@ -48,3 +48,26 @@ def settle_rope_factors(
             module(torch.zeros(1, 1, 1, device=device), torch.tensor([[original]], device=device))
             module.rope_type = _LONG
     return None
+
+
+def check_longest(
+    model: PreTrainedModel, lengths: Tensor, most: int | None, *, what: str, who: str
+) -> None:
+    """Check that rows are no longer than :func:`settle_rope_factors` has settled for a model.
+
+    Args:
+        model: without wrappers.
+        lengths: int64 ``[B]``, of the rows.
+        most: what was settled.
+        what: the method that got the rows.
+        who: has to be given a larger ``max_model_len``.
+
+    Raises:
+        ValueError: one is longer.
+    """
+    longest = int(lengths.max()) if len(lengths) else 0
+    if most is not None and longest > most:
+        raise ValueError(
+            f"{what}: a row has {longest} tokens, but {type(model).__name__} computes with the "
+            f"rotary factors of rows of at most {most}. Give {who} a larger max_model_len."
+        )

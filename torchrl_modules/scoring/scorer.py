@@ -39,7 +39,7 @@ from .head_product import head_product, plain_head
 from .image_reading import check_image_reading, read_with_images
 from .model_reader import Layout, ModelReader, check_packed, empty_pass, passes_within, targets_of
 from .packed_attention import use_packed_attention
-from .rope_factors import settle_rope_factors
+from .rope_factors import check_longest, settle_rope_factors
 from .split_head import whole_head
 from .trial import ROUNDED, Difference, find_first, run_trial
 from .wrapped_models import (
@@ -508,13 +508,7 @@ class PackedScorer(ChecksAttributes):
         ids, lengths, target_mask = on_host(ids, lengths, target_mask)
         table = next(self.model.get_input_embeddings().parameters())
         check_packed(ids, lengths, target_mask, table.shape[0], self._images, images)
-        longest = int(lengths.max()) if len(lengths) else 0
-        if self._longest is not None and longest > self._longest:
-            raise ValueError(
-                f"score_packed: a row has {longest} tokens, but {type(self.model).__name__} "
-                f"computes with the rotary factors of rows of at most {self._longest}. Give the "
-                "policy a larger max_model_len."
-            )
+        check_longest(self.model, lengths, self._longest, what="score_packed", who="the policy")
         return ids, lengths, target_mask
 
 

@@ -19,7 +19,7 @@ from torchrl_modules.transformers_releases import forward_parameters
 
 from .model_reader import Layout, ModelReader, check_packed, empty_pass, passes_within, targets_of
 from .packed_attention import use_packed_attention
-from .rope_factors import settle_rope_factors
+from .rope_factors import check_longest, settle_rope_factors
 from .trial import ReadingTrial, find_first, tolerance_of, trial_rows
 from .wrapped_models import (
     check_wrapped_whole,
@@ -122,13 +122,7 @@ class ValueScorer(ChecksAttributes):
         """
         ids, lengths, target_mask = on_host(ids, lengths, target_mask)
         check_packed(*(ids, lengths, target_mask), self.vocab_size, None, None, what="value_packed")
-        longest = int(lengths.max()) if len(lengths) else 0
-        if self._longest is not None and longest > self._longest:
-            raise ValueError(
-                f"value_packed: a row has {longest} tokens, but {type(self.model).__name__} "
-                f"computes with the rotary factors of rows of at most {self._longest}. Give the "
-                "critic a larger max_model_len."
-            )
+        check_longest(self.model, lengths, self._longest, what="value_packed", who="the critic")
         if self.micro_batch_tokens is None or torch.is_grad_enabled():
             return self._values(ids, lengths, target_mask)
         splits = passes_within(lengths, self.micro_batch_tokens, self._wrapped)
