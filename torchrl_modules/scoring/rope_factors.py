@@ -8,6 +8,7 @@ once instead, by the longest row there may be, as vLLM does.
 from typing import Any, Final
 
 import torch.distributed
+from torch import Tensor
 from transformers import PreTrainedModel
 
 _BY_LENGTH: Final = "longrope"
