@@ -172,6 +172,8 @@ def _compare_with_origin(cfg: RecipeConfig, origin: Origin) -> None:
     Raises:
         ValueError: the task is another one, and nobody chose it.
     """
+    if not HydraConfig.initialized():  # in a program, where all settings are given
+        return
     typed = {each.lstrip("+").partition("=")[0] for each in HydraConfig.get().overrides.task}
     if origin.task not in (None, cfg.task.id) and not {"task", "experiment"} & typed:
         raise ValueError(

@@ -125,6 +125,9 @@ class BubblewrapMachine:
             dockerfile.check_base(each.text, _version_of(self._python))
         elif each.name in ("COPY", "ADD"):
             dockerfile.copied(each.text, each.line)
+            if dockerfile.leaves_out(self.place.folder):
+                what = f"line {each.line}: .dockerignore is not followed in a sandbox"
+                raise dockerfile.DockerfileError(what)
         elif each.name in ("ENV", "ARG"):
             dockerfile.variables_of(each.text, each.line)
         elif each.name == "USER":

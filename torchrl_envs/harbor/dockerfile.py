@@ -35,12 +35,15 @@ def instructions(path: Path) -> list[Instruction]:
     found: list[Instruction] = []
     parts: list[str] = []
     begin = 0
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.lstrip().startswith("#") or (not parts and not line.strip()):
-            continue
+    lines = [
+        (number, line.rstrip())
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith("#")  # they end no continued line
+    ]
+    for place, (number, line) in enumerate(lines, 1):
         begin = begin if parts else number
-        parts.append(line.rstrip().removesuffix("\\"))
-        if line.rstrip().endswith("\\"):
+        parts.append(line.removesuffix("\\"))
+        if line.endswith("\\") and place < len(lines):
             continue
         name, _, text = " ".join(parts).strip().partition(" ")
         if "<<" in text and name.upper() in ("RUN", "COPY"):
@@ -136,6 +139,17 @@ def expanded(text: str, variables: dict[str, str]) -> str:
         return variables.get(found[1] or found[3]) or found[2] or ""
 
     return _VARIABLE.sub(value, text)
+
+
+def leaves_out(folder: Path) -> bool:
+    """Return whether a ``.dockerignore`` keeps files out of what ``COPY`` and ``ADD`` see.
+
+    Args:
+        folder: with the Dockerfile.
+    """
+    files = [folder / name for name in ("Dockerfile.dockerignore", ".dockerignore")]
+    lines = next((path.read_text(encoding="utf-8") for path in files if path.is_file()), "")
+    return any(line.strip() and not line.startswith("#") for line in lines.splitlines())
 
 
 def is_without_effect(name: str) -> bool:

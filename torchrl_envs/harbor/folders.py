@@ -504,7 +504,7 @@ class _Reader:
     def _text(self, path: Path) -> str:
         name = path.relative_to(self.folder)
         try:
-            return path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8-sig")  # some editors begin with a mark
         except FileNotFoundError:
             raise self.error(f"{name} is missing.") from None
         except (OSError, UnicodeDecodeError) as error:

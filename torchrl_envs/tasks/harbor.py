@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from torchrl_data.checks import check_counts, check_numbers
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_envs.agents.agent_command import AgentEndpoint, AgentProgramError
 from torchrl_envs.agents.agent_program import AgentProgram
 from torchrl_envs.agents.known import find_agent, installed, started
@@ -128,7 +128,7 @@ def harbor_task(
         FileNotFoundError: there is no such folder, or the agent is not installed.
     """
     check_counts("harbor", max_turns=max_turns, max_new_tokens=max_new_tokens)
-    check_numbers("harbor", command_timeout_s=command_timeout_s, timeout_s=timeout_s)
+    check_numbers("harbor", POSITIVE, command_timeout_s=command_timeout_s, timeout_s=timeout_s)
     if dataset is None:
         raise ValueError("harbor needs a dataset: a folder or an archive of tasks.")
     if agent is None and ignored_parameters:

@@ -79,7 +79,9 @@ def test_a_data_set(tmp_path, kind):
     ("changed", "said"),
     [
         pytest.param({"instruction.md": None}, "instruction.md is missing", id="no instruction"),
-        pytest.param({"instruction.md": " \n"}, "instruction.md of the task is empty", id="empty"),
+        pytest.param(
+            {"instruction.md": "\ufeff \n"}, "instruction.md of the task is empty", id="empty"
+        ),
         pytest.param({"tests/test.sh": None}, "has no tests/test.sh", id="no tests"),
         pytest.param({"task.toml": "[x"}, "task.toml is no TOML", id="no TOML"),
         pytest.param(

@@ -82,6 +82,7 @@ def test_tests_that_give_nothing_lose_their_own_rollout_alone(tmp_path, chatml_t
         ({"agent": "hal"}, "agent must be one of claude-code, codex"),
         ({"agent": "gemini-cli"}, "Gemini's protocol"),
         ({"num_held_out": 1}, "too few to hold 1 out"),
+        ({"command_timeout_s": 0}, r"command_timeout_s must be a finite number in \(0, inf\)"),
         ({"ignored_parameters": ["seed"]}, "set agent, too"),
     ],
 )

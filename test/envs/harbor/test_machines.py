@@ -13,6 +13,7 @@ import pytest
 from tasks_for_tests import write_task
 
 from torchrl_envs.harbor.bubblewrap import BubblewrapMachine
+from torchrl_envs.harbor.dockerfile import instructions
 from torchrl_envs.harbor.folders import read_task
 from torchrl_envs.harbor.machines import MachineError, file_of, machine_type
 
@@ -87,6 +88,21 @@ def test_what_a_sandbox_can_not_be_is_refused_by_name(started, line, said):
     with pytest.raises(MachineError, match=said) as raised:
         started(**{"environment/Dockerfile": f"{first}{line}\n"})
     assert "machine=bubblewrap can't run it" in str(raised.value)
+
+
+def test_files_that_docker_would_leave_out_are_not_copied_in_silence(started):
+    texts = {"environment/Dockerfile": "FROM debian\nCOPY . /srv/\n", "environment/key": "k"}
+    started(**texts, **{"environment/.dockerignore": "# nothing\n\n"})
+    with pytest.raises(MachineError, match=r"line 2: .dockerignore is not followed"):
+        started(**texts, **{"environment/.dockerignore": "key\n"})
+
+
+def test_a_continued_line_goes_on_after_comments_and_empty_lines_and_ends_with_the_file(tmp_path):
+    (tmp_path / "Dockerfile").write_text("FROM debian\nRUN a && \\\n  # why\n\n  b\nRUN c \\\n")
+    told = [
+        (each.name, each.text.split(), each.line) for each in instructions(tmp_path / "Dockerfile")
+    ]
+    assert told == [("FROM", ["debian"], 1), ("RUN", ["a", "&&", "b"], 2), ("RUN", ["c"], 6)]
 
 
 @pytest.mark.parametrize(
