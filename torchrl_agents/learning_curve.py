@@ -15,6 +15,11 @@ REWARD_CURVES = {
     "groups/without_signal_fraction": "groups without a signal",
     "sampled_tokens": "sampled tokens of a rollout",
 }
+CRITIC_CURVES = {
+    "entropy": "entropy, nats per token",
+    "critic/explained_variance": "variance that the critic explains",
+    "sampled_tokens": "sampled tokens of a rollout",
+}
 
 
 def plot_learning_curve(

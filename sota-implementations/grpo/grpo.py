@@ -65,6 +65,7 @@ if __name__ == "__main__":
 from objectives import NonFiniteGate
 from torchrl_agents.collection import build_collector, refill_of
 from torchrl_agents.critic import first_critic
+from torchrl_agents.learning_curve import CRITIC_CURVES, REWARD_CURVES
 from torchrl_agents.optimizers import build_optimizer
 from torchrl_agents.parallel import Follower, freeze_reference, share_critic, share_model
 from torchrl_agents.run import Run
@@ -124,7 +125,8 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run) -> dict:
         functions.trainer_state.max_steps = cfg.train.num_steps
 
     own = {} if advantage is None else {"advantage": advantage}
-    settings = {"parts": {**own, **frozen}, "critic": critic}
+    shown = REWARD_CURVES if critic is None else CRITIC_CURVES
+    settings = {"parts": {**own, **frozen}, "critic": critic, "curves": shown}
     return train(Training(cfg, run, setup, actor, policy, Rollouts(collector), **settings))
 
 
