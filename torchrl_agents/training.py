@@ -78,12 +78,12 @@ class TrainingStep:
     learning_rate: float = math.nan
     verified: Mapping[str, float] = field(default_factory=dict)
     """What came of computing its rows again, where some were."""
-    criticised: list[Mapping[str, float]] = field(default_factory=list)
+    critic_updates: list[Mapping[str, float]] = field(default_factory=list)
     """Metrics of the critic's optimizer steps."""
 
     def state(self) -> dict[str, Any] | None:
         """Give what a resumed run needs to go on inside of it; ``None`` before it is drawn."""
-        names = ("number", "trajectories", "trained", "num_epochs", "criticised")
+        names = ("number", "trajectories", "trained", "num_epochs", "critic_updates")
         kept = {name: getattr(self, name) for name in names}
         return kept | {"metrics": self.metrics.state_dict()} if self.is_drawn else None
 
@@ -160,7 +160,7 @@ class TrainingStep:
         Args:
             metrics: by :meth:`.Critic.update`.
         """
-        self.criticised.append(metrics)
+        self.critic_updates.append(metrics)
 
     def push(self) -> None:
         """Hand the new weights to the policy."""
@@ -173,7 +173,7 @@ class TrainingStep:
         # Metrics of collection, where it goes on while the model trains.
         further = {} if isinstance(collector, LLMCollector) else collector.metrics()
         further = {**training.measure(self), **self.verified, **further}
-        further |= mean_metrics(self.criticised)
+        further |= mean_metrics(self.critic_updates)
         return self.metrics.reduce(learning_rate=self.learning_rate, **further)
 
 
