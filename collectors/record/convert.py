@@ -42,7 +42,10 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     try:
         record = RunRecord(given.source) if given.source.is_dir() else None
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if (given.source / "run.json").is_file():  # a run, and no folder of trajectories
+            print(f"torchrl-agents convert: {error}", file=sys.stderr)
+            return 1
         record = None
     try:
         if record is not None:

@@ -226,3 +226,11 @@ def test_the_command_line(tmp_path, capsys):
     command = [sys.executable, "-m", "torchrl_agents", "convert", "nothing", "x.jsonl"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, "there is no nothing" in done.stderr) == (1, True)
+
+
+def test_a_run_that_has_no_rollouts_yet_is_no_folder_of_trajectories(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text("{}")
+    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 1
+    assert "holds no record of a run" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
