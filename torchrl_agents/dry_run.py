@@ -25,7 +25,7 @@ from .models.outline import outline
 from .models.own_engine import engine_factory
 from .models.policies import build_policies, check_images, check_split
 from .models.policy_arguments import wrapper_arguments
-from .models.sources import model_source
+from .models.sources import model_source, name_of_model
 from .models.vllm_policy import vllm_policy
 from .models.warm_start import drawn_demonstrations, short_enough
 from .settings.errors import SettingsError, refusing
@@ -102,7 +102,7 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
             check_split(cfg, model)
             if isinstance(cfg, TrainingConfig):
                 check_critic(cfg, model.config, reads_images=processor is not None)
-            with refusing(f"policy.model={source!r} can't be used so"):
+            with refusing(f"{name_of_model(cfg)} can't be used so"):
                 longest = cfg.policy.max_model_len
                 images = None if processor is None else ImageProcessor(processor)
                 engine = TransformersEngine(

@@ -28,7 +28,7 @@ from .chat_server_policy import ChatServerPolicy
 from .loading import load_model, load_processor, load_tokenizer
 from .own_engine import engine_factory, own_engine_policy
 from .policy_arguments import wrapper_arguments
-from .sources import model_source, task_tokenizer
+from .sources import model_source, name_of_model, task_tokenizer
 from .vllm_policy import vllm_policy
 
 
@@ -69,7 +69,7 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
         check_images(cfg, processor)
         _check_quantization(cfg, model)
         check_split(cfg, model)
-        with refusing(f"policy.model={source!r} can't be used so"):
+        with refusing(f"{name_of_model(cfg)} can't be used so"):
             actor = transformers_policy(cfg, model, tokenizer, processor=processor)
         if not is_elsewhere:
             return actor, actor

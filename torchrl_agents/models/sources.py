@@ -39,6 +39,12 @@ def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
         yield folder
 
 
+def name_of_model(cfg: RecipeConfig) -> str:
+    """What a message calls the model of a run."""
+    given = cfg.policy.model
+    return "the embedded model" if given is None else f"policy.model={given!r}"
+
+
 def task_tokenizer(task: Task) -> PreTrainedTokenizerBase:
     """A tokenizer of what the task's conversations are like: demonstrations, or else prompts."""
     chats: Sequence[Sequence[Any]] = task.demonstrations[:_NUM_TEXTS]
