@@ -217,7 +217,11 @@ REFUSED = [
         [STUDENT, "data.dataset=silent.jsonl", "data.num_held_out=1"],
         "data.dataset='silent.jsonl': .*the assistant says nothing in row 1",
     ),
-    ("grpo", ["policy.max_model_len=100000"], "the embedded model can't be used so: .*100000"),
+    (
+        "grpo",
+        ["task.level=own", "policy.max_model_len=100000"],
+        "the embedded model can't be used so: .*100000",
+    ),
 ]
 OF_A_KIND = (0, 2, 6, 12, 15)
 """A model that is not there, and one that is broken; adapters; a teacher; rows."""
