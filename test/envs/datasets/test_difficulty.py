@@ -101,11 +101,11 @@ def test_trajectories_are_observed_as_a_collector_gives_them():
             {"group_id": torch.tensor(group_of(number)), "reward": torch.tensor(reward), **entries}
         )
 
-    off, second = torch.tensor([False]), torch.tensor(1)
+    off, second, episode = torch.tensor([False]), torch.tensor(1), torch.tensor(7)
     rows = [
         row(1, [[1.0]]),
-        row(1, [[0.5]], segment=torch.tensor(0)),
-        row(1, [[1.0]], segment=second),  # of the same rollout
+        row(1, [[0.5]], segment=torch.tensor(0), episode_id=episode),
+        row(1, [[0.5]], segment=second, episode_id=episode),  # of the same rollout
         row(2, [[0.5], [0.5]]),  # dense, 1 in all
         row(3, [[9.0]], scorable=off),
     ]
