@@ -54,12 +54,18 @@ def value_model_of(model: nn.Module) -> PreTrainedModel:
     decoder = plain.base_model if whole is None else whole.merge_and_unload().base_model
     if config._attn_implementation not in ("eager", "sdpa"):
         config._attn_implementation = "sdpa"
-    with torch.device(plain.device):
+    # Weights that are replaced at once: what is drawn for them is drawn beside the random numbers.
+    with torch.device(plain.device), torch.random.fork_rng(_devices(plain.device)):
         made: Any = AutoModelForSequenceClassification.from_config(config, dtype=plain.dtype)
     made.base_model.load_state_dict(decoder.state_dict())
     nn.init.zeros_(value_head(made, who="value_model_of").weight)
     made.requires_grad_(True)
     return made.eval()
+
+
+def _devices(device: torch.device) -> list[torch.device]:
+    """Those beside the CPU that have random numbers of their own."""
+    return [device] if device.type == "cuda" else []
 
 
 def load_value_model(path: str, **arguments: Any) -> PreTrainedModel:

@@ -170,7 +170,9 @@ def test_rows_get_their_values_ragged_and_padded():
 
 
 def test_a_critic_begins_as_the_policy_and_says_nothing_yet(chatml_tokenizer, build_model):
-    causal = build_model()
+    causal, state = build_model(), torch.random.get_rng_state()
+    value_model_of(causal)
+    assert torch.equal(torch.random.get_rng_state(), state)  # a run draws what it would without
     adapted = get_peft_model(build_model(), LoraConfig(target_modules=["q_proj"], r=2))
     torch.nn.init.ones_(
         adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight
