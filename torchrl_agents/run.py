@@ -10,10 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any, Final
 from uuid import uuid4
@@ -89,12 +90,7 @@ def claim_folder(recipe: str, *, _root_: DictConfig) -> str:
                 return str(found)
         if _root_.overwrite and last:
             return str(parent / f"{label}-{last:03}")
-        while True:
-            last += 1
-            folder = parent / f"{label}-{last:03}"
-            with suppress(FileExistsError):  # another run was faster
-                folder.mkdir()
-                return str(folder)
+        return _first_new(parent / f"{label}-{number:03}" for number in count(last + 1))
     except OSError as error:
         raise _no_folder(recipe, error, "hydra.run.dir=") from error
 
@@ -112,15 +108,19 @@ def claim_sweep_folder(recipe: str) -> str:
     begun = ROOT / recipe / "multirun" / time.strftime(_SECOND)
     try:
         begun.parent.mkdir(parents=True, exist_ok=True)
-        folder, number = begun, 1
-        while True:
-            with suppress(FileExistsError):  # another one began in this second
-                folder.mkdir()
-                return str(folder)
-            number += 1
-            folder = begun.with_name(f"{begun.name}-{number}")
+        later = (begun.with_name(f"{begun.name}-{number}") for number in count(2))
+        return _first_new(chain([begun], later))  # others may have begun in this second
     except OSError as error:
         raise _no_folder(recipe, error, "hydra.sweep.dir=") from error
+
+
+def _first_new(folders: Iterator[Path]) -> str:
+    """Make the first folder that is not there, whoever else makes them at the same time."""
+    for folder in folders:
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return str(folder)
+    raise AssertionError("there are always further names")
 
 
 def _no_folder(recipe: str, error: OSError, setting: str) -> SystemExit:

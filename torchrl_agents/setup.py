@@ -23,6 +23,7 @@ from .models.policies import build_policies
 from .models.warm_start import drawn_demonstrations, warm_start
 from .origin import Origin, origin_of
 from .run import Run
+from .settings.arguments import name_of
 from .settings.defaults import defaults_of, fill_in
 from .settings.errors import refusing
 from .settings.recipe import Recipe
@@ -174,7 +175,7 @@ def _compare_with_origin(cfg: RecipeConfig, origin: Origin) -> None:
     """
     if not HydraConfig.initialized():  # in a program, where all settings are given
         return
-    typed = {each.lstrip("+").partition("=")[0] for each in HydraConfig.get().overrides.task}
+    typed = {*map(name_of, HydraConfig.get().overrides.task)}
     if origin.task not in (None, cfg.task.id) and not {"task", "experiment"} & typed:
         raise ValueError(
             f"policy.model={cfg.policy.model} is of a run of task={origin.task}, and no task is "

@@ -177,7 +177,7 @@ class GAE(ChecksAttributes, TensorDictModuleBase):
     def _rewards(
         self, batch: TensorDictBase, mask: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The reward of each sampled token, ``[N]``; and which rows have a finite one, ``[B]``."""
+        """The reward given at each token, ``[N]``; and which rows have a finite one, ``[B]``."""
         given = self._read(batch, self.reward_key)
         single = given.lengths == 1
         dense = Rows(given.values, torch.where(single, lengths, given.lengths))
@@ -190,21 +190,14 @@ class GAE(ChecksAttributes, TensorDictModuleBase):
                 "has the rewards of its own tokens and not of what came of them. Give one reward "
                 "for the episode, or take MCAdvantage(credit='turn')."
             )
+        # A single one stands at the end of its row, and so belongs to the last sampled token.
         rewards = given.values.to(mask.device, torch.float32)
-        by_row = rewards.split(given.lengths.tolist())
-        owner = torch.arange(len(lengths)).repeat_interleave(lengths).to(mask.device)
-        place = torch.where(mask, torch.arange(len(mask), device=mask.device), -1)
-        last = torch.full((len(lengths),), -1, device=mask.device)
-        last = last.scatter_reduce(0, owner, place, "amax").tolist()
-        found = torch.zeros(len(mask), device=mask.device)
-        start = 0
-        for row, length in enumerate(lengths.tolist()):
-            if not bool(single[row]):
-                found[start : start + length] = by_row[row]
-            elif last[row] >= 0:
-                found[last[row]] = by_row[row][0]
-            start += length
-        finite = torch.tensor([bool(row.isfinite().all()) for row in by_row], device=mask.device)
+        found, is_single = torch.zeros(len(mask), device=mask.device), single.to(mask.device)
+        own, due = (n.to(mask.device) for n in (given.lengths, lengths))
+        found[~is_single.repeat_interleave(due)] = rewards[~is_single.repeat_interleave(own)]
+        ends = is_single & (due > 0)
+        found[due.cumsum(0)[ends] - 1] = rewards[own.cumsum(0)[ends] - 1]
+        finite = _all_of(rewards.isfinite(), given.lengths)
         scorable = [row.get(self.scorable_key, None) for row in rows]
         told = [flag is None or bool(flag.all()) for flag in scorable]
         return found, finite & torch.tensor(told, device=mask.device)

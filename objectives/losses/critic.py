@@ -19,7 +19,7 @@ from torchrl_data.checks import POSITIVE, check_numbers, one_of
 from torchrl_data.value_network import ValueNetwork, check_value_network
 
 from .loss_output import LossTerms, loss_output, make_output
-from .token_loss import TokenLoss, scorer_device, takes
+from .token_loss import TokenLoss, takes
 from .token_options import TokenOptions
 from .window import Window
 
@@ -183,14 +183,11 @@ class CriticLoss(TokenLoss[CriticLossKeys, CriticLossOutput]):
         return self.of_values(batch, self._values(batch), window)
 
     def _values(self, batch: PackedBatch) -> Tensor:
-        critic: Any = getattr(self, self.network_name)
-        # Other ranks wait for the critic's passes, those without a token included.
-        if batch.num_targets == 0 and not getattr(critic, "is_distributed", False):
-            return torch.zeros(0, device=scorer_device(critic), requires_grad=True)
-        trained = batch.target_lengths > 0  # a critic takes no empty rows
-        if not bool(trained.all()):
-            batch = batch.take_rows(trained)
-        return F.at_least_float32(critic.value_packed(batch.ids, batch.lengths, batch.target_mask))
+        rows = self._rows_to_read(batch)
+        if rows is None:
+            return self._no_tokens()
+        values = self._network.value_packed(rows.ids, rows.lengths, rows.target_mask)
+        return F.at_least_float32(values)
 
     def of_values(self, batch: PackedBatch, value: Tensor, window: Window) -> CriticLossOutput:
         """The loss of values that are there already.

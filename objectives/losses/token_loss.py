@@ -417,16 +417,30 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         if count & (count - 1) == 0:
             _LOG.warning("%s: no signal in %d window(s): %s.", self._get_name(), count, why)
 
+    @property
+    def _network(self) -> Any:
+        """The model whose tokens are trained."""
+        return getattr(self, self.network_name)
+
+    def _rows_to_read(self, batch: PackedBatch) -> PackedBatch | None:
+        """The rows that have a trained token; ``None`` where nothing has to be read."""
+        # Other ranks wait for the model's passes, those without a token included.
+        if batch.num_targets == 0 and not getattr(self._network, "is_distributed", False):
+            return None
+        trained = batch.target_lengths > 0  # a model takes no empty rows
+        return batch if bool(trained.all()) else batch.take_rows(trained)
+
+    def _no_tokens(self) -> Tensor:
+        """Scores or values of no token, ``[0]``."""
+        return torch.zeros(0, device=scorer_device(self._network), requires_grad=True)
+
     def _score(self, batch: PackedBatch, *, entropy: bool = False) -> TokenScores:
         """Log-probs (and entropies) of the trained tokens, ``[K]``, in float32 at least."""
-        actor: Any = self.actor_network
-        # Other ranks wait for the actor's passes, those without a token included.
-        if batch.num_targets == 0 and not getattr(actor, "is_distributed", False):
-            nothing = torch.zeros(0, device=scorer_device(actor), requires_grad=True)
+        actor, rows = self._network, self._rows_to_read(batch)
+        if rows is None:
+            nothing = self._no_tokens()
             return TokenScores(nothing, nothing if entropy else None)
-        trained = batch.target_lengths > 0  # a scorer takes no empty rows
-        if not bool(trained.all()):
-            batch = batch.take_rows(trained)
+        batch = rows
         scores: TokenScores = actor.score_packed(
             batch.ids,
             batch.lengths,

@@ -4,11 +4,10 @@ The rule of a single setting stands at its field; here are those of several that
 """
 
 from collections.abc import Iterator
-from dataclasses import fields
 from importlib.util import find_spec
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 
 from torchrl_envs.datasets import DATA_FILES, MODEL_FILES, check_source
 
@@ -340,20 +339,17 @@ def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
         yield f"policy.temperature must be positive for a signal, got {cfg.policy.temperature}."
 
 
-def _critic_faults(cfg: RecipeConfig) -> Iterator[str]:
+def _critic_faults(cfg: RolloutsConfig) -> Iterator[str]:
     """Faults of the critic's settings, and of those that a run with a critic can't have."""
     critic: CriticConfig | None = getattr(cfg, "critic", None)
     if critic is None:
         return
-    loss: Any = getattr(cfg, "loss", None)
+    loss, train = attrgetter("loss")(cfg), cfg.train
     if loss.advantage != "gae":
-        default = CriticConfig()
-        names = [each.name for each in fields(default)]
-        for name in names:
-            if getattr(critic, name) != getattr(default, name):
+        for name, default in vars(CriticConfig()).items():
+            if getattr(critic, name) != default:
                 yield f"critic.{name} is for loss.advantage=gae, got {loss.advantage}."
         return
-    train: TrainConfig = getattr(cfg, "train")  # noqa: B009
     is_set = {
         f"loss.credit={loss.credit}": loss.credit != "episode",
         f"loss.advantage_scale={loss.advantage_scale}": loss.advantage_scale is not None,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import check_counts
 from torchrl_data.devices import on_device, on_host
-from torchrl_data.ragged.packed import cumulative_lengths, pack
+from torchrl_data.ragged.packed import cumulative_lengths
 from torchrl_data.sampling_masks import SamplingMasks
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_data.token_scorer import TokenScores
@@ -41,7 +41,7 @@ from .model_reader import Layout, ModelReader, check_packed, empty_pass, passes_
 from .packed_attention import use_packed_attention
 from .rope_factors import check_longest, settle_rope_factors
 from .split_head import whole_head
-from .trial import ROUNDED, Difference, find_first, run_trial
+from .trial import ROUNDED, Difference, find_first, packed_rows, run_trial
 from .wrapped_models import (
     check_wrapped_whole,
     evaluation_mode,
@@ -326,7 +326,7 @@ class PackedScorer(ChecksAttributes):
         if self._images is not None:
             raise ValueError(f"{who}: context_group is not for a model that reads images.")
         trial = run_inside(self._wrapped, lambda: run_trial(model, who=who))
-        ids, lengths, mask = _trial_rows(trial.rows)
+        ids, lengths, mask = packed_rows(trial.rows)
 
         with torch.no_grad(), evaluation_mode(model):
             found = self.score_packed(ids, lengths, mask).log_prob
@@ -564,7 +564,7 @@ def find_reading(wrapped: nn.Module, model: Any, *, pack: bool) -> Reading:
 def _trial_log_probs(
     model: Any, layout: Layout, head: nn.Linear | None, rows: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    ids, lengths, mask = _trial_rows(rows)
+    ids, lengths, mask = packed_rows(rows)
     outputs = ModelReader(model, layout=layout, head=head).read(targets_of(ids, lengths, mask))
     at = on_device(ids[mask], outputs.device)
     if head is None:
@@ -573,11 +573,3 @@ def _trial_log_probs(
         hidden, weight, bias = head_product(head, outputs)
         log_p = chunked_log_prob(hidden, weight, at, bias=bias).log_prob.double()
     return log_p.split((lengths - 1).tolist())
-
-
-def _trial_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows packed, with all tokens but the first of each as targets."""
-    ids, lengths = pack([row.cpu() for row in rows])
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[cumulative_lengths(lengths)[:-1]] = False
-    return ids, lengths, mask

@@ -14,6 +14,7 @@ import torch.distributed
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from torchrl_data.ragged.packed import cumulative_lengths, pack
 from torchrl_modules.transformers_releases import forward_parameters
 
 from .packed_attention import PackedInputLost
@@ -178,3 +179,11 @@ def trial_rows(model: PreTrainedModel) -> list[Tensor]:
     rows[1] = rows[0][: len(rows[1])]
     rows[2] = torch.cat([rows[0][:_NUM_SHARED], rows[2][_NUM_SHARED:]])
     return [row.to(model.device) for row in rows]
+
+
+def packed_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and lengths of rows packed on the host, with all tokens but the first of each marked."""
+    ids, lengths = pack([row.cpu() for row in rows])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[cumulative_lengths(lengths)[:-1]] = False
+    return ids, lengths, mask

@@ -13,14 +13,13 @@ from transformers import PreTrainedModel
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import check_counts
 from torchrl_data.devices import on_host
-from torchrl_data.ragged.packed import cumulative_lengths, pack
 from torchrl_modules.compiled_layers import settle_compilation
 from torchrl_modules.transformers_releases import forward_parameters
 
 from .model_reader import Layout, ModelReader, check_packed, empty_pass, passes_within, targets_of
 from .packed_attention import use_packed_attention
 from .rope_factors import check_longest, settle_rope_factors
-from .trial import ReadingTrial, find_first, tolerance_of, trial_rows
+from .trial import ReadingTrial, find_first, packed_rows, tolerance_of, trial_rows
 from .wrapped_models import (
     check_wrapped_whole,
     evaluation_mode,
@@ -190,9 +189,7 @@ def _find_layout(model: PreTrainedModel, head: nn.Linear, *, who: str) -> Layout
             for row in rows
         ]
     trial = ReadingTrial(rows, own, tolerance_of(model))
-    ids, lengths = pack([row.cpu() for row in rows])
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[cumulative_lengths(lengths)[:-1]] = False
+    ids, lengths, mask = packed_rows(rows)
     layouts = [x for x in Layout if x is not Layout.PACKED or own_attention is not None]
 
     def read(layout: Layout) -> tuple[Tensor, ...]:
