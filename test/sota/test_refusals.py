@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -217,6 +218,14 @@ def test_all_generators_are_found_without_the_package():
         ("gcd",),
     )
     assert find_task("reasoning_gym/countdown")[2] == ("countdown",)
+
+
+def test_a_package_that_was_imported_in_part_has_all_its_generators(monkeypatch):
+    """What stopped the import names itself at the next one; what is registered besides counts."""
+    factory = ModuleType("reasoning_gym.factory")
+    factory.DATASETS = {"ab": None, "my_own": None}
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+    assert {"ab", "my_own", "gcd", "chain_sum"} <= set(generator_names())
 
 
 def test_every_backend_that_is_a_choice_can_be_opened():

@@ -121,16 +121,24 @@ def load_reasoning_gym() -> Any:
 def generator_names() -> list[str]:
     """Names of all generators of reasoning-gym, which is not imported for that: it takes seconds.
 
+    Those that a program has registered itself are among them.
+
     Raises:
         ImportError: the package is not installed.
     """
-    if (factory := sys.modules.get("reasoning_gym.factory")) is not None:
-        return sorted(factory.DATASETS)
+    # What is registered is all of it only where the package was imported to its end.
+    factory = sys.modules.get("reasoning_gym.factory")
+    return sorted({*_own_generators(), *getattr(factory, "DATASETS", ())})
+
+
+@cache
+def _own_generators() -> frozenset[str]:
+    """Names of the generators that the package brings, from its files."""
     package = find_spec("reasoning_gym") or load_reasoning_gym().__spec__
     files = Path(str(package.origin)).parent.rglob("*.py")
     texts = (path.read_text(encoding="utf-8") for path in files)
     named = re.compile(r'^(?:DATASET_NAME = |register_dataset\()"(\w+)"', re.MULTILINE)
-    return sorted({name for text in texts for name in named.findall(text)})
+    return frozenset(name for text in texts for name in named.findall(text))
 
 
 def generator_settings(generator: str) -> dict[str, Any]:
