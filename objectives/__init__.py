@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .advantages.tree_credit import FunctionCredit as FunctionCredit
     from .batching.loss_keys import CriticLossKeys as CriticLossKeys
     from .batching.loss_keys import DistillationLossKeys as DistillationLossKeys
+    from .batching.loss_keys import DPOLossKeys as DPOLossKeys
     from .batching.loss_keys import GRPOLossKeys as GRPOLossKeys
     from .batching.loss_keys import SFTLossKeys as SFTLossKeys
     from .batching.masking_strategy import MaskingStrategy as MaskingStrategy
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from .losses.distillation import DistillationLoss as DistillationLoss
     from .losses.distillation import DistillationLossOutput as DistillationLossOutput
     from .losses.distillation import DistillationOptions as DistillationOptions
+    from .losses.dpo import DPOLoss as DPOLoss
+    from .losses.dpo import DPOLossOutput as DPOLossOutput
+    from .losses.dpo_options import DPOOptions as DPOOptions
     from .losses.grpo import GRPOLoss as GRPOLoss
     from .losses.grpo import GRPOLossOutput as GRPOLossOutput
     from .losses.grpo_options import GRPOOptions as GRPOOptions

@@ -35,6 +35,7 @@ from torchrl_modules.engines.transformers import TransformersEngine
 from .device_defaults import DEFAULT_TOKENS
 from .optimizers import build_optimizer, set_learning_rate
 from .rank_jobs import RankJob, tell
+from .rank_scores import target_scores, token_rows
 from .rank_share import RankShare
 from .settings.errors import SettingsError, refusing
 from .settings.schema import TrainingConfig, critic_settings
@@ -168,32 +169,28 @@ class Critic:
         """
         tell(self._ranks, RankJob.JUDGE_ROWS)
         packed = pack_batch(rows, TokenKeys(), "assistant", Entries({}, {}), who="Critic")
-        places = torch.arange(packed.num_targets)
-        found = self.judge_share(replace(packed, entries={"place": places}))
-        values = torch.zeros(packed.num_targets)
-        for place, value in found:
-            values[place] = value
-        spread = torch.zeros(len(packed.ids)).masked_scatter(packed.target_mask, values)
-        own = spread.unsqueeze(-1).split(packed.lengths.tolist())
+        values = self.judge_share(packed)
+        assert values is not None
+        own = [row.unsqueeze(-1) for row in token_rows(packed, values)]
         set_rows(rows, keys.STATE_VALUE, own)
         self._advantages(rows)
 
-    @torch.no_grad()
-    def judge_share(self, batch: PackedBatch | None = None) -> list[tuple[Tensor, Tensor]]:
+    def judge_share(self, batch: PackedBatch | None = None) -> Tensor | None:
         """Compute the values of this rank's share of the rows; all ranks do.
 
         Args:
-            batch: all rows, which rank 0 has; its entry ``place`` says which target is which.
+            batch: all rows, which rank 0 has.
 
         Returns:
-            Of each rank the places of its targets, and their values.
+            On rank 0 those of all trained tokens.
         """
-        most = self._cfg.train.micro_batch_tokens or DEFAULT_TOKENS
-        parts = self._ranks.scatter(batch, max_tokens=most)
-        values = [self.network.value_packed(p.ids, p.lengths, p.target_mask) for p in parts]
-        places = [part.entries["place"] for part in parts]
-        own = [torch.cat(each).cpu() if each else torch.zeros(0) for each in (places, values)]
-        return self._ranks.gather((own[0].long(), own[1].float()))
+        network = self.network
+        return target_scores(
+            self._ranks,
+            batch,
+            lambda part: network.value_packed(part.ids, part.lengths, part.target_mask),
+            max_tokens=self._cfg.train.micro_batch_tokens or DEFAULT_TOKENS,
+        )
 
     def update(self, share: RankShare, number: int) -> dict[str, float]:
         """Make an optimizer step of the critic; all ranks do.

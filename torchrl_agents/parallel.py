@@ -32,7 +32,7 @@ from collectors.resume.sharded import Sharded
 from collectors.weight_update.plain_weights import unwrapped_module
 from collectors.weight_update.sharded_weights import is_spread, pushed_weights
 from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepOutcome
-from torchrl_data.token_scorer import TokenScorer
+from torchrl_data.token_scorer import TokenScorer, image_arguments
 from torchrl_modules import LLMWrapperBase, TransformersCritic, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.model_splits import layers_of, split_model
@@ -48,6 +48,7 @@ from .models.policies import transformers_policy
 from .models.sources import folder_of, model_files, model_folder
 from .optimizers import set_learning_rate
 from .rank_jobs import RankJob, tell
+from .rank_scores import target_scores
 from .rank_share import RankShare
 from .run import Run
 from .settings.errors import refusing
@@ -72,18 +73,56 @@ def take_share(
         loss: counts the tokens.
         batch: all rows, which rank 0 has.
     """
-    scorer, shares = actor.scorer, False
-    if batch is not None and len(batch.lengths) and scorer.packed and scorer.share_prefixes:
-        # The model reads once what the rows of a micro-batch begin with alike.
-        shares = can_share(scorer.model, int(batch.lengths.max()))
-    most = cfg.train.micro_batch_tokens or DEFAULT_TOKENS  # rank 0 has settled it
-    together = most * cfg.train.context_parallel_size  # of the ranks that share a pass out
-    parts = ranks.scatter(batch, max_tokens=together, count_shared_once=shares)
+    shares = _shares_prefixes(actor, batch)
+    parts = ranks.scatter(batch, max_tokens=_most_tokens(cfg), count_shared_once=shares)
     # Reduced once, the gradients of shards would be whole on every rank until then.
     copies = parallel_kind(cfg, ranks) != "fsdp2"
     reduces_once = copies if cfg.train.reduce == "auto" else cfg.train.reduce == "step"
     window = loss.measure_window(parts, ranks=ranks)
     return RankShare(parts, window, actor.model, reduces_once, ranks)
+
+
+def score_share(
+    cfg: TrainingConfig,
+    ranks: Ranks,
+    actor: TransformersWrapper,
+    batch: PackedBatch | None = None,
+) -> Tensor | None:
+    """Compute log-probs by the model as it is, each rank those of its share of the rows; all do.
+
+    They are of the model's own softmax, at temperature 1.
+
+    Args:
+        cfg: the settings.
+        ranks: of the run.
+        actor: with the model.
+        batch: all rows, which rank 0 has.
+
+    Returns:
+        On rank 0 those of all trained tokens, float32 ``[K]``.
+    """
+
+    def compute(part: PackedBatch) -> Tensor:
+        images = image_arguments(actor, part.images, "score_share")
+        options: Any = {"temperature": 1.0, **images}
+        return actor.score_packed(part.ids, part.lengths, part.target_mask, **options).log_prob
+
+    most, shares = _most_tokens(cfg), _shares_prefixes(actor, batch)
+    return target_scores(ranks, batch, compute, max_tokens=most, count_shared_once=shares)
+
+
+def _most_tokens(cfg: TrainingConfig) -> int:
+    """The most tokens of a pass, of all ranks that share it out."""
+    most = cfg.train.micro_batch_tokens or DEFAULT_TOKENS  # rank 0 has settled it
+    return most * cfg.train.context_parallel_size
+
+
+def _shares_prefixes(actor: TransformersWrapper, batch: PackedBatch | None) -> bool:
+    """Whether the model reads once what the rows of a micro-batch begin with alike."""
+    scorer = actor.scorer
+    if batch is None or not len(batch.lengths) or not (scorer.packed and scorer.share_prefixes):
+        return False
+    return can_share(scorer.model, int(batch.lengths.max()))
 
 
 def combined(cfg: TrainingConfig, ranks: Ranks, outputs: Sequence[Any]) -> Any:
@@ -253,6 +292,7 @@ class Follower:
                     RankJob.OPEN_CHECKPOINTS: keep.open,
                     RankJob.LOAD_CHECKPOINT: keep.load,
                     RankJob.GIVE_WEIGHTS: lambda: contribute_weights(self.actor.model),
+                    RankJob.SCORE_ROWS: lambda: score_share(self.cfg, self.ranks, self.actor),
                     RankJob.SAVE_CHECKPOINT: keep.write,
                     RankJob.GIVE_ALL: lambda: _whole_state(self.actor.model),
                     **self._jobs_of_critic(),

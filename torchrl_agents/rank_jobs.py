@@ -13,6 +13,8 @@ class RankJob(Enum):
     LOAD_CHECKPOINT = auto()
     GIVE_WEIGHTS = auto()
     """To rank 0, which hands them to what samples."""
+    SCORE_ROWS = auto()
+    """Log-probs of rows, by the model as it is."""
     JUDGE_ROWS = auto()
     """The critic's values of a step's rows."""
     TAKE_ROWS = auto()

@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from .messages import check_messages as check_messages
     from .missing_entry import MissingEntryError as MissingEntryError
     from .missing_entry import require_entries as require_entries
+    from .preferences import PreferencePair as PreferencePair
+    from .preferences import mark_pairs as mark_pairs
+    from .preferences import pair_of as pair_of
+    from .preferences import preference_rows as preference_rows
+    from .preferences import read_pair as read_pair
     from .ragged.packed import cumulative_lengths as cumulative_lengths
     from .ragged.packed import pack as pack
     from .ragged.packed import pad as pad

@@ -27,26 +27,31 @@ def equal_shares(batch: PackedBatch, size: int, *, max_tokens: int) -> list[list
             f"{sum(map(bool, batch.images))} of {batch.num_rows} rows have images, which are not "
             "dealt out to ranks. Train a vision-language model in one process."
         )
-    lengths = batch.lengths.tolist()
+    lengths, together = batch.lengths.tolist(), batch.rows_together
     each = 1
-    while (most := smallest_bound(lengths, size * each)) > max_tokens:
+    while (most := smallest_bound(lengths, size * each, together)) > max_tokens:
         each += 1
-    ends = run_ends(lengths, most)
+    ends = run_ends(lengths, most, together)
     ends += [len(lengths)] * (size * each - len(ends))
     parts = list(starmap(batch.run, pairwise([0, *ends])))
     parts.sort(key=lambda part: -len(part.ids))
     return [parts[rank::size] for rank in range(size)]
 
 
-def smallest_bound(lengths: Sequence[int], num_parts: int) -> int:
+def smallest_bound(lengths: Sequence[int], num_parts: int, rows_together: int = 1) -> int:
     """The least number of tokens that ``num_parts`` runs of whole rows can be kept within.
 
     A longer row is a run of its own.
+
+    Args:
+        lengths: tokens of the rows.
+        num_parts: so many runs.
+        rows_together: so many rows that follow each other are not parted.
     """
     low, high = 1, max(1, sum(lengths))
     while low < high:
         middle = (low + high) // 2
-        if len(run_ends(lengths, middle)) <= num_parts:
+        if len(run_ends(lengths, middle, rows_together)) <= num_parts:
             high = middle
         else:
             low = middle + 1

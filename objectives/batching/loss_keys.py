@@ -63,6 +63,18 @@ class CriticLossKeys(TokenKeys):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DPOLossKeys(TokenKeys):
+    """The batch entries that :class:`~objectives.DPOLoss` reads."""
+
+    pair_id: NestedKey = keys.PAIR_ID
+    """int64 ``[B, 1]``: equal for the two rows of a pair, which lie side by side."""
+    chosen: NestedKey = keys.CHOSEN
+    """bool ``[B, 1]``: True for the first row of a pair, which is the better answer."""
+    ref_log_probs: NestedKey = keys.REF_LOG_PROBS_FULL
+    """float32, like the tokens; read unless the loss is ``reference_free``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistillationLossKeys(TokenKeys):
     """The batch entries that :class:`~objectives.DistillationLoss` reads."""
 

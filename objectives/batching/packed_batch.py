@@ -79,6 +79,8 @@ class PackedBatch:
     """The sets that the K trained tokens were drawn from; None where none was recorded."""
     routed_experts: Tensor | None = None
     """uint8 or int16 ``[N, L, S]``: where each token was sent; None where it was not recorded."""
+    rows_together: int = 1
+    """So many rows that follow each other are never parted: 2 in pairs of answers."""
 
     @property
     def num_targets(self) -> int:
@@ -167,10 +169,10 @@ class PackedBatch:
         """Split into runs of whole rows, in order, without copying. Give one of the two limits.
 
         Rows of a group that lie together stay together as far as the limit allows, so that their
-        prompt can be shared.
+        prompt can be shared, and those of a pair always do.
 
         Args:
-            max_tokens: most tokens of a part; a longer row is a part of its own.
+            max_tokens: most tokens of a part; a longer row, or pair, is a part of its own.
             num_rows: rows of a part.
             count_shared_once: count tokens that a row begins with as another row of the part does
                 once, as a policy reads them whose scorer shares prefixes: a part may then have more
@@ -192,9 +194,11 @@ class PackedBatch:
         if count_shared_once:
             if max_tokens is None:
                 raise ValueError("micro_batches: count_shared_once=True goes with max_tokens.")
-            return self._runs([0, *_unique_run_ends(self.ids, self.lengths, max_tokens)])
-        sizes = self.lengths.tolist() if num_rows is None else [1] * self.num_rows
-        return self._runs([0, *run_ends(sizes, limit)])
+            rows = self.ids.split(self.lengths.tolist())
+            ends = _unique_run_ends(rows, max_tokens, self.rows_together)
+            return self._runs([0, *ends])
+        lengths = self.lengths if num_rows is None else torch.ones_like(self.lengths)
+        return self._runs([0, *run_ends(lengths.tolist(), limit, self.rows_together)])
 
     def run(self, first: int, last: int) -> PackedBatch:
         """Some rows that lie together, without copying.
@@ -230,27 +234,35 @@ class PackedBatch:
             images=images,
             sampling_masks=self.sampling_masks and self.sampling_masks.take(targets),
             routed_experts=None if self.routed_experts is None else self.routed_experts[tokens],
+            rows_together=self.rows_together,
         )
 
 
-def _unique_run_ends(ids: Tensor, lengths: Tensor, bound: int) -> list[int]:
+def _unique_run_ends(rows: Sequence[Tensor], bound: int, rows_together: int) -> list[int]:
     """Where runs of rows end whose tokens are at most a bound, those that rows share once."""
     ends, filled = [], 0
     ordered: list[bytes] = []  # 8 bytes a token: any order that compares tokens in turn will do
-    for row, tokens in enumerate(ids.split(lengths.tolist())):
-        key = tokens.numpy().tobytes()
-        # What a row shares with any other it shares with a neighbour in this order.
-        at = bisect_left(ordered, key)
-        new = len(tokens) - max(
-            (_common(key, x) for x in ordered[max(0, at - 1) : at + 1]), default=0
-        )
+
+    def add(first: int) -> int:
+        """Tokens that some rows, which are not parted, add to those that are there."""
+        new = 0
+        for tokens in rows[first : first + rows_together]:
+            key = tokens.numpy().tobytes()
+            # What a row shares with any other it shares with a neighbour in this order.
+            at = bisect_left(ordered, key)
+            beside = ordered[max(0, at - 1) : at + 1]
+            new += len(tokens) - max((_common(key, x) for x in beside), default=0)
+            ordered.insert(at, key)
+        return new
+
+    for first in range(0, len(rows), rows_together):
+        new = add(first)
         if filled and filled + new > bound:
-            ends.append(row)
-            filled, at, new = 0, 0, len(tokens)
+            ends.append(first)
             ordered.clear()
-        ordered.insert(at, key)
+            filled, new = 0, add(first)
         filled += new
-    return [*ends, len(lengths)] if len(lengths) else []
+    return [*ends, len(rows)] if rows else []
 
 
 def _common(a: bytes, b: bytes) -> int:
@@ -261,13 +273,19 @@ def _common(a: bytes, b: bytes) -> int:
     return int(differ[0]) if len(differ) else size
 
 
-def run_ends(sizes: Sequence[int], bound: int) -> list[int]:
+def run_ends(sizes: Sequence[int], bound: int, rows_together: int = 1) -> list[int]:
     """Where runs of rows end that are filled up to a bound, one after the other.
 
     A larger row is a run of its own.
+
+    Args:
+        sizes: of the rows.
+        bound: of a run.
+        rows_together: so many rows that follow each other are not parted.
     """
     ends, filled = [], 0
-    for row, size in enumerate(sizes):
+    for row in range(0, len(sizes), rows_together):
+        size = sum(sizes[row : row + rows_together])
         if filled and filled + size > bound:
             ends.append(row)
             filled = 0

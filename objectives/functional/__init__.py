@@ -8,7 +8,8 @@ The folder can be copied whole into another codebase. What is where:
 * ``weights``: which tokens count and how much; log-probability and entropy from logits;
 * ``advantages``: from rewards to advantages, of an answer or of its turns;
 * ``values``: from the values of a critic to advantages, and the critic's loss;
-* ``supervised``: fine-tuning and distillation.
+* ``supervised``: fine-tuning and distillation;
+* ``preferences``: of two answers, which is the better one.
 
 Tokens come padded, ``[B, T]``, or packed, ``[N]`` beside ``lengths [B]``; both give the same
 numbers. Everything that does not lie in a mask is ignored, whatever it holds. Log-probabilities,
@@ -45,6 +46,10 @@ from .log_probs import LogProbs as LogProbs
 from .log_probs import token_log_probs as token_log_probs
 from .metrics import effective_sample_fraction as effective_sample_fraction
 from .metrics import flag_fraction as flag_fraction
+from .preferences import PREFERENCE_FUNCTIONS as PREFERENCE_FUNCTIONS
+from .preferences import PreferenceFunction as PreferenceFunction
+from .preferences import check_preference as check_preference
+from .preferences import preference_loss as preference_loss
 from .ratios import LOG_RATIO_LIMIT as LOG_RATIO_LIMIT
 from .ratios import RATIO_LEVELS as RATIO_LEVELS
 from .ratios import RatioLevel as RatioLevel

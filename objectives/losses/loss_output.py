@@ -2,13 +2,13 @@
 
 Every tensor is a scalar, unless the loss was told not to aggregate. Losses are shares of the
 accumulation window, so those of its micro-batches add up; metrics are means over the trained
-tokens of the call, and ``combine`` weighs them by these.
+tokens of the call, or over its pairs, and ``combine`` weighs them by the number of these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from tensordict import TensorClass, TensorDict
@@ -27,6 +27,9 @@ def make_output(kind: type[Output], terms: Mapping[str, Tensor]) -> Output:
 
 class LossTerms:
     """The fields that every output of a loss has."""
+
+    weighted_by: ClassVar[str] = "num_active_tokens"
+    """Entry with the number of what metrics are means over."""
 
     def total(self) -> Tensor:
         """The objective: the sum of the ``loss_*`` entries."""
@@ -52,18 +55,26 @@ class LossTerms:
         """
         if not outputs:
             raise ValueError("combine needs at least one output.")
-        terms = combined_terms(outputs)
+        weight: str = getattr(cls, "weighted_by")  # noqa: B009
+        terms = combined_terms(outputs, weight)
         if ranks is not None and ranks.data.size > 1:
             own = {  # its losses were divided by its share of the counts of all
                 name: value.cpu() / (ranks.data.size if name.startswith("loss_") else 1)
                 for name, value in terms.items()
             }
-            terms = combined_terms(ranks.data.gather(own))
+            terms = combined_terms(ranks.data.gather(own), weight)
         return make_output(cls, terms)
 
 
-def combined_terms(outputs: Sequence[Any]) -> dict[str, Tensor]:
-    """The entries of a whole window by name, from the outputs of its micro-batches."""
+def combined_terms(
+    outputs: Sequence[Any], weighted_by: str = "num_active_tokens"
+) -> dict[str, Tensor]:
+    """The entries of a whole window by name, from the outputs of its micro-batches.
+
+    Args:
+        outputs: at least one.
+        weighted_by: the entry with the number of what metrics are means over.
+    """
     parts = [
         {str(key): value.detach() for key, value in output.items() if value is not None}
         for output in outputs
@@ -75,18 +86,19 @@ def combined_terms(outputs: Sequence[Any]) -> dict[str, Tensor]:
         if name.startswith(("loss_", "num_")):
             combined[name] = values.sum(0)
         else:
-            combined[name] = _token_mean(values, present)
+            combined[name] = _mean(values, present, weighted_by)
     if "ESS" in combined:
         # ESS = mean(r)^2 / mean(r^2): recover the mean square of each part.
         ratio = torch.stack([part["ratio_mean"] for part in parts])
         ess = torch.stack([part["ESS"] for part in parts])
-        fraction = combined["ratio_mean"].square() / _token_mean(ratio.square() / ess, parts)
+        square = _mean(ratio.square() / ess, parts, weighted_by)
+        fraction = combined["ratio_mean"].square() / square
         combined["ESS"] = torch.where(combined["num_active_tokens"] > 0, fraction, 1.0)
     return combined
 
 
-def _token_mean(values: Tensor, parts: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    weights = torch.stack([part["num_active_tokens"] for part in parts])
+def _mean(values: Tensor, parts: Sequence[Mapping[str, Tensor]], weighted_by: str) -> Tensor:
+    weights = torch.stack([part[weighted_by] for part in parts])
     return (values * weights).sum(0) / weights.sum(0).clamp(min=1)
 
 

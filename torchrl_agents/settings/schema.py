@@ -346,6 +346,22 @@ class EpochsTrainConfig(TrainConfig):
 
 
 @dataclass
+class GivenDataConfig:
+    """Conversations to learn from that somebody else wrote."""
+
+    dataset: str | None = None
+    """Hub id, file or folder with them; none takes the task's demonstrations."""
+    split: str | None = None
+    """Of it; the only one, or train, when not given."""
+    skip_bad_rows: bool = False
+    """Leave out rows that hold none (messages have a role and a content), that can't be shown in
+    the chat template, or that are too long for the model, and log how many; else they are
+    refused."""
+    num_held_out: int = setting(64, AT_LEAST_1)
+    """So many are not trained on; their loss is told."""
+
+
+@dataclass
 class RecipeConfig:
     """Settings of every recipe."""
 

@@ -1,0 +1,267 @@
+"""Preference learning (DPO): the better one of two answers becomes likelier.
+
+torchrl-agents dpo data.dataset=pairs.jsonl policy.model=Qwen/Qwen3-0.6B task=gsm8k profile=gpu
+torchrl-agents convert outputs/grpo/gsm8k/seed0 pairs.jsonl      # pairs of rollouts that exist
+torchrl-agents dpo experiment=control                            # better and worse at random
+"""
+
+from config import DPOConfig
+
+from torchrl_agents.settings.command_line import read_command_line
+from torchrl_agents.settings.option_settings import given_options
+from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.settings.schema import EngineConfig
+
+RECIPE = Recipe(
+    name="dpo",
+    summary="Preference learning (DPO): the better one of two answers becomes likelier.",
+    example="data.dataset=pairs.jsonl task=gsm8k policy.model=Qwen/Qwen3-0.6B profile=gpu",
+    config=DPOConfig,
+    groups={"engine": {"transformers": EngineConfig()}},
+    needs_groups=False,
+    embedded={"optim.learning_rate": 1e-3, "optim.max_grad_norm": 1.0},
+    pretrained={"optim.learning_rate": 1e-6},
+    # L = - mean over pairs of log sigmoid(beta (log-ratio of the better - of the other answer))
+    loss=lambda cfg, actor: DPOLoss(actor, **given_options(cfg.loss, DPOOptions)),
+    rehearse=lambda cfg, test, policy: encode(cfg, test, policy),
+)
+
+if __name__ == "__main__":
+    read_command_line(RECIPE)  # what is wrong is said before torch is imported
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+
+from collectors import LLMCollector
+from objectives import DPOLoss, DPOLossOutput, DPOOptions, SFTLoss
+from torchrl_agents.device_defaults import DEFAULT_TOKENS
+from torchrl_agents.given_conversations import (
+    GivenRows,
+    check_enough,
+    encode_given,
+    load_given,
+    numbered,
+    schemas_of,
+    tell_seen,
+)
+from torchrl_agents.models.adapters import add_adapters
+from torchrl_agents.parallel import score_share, share_model
+from torchrl_agents.rank_jobs import RankJob, tell
+from torchrl_agents.rank_scores import token_rows
+from torchrl_agents.run import Run
+from torchrl_agents.setup import Setup, build_task, load_models
+from torchrl_agents.start import run_recipe
+from torchrl_agents.training import Training, TrainingStep, learn
+from torchrl_data import PreferencePair, keys, mark_pairs, pair_of, read_pair
+from torchrl_modules import LLMWrapperBase, TransformersWrapper
+
+Pair = Sequence[TensorDictBase]
+_PAIRS_AT_ONCE = 1024
+"""Of which the reference's log-probs are computed before the log says how far that is."""
+_SAME_MODEL = 1e-2
+"""In nats: what a model says of a token on other machines differs by less."""
+
+
+def build(recipe: Recipe, cfg: DPOConfig, settings: dict[str, Any]) -> Setup:
+    """The task, whose demonstrations are the answers of pairs, and the environment that tests."""
+    test = build_task(recipe, cfg, settings)
+    if cfg.data.dataset is None:
+        pairs, tools = _pairs_of_demonstrations(cfg, test)
+        numbers: Sequence[int] = range(len(pairs))
+    else:
+        rows, numbers = load_given(cfg.data, _fault_of, what="pair of answers")
+        pairs = [read_pair(row) for row in rows]
+        tools = [schemas_of(row) for row in rows]
+    check_enough(cfg.data.num_held_out, len(pairs), what="pairs")
+    if cfg.data.dataset is not None:
+        tell_seen(cfg.data.num_held_out, [pair.chosen for pair in pairs], test.held_out_env)
+    sides = [(pair.chosen, pair.rejected) for pair in pairs]
+    if cfg.data.shuffle_preferences:
+        swaps = random.Random(cfg.seed)
+        sides = [two[::-1] if swaps.random() < 0.5 else two for two in sides]
+    task = replace(
+        test.task,
+        demonstrations=numbered(
+            [chat for two in sides for chat in two], [n for n in numbers for _ in range(2)]
+        ),
+        demonstration_tools=[schemas for schemas in tools for _ in range(2)],
+    )
+    test.held_out_env.task = task
+    return test._replace(task=task)
+
+
+def _pairs_of_demonstrations(
+    cfg: DPOConfig, test: Setup
+) -> tuple[list[PreferencePair], list[list[dict[str, Any]] | None]]:
+    """Each of the task's demonstrations, and its conversation with the answer of another one."""
+    chats: list[Any] = list(test.task.demonstrations)
+    tools: list[Any] = list(test.task.demonstration_tools) or [None] * len(chats)
+    order = random.Random(cfg.seed).sample(range(len(chats)), len(chats))
+    pairs, kept = [], []
+    for chat, other, schemas in zip(chats, order, tools, strict=True):
+        worse = [*chat[:-1], chats[other][-1]]
+        if worse != [*chat]:
+            pairs.append(pair_of(chat, worse))
+            kept.append(schemas)
+    return pairs, kept
+
+
+def _fault_of(row: Mapping[str, Any], number: int) -> str:
+    """What is wrong with a row that holds no pair; ``""`` if it holds one."""
+    try:
+        read_pair(row, number=number)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def encode(cfg: DPOConfig, test: Setup, policy: LLMWrapperBase) -> list[Pair]:
+    """The pairs as rows of tokens, with the prompts that the task's episodes have."""
+    shown = test.task.demonstrations
+    found = encode_given(cfg, cfg.data, test, policy, what="pairs", rows_together=2)
+    both = [pair_of(shown[2 * place], shown[2 * place + 1]) for place in found]
+    mark_pairs([row for rows in found.values() for row in rows], both)
+    return list(found.values())
+
+
+class PairSampler(GivenRows):
+    """Pairs of a step, in an order that follows from the seed.
+
+    So it is known before training which pairs it will need, and the reference reads no others.
+
+    Args:
+        collector: of the policy that is tested.
+        pairs: to train on.
+        batch_size: so many in each step.
+        seed: of the order.
+    """
+
+    def __init__(
+        self, collector: LLMCollector, pairs: Sequence[Pair], batch_size: int, seed: int
+    ) -> None:
+        super().__init__(collector, pairs, batch_size)
+        self._pairs, self._seed, self._num_epochs = pairs, seed, 0
+
+    def first_pairs(self, num_steps: int) -> list[Pair]:
+        """Give the pairs that the first steps draw, each once, in their order."""
+        num_drawn = min(num_steps * self._batch_size, len(self._pairs))
+        return [self._pairs[place] for place in self._order_of(0)[:num_drawn]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the epoch is, and what the reference says of the first step's pairs."""
+        own = {"num_epochs": self._num_epochs, "reference": self._mean_of_reference()}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on in the middle of an epoch.
+
+        Raises:
+            ValueError: there are other pairs, or the reference is another model.
+        """
+        super().load_state_dict(state_dict)
+        was, now = state_dict["reference"], self._mean_of_reference()
+        if (was is None) != (now is None) or abs((was or 0.0) - (now or 0.0)) > _SAME_MODEL:
+            raise ValueError(
+                f"the reference gave tokens of the first step's answers {was} nats, and gives "
+                f"{now}: policy.model is not what it was. Put the model back, or begin a new run"
+            )
+        self._num_epochs = state_dict["num_epochs"]
+
+    def _next_epoch(self) -> list[int]:
+        self._num_epochs += 1
+        return self._order_of(self._num_epochs - 1)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = [*range(len(self._pairs))]
+        random.Random(f"{self._seed} {epoch}").shuffle(order)
+        return order
+
+    def _mean_of_reference(self) -> float | None:
+        rows = [row for pair in self.first_pairs(1) for row in pair]
+        if keys.REF_LOG_PROBS_FULL not in rows[0].keys(include_nested=True):
+            return None
+        num_tokens = sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows)
+        return sum(float(row[keys.REF_LOG_PROBS_FULL].sum()) for row in rows) / num_tokens
+
+
+def write_reference(
+    cfg: DPOConfig, run: Run, actor: TransformersWrapper, pairs: Sequence[Pair]
+) -> None:
+    """Write log-probs of the answers by the model as it is before training, which is the reference.
+
+    Each rank computes a share of them, and no second model is kept.
+
+    Args:
+        cfg: the settings.
+        run: has the ranks.
+        actor: with the model.
+        pairs: whose rows get them.
+    """
+    pack = SFTLoss(actor).pack
+    for at in range(0, len(pairs), _PAIRS_AT_ONCE):
+        some = pairs[at : at + _PAIRS_AT_ONCE]
+        with run.log.phase(f"log-probs of the reference, {at + len(some)} of {len(pairs)} pairs"):
+            packed = pack(rows_of(some))
+            tell(run.ranks, RankJob.SCORE_ROWS)
+            log_probs = score_share(cfg, run.ranks, actor, packed)
+        assert log_probs is not None
+        rows = [row for pair in some for row in pair]
+        for row, own in zip(rows, token_rows(packed, log_probs), strict=True):
+            row[keys.REF_LOG_PROBS_FULL] = own
+
+
+def rows_of(pairs: Sequence[Pair]) -> TensorDictBase:
+    """The rows of some pairs, one after the other."""
+    return lazy_stack([row for pair in pairs for row in pair])
+
+
+def main(cfg: DPOConfig, test: Setup, run: Run) -> dict:
+    """Train as the settings say; gives the result."""
+    actor, policy = add_adapters(cfg, *load_models(cfg, test, run))
+    torch.manual_seed(cfg.seed)
+    actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
+    with run.log.phase("encoding the pairs"):
+        pairs = encode(cfg, test, actor)
+    held_out, trained = pairs[: cfg.data.num_held_out], pairs[cfg.data.num_held_out :]
+    collector = LLMCollector(test.held_out_env, policy)
+    sampler = PairSampler(collector, trained, cfg.train.batch_size, cfg.seed)
+    test_loss = DPOLoss(policy, **given_options(cfg.loss, DPOOptions))
+    if not test_loss.reference_free:
+        needed = [*held_out, *sampler.first_pairs(cfg.train.num_steps)]
+        write_reference(cfg, run, actor, needed)
+
+    @torch.no_grad()
+    def held_out_scores() -> dict[str, float]:
+        batch = test_loss.pack(rows_of(held_out))
+        window = test_loss.measure_window(batch)
+        most = cfg.train.micro_batch_tokens or DEFAULT_TOKENS
+        parts = [test_loss(part, window=window) for part in batch.micro_batches(max_tokens=most)]
+        output = DPOLossOutput.combine(parts)
+        return {
+            "held_out_loss": float(output.total()),
+            "held_out_accuracy": float(output.accuracy),
+        }
+
+    def measure(step: TrainingStep) -> dict[str, float]:
+        is_time = step.number % max(1, cfg.train.num_steps // 20) == 0
+        return held_out_scores() if is_time else {}
+
+    training = Training(
+        *(cfg, run, test, actor, policy, sampler),
+        measure=measure,
+        curves={
+            "accuracy": "pairs in the right order",
+            "held_out_accuracy": "the same, held out",
+            "loss": "loss of a pair",
+        },
+    )
+    return learn(training) | held_out_scores()
+
+
+if __name__ == "__main__":
+    run_recipe(RECIPE, main, build)

@@ -1,0 +1,211 @@
+"""Preferences: two answers to one prompt, of which one is the better.
+
+Shape legend: P pairs, B rows, two of each pair.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any, Final, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from .conversation_io import row_tensordicts
+from .keys import ASSISTANT_MASK, CHOSEN, PAIR_ID
+from .messages import Message, check_messages
+from .templates.demonstrations import encode_demonstrations
+from .templates.encoder import ConversationEncoder
+
+COLUMNS: Final = ("chosen", "rejected")
+
+
+class PreferencePair(NamedTuple):
+    """Two conversations that begin alike; from there on the assistant goes two ways."""
+
+    chosen: list[Message]
+    """With the better answer, whole."""
+    rejected: list[Message]
+    """With the other one."""
+    num_shared: int
+    """Messages that both begin with."""
+
+    @property
+    def num_shared_turns(self) -> int:
+        """What the assistant said before the two part: that is no answer, and is not trained."""
+        return sum(message["role"] == "assistant" for message in self.chosen[: self.num_shared])
+
+
+def read_pair(row: Mapping[str, Any], *, number: int | None = None) -> PreferencePair:
+    """Read a row of preference data, in any of the forms that TRL reads.
+
+    Args:
+        row: ``chosen`` and ``rejected`` are texts of the assistant, or lists of messages;
+            ``prompt`` is the text of a user, or a list of messages. Without it the two are whole
+            conversations; so they are where they begin with it.
+        number: of the row, for errors.
+
+    Returns:
+        The pair.
+
+    Raises:
+        ValueError: a column is missing or of another form, both answers are the same, or the two
+            conversations part before the assistant says something.
+        TypeError: a message has the wrong form.
+
+    Example:
+        >>> pair = read_pair({"prompt": "2 + 2?", "chosen": "4", "rejected": "five"})
+        >>> [message["content"] for message in pair.rejected], pair.num_shared
+        (['2 + 2?', 'five'], 1)
+    """
+    who = "the row" if number is None else f"row {number}"
+    if missing := [name for name in COLUMNS if row.get(name) in (None, "", [])]:
+        raise ValueError(
+            f"{who} of the preferences has nothing in {missing}; its columns are {sorted(row)}. A "
+            "row has the better answer in 'chosen' and the other one in 'rejected', and what they "
+            "answer in 'prompt', or at the beginning of both."
+        )
+    prompt = _messages(row.get("prompt") or [], "prompt", "user", who)
+    chosen, rejected = (_messages(row[name], name, "assistant", who) for name in COLUMNS)
+    if prompt and not all(each[: len(prompt)] == prompt for each in (chosen, rejected)):
+        if {each[0]["role"] for each in (chosen, rejected)} != {"assistant"}:
+            raise ValueError(
+                f"{who} of the preferences: 'chosen' and 'rejected' begin with messages of "
+                f"{[each[0]['role'] for each in (chosen, rejected)]}, which are not those of "
+                "'prompt'. Give answers alone, or conversations that begin with the prompt."
+            )
+        chosen, rejected = ([*prompt, *each] for each in (chosen, rejected))
+    return pair_of(chosen, rejected, number=number)
+
+
+def pair_of(
+    chosen: Sequence[Message], rejected: Sequence[Message], *, number: int | None = None
+) -> PreferencePair:
+    """Make a pair of two conversations.
+
+    Args:
+        chosen: with the better answer, whole.
+        rejected: with the other one.
+        number: of the row that they are of, for errors.
+
+    Raises:
+        ValueError: both are the same, or they part before the assistant says something.
+        TypeError: a message has the wrong form.
+    """
+    for messages in (chosen, rejected):
+        check_messages(messages, row=number)
+    alike = takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))
+    pair = PreferencePair([*chosen], [*rejected], len([*alike]))
+    _check_parting(pair, "the row" if number is None else f"row {number}")
+    return pair
+
+
+def _messages(value: Any, name: str, role: str, who: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value):
+        # Columns of data sets have every key that any message has.
+        return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]  # type: ignore[misc]
+    raise ValueError(
+        f"{who} of the preferences: {name!r} is a text or a list of messages, got "
+        f"{type(value).__name__}: {value!r:.80}."
+    )
+
+
+def _check_parting(pair: PreferencePair, who: str) -> None:
+    """Check that both go on with the assistant where they part."""
+    if pair.chosen == pair.rejected:
+        raise ValueError(
+            f"{who} of the preferences: 'chosen' and 'rejected' are the same, so that nothing can "
+            "be preferred. Leave it out."
+        )
+    nexts = [m[pair.num_shared]["role"] if len(m) > pair.num_shared else None for m in pair[:2]]
+    if pair.num_shared == 0 or nexts != ["assistant"] * 2:
+        what = [role or "nothing more" for role in nexts]
+        raise ValueError(
+            f"{who} of the preferences: 'chosen' and 'rejected' have {pair.num_shared} messages in "
+            f"common, after which they go on with {what}. They answer the same prompt: what comes "
+            "before the two answers is the same in both, and there the assistant speaks."
+        )
+
+
+def preference_rows(
+    encoder: ConversationEncoder,
+    pairs: Sequence[Mapping[str, Any] | PreferencePair],
+    *,
+    tools: Sequence[Sequence[dict[str, Any]] | None] | None = None,
+    first_row: int = 0,
+) -> list[TensorDict]:
+    """Rows of preferences, as :class:`~objectives.DPOLoss` reads them.
+
+    Args:
+        encoder: with the chat template.
+        pairs: as :func:`read_pair` reads them.
+        tools: JSON schemas that the template shows, per pair.
+        first_row: the number of the first pair, for errors.
+
+    Returns:
+        Two for each pair, the better answer first, with the entries of
+        :func:`~torchrl_data.row_tensordicts`, ``pair_id`` and ``chosen``. What the assistant says
+        from where the two part is trained.
+
+    Raises:
+        ValueError: as :func:`read_pair` and :func:`~torchrl_data.encode_demonstrations`.
+        TypeError: the same.
+
+    Example:
+        >>> from torchrl_data import ConversationEncoder
+        >>> pair = {"prompt": "2 + 2?", "chosen": "4", "rejected": "five"}
+        >>> better, other = preference_rows(ConversationEncoder(tokenizer), [pair])
+        >>> tokenizer.decode(other["tokens", "full"][other["masks", "all_assistant_mask"]])
+        'five<|im_end|>'
+        >>> better["pair_id"].item(), better["chosen"].item(), other["chosen"].item()
+        (0, True, False)
+    """
+    read = [
+        pair if isinstance(pair, PreferencePair) else read_pair(pair, number=number)
+        for number, pair in enumerate(pairs, first_row)
+    ]
+    sides = []
+    for name in COLUMNS:
+        try:
+            chats = [getattr(pair, name) for pair in read]
+            sides.append(encode_demonstrations(encoder, chats, tools=tools, first_row=first_row))
+        except ValueError as error:
+            raise ValueError(f"{name!r} of the preferences: {error}") from error
+    better, other = map(row_tensordicts, sides)
+    rows = [row for two in zip(better, other, strict=True) for row in two]
+    mark_pairs(rows, read)
+    return rows
+
+
+def mark_pairs(rows: Sequence[TensorDictBase], pairs: Sequence[PreferencePair]) -> None:
+    """Write which rows are pairs, and train what the assistant says where they have parted.
+
+    Args:
+        rows: two of each pair, the better answer first; of :func:`~torchrl_data.row_tensordicts`.
+        pairs: that they are of.
+
+    Raises:
+        ValueError: the chat template writes a turn of the assistant in several pieces, so that
+            nobody knows which tokens are the answer.
+    """
+    for place, row in enumerate(rows):
+        pair, side = divmod(place, 2)
+        row[PAIR_ID] = torch.tensor([pair])
+        row[CHOSEN] = torch.tensor([side == 0])
+        mask, turn = row[ASSISTANT_MASK], _turn_of(row[ASSISTANT_MASK])
+        said = sum(message["role"] == "assistant" for message in pairs[pair][side])
+        if int(turn[-1]) != said:
+            raise ValueError(
+                f"pair {pair}: the chat template writes the {said} turns of the assistant in "
+                f"{int(turn[-1])} pieces, of which it can't be told where the two answers part."
+            )
+        row[ASSISTANT_MASK] = mask & (turn > pairs[pair].num_shared_turns)
+
+
+def _turn_of(mask: Tensor) -> Tensor:
+    """The number, from 1, of the assistant's turn that each token lies in or after, ``[T]``."""
+    begins = mask.clone()
+    begins[1:] &= ~mask[:-1]
+    return begins.cumsum(0)
