@@ -35,7 +35,7 @@ from torchrl_modules.engines.transformers import TransformersEngine
 from .device_defaults import DEFAULT_TOKENS
 from .optimizers import build_optimizer, set_learning_rate
 from .rank_jobs import RankJob, tell
-from .rank_scores import target_scores, token_rows
+from .rank_scores import spread_to_rows, target_scores
 from .rank_share import RankShare
 from .settings.errors import SettingsError, refusing
 from .settings.schema import TrainingConfig, critic_settings
@@ -171,7 +171,7 @@ class Critic:
         packed = pack_batch(rows, TokenKeys(), "assistant", Entries({}, {}), who="Critic")
         values = self.judge_share(packed)
         assert values is not None
-        own = [row.unsqueeze(-1) for row in token_rows(packed, values)]
+        own = [row.unsqueeze(-1) for row in spread_to_rows(packed, values)]
         set_rows(rows, keys.STATE_VALUE, own)
         self._advantages(rows)
 

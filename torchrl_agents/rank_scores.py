@@ -47,7 +47,7 @@ def target_scores(
     return scores
 
 
-def token_rows(batch: PackedBatch, scores: Tensor) -> list[Tensor]:
+def spread_to_rows(batch: PackedBatch, scores: Tensor) -> list[Tensor]:
     """Numbers of the trained tokens, beside all tokens of each row.
 
     Args:

@@ -32,7 +32,7 @@ class PreferencePair(NamedTuple):
 
     @property
     def num_shared_turns(self) -> int:
-        """What the assistant said before the two part: that is no answer, and is not trained."""
+        """Turns of the assistant before the two part: they are no answers, and are not trained."""
         return sum(message["role"] == "assistant" for message in self.chosen[: self.num_shared])
 
 

@@ -23,7 +23,7 @@ RECIPE = Recipe(
     pretrained={"optim.learning_rate": 1e-6},
     # L = - mean over pairs of log sigmoid(beta (log-ratio of the better - of the other answer))
     loss=lambda cfg, actor: DPOLoss(actor, **given_options(cfg.loss, DPOOptions)),
-    rehearse=lambda cfg, test, policy: encode(cfg, test, policy),
+    rehearse=lambda cfg, test, policy: encode_pairs(cfg, test, policy),
 )
 
 if __name__ == "__main__":
@@ -52,7 +52,7 @@ from torchrl_agents.given_conversations import (
 from torchrl_agents.models.adapters import add_adapters
 from torchrl_agents.parallel import score_share, share_model
 from torchrl_agents.rank_jobs import RankJob, tell
-from torchrl_agents.rank_scores import token_rows
+from torchrl_agents.rank_scores import spread_to_rows
 from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, build_task, load_models
 from torchrl_agents.start import run_recipe
@@ -120,7 +120,7 @@ def _fault_of(row: Mapping[str, Any], number: int) -> str:
     return ""
 
 
-def encode(cfg: DPOConfig, test: Setup, policy: LLMWrapperBase) -> list[Pair]:
+def encode_pairs(cfg: DPOConfig, test: Setup, policy: LLMWrapperBase) -> list[Pair]:
     """The pairs as rows of tokens, with the prompts that the task's episodes have."""
     shown = test.task.demonstrations
     found = encode_given(cfg, cfg.data, test, policy, what="pairs", rows_together=2)
@@ -206,16 +206,16 @@ def write_reference(
     for at in range(0, len(pairs), _PAIRS_AT_ONCE):
         some = pairs[at : at + _PAIRS_AT_ONCE]
         with run.log.phase(f"log-probs of the reference, {at + len(some)} of {len(pairs)} pairs"):
-            packed = pack(rows_of(some))
+            packed = pack(stacked(some))
             tell(run.ranks, RankJob.SCORE_ROWS)
             log_probs = score_share(cfg, run.ranks, actor, packed)
         assert log_probs is not None
         rows = [row for pair in some for row in pair]
-        for row, own in zip(rows, token_rows(packed, log_probs), strict=True):
+        for row, own in zip(rows, spread_to_rows(packed, log_probs), strict=True):
             row[keys.REF_LOG_PROBS_FULL] = own
 
 
-def rows_of(pairs: Sequence[Pair]) -> TensorDictBase:
+def stacked(pairs: Sequence[Pair]) -> TensorDictBase:
     """The rows of some pairs, one after the other."""
     return lazy_stack([row for pair in pairs for row in pair])
 
@@ -226,7 +226,7 @@ def main(cfg: DPOConfig, test: Setup, run: Run) -> dict:
     torch.manual_seed(cfg.seed)
     actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
     with run.log.phase("encoding the pairs"):
-        pairs = encode(cfg, test, actor)
+        pairs = encode_pairs(cfg, test, actor)
     held_out, trained = pairs[: cfg.data.num_held_out], pairs[cfg.data.num_held_out :]
     collector = LLMCollector(test.held_out_env, policy)
     sampler = PairSampler(collector, trained, cfg.train.batch_size, cfg.seed)
@@ -237,7 +237,7 @@ def main(cfg: DPOConfig, test: Setup, run: Run) -> dict:
 
     @torch.no_grad()
     def held_out_scores() -> dict[str, float]:
-        batch = test_loss.pack(rows_of(held_out))
+        batch = test_loss.pack(stacked(held_out))
         window = test_loss.measure_window(batch)
         most = cfg.train.micro_batch_tokens or DEFAULT_TOKENS
         parts = [test_loss(part, window=window) for part in batch.micro_batches(max_tokens=most)]
