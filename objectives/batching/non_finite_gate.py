@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers, check_type
+from torchrl_data.sampling_masks import SamplingMasks
 
 from .gradient_norm import clip_over, norm_over, num_shards
 from .packed_batch import PackedBatch
@@ -268,10 +269,19 @@ class NonFiniteGate(ChecksAttributes):
         tensors: dict[str, Tensor] = {}
         for index, batch in enumerate(self._batches):
             for field in fields(batch):
-                value = getattr(batch, field.name)
-                for name, tensor in (value if isinstance(value, Mapping) else {"": value}).items():
-                    if tensor is not None:
-                        key = f"{index}.{field.name}.{name}".rstrip(".")
-                        tensors[key] = tensor.detach().cpu().clone()
+                for name, tensor in _as_tensors(getattr(batch, field.name)):
+                    key = f"{index}.{field.name}.{name}".rstrip(".")
+                    tensors[key] = tensor.detach().cpu().clone()
         save_file(tensors, path, metadata={"reason": reason, "step": json.dumps(self.num_steps)})
         return path
+
+
+def _as_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """What a field of a batch holds, by name: tensors; other values as UTF-8 of their JSON."""
+    if isinstance(value, SamplingMasks):
+        value = value._asdict()
+    for name, held in (value if isinstance(value, Mapping) else {"": value}).items():
+        if isinstance(held, Tensor):
+            yield name, held
+        elif held is not None:
+            yield name, torch.frombuffer(bytearray(json.dumps(held).encode()), dtype=torch.uint8)

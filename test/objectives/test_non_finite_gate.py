@@ -1,6 +1,8 @@
 """FAULTS L01: what is not finite never reaches a parameter."""
 
 import copy
+import dataclasses
+import json
 import math
 from inspect import unwrap
 
@@ -9,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from objectives import GRPOLoss, NonFiniteGate, NonFiniteStepError, TokenFilters
+from torchrl_data import SamplingMasks
 
 
 class Loss:
@@ -115,6 +118,20 @@ def test_L01_the_batch_is_kept_to_look_at(make_scorer, make_batch, tmp_path):
         ids = torch.cat([file.get_tensor(f"{i}.ids") for i in range(2)])
         assert torch.equal(ids, packed.ids)
         assert file.get_tensor("0.entries.advantage").isinf().all()
+
+
+def test_a_batch_with_images_and_recorded_sets_is_kept_too(make_scorer, make_batch, tmp_path):
+    scorer = make_scorer()
+    packed = GRPOLoss(scorer).pack(make_batch())
+    sets = SamplingMasks.from_ids([[1, 3]] * packed.num_targets, vocab_size=8)
+    images = [["aGk="], *[[] for _ in range(packed.num_rows - 1)]]
+    packed = dataclasses.replace(packed, sampling_masks=sets, images=images)
+    gate = NonFiniteGate(torch.optim.SGD(scorer.parameters(), lr=0.1), dump_dir=tmp_path)
+    gate.backward(Loss(scorer.table.sum() * math.nan), packed)
+    with safe_open(gate.step().dump, "pt") as file:
+        lengths, data = (file.get_tensor(f"0.sampling_masks.{x}") for x in ("lengths", "data"))
+        assert SamplingMasks(data, lengths).kept(8)[:, [1, 3]].all()
+        assert json.loads(bytes(file.get_tensor("0.images").tolist())) == images
 
 
 def test_L02_a_step_without_a_gradient_leaves_the_momentum_alone():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import context_scenarios
 import critic_scenarios
+import preference_scenarios
 import recipe_scenarios
 import split_scenarios
 import torch
@@ -19,7 +20,7 @@ if __name__ == "__main__":
     results = {}
     kinds = (
         *(training_scenarios, split_scenarios, context_scenarios),
-        *(weight_scenarios, recipe_scenarios, critic_scenarios),
+        *(weight_scenarios, recipe_scenarios, critic_scenarios, preference_scenarios),
     )
     for name, run in chain(*(kind.scenarios() for kind in kinds)):
         if not any(word in name for word in sys.argv[2:] or [name]):

@@ -1,0 +1,24 @@
+"""Preferences that several ranks learn are learnt as one process does, against its reference."""
+
+import math
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("kind", ["copies", "shards"])
+def test_preferences_of_ranks_are_learnt_as_by_one_process(found, kind):
+    result = found("recipe with preferences")
+    one, several = result["one"], result[kind]
+    assert [step["step"] for step in several["metrics"]] == [1, 2, 3, 4]
+    names = ("loss", "loss_nll", "accuracy", "chosen_reward", "rejected_reward", "grad_norm")
+    for ours, theirs in zip(several["metrics"], one["metrics"], strict=True):
+        assert theirs["num_pairs"] == 5 == ours["num_pairs"]
+        for name in (*names, "held_out_loss", "held_out_accuracy"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+    first, *_, last = one["metrics"]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)  # the reference is the policy
+    assert first["chosen_reward"] == pytest.approx(0, abs=1e-5)
+    assert last["loss"] < first["loss"] - 0.01
+    for name, value in one["model"].items():
+        torch.testing.assert_close(several["model"][name], value, rtol=1e-3, atol=1e-5)
