@@ -139,7 +139,7 @@ def summary_of(
     }
     if (shown := getattr(cfg, "data", None)) is not None:
         num_trained = len(rehearsed) - shown.num_held_out
-        lines["data"] = f"{num_trained} conversations to train on, {shown.num_held_out} held out"
+        lines["data"] = f"{num_trained} {shown.what} to train on, {shown.num_held_out} held out"
     if isinstance(cfg, RolloutsConfig):
         each = f"{cfg.collector.num_prompts} prompts x {cfg.collector.group_size} rollouts"
         lines["steps"] = f"{cfg.train.num_steps}, each of {each} ({cfg.collector.mode})"

@@ -28,14 +28,13 @@ _WHERE = "(the first row is row 0)"
 
 
 def load_given(
-    data: GivenDataConfig, fault_of: Callable[[Mapping[str, Any], int], str], *, what: str
+    data: GivenDataConfig, fault_of: Callable[[Mapping[str, Any], int], str]
 ) -> tuple[list[Mapping[str, Any]], list[int]]:
     """Load the rows of ``data.dataset`` that can be used.
 
     Args:
         data: the settings; with a data set.
         fault_of: says what is wrong with a row of a number; ``""`` for nothing.
-        what: a row holds, for messages.
 
     Returns:
         The rows and their numbers.
@@ -47,7 +46,7 @@ def load_given(
         options: Any = {"split": data.split, "skip_bad_rows": data.skip_bad_rows}
         loaded = list(load_rows(data.dataset, **options))
         bad = {n: why for n, row in enumerate(loaded) if (why := fault_of(row, n))}
-        told = f"{len(bad)} of {len(loaded)} rows {_WHERE}"
+        told = f"{len(bad)} of {len(loaded)} rows (the first is row 0)"
         if bad and (not data.skip_bad_rows or len(bad) == len(loaded)):
             raise ValueError(
                 f"{next(iter(bad.values()))} So it is with {told}; data.skip_bad_rows=true "
@@ -55,7 +54,7 @@ def load_given(
             )
         if bad:
             which = f"are left out: {[*bad][:5]}. {next(iter(bad.values()))}"
-            _LOG.warning("%s hold no %s, and %s", told, what, which)
+            _LOG.warning("%s hold no %s, and %s", told, data.what, which)
     numbers = [number for number in range(len(loaded)) if number not in bad]
     return [loaded[number] for number in numbers], numbers
 
@@ -74,21 +73,20 @@ def schemas_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return [json.loads(tool) if isinstance(tool, str) else tool for tool in found or ()] or None
 
 
-def check_enough(num_held_out: int, num_given: int, *, what: str) -> None:
+def check_enough(data: GivenDataConfig, num_given: int) -> None:
     """Some of what is given is left to train on.
 
     Args:
-        num_held_out: so many are not trained on.
-        num_given: so many there are.
-        what: they are, for the message.
+        data: the settings.
+        num_given: so many conversations, or pairs, there are.
 
     Raises:
         SettingsError: all of them would be held out.
     """
-    if num_given <= num_held_out:
+    if num_given <= data.num_held_out:
         raise SettingsError(
-            f"Of {num_given} {what} data.num_held_out={num_held_out} leaves none to train on: hold "
-            "out fewer, set data.dataset, or another task."
+            f"Of {num_given} {data.what} data.num_held_out={data.num_held_out} leaves none to "
+            "train on: hold out fewer, set data.dataset, or another task."
         )
 
 
@@ -130,7 +128,6 @@ def encode_given(
     test: Setup,
     policy: LLMWrapperBase,
     *,
-    what: str,
     rows_together: int = 1,
 ) -> dict[int, list[TensorDict]]:
     """The task's demonstrations as rows of tokens, with the prompts that its episodes have.
@@ -140,7 +137,6 @@ def encode_given(
         data: of these.
         test: has the task, whose demonstrations are numbered.
         policy: has the chat template and the most tokens of a row.
-        what: a unit is called, in the plural.
         rows_together: so many demonstrations that follow each other are a unit.
 
     Returns:
@@ -150,7 +146,7 @@ def encode_given(
         SettingsError: one can't be encoded or is too long, and is not to be left out; or there are
             not enough.
     """
-    given, skips = data.dataset, data.skip_bad_rows
+    given, skips, what = data.dataset, data.skip_bad_rows, data.what
     numbers: Sequence[int] = test.task.demonstrations.numbers  # type: ignore[attr-defined]
     places = range(len(numbers))
     num_units = len(places) // rows_together
@@ -185,7 +181,7 @@ def encode_given(
             place, why = next(iter(faults.items()))
             count = len({each // rows_together for each in faults})
             _LOG.warning(told, count, num_units, what, _WHERE, numbers[place], why)
-    check_enough(data.num_held_out, len(units) - len(long), what=what)
+    check_enough(data, len(units) - len(long))
     return {unit: own for unit, own in units.items() if unit not in set(long)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from objectives.losses.dpo_options import DPOOptions
 from torchrl_agents.settings.field_rules import AT_LEAST_1, setting
@@ -34,6 +35,8 @@ class PreferencesConfig(GivenDataConfig):
     Without a data set the better answer is the task's demonstration, and the other one that of
     another question.
     """
+
+    what: ClassVar[str] = "pairs"
 
     shuffle_preferences: bool = False
     """A control: which answer is the better one is drawn at random, so nothing can be learnt."""

@@ -74,10 +74,10 @@ def build(recipe: Recipe, cfg: DPOConfig, settings: dict[str, Any]) -> Setup:
         pairs, tools = _pairs_of_demonstrations(cfg, test)
         numbers: Sequence[int] = range(len(pairs))
     else:
-        rows, numbers = load_given(cfg.data, _fault_of, what="pair of answers")
+        rows, numbers = load_given(cfg.data, _fault_of)
         pairs = [read_pair(row) for row in rows]
         tools = [schemas_of(row) for row in rows]
-    check_enough(cfg.data.num_held_out, len(pairs), what="pairs")
+    check_enough(cfg.data, len(pairs))
     if cfg.data.dataset is not None:
         tell_seen(cfg.data.num_held_out, [pair.chosen for pair in pairs], test.held_out_env)
     sides = [(pair.chosen, pair.rejected) for pair in pairs]
@@ -123,7 +123,7 @@ def _fault_of(row: Mapping[str, Any], number: int) -> str:
 def encode_pairs(cfg: DPOConfig, test: Setup, policy: LLMWrapperBase) -> list[Pair]:
     """The pairs as rows of tokens, with the prompts that the task's episodes have."""
     shown = test.task.demonstrations
-    found = encode_given(cfg, cfg.data, test, policy, what="pairs", rows_together=2)
+    found = encode_given(cfg, cfg.data, test, policy, rows_together=2)
     both = [pair_of(shown[2 * place], shown[2 * place + 1]) for place in found]
     mark_pairs([row for rows in found.values() for row in rows], both)
     return list(found.values())

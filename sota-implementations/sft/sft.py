@@ -99,11 +99,9 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Setup:
     chats: Any = list(test.task.demonstrations)
     tools, numbers = list(test.task.demonstration_tools), list(range(len(chats)))
     if cfg.data.dataset is not None:
-        rows, numbers = load_given(
-            cfg.data, lambda row, n: fault_of(row, column, n), what="conversation"
-        )
+        rows, numbers = load_given(cfg.data, lambda row, number: fault_of(row, column, number))
         chats, tools = [row[column] for row in rows], [schemas_of(row) for row in rows]
-    check_enough(cfg.data.num_held_out, len(chats), what="conversations")
+    check_enough(cfg.data, len(chats))
     if cfg.data.shuffle_answers:
         order = random.Random(cfg.seed).sample(range(len(chats)), len(chats))
         chats = [[*a[:-1], chats[i][-1]] for a, i in zip(chats, order, strict=True)]
@@ -139,7 +137,7 @@ def fault_of(row: Mapping[str, Any], column: str, number: int) -> str:
 
 def encode(cfg: SFTConfig, test: Setup, policy: LLMWrapperBase) -> Sequence[TensorDictBase]:
     """The conversations as tokens, with the prompts that the task's episodes have."""
-    found = encode_given(cfg, cfg.data, test, policy, what="conversations")
+    found = encode_given(cfg, cfg.data, test, policy)
     return [row for (row,) in found.values()]
 
 

@@ -311,7 +311,7 @@ def test_lines_that_hold_no_conversation_can_be_left_out(run, tmp_path):
     assert "row 3 has no list of messages in the column 'messages'" in run(*own, name="sft").stderr
     done = run(*own, "data.skip_bad_rows=true", name="sft")
     assert done.returncode == 0, done.stderr
-    told = "4 of 12 rows (the first is row 0) hold no conversation, and are left out: [3, 5, 7, 8]"
+    told = "4 of 12 rows (the first is row 0) hold no conversations, and are left out: [3, 5, 7, 8]"
     assert told in done.stderr
 
 

@@ -1,9 +1,9 @@
 """Recipes on rows in a file: is a number odd?
 
 Weekly: fine-tuning learns it, and its control learns the format and guesses. The others (expert
-iteration, with adapters too, distillation, GRPO that streams) go on from a model that was stopped
-while it guessed; their controls learn nothing. With every change: fine-tuning that is killed goes
-on, and a step of expert iteration trains what it says that it trains.
+iteration, with adapters too, preferences, distillation, GRPO that streams) go on from a model that
+was stopped while it guessed; their controls learn nothing. With every change: fine-tuning that is
+killed goes on, and a step of expert iteration trains what it says that it trains.
 """
 
 import json
@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from collectors.record import RunRecord
+from torchrl_envs.tasks.by_name import make_task
 
 ROOT = Path(__file__).parents[2]
 TASK = ("task=gsm8k", "task.dataset=rows.jsonl", "task.system_prompt=null")
@@ -135,6 +136,28 @@ def test_distillation(run):
     kl = metric(control, "kl_to_teacher")
     assert control["held_out_after"] < 0.68
     assert sum(kl[-4:]) > sum(kl[:4])
+
+
+@pytest.mark.weekly
+@pytest.mark.usefixtures("half_trained")
+def test_preferences(run, folder):
+    """Of the two answers to a number the right one becomes likelier, also of held-out numbers."""
+    options = {"dataset": str(folder / "rows.jsonl"), "system_prompt": None, "num_held_out": 48}
+    pairs = [
+        {"prompt": row["prompt"], "chosen": f"look\n#### {x}", "rejected": f"look\n#### {1 - x}"}
+        for row in make_task("gsm8k", **options).train_rows
+        for x in [int(row["answer"][-1])]
+    ]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    more = ("data.dataset=pairs.jsonl", "data.num_held_out=48", "train.num_steps=60")
+    more += (*HALF_TRAINED[:4], "optim.learning_rate=1e-3")
+    learnt = run("dpo", *more)
+    assert abs(learnt["held_out_before"] - GUESSING) < 0.15
+    assert learnt["held_out_after"] > 0.75
+    assert learnt["held_out_accuracy"] > 0.9
+    control = run("dpo", "experiment=control", *more)
+    assert control["held_out_after"] < 0.68
+    assert control["held_out_accuracy"] < 0.7
 
 
 @pytest.mark.weekly

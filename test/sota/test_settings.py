@@ -472,7 +472,7 @@ def test_an_evaluation_that_makes_no_sense_is_refused(script, overrides, words):
 
 # Rules of single settings.
 
-RECIPES = ("grpo", "sft", "distillation", "evaluate", "self-play", "expert-iteration")
+RECIPES = ("grpo", "sft", "dpo", "distillation", "evaluate", "self-play", "expert-iteration")
 WITHOUT_RULE = {
     "grpo": {
         "train.drop_solved_at": "DifficultyPools refuses it when the settings are tried",
@@ -533,6 +533,11 @@ REFUSED = {
         ("train.batch_size=0", "train.batch_size must be at least 1, got 0."),
         ("train.num_steps=0", "train.num_steps must be at least 1, got 0."),
         ("engine.name=vllm", "engine.name must be one of transformers, got 'vllm'."),
+    ],
+    "dpo": [
+        ("data.num_held_out=0", "data.num_held_out must be at least 1, got 0."),
+        ("train.batch_size=0", "train.batch_size must be at least 1, got 0."),
+        ("train.num_steps=0", "train.num_steps must be at least 1, got 0."),
     ],
     "evaluate": [
         ("episodes.max_turns=0", "episodes.max_turns must be at least 1, got 0."),
@@ -717,9 +722,7 @@ def test_values_of_a_sweep_are_several(grpo):
     assert with_texts(grpo.RECIPE, ["name=a,b"], chosen) == ["name='a,b'"]
 
 
-@pytest.mark.parametrize(
-    "name", ["grpo", "sft", "distillation", "evaluate", "self-play", "expert-iteration"]
-)
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_settings_that_a_run_wrote_down_are_given_back_as_they_are(script, tmp_path, name):
     recipe = script(name).RECIPE
     own = [

@@ -6,7 +6,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from omegaconf import MISSING
 
@@ -349,6 +349,8 @@ class EpochsTrainConfig(TrainConfig):
 class GivenDataConfig:
     """Conversations to learn from that somebody else wrote."""
 
+    what: ClassVar[str] = "conversations"
+    """They are called so in messages."""
     dataset: str | None = None
     """Hub id, file or folder with them; none takes the task's demonstrations."""
     split: str | None = None
