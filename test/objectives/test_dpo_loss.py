@@ -11,6 +11,8 @@ from tensordict import lazy_stack
 from objectives import DPOLoss, DPOLossOutput, DPOOptions, MixedLoss, PackedBatch
 from objectives import functional as F
 from objectives.batching.equal_shares import equal_shares, smallest_bound
+from torchrl_data import preference_rows
+from torchrl_modules import TransformersWrapper
 
 TURNS = (((5, 0),), ((1, 2), (3, 1)), ((2, 0),), ((4, 3), (1, 1)), ((6, 2),), ((1, 0),))
 
@@ -181,3 +183,17 @@ def test_options(make_scorer):
     loss = DPOLoss(make_scorer())
     with pytest.raises(ValueError, match=r"MixedLoss: stream 'ce': preferences go by pairs"):
         MixedLoss({"ce": loss})
+
+
+def test_the_prompt_of_a_pair_is_read_once(chatml_tokenizer, make_tiny_model):
+    policy = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer)
+    pair = {"prompt": "say " * 30, "chosen": "b" * 20, "rejected": "c" * 10}
+    rows = preference_rows(policy.encoder, [pair])
+    read = []
+    layer = policy.model.get_submodule("model.layers.0")
+    layer.register_forward_hook(lambda _, given, __: read.append(given[0].shape[:2].numel()))
+    DPOLoss(policy, reference_free=True)(lazy_stack(rows)).total().backward()
+    sizes = [len(row["tokens", "full"]) for row in rows]
+    prompt = sizes[0] - int(rows[0]["masks", "all_assistant_mask"].sum())
+    assert prompt > 40
+    assert read == [sum(sizes) - prompt - 2]  # of each row nothing follows the last token
