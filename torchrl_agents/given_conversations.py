@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from collectors import LLMCollector, StepMetrics
-from torchrl_data import row_tensordicts
+from torchrl_data import row_tensordicts, train_answer
 from torchrl_envs import DataLoadingPrimer, load_rows
 from torchrl_envs.datasets.row_stream import NumberedRows
 from torchrl_envs.tasks.task import TaskEnv, digest_of
@@ -59,11 +59,21 @@ def load_given(
     return [loaded[number] for number in numbers], numbers
 
 
-def numbered(chats: Sequence[Any], numbers: Sequence[int]) -> NumberedRows:
-    """Conversations that know which rows of the data they are of."""
-    rows = NumberedRows(chats)
-    rows.numbers = numbers
-    return rows
+class GivenChats(NumberedRows):
+    """Conversations that know which rows of the data they are of.
+
+    Args:
+        chats: messages of each.
+        numbers: of their rows.
+        num_prompt: so many messages of each are its prompt, of which nothing is trained; 0 where
+            all that the assistant says is.
+    """
+
+    def __init__(
+        self, chats: Sequence[Any], numbers: Sequence[int], num_prompt: Sequence[int]
+    ) -> None:
+        super().__init__(chats)
+        self.numbers, self.num_prompt = numbers, num_prompt
 
 
 def schemas_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -135,7 +145,7 @@ def encode_given(
     Args:
         cfg: the settings.
         data: of these.
-        test: has the task, whose demonstrations are numbered.
+        test: has the task, whose demonstrations are :class:`GivenChats`.
         policy: has the chat template and the most tokens of a row.
         rows_together: so many demonstrations that follow each other are a unit.
 
@@ -147,8 +157,8 @@ def encode_given(
             not enough.
     """
     given, skips, what = data.dataset, data.skip_bad_rows, data.what
-    numbers: Sequence[int] = test.task.demonstrations.numbers  # type: ignore[attr-defined]
-    places = range(len(numbers))
+    shown: Any = test.task.demonstrations
+    places, numbers = range(len(shown)), shown.numbers
     num_units = len(places) // rows_together
     faults: dict[int, str] = {}
     with refusing(f"task={cfg.task.id}" if given is None else f"data.dataset={given!r}"):
@@ -159,7 +169,11 @@ def encode_given(
         units: dict[int, list[TensorDict]] = {}
         for place in places:
             if place not in faults:
-                units.setdefault(place // rows_together, []).append(next(rows))
+                units.setdefault(place // rows_together, []).append(row := next(rows))
+                # Opening messages of the task are no turns of the assistant.
+                who, num_prompt = f"row {numbers[place]}", shown.num_prompt[place]
+                if num_prompt:
+                    train_answer(row, shown[place], num_prompt, who=who)
         units = {u: own for u, own in units.items() if len(own) == rows_together}
         number = {unit: numbers[unit * rows_together] for unit in range(num_units)}
         most: int | None = getattr(policy.engine, "max_model_len", None)

@@ -18,6 +18,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import keys as keys
+    from .answers import read_completion as read_completion
+    from .answers import train_answer as train_answer
     from .content import ContentBase as ContentBase
     from .conversation import ConversationRecord as ConversationRecord
     from .conversation import Conversations as Conversations

@@ -9,10 +9,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
 
+from .answers import messages_of, train_answer
 from .conversation_io import row_tensordicts
-from .keys import ASSISTANT_MASK, CHOSEN, PAIR_ID
+from .keys import CHOSEN, PAIR_ID
 from .messages import Message, check_messages
 from .templates.demonstrations import encode_demonstrations
 from .templates.encoder import ConversationEncoder
@@ -28,12 +28,7 @@ class PreferencePair(NamedTuple):
     rejected: list[Message]
     """With the other one."""
     num_shared: int
-    """Messages that both begin with."""
-
-    @property
-    def num_shared_turns(self) -> int:
-        """Turns of the assistant before the two part: they are no answers, and are not trained."""
-        return sum(message["role"] == "assistant" for message in self.chosen[: self.num_shared])
+    """Messages that both begin with; what the assistant says in them is not trained."""
 
 
 def read_pair(row: Mapping[str, Any], *, number: int | None = None) -> PreferencePair:
@@ -65,8 +60,9 @@ def read_pair(row: Mapping[str, Any], *, number: int | None = None) -> Preferenc
             "row has the better answer in 'chosen' and the other one in 'rejected', and what they "
             "answer in 'prompt', or at the beginning of both."
         )
-    prompt = _messages(row.get("prompt") or [], "prompt", "user", who)
-    chosen, rejected = (_messages(row[name], name, "assistant", who) for name in COLUMNS)
+    what = f"{who} of the preferences"
+    prompt = messages_of(row.get("prompt") or [], "prompt", "user", what)
+    chosen, rejected = (messages_of(row[name], name, "assistant", what) for name in COLUMNS)
     if prompt and not all(each[: len(prompt)] == prompt for each in (chosen, rejected)):
         if {each[0]["role"] for each in (chosen, rejected)} != {"assistant"}:
             raise ValueError(
@@ -98,18 +94,6 @@ def pair_of(
     pair = PreferencePair([*chosen], [*rejected], len([*alike]))
     _check_parting(pair, "the row" if number is None else f"row {number}")
     return pair
-
-
-def _messages(value: Any, name: str, role: str, who: str) -> list[Message]:
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value):
-        # Columns of data sets have every key that any message has.
-        return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]  # type: ignore[misc]
-    raise ValueError(
-        f"{who} of the preferences: {name!r} is a text or a list of messages, got "
-        f"{type(value).__name__}: {value!r:.80}."
-    )
 
 
 def _check_parting(pair: PreferencePair, who: str) -> None:
@@ -194,18 +178,6 @@ def mark_pairs(rows: Sequence[TensorDictBase], pairs: Sequence[PreferencePair]) 
         pair, side = divmod(place, 2)
         row[PAIR_ID] = torch.tensor([pair])
         row[CHOSEN] = torch.tensor([side == 0])
-        mask, turn = row[ASSISTANT_MASK], _turn_of(row[ASSISTANT_MASK])
-        said = sum(message["role"] == "assistant" for message in pairs[pair][side])
-        if int(turn[-1]) != said:
-            raise ValueError(
-                f"pair {pair}: the chat template writes the {said} turns of the assistant in "
-                f"{int(turn[-1])} pieces, of which it can't be told where the two answers part."
-            )
-        row[ASSISTANT_MASK] = mask & (turn > pairs[pair].num_shared_turns)
-
-
-def _turn_of(mask: Tensor) -> Tensor:
-    """The number, from 1, of the assistant's turn that each token lies in or after, ``[T]``."""
-    begins = mask.clone()
-    begins[1:] &= ~mask[:-1]
-    return begins.cumsum(0)
+        own = pairs[pair]
+        chat = own.rejected if side else own.chosen
+        train_answer(row, chat, own.num_shared, who=f"pair {pair}")

@@ -41,11 +41,11 @@ from collectors import LLMCollector
 from objectives import DPOLoss, DPOLossOutput, DPOOptions, SFTLoss
 from torchrl_agents.device_defaults import DEFAULT_TOKENS
 from torchrl_agents.given_conversations import (
+    GivenChats,
     GivenRows,
     check_enough,
     encode_given,
     load_given,
-    numbered,
     schemas_of,
     tell_seen,
 )
@@ -86,8 +86,10 @@ def build(recipe: Recipe, cfg: DPOConfig, settings: dict[str, Any]) -> Setup:
         sides = [two[::-1] if swaps.random() < 0.5 else two for two in sides]
     task = replace(
         test.task,
-        demonstrations=numbered(
-            [chat for two in sides for chat in two], [n for n in numbers for _ in range(2)]
+        demonstrations=GivenChats(
+            [chat for two in sides for chat in two],
+            [number for number in numbers for _ in range(2)],
+            [pair.num_shared for pair in pairs for _ in range(2)],
         ),
         demonstration_tools=[schemas for schemas in tools for _ in range(2)],
     )

@@ -25,7 +25,8 @@ class DemonstrationsConfig(GivenDataConfig):
     """Conversations to learn from: the assistant's turns in them count."""
 
     column: str = "messages"
-    """Its column with the conversations, each a list of messages."""
+    """Its column with the conversations, each a list of messages, of which all that the assistant
+    says is learnt. Of rows with prompt and completion instead the completion is."""
     shuffle_answers: bool = False
     """A control: each question gets the answer of another one."""
 
@@ -75,11 +76,11 @@ from collectors import LLMCollector
 from objectives import SFTLoss, SFTLossOutput
 from torchrl_agents.device_defaults import DEFAULT_TOKENS
 from torchrl_agents.given_conversations import (
+    GivenChats,
     GivenRows,
     check_enough,
     encode_given,
     load_given,
-    numbered,
     schemas_of,
     tell_seen,
 )
@@ -89,7 +90,7 @@ from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, build_task, load_models
 from torchrl_agents.start import run_recipe
 from torchrl_agents.training import Training, TrainingStep, learn
-from torchrl_data import check_messages
+from torchrl_data import check_messages, read_completion
 from torchrl_modules import LLMWrapperBase
 
 
@@ -98,16 +99,19 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Setup:
     test, column = build_task(recipe, cfg, settings), cfg.data.column
     chats: Any = list(test.task.demonstrations)
     tools, numbers = list(test.task.demonstration_tools), list(range(len(chats)))
+    num_prompt = [0] * len(chats)
     if cfg.data.dataset is not None:
         rows, numbers = load_given(cfg.data, lambda row, number: fault_of(row, column, number))
-        chats, tools = [row[column] for row in rows], [schemas_of(row) for row in rows]
+        found = [conversation_of(row, column, n) for row, n in zip(rows, numbers, strict=True)]
+        chats, num_prompt = [chat for chat, _ in found], [count for _, count in found]
+        tools = [schemas_of(row) for row in rows]
     check_enough(cfg.data, len(chats))
     if cfg.data.shuffle_answers:
         order = random.Random(cfg.seed).sample(range(len(chats)), len(chats))
         chats = [[*a[:-1], chats[i][-1]] for a, i in zip(chats, order, strict=True)]
     if cfg.data.dataset is not None:
         tell_seen(cfg.data.num_held_out, chats, test.held_out_env)
-    shown = numbered(chats, numbers)
+    shown = GivenChats(chats, numbers, num_prompt)
     task = replace(test.task, demonstrations=shown, demonstration_tools=tools)
     test.held_out_env.task = task
     return test._replace(task=task)
@@ -121,18 +125,38 @@ def fault_of(row: Mapping[str, Any], column: str, number: int) -> str:
         column: with the messages.
         number: of the row.
     """
-    value = row.get(column)
-    if not isinstance(value, list) or not value:
-        return (
-            f"row {number} has no list of messages in the column {column!r}, which data.column= "
-            f"names; its columns are {sorted(row)}. A prompt and its completion are the messages "
-            "[*prompt, *completion]."
-        )
     try:
-        check_messages(value, row=number)
+        conversation_of(row, column, number)
     except (TypeError, ValueError) as error:
         return str(error)
     return ""
+
+
+def conversation_of(
+    row: Mapping[str, Any], column: str, number: int
+) -> tuple[list[dict[str, Any]], int]:
+    """Read the conversation of a row, and how many of its messages are a prompt.
+
+    Args:
+        row: of the data.
+        column: with the messages, all of whose assistant's turns are learnt; a row without it may
+            have a prompt and its completion.
+        number: of the row.
+
+    Raises:
+        ValueError: there is none.
+        TypeError: a message has the wrong form.
+    """
+    if row.get(column) is None and row.get("completion") is not None:
+        return read_completion(row, number=number)
+    value = row.get(column)
+    if not isinstance(value, list) or not value:
+        raise ValueError(
+            f"row {number} has no list of messages in the column {column!r}, which data.column= "
+            f"names, and no 'prompt' and 'completion'; its columns are {sorted(row)}."
+        )
+    check_messages(value, row=number)
+    return value, 0
 
 
 def encode(cfg: SFTConfig, test: Setup, policy: LLMWrapperBase) -> Sequence[TensorDictBase]:

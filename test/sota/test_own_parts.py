@@ -294,6 +294,8 @@ def test_lines_that_hold_no_conversation_can_be_left_out(run, tmp_path):
     rows = [{"messages": "Yes." if i in (3, 5) else said} for i in range(12)]
     rows[7] = {"messages": [{"content": "?"}, said[1]]}
     rows[8] = {"messages": [{**said[0], "content": 5}, said[1]]}
+    rows[9] = {"prompt": "?", "completion": "Yes."}
+    rows[10] = {"prompt": [*said, said[0]], "completion": [said[1]]}
     lines = [*map(json.dumps, rows), '{"messages": [']
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     own = ("data.dataset=chats.jsonl", "data.num_held_out=4", "task=spell_backward")
