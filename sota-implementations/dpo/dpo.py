@@ -114,7 +114,7 @@ def _pairs_of_demonstrations(
 
 
 def _fault_of(row: Mapping[str, Any], number: int) -> str:
-    """What is wrong with a row that holds no pair; ``""`` if it holds one."""
+    """Say why a row holds no pair; ``""`` if it holds one."""
     try:
         read_pair(row, number=number)
     except (TypeError, ValueError) as error:
