@@ -6,6 +6,7 @@ import gzip
 import json
 from collections import Counter
 from itertools import chain
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -44,9 +45,12 @@ def rollout(index, reward, *messages, asked=ASKED, texts=(), **changed):
         TokenSpan(WRITERS.get(m["role"], "user"), m["role"], number, length)
         for number, (m, length) in enumerate(zip(messages, lengths, strict=True))
     ]
-    empty = [None] * len(words)
     tokens = SampleTokens(
-        ids=[0] * len(words), texts=words, spans=spans, log_probs=empty, versions=empty
+        ids=[0] * len(words),
+        texts=words,
+        spans=spans,
+        log_probs=[None for _ in words],
+        versions=[None for _ in words],
     )
     own = {"tool_calls": [], "finish_reason": "stop", "messages": messages, "tokens": tokens}
     return sample(index=index, reward=reward, **(own | changed))
@@ -311,8 +315,9 @@ def test_a_rollout_to_the_file_and_back_to_the_tokens_that_were_sampled(
 
     first = [call_text("add", a=2, b=2), "5", call_text("add", a=2, b=2), "It is 4."]
     policy = scripted(["4"])
+    scripted_engine: Any = type(policy.engine)
 
-    class InTurn(type(policy.engine)):
+    class InTurn(scripted_engine):
         said = iter([*first, "It is 4.", "It is 22."])
 
         def _say(self, prompt, params, budget):
