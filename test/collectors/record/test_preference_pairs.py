@@ -42,7 +42,10 @@ def rollout(index, reward, *messages, asked=ASKED, texts=(), **changed):
     if texts:
         words, lengths = [*words[:-1], *texts], [*lengths[:-1], len(texts)]
     spans = [
-        TokenSpan(WRITERS.get(m["role"], "user"), m["role"], number, length)
+        TokenSpan(
+            *(WRITERS.get(m["role"], "user") if number >= len(asked) else "user", m["role"]),
+            *(number, length),
+        )
         for number, (m, length) in enumerate(zip(messages, lengths, strict=True))
     ]
     tokens = SampleTokens(
@@ -89,6 +92,9 @@ def test_the_best_and_the_worst_of_a_group_by_hand():
         *((0, 1), (0, 3), (2, 0), (4, 0)),
     ]
     assert len(preference_pairs(group, all_pairs=True, min_difference=0.6).pairs) == 4
+    # Rollouts that say the same are one.
+    again = [*group, rollout(5, 1.0, says("4"), tools=[schema], step=3)]
+    assert preference_pairs(again, all_pairs=True).pairs == every
     with pytest.raises(ValueError, match=r"min_difference must be a finite number in \[0, inf\)"):
         preference_pairs(group, min_difference=-1.0)
 
@@ -150,6 +156,9 @@ OTHER = [{"role": "user", "content": "3 + 3?"}]
          {LeftOut.TRUNCATED: 1, LeftOut.TOO_FEW: 1}),
         ([rollout(0, 1.0, says("a")), rollout(1, 0.5, says("a"))], {}, {LeftOut.EQUAL_TEXTS: 1}),
         ([rollout(0, 1.0, says("a")), rollout(1, 0.5, says("b"), asked=OTHER)], {}, {LeftOut.NO_PROMPT: 1}),
+        # The example that both prompts begin with is no turn of the policy.
+        ([rollout(n, float(n), says("a"), asked=[*OTHER, says("6"), *asked]) for n, asked in enumerate([ASKED, OTHER])], {},
+         {LeftOut.NO_PROMPT: 1}),
         ([rollout(0, 1.0, says("a")), rollout(1, 0.5, says("b"), tools=[{}])], {}, {LeftOut.NO_PROMPT: 1}),
         ([rollout(0, 1.0), rollout(1, 0.5, says("b"))], {}, {LeftOut.SILENT: 1, LeftOut.TOO_FEW: 1}),
         ([rollout(n, float(n), says(str(n)), asked=[IMAGE]) for n in range(2)], {}, {LeftOut.IMAGE: 2, LeftOut.TOO_FEW: 1}),
@@ -165,9 +174,11 @@ def test_what_gives_no_pair_is_counted_by_its_reason(group, options, left_out):
 
 def test_a_rollout_that_was_cut_is_rejected_and_never_chosen():
     group = [
-        rollout(0, 1.0, says("because of th"), **CUT),
+        rollout(0, 1.0, says("because of th"), finish_reason="length", stop_reason="token_budget"),
         rollout(1, 0.5, says("4"), stop_reason="max_steps", is_truncated=True),  # a whole turn
-        rollout(2, 0.0, says("and and and"), **CUT),
+        rollout(2, 0.0, says("and and and"), finish_reason="", stop_reason="response_length"),
+        rollout(3, 0.75, says("as far as"), finish_reason="context_length"),
+        rollout(4, 0.75, says("so and"), finish_reason="", stop_reason="response_length: 8"),
     ]
     (pair,) = preference_pairs(group).pairs
     assert (pair.chosen_sample, pair.rejected_sample) == (1, 2)
@@ -370,14 +381,18 @@ def two(step, rewards=(0.0, 1.0), group=0, **changed):
 
 def test_the_command_tells_what_it_wrote_and_what_it_left_out(tmp_path, capsys):
     run, out = str(tmp_path / "run"), str(tmp_path / "pairs.jsonl")
-    write_record(tmp_path / "run", [[two(1), two(1, (1.0, 1.0), 1)], [two(2, (0.5, 1.0))]])
+    write_record(tmp_path / "run", [[two(1, (1.0, 1.0)), two(1, group=1)], [two(2, (0.5, 1.0))]])
     assert main([run, out]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"2 pairs of 3 groups in {out}; their rewards differ by 0.75 on average",
         "left out: groups of equal rewards: 1",
     ]
     before = (tmp_path / "pairs.jsonl").read_text()
-    assert [json.loads(line)["step"] for line in before.splitlines()] == [1, 2]
+    written = map(json.loads, before.splitlines())
+    assert [(row["step"], row["group"], row["group_id"]) for row in written] == [
+        (1, 1, "0/1"),
+        (2, 0, "0/0"),
+    ]
     assert main([run, out]) == 1
     assert "pairs.jsonl is there already" in capsys.readouterr().err
     assert (tmp_path / "pairs.jsonl").read_text() == before
