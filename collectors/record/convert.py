@@ -14,7 +14,7 @@ from collectors.record.run_record import RunRecord
 from .atif import write_atif_episode
 from .files import json_line
 from .foreign_atif import rows_of_atif
-from .preference_pair import LeftOut, preference_pairs
+from .rollout_pair import LeftOut, preference_pairs
 from .samples import RolloutSample, StepSummary
 from .token_row import SampledTurn, TokenRow, TrajectoryError, rows_of_turns
 

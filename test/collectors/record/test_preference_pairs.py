@@ -19,7 +19,7 @@ from collectors.record import LeftOut, RolloutRecorder, RunRecord, SampleTokens,
 from collectors.record.convert import main
 from collectors.record.sampled_messages import messages_to_train
 from collectors.record.samples import RecordedToolCall, TokenSpan
-from torchrl_data import ConversationEncoder, check_messages, encode_demonstrations
+from torchrl_data import ConversationEncoder, check_messages, preference_rows, read_pair
 from torchrl_envs import ChatEnv, DataLoadingPrimer, FunctionTools, RewardFunctions, load_rows
 
 ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2?"}]
@@ -106,36 +106,28 @@ def test_a_least_difference_is_met_by_rewards_in_float32():
     assert not preference_pairs(group, min_difference=0.101).pairs
 
 
-@pytest.mark.parametrize(
-    ("better", "worse", "num_common"),
-    [
-        pytest.param(
-            [says("8?"), answers("lower"), says("4?"), answers("found"), says("done")],
-            [says("8?"), answers("lower"), says("9?"), answers("lower"), says("done")],
-            2,
-            id="a turn that both took is of the prompt",
-        ),
-        pytest.param(
-            [says("roll"), answers("6"), says("won")],
-            [says("roll"), answers("1"), says("lost")],
-            0,
-            id="where answers differ, the turn before them is chosen and rejected",
-        ),
-        pytest.param(
-            [says("8?"), answers("lower"), says("done")],
-            [says("8?"), answers("lower"), says("done"), answers("no"), says("4?")],
-            2,
-            id="one goes on where the other is over",
-        ),
-    ],
-)
-def test_the_prompt_is_what_both_begin_with(better, worse, num_common):
-    # What is said after the last turn is nobody's example.
+def test_the_prompt_is_what_both_begin_with():
+    """A turn that both took is of it, and its answer; what follows the last turn is left out."""
+    better = [says("8?"), answers("lower"), says("4?"), answers("found"), says("done")]
+    worse = [says("8?"), answers("lower"), says("9?"), answers("lower"), says("done")]
     group = [rollout(0, 0.0, *worse, answers("over")), rollout(1, 1.0, *better, answers("found"))]
     (pair,) = preference_pairs(group).pairs
-    assert pair.prompt == ASKED + better[:num_common]
-    assert pair.chosen == better[num_common:]
-    assert pair.rejected == worse[num_common:]
+    assert pair.prompt == ASKED + better[:2]
+    assert (pair.chosen, pair.rejected) == (better[2:], worse[2:])
+
+
+def test_of_rollouts_that_an_answer_parts_none_is_preferred():
+    """The dice decided, or whether the environment went on; the next pair of the group is given."""
+    group = [
+        rollout(0, 1.0, says("roll"), answers("6"), says("six")),
+        rollout(1, 0.0, says("roll"), answers("1"), says("one")),
+        rollout(2, 0.25, says("roll")),
+    ]
+    assert preference_pairs(group).left_out == {LeftOut.PARTED: 1}
+    group.append(rollout(3, 0.5, says("no")))
+    (pair,) = preference_pairs(group).pairs
+    assert (pair.chosen_sample, pair.rejected_sample) == (0, 3)
+    assert pair.prompt == ASKED
 
 
 CUT = {"finish_reason": "length", "stop_reason": "response_length", "is_truncated": True}
@@ -155,11 +147,11 @@ OTHER = [{"role": "user", "content": "3 + 3?"}]
         ([rollout(0, 1.0, says("a")), rollout(1, 0.5, says("b"), **CUT)], {"drop_truncated": True},
          {LeftOut.TRUNCATED: 1, LeftOut.TOO_FEW: 1}),
         ([rollout(0, 1.0, says("a")), rollout(1, 0.5, says("a"))], {}, {LeftOut.EQUAL_TEXTS: 1}),
-        ([rollout(0, 1.0, says("a")), rollout(1, 0.5, says("b"), asked=OTHER)], {}, {LeftOut.NO_PROMPT: 1}),
+        ([rollout(0, 1.0, says("a")), rollout(1, 0.5, says("b"), asked=OTHER)], {}, {LeftOut.PARTED: 1}),
         # The example that both prompts begin with is no turn of the policy.
         ([rollout(n, float(n), says("a"), asked=[*OTHER, says("6"), *asked]) for n, asked in enumerate([ASKED, OTHER])], {},
-         {LeftOut.NO_PROMPT: 1}),
-        ([rollout(0, 1.0, says("a")), rollout(1, 0.5, says("b"), tools=[{}])], {}, {LeftOut.NO_PROMPT: 1}),
+         {LeftOut.PARTED: 1}),
+        ([rollout(0, 1.0, says("a")), rollout(1, 0.5, says("b"), tools=[{}])], {}, {LeftOut.PARTED: 1}),
         ([rollout(0, 1.0), rollout(1, 0.5, says("b"))], {}, {LeftOut.SILENT: 1, LeftOut.TOO_FEW: 1}),
         ([rollout(n, float(n), says(str(n)), asked=[IMAGE]) for n in range(2)], {}, {LeftOut.IMAGE: 2, LeftOut.TOO_FEW: 1}),
         # An episode of two rows counts once.
@@ -220,7 +212,9 @@ def test_no_group_that_has_a_difference_is_lost(groups, least, drops):
             for chosen in usable
             for rejected in usable
             if chosen[0] > rejected[0] and chosen[0] - rejected[0] >= least
-            if not chosen[2] and chosen[1] != rejected[1]
+            if not chosen[2]
+            # Where one is over and the other goes on, no turn parts them.
+            if any(a != b for a, b in zip(chosen[1], rejected[1], strict=False))
         ]
         own = [pair for pair in every.pairs if pair.group_id == f"0/{number}"]
         said = [
@@ -242,8 +236,7 @@ def test_no_group_that_has_a_difference_is_lost(groups, least, drops):
         group = groups[int(pair.group_id[2:])]
         assert group[pair.chosen_sample][0] == pair.chosen_reward
         assert group[pair.rejected_sample][0] == pair.rejected_reward
-        check_messages(pair.prompt + pair.chosen)
-        check_messages(pair.prompt + pair.rejected)
+        assert read_pair(pair.to_json()).num_shared == len(pair.prompt)
 
 
 SCHEMA = {
@@ -297,7 +290,7 @@ def test_reasoning_stands_beside_the_content_where_a_token_ends_it(text, tokens,
     assert last == {"role": "assistant", **message}
 
 
-def test_the_name_of_a_call_is_no_difference_and_its_arguments_are():
+def test_the_name_of_a_call_is_no_difference_and_its_arguments_are_one():
     def calls(index, reward, call_id, number):
         call = {"id": call_id, "function": {"name": "get", "arguments": {"id": number}}}
         called = {**says(""), "tool_calls": [call]}
@@ -335,7 +328,8 @@ def test_a_rollout_to_the_file_and_back_to_the_tokens_that_were_sampled(
             self.script = {"": [next(self.said)]}
             return super()._say(prompt, params, budget)
 
-    policy.engine = InTurn(policy.engine.tokenizer, {})
+    make_engine: Any = InTurn
+    policy.engine = make_engine(policy.engine.tokenizer, {})
 
     def right(completions):
         return [float("is 4" in str(completion[-1])) for completion in completions]
@@ -364,12 +358,11 @@ def test_a_rollout_to_the_file_and_back_to_the_tokens_that_were_sampled(
     encoder = ConversationEncoder(chatml_tokenizer)
     for row in rows:
         assert (row["step"], row["group"], row["group_id"]) == (1, 0, "0/0")
+        encoded = preference_rows(encoder, [row], tools=[row["tools"]])
         for side in ("chosen", "rejected"):
             recorded = samples[row[f"{side}_sample"]]
             assert recorded.reward == row[f"{side}_reward"] == float(side == "chosen")
-            chat = [row["prompt"] + row[side]]
-            encoded = encode_demonstrations(encoder, chat, tools=[row["tools"]])
-            assert encoded.token_ids(0).tolist() == recorded.tokens.ids
+            assert encoded[side == "rejected"]["tokens", "full"].tolist() == recorded.tokens.ids
 
 
 def two(step, rewards=(0.0, 1.0), group=0, **changed):

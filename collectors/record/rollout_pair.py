@@ -31,15 +31,15 @@ class LeftOut(StrEnum):
     TOO_CLOSE = "groups whose rewards differ by too little"
     BEST_TRUNCATED = "groups whose better rollouts were all cut by a limit of tokens"
     EQUAL_TEXTS = "groups whose rollouts of different rewards say the same"
-    NO_PROMPT = "groups whose rollouts do not begin alike"
+    PARTED = "groups whose rollouts part where the policy does not speak"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferencePair:
+class RolloutPair:
     """Two rollouts of a group, as TRL's preference data have them.
 
-    ``prompt`` is what both conversations begin with, up to the turn of the policy with which, or
-    with the answer to which, they part. ``chosen`` and ``rejected`` begin and end with a turn.
+    ``prompt`` is what both conversations begin with; ``chosen`` and ``rejected`` begin with the
+    turn of the policy in which they part, and end with a turn of it.
     """
 
     prompt: list[Message]
@@ -65,7 +65,7 @@ class PreferencePair:
 class PairsFound(NamedTuple):
     """Pairs of rollouts, and what gave none."""
 
-    pairs: list[PreferencePair]
+    pairs: list[RolloutPair]
     num_groups: int
     left_out: Counter[LeftOut]
     """How many rollouts, or groups, by the reason."""
@@ -77,8 +77,8 @@ class _Rollout(NamedTuple):
     reward: float
     messages: list[Message]
     """Up to the last turn of the policy."""
-    said: tuple[str, ...]
-    """What tells them from those of others."""
+    said: list[Message]
+    """The same without the names of calls, which say nothing."""
 
 
 def preference_pairs(
@@ -113,7 +113,7 @@ def preference_pairs(
     groups: dict[tuple[int, str], list[RolloutSample]] = {}
     for sample in samples:
         groups.setdefault((sample.step, sample.group_id), []).append(sample)
-    pairs, left_out = list[PreferencePair](), Counter[LeftOut]()
+    pairs, left_out = list[RolloutPair](), Counter[LeftOut]()
     for group in groups.values():
         rollouts = _comparable(group, drop_truncated, left_out)
         found = _ordered(rollouts, min_difference)
@@ -147,7 +147,7 @@ def _comparable(
             left_out[LeftOut.TRUNCATED] += 1
         else:
             messages = messages_to_train(sample)
-            said = tuple(map(_as_text, messages))
+            said = [_without_ids(message) for message in messages]
             rollouts.append(_Rollout(number, sample, sample.reward, messages, said))
     return rollouts
 
@@ -175,33 +175,33 @@ def _differ(difference: float, least: float) -> bool:
 
 def _different(
     ordered: Sequence[tuple[_Rollout, _Rollout]], all_pairs: bool
-) -> tuple[list[PreferencePair], LeftOut]:
+) -> tuple[list[RolloutPair], LeftOut]:
     """Pairs that say different things after a common prompt, and why there is none."""
-    pairs, known, reason = list[PreferencePair](), set[Any](), LeftOut.EQUAL_TEXTS
+    pairs, known, reason = list[RolloutPair](), set[str](), LeftOut.EQUAL_TEXTS
     for chosen, rejected in ordered:
-        if chosen.said == rejected.said or (chosen.said, rejected.said) in known:
+        key = json.dumps([chosen.said, rejected.said], default=str)
+        if chosen.said == rejected.said or key in known:
             continue
         pair = _pair(chosen, rejected)
         if pair is None:
-            reason = LeftOut.NO_PROMPT
+            reason = LeftOut.PARTED
             continue
         pairs.append(pair)
-        known.add((chosen.said, rejected.said))
+        known.add(key)
         if not all_pairs:
             break
     return pairs, reason
 
 
-def _pair(chosen: _Rollout, rejected: _Rollout) -> PreferencePair | None:
-    """Two conversations from where they differ; none where that is before the policy speaks."""
+def _pair(chosen: _Rollout, rejected: _Rollout) -> RolloutPair | None:
+    """Two conversations from where they part; none where that is no turn of both after a prompt."""
     both = zip(chosen.said, rejected.said, strict=False)
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-    turns = set(sampled_messages(chosen.sample)) & set(sampled_messages(rejected.sample))
-    at = max((turn for turn in turns if 1 <= turn <= common), default=None)
+    at = sum(1 for _ in takewhile(lambda two: two[0] == two[1], both))
     first, second = chosen.sample, rejected.sample
-    if at is None or first.tools != second.tools:
+    turns = set(sampled_messages(first)) & set(sampled_messages(second))
+    if at == 0 or at not in turns or first.tools != second.tools:
         return None
-    return PreferencePair(
+    return RolloutPair(
         prompt=chosen.messages[:at],
         chosen=chosen.messages[at:],
         rejected=rejected.messages[at:],
@@ -228,8 +228,7 @@ def _shows_image(message: Mapping[str, Any]) -> bool:
     return isinstance(content, list) and any(map(is_described_image, content))
 
 
-def _as_text(message: Mapping[str, Any]) -> str:
-    """A message without the names of its calls, which say nothing."""
+def _without_ids(message: Message) -> Message:
     kept = {name: value for name, value in message.items() if name != "tool_call_id"}
     calls = kept.get("tool_calls")
     if isinstance(calls, list):
@@ -237,4 +236,4 @@ def _as_text(message: Mapping[str, Any]) -> str:
             {k: v for k, v in call.items() if k != "id"} if isinstance(call, Mapping) else call
             for call in calls
         ]
-    return json.dumps(kept, sort_keys=True, default=str)
+    return kept
