@@ -6,6 +6,7 @@ that it compares, is saved and travels like text; rows that share an image share
 
 import base64
 import binascii
+import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from io import BytesIO
@@ -19,6 +20,8 @@ from . import import_package
 from .messages import Message
 
 _SOURCES: Final = ("image", "data", "url")
+_LABEL: Final = re.compile(r"\[image(?: \d+x\d+|: .{1,60})\]", re.DOTALL)
+"""See :func:`image_label`."""
 _ORIENTATION: Final = 0x0112
 """Of the tags of EXIF: how a picture is to be turned."""
 
@@ -163,6 +166,12 @@ def described(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: described(item) for key, item in value.items()}
     return [described(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def is_described_image(part: Any) -> bool:
+    """Return whether a part of a content is what :func:`described` left of an image."""
+    is_text = isinstance(part, Mapping) and part.get("type") == "text"
+    return is_text and _LABEL.fullmatch(str(part.get("text"))) is not None
 
 
 def is_image(part: Any) -> bool:

@@ -23,6 +23,7 @@ from .templates.registry import (
     own_template,
     template_names,
 )
+from .tool_calls.call_messages import message_with_calls
 from .tool_calls.parser import parse_tool_calls
 from .tool_calls.records import ToolCall
 
@@ -103,15 +104,10 @@ def _with_calls(message: Message, mark: str = "<tool_call>", format: str = "herm
         return message
     before, _, rest = content.partition(mark)
     parsed = parse_tool_calls(mark + rest, format)
-    if parsed.content.strip() or not all(isinstance(call, ToolCall) for call in parsed.calls):
+    calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
+    if parsed.content.strip() or len(calls) < len(parsed.calls):
         return message
-    calls = [
-        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        | ({"id": call.id} if call.id else {})
-        for call in parsed.calls
-        if isinstance(call, ToolCall)
-    ]
-    return {**message, "content": before.removesuffix("\n"), "tool_calls": calls}
+    return message_with_calls(message, before, calls)
 
 
 def _turns(

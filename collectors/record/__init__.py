@@ -7,6 +7,10 @@ from torchrl_data import lazy_names
 if TYPE_CHECKING:
     from .html import write_html as write_html
     from .recorder import RolloutRecorder as RolloutRecorder
+    from .rollout_pair import LeftOut as LeftOut
+    from .rollout_pair import PairsFound as PairsFound
+    from .rollout_pair import RolloutPair as RolloutPair
+    from .rollout_pair import preference_pairs as preference_pairs
     from .run_record import RunRecord as RunRecord
     from .samples import GroupSummary as GroupSummary
     from .samples import RecordedToolCall as RecordedToolCall

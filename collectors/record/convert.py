@@ -1,27 +1,53 @@
-"""The command ``torchrl-agents convert``: rollouts as ATIF, and trajectories as rows."""
+"""The command ``torchrl-agents convert``: rollouts as ATIF or pairs, and trajectories as rows."""
 
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Final
 
 from collectors.record.run_record import RunRecord
 
 from .atif import write_atif_episode
+from .files import json_line
 from .foreign_atif import rows_of_atif
-from .samples import RolloutSample
+from .rollout_pair import LeftOut, preference_pairs
+from .samples import RolloutSample, StepSummary
 from .token_row import SampledTurn, TokenRow, TrajectoryError, rows_of_turns
 
 USAGE = """\
 torchrl-agents convert RUN FOLDER      a run's recorded rollouts as ATIF, a file each
+torchrl-agents convert RUN PAIRS       pairs of a better and a worse rollout of a prompt, one a line
+                                       of PAIRS (.jsonl)
 torchrl-agents convert FILES ROWS      trajectories as rows, one a line of ROWS (.jsonl)
 
-FOLDER and ROWS are new: what is there is not written over.
+FOLDER, PAIRS and ROWS are new: what is there is not written over.
+A run is the folder that a recipe leaves, evaluate among them. A pair has prompt, chosen, rejected
+and tools, as TRL's preference data have them; chosen_reward and rejected_reward; and step, group,
+chosen_sample and rejected_sample, by which torchrl-agents view finds the rollouts.
 FILES is a .json, a .jsonl, or a folder of them. They may hold ATIF 1.0 to 1.8, traces of verifiers,
 or OpenEnv's TrainingTrace. A row has messages, which the recipe sft reads, and where the trajectory
 has them, token_ids, sampled, log_probs and reward."""
+_OPTIONS: Final = ("pairs", "min_difference", "drop_truncated", "steps")
+_DIFFERENT: Final = (
+    "Sample more rollouts of each prompt (collector.group_size=, or evaluate.num_samples= of "
+    "evaluate), at a higher policy.temperature, or ask prompts that are neither too hard nor too "
+    "easy."
+)
+_LONGER: Final = "Allow longer turns (policy.max_new_tokens=)."
+_REMEDIES: Final = {
+    LeftOut.NO_REWARD: "Run a task that has a reward.",
+    LeftOut.TRUNCATED: f"{_LONGER[:-1]}, or leave --drop-truncated out.",
+    LeftOut.TOO_CLOSE: "Give a smaller --min-difference.",
+    LeftOut.BEST_TRUNCATED: _LONGER,
+    LeftOut.TOO_FEW: _DIFFERENT,
+    LeftOut.EQUAL_REWARDS: _DIFFERENT,
+    LeftOut.EQUAL_TEXTS: _DIFFERENT,
+}
+"""What to do where a reason leaves no pair; none for what can't be otherwise."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,10 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0; or 1 where something could not be read, which is named.
     """
-    parser = argparse.ArgumentParser(prog="torchrl-agents convert", usage=USAGE, add_help=True)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
-    given = parser.parse_args(list(arguments))
+    given = _parser().parse_args(list(arguments))
     if not given.source.exists():
         print(f"torchrl-agents convert: there is no {given.source}.", file=sys.stderr)
         return 1
@@ -48,22 +71,146 @@ def main(arguments: Sequence[str]) -> int:
             return 1
         record = None
     try:
-        if record is not None:
-            return _write_record(record, given.target)
-        return _write_rows(given.source, given.target)
-    except (TrajectoryError, OSError) as error:
+        _check_options(given, record)
+        if record is None:
+            return _write_rows(given.source, given.target)
+        steps = _chosen_steps(record, given.steps)
+        if given.target.suffix == ".jsonl":
+            return _write_pairs(record, steps, given)
+        return _write_record(record, steps, given.target)
+    except (ValueError, OSError) as error:  # a TrajectoryError, or a format that is newer
         print(f"torchrl-agents convert: {error}", file=sys.stderr)
         return 1
 
 
-def _write_record(record: RunRecord, folder: Path) -> int:
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="torchrl-agents convert", usage=USAGE, add_help=True)
+    parser.add_argument("source", type=Path, help="RUN or FILES")
+    parser.add_argument("target", type=Path, help="FOLDER, PAIRS or ROWS")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs=2,
+        metavar=("FIRST", "LAST"),
+        help="of a run: only the rollouts of these steps",
+    )
+    parser.add_argument(
+        "--pairs",
+        choices=("best", "all"),
+        help="of each group the pair whose rewards differ most (best, which is the default), or "
+        "each pair of different rewards and texts",
+    )
+    parser.add_argument(
+        "--min-difference",
+        type=float,
+        metavar="X",
+        help="only pairs whose rewards differ by X or more; default: by anything",
+    )
+    parser.add_argument(
+        "--drop-truncated",
+        action="store_true",
+        help="no pair has a rollout that a limit of tokens cut; by default such a rollout is never "
+        "chosen, and may be rejected",
+    )
+    return parser
+
+
+def _check_options(given: argparse.Namespace, record: RunRecord | None) -> None:
+    """Refuse options that would do nothing, or are out of range."""
+    values = {name: getattr(given, name) for name in _OPTIONS}
+    is_given = {name: value is not None and value is not False for name, value in values.items()}
+    found = [f"--{name.replace('_', '-')}" for name in _OPTIONS if is_given[name]]
+    if record is None and found:
+        raise TrajectoryError(
+            f"{found[0]} is for the record of a run, and {given.source} is none: no "
+            "rollouts/step-*.jsonl.gz. Leave it out, or name the folder of a run."
+        )
+    of_pairs = [name for name in found if name != "--steps"]
+    if of_pairs and given.target.suffix != ".jsonl":
+        raise TrajectoryError(
+            f"{of_pairs[0]} is for pairs, and {given.target} is a folder for ATIF: name a file "
+            "that ends in .jsonl, or leave the option out."
+        )
+    least = given.min_difference
+    if least is not None and not 0 <= least < float("inf"):
+        raise TrajectoryError(f"--min-difference must be a number from 0 on, got {least}.")
+
+
+def _chosen_steps(record: RunRecord, bounds: Sequence[int] | None) -> list[StepSummary]:
+    if not record.steps:
+        raise TrajectoryError(f"nothing of the record can be read: {'; '.join(record.damage)}")
+    first, last = bounds or (record.steps[0].step, record.steps[-1].step)
+    steps = [summary for summary in record.steps if first <= summary.step <= last]
+    if not steps:
+        raise TrajectoryError(
+            f"--steps {first} {last} names no step of {record.run_folder}, which has steps "
+            f"{record.steps[0].step} to {record.steps[-1].step}."
+        )
+    return steps
+
+
+def _write_pairs(record: RunRecord, steps: Sequence[StepSummary], given: argparse.Namespace) -> int:
+    target = _new_file(given.target)
+    lines, differences = list[bytes](), list[float]()
+    left_out, num_groups, num_recorded = Counter[LeftOut](), 0, 0
+    for step in steps:
+        numbers = {group.group_id: number for number, group in enumerate(step.groups)}
+        found = preference_pairs(
+            record.samples(step.step),
+            all_pairs=given.pairs == "all",
+            min_difference=given.min_difference or 0.0,
+            drop_truncated=given.drop_truncated,
+        )
+        left_out += found.left_out
+        num_groups, num_recorded = num_groups + len(step.groups), num_recorded + found.num_groups
+        for pair in found.pairs:
+            lines.append(json_line({**pair.to_json(), "group": numbers[pair.group_id]}, str))
+            differences.append(pair.chosen_reward - pair.rejected_reward)
+    reasons = [f"{reason}: {count}" for reason, count in left_out.most_common()]
+    if num_recorded < num_groups:
+        reasons.append(
+            "groups that are not recorded (record.every=, record.max_groups_per_step=): "
+            f"{num_groups - num_recorded}"
+        )
+    told = "; ".join(reasons)
+    if not lines:
+        remedies = (_REMEDIES.get(reason) for reason, _ in left_out.most_common())
+        remedy = next(filter(None, remedies), "")
+        what = f"{record.run_folder} gives no pair of {num_groups} groups. Left out: {told}."
+        raise TrajectoryError(f"{what} {remedy}".rstrip())
+    target.write_bytes(b"".join(lines))
+    print(
+        f"{len(lines)} pairs of {num_groups} groups in {target}; their rewards differ by "
+        f"{fmean(differences):.3g} on average"
+    )
+    if told:
+        print(f"left out: {told}")
+    return _name_damage(record)
+
+
+def _new_file(target: Path) -> Path:
+    if target.suffix != ".jsonl":
+        raise TrajectoryError(f"{target} must end in .jsonl: each row becomes a line of it.")
+    if target.exists():
+        raise TrajectoryError(f"{target} is there already. Give a file that is not.")
+    return target
+
+
+def _name_damage(record: RunRecord) -> int:
+    """Print what could not be read of a record; gives the status."""
+    for each in dict.fromkeys(record.damage):
+        print(f"not read: {each}", file=sys.stderr)
+    return 1 if record.damage else 0
+
+
+def _write_record(record: RunRecord, steps: Sequence[StepSummary], folder: Path) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise TrajectoryError(
             f"{folder} must be a new or an empty folder: each rollout becomes a file in it."
         )
     folder.mkdir(parents=True, exist_ok=True)
     number = 0
-    for step in record.steps:
+    for step in steps:
         episodes: dict[tuple[str, int], list[RolloutSample]] = {}
         for sample in record.samples(step.step):
             episodes.setdefault((sample.group_id, sample.index), []).append(sample)
@@ -72,17 +219,12 @@ def _write_record(record: RunRecord, folder: Path) -> int:
             path = folder / f"step-{step.step:06}-{number:06}.json"
             written = write_atif_episode(rows, agent=record.name)
             path.write_text(json.dumps(written), encoding="utf-8")
-    print(f"{number} rollouts of {len(record.steps)} steps as ATIF in {folder}")
-    for each in record.damage:
-        print(f"not read: {each}", file=sys.stderr)
-    return 1 if record.damage else 0
+    print(f"{number} rollouts of {len(steps)} steps as ATIF in {folder}")
+    return _name_damage(record)
 
 
 def _write_rows(source: Path, target: Path) -> int:
-    if target.suffix != ".jsonl":
-        raise TrajectoryError(f"{target} must end in .jsonl: each row becomes a line of it.")
-    if target.exists():
-        raise TrajectoryError(f"{target} is there already. Give a file that is not.")
+    _new_file(target)
     rows: list[TokenRow] = []
     faults = []
     for name, value in _values(source):

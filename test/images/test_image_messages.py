@@ -27,6 +27,7 @@ from torchrl_data.images import (
     decoded,
     described,
     image_part,
+    is_described_image,
     with_plain_images,
 )
 from torchrl_data.saved_rows import row_from_state, row_state
@@ -253,5 +254,11 @@ def test_what_is_shown_is_the_size():
     assert "[image 40x24]" in page
     assert data[:40] not in page
     told = described({"prompt": state.messages(0), "n": 1})
-    assert told["prompt"][0]["content"][0] == {"type": "text", "text": "[image 40x24]"}
+    part = told["prompt"][0]["content"][0]
+    assert part == {"type": "text", "text": "[image 40x24]"}
+    elsewhere = described({"type": "image", "url": "https://example.com/a.png"})
+    assert is_described_image(part)
+    assert is_described_image(elsewhere)
+    for text in ("[image 40x24] of a cat", "[images]", ""):
+        assert not is_described_image({"type": "text", "text": text})
     assert data[:40] not in json.dumps(told)

@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from collectors.record import RolloutRecorder, RunRecord
+from collectors.record.convert import main as convert
+from torchrl_envs import load_rows
 
 NUM_ROWS = 12
 
@@ -101,6 +103,13 @@ def test_a_server_on_a_data_set(evaluate, server, tmp_path):
     assert len(rollouts) == 4 * NUM_ROWS
     assert set(Solver.asked.values()) == {4}
     assert all(sample.messages[0]["role"] == "system" for sample in rollouts)
+    # Of the 6 that are not always right, the answer that is and the one that was not given.
+    pairs = tmp_path / "pairs.jsonl"
+    assert convert([str(folder), str(pairs)]) == 0
+    read = load_rows(pairs)
+    assert [(row["chosen_reward"], row["rejected_reward"]) for row in read] == [(1.0, 0.0)] * 6
+    assert {row["rejected"][0]["content"] for row in read} == {"I do not know."}
+    assert all([m["role"] for m in row["prompt"]] == ["system", "user"] for row in read)
     request = Solver.requests[0]
     assert (request["model"], request["temperature"], request["max_tokens"]) == ("m", 0.7, 512)
     assert [m["role"] for m in request["messages"]] == ["system", "user"]
