@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .batching.loss_keys import DistillationLossKeys as DistillationLossKeys
     from .batching.loss_keys import DPOLossKeys as DPOLossKeys
     from .batching.loss_keys import GRPOLossKeys as GRPOLossKeys
+    from .batching.loss_keys import PairLossKeys as PairLossKeys
     from .batching.loss_keys import SFTLossKeys as SFTLossKeys
     from .batching.masking_strategy import MaskingStrategy as MaskingStrategy
     from .batching.non_finite_gate import NonFiniteGate as NonFiniteGate
@@ -74,6 +75,9 @@ if TYPE_CHECKING:
     from .losses.grpo_presets import PolicyDistillation as PolicyDistillation
     from .losses.mixed import MixedLoss as MixedLoss
     from .losses.mixed import MixedLossOutput as MixedLossOutput
+    from .losses.reward_model import RewardModelLoss as RewardModelLoss
+    from .losses.reward_model import RewardModelLossOutput as RewardModelLossOutput
+    from .losses.reward_model import RewardModelOptions as RewardModelOptions
     from .losses.sampler_correction import SamplerCorrection as SamplerCorrection
     from .losses.sft import SFTLoss as SFTLoss
     from .losses.sft import SFTLossOutput as SFTLossOutput

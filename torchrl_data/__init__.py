@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from .token_scorer import TokenScorer as TokenScorer
     from .token_scorer import TokenScores as TokenScores
     from .tool_calls.parser import parse_tool_calls as parse_tool_calls
+    from .value_network import RewardNetwork as RewardNetwork
     from .value_network import ValueNetwork as ValueNetwork
 
 

@@ -120,7 +120,7 @@ def preference_rows(
     tools: Sequence[Sequence[dict[str, Any]] | None] | None = None,
     first_row: int = 0,
 ) -> list[TensorDict]:
-    """Rows of preferences, as :class:`~objectives.DPOLoss` reads them.
+    """Rows of preferences, as :class:`~objectives.DPOLoss` and ``RewardModelLoss`` read them.
 
     Args:
         encoder: with the chat template.
@@ -130,8 +130,8 @@ def preference_rows(
 
     Returns:
         Two for each pair, the better answer first, with the entries of
-        :func:`~torchrl_data.row_tensordicts`, ``pair_id`` and ``chosen``. What the assistant says
-        from where the two part is trained.
+        :func:`~torchrl_data.row_tensordicts`, ``pair_id`` and ``chosen``. They hold all that the
+        template writes; what the assistant says from where the two part is trained.
 
     Raises:
         ValueError: as :func:`read_pair` and :func:`~torchrl_data.encode_demonstrations`.
@@ -154,7 +154,8 @@ def preference_rows(
     for name in COLUMNS:
         try:
             chats = [getattr(pair, name) for pair in read]
-            sides.append(encode_demonstrations(encoder, chats, tools=tools, first_row=first_row))
+            options: Any = {"tools": tools, "first_row": first_row, "keep_end": True}
+            sides.append(encode_demonstrations(encoder, chats, **options))
         except ValueError as error:
             raise ValueError(f"{name!r} of the preferences: {error}") from error
     better, other = map(row_tensordicts, sides)

@@ -1,4 +1,4 @@
-"""Protocol of critics, so that packages need not import each other.
+"""Protocols of critics and reward models, so that packages need not import each other.
 
 Shape legend: N packed tokens, B sequences, K target tokens (the ``True`` entries of a mask).
 """
@@ -37,5 +37,34 @@ def check_value_network(who: str, model: object) -> None:
     if not isinstance(model, ValueNetwork):
         raise TypeError(
             f"{who} needs a model with a value_packed method (torchrl_data.ValueNetwork), "
+            f"such as torchrl_modules.TransformersCritic, got {type(model)}."
+        )
+
+
+@runtime_checkable
+class RewardNetwork(Protocol):
+    """Something that says what a whole conversation is worth: a reward model.
+
+    ``TransformersCritic`` is one; a loss takes any.
+    """
+
+    def reward_packed(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Give the reward of each sequence: the value after all of its tokens.
+
+        Args:
+            ids: int64 ``[N]``, the sequences one after the other, without padding.
+            lengths: int64 ``[B]``, tokens of each sequence, none of them 0; sums to N.
+
+        Returns:
+            float32 ``[B]``, differentiable.
+        """
+        ...
+
+
+def check_reward_network(who: str, model: object) -> None:
+    """Check that a model gives the rewards of packed sequences."""
+    if not isinstance(model, RewardNetwork):
+        raise TypeError(
+            f"{who} needs a model with a reward_packed method (torchrl_data.RewardNetwork), "
             f"such as torchrl_modules.TransformersCritic, got {type(model)}."
         )

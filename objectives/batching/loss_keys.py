@@ -63,13 +63,19 @@ class CriticLossKeys(TokenKeys):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOLossKeys(TokenKeys):
-    """The batch entries that :class:`~objectives.DPOLoss` reads."""
+class PairLossKeys(TokenKeys):
+    """The batch entries that losses of preferences read: all that ``RewardModelLoss`` does."""
 
     pair_id: NestedKey = keys.PAIR_ID
     """int64 ``[B, 1]``: equal for the two rows of a pair, which lie side by side."""
     chosen: NestedKey = keys.CHOSEN
     """bool ``[B, 1]``: True for the first row of a pair, which is the better answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOLossKeys(PairLossKeys):
+    """The batch entries that :class:`~objectives.DPOLoss` reads."""
+
     ref_log_probs: NestedKey = keys.REF_LOG_PROBS_FULL
     """float32, like the tokens; read unless the loss is ``reference_free``."""
 

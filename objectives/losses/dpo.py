@@ -5,12 +5,10 @@ Shape legend: B rows, two of each pair; K trained tokens of all of them, P pairs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from tensordict import TensorClass, TensorDictBase
+from tensordict import TensorClass
 from torch import Tensor
 
 from objectives import functional as F
@@ -20,7 +18,8 @@ from torchrl_data.token_scorer import TokenScorer, TokenScores
 
 from .dpo_options import DPOOptions
 from .loss_output import LossTerms, loss_output, make_output
-from .token_loss import TokenLoss, takes
+from .pair_loss import PairLoss, pair_accuracy, pairs_of
+from .token_loss import takes
 from .window import Window
 
 
@@ -65,7 +64,7 @@ class _Arguments(DPOOptions):
     allow_empty: bool = False
 
 
-class DPOLoss(TokenLoss[DPOLossKeys, DPOLossOutput]):
+class DPOLoss(PairLoss[DPOLossKeys, DPOLossOutput]):
     """Direct preference optimisation over pairs of answers.
 
     The batch is ``[B]``, ragged rows or padded ones, as for :class:`~objectives.GRPOLoss`, two rows
@@ -139,22 +138,7 @@ class DPOLoss(TokenLoss[DPOLossKeys, DPOLossOutput]):
 
     def _entries(self) -> Entries:
         tokens = {} if self.options.reference_free else {"ref_log_probs": self.read.ref_log_probs}
-        return Entries(tokens, {"pair_id": self.read.pair_id, "chosen": self.read.chosen})
-
-    def pack(
-        self,
-        batch: TensorDictBase | PackedBatch,
-        *,
-        also: Sequence[TokenLoss[Any, Any]] = (),
-    ) -> PackedBatch:
-        """See the base class.
-
-        Raises:
-            ValueError: rows are not pairs, or one of a pair has no trained token.
-        """
-        packed = replace(super().pack(batch, also=also), rows_together=2)
-        _check_pairs(packed, who=self._get_name())
-        return packed
+        return Entries(tokens, self._pair_entries())
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> DPOLossOutput:
         """See the base class."""
@@ -166,8 +150,7 @@ class DPOLoss(TokenLoss[DPOLossKeys, DPOLossOutput]):
         if not options.reference_free:
             reference = batch.entries["ref_log_probs"].to(log_prob.dtype)
             own = said - answer(reference, lengths=lengths)
-        own, said = (each.view(len(lengths) // 2, 2) for each in (own, said))
-        chosen, rejected = own.unbind(1)
+        chosen, rejected = pairs_of(own)
         per_pair = F.preference_loss(
             chosen,
             rejected,
@@ -177,13 +160,11 @@ class DPOLoss(TokenLoss[DPOLossKeys, DPOLossOutput]):
             margin=options.margin,
         )
         num_pairs = max(len(chosen), 1)
-        difference = (chosen - rejected).detach()
-        right = (difference > 0).to(own.dtype) + 0.5 * (difference == 0).to(own.dtype)
-        log_probs = said.detach().sum(0) / num_pairs
-        rewards = options.beta * own.detach().sum(0) / num_pairs
+        log_probs = [each.detach().sum() / num_pairs for each in pairs_of(said)]
+        rewards = [options.beta * each.detach().sum() / num_pairs for each in (chosen, rejected)]
         terms = {
             "loss_dpo": 2 * per_pair.sum() / window.num_sequences,
-            "accuracy": right.sum() / num_pairs,
+            "accuracy": pair_accuracy(chosen, rejected),
             "chosen_reward": rewards[0],
             "rejected_reward": rewards[1],
             "chosen_log_prob": log_probs[0],
@@ -197,35 +178,3 @@ class DPOLoss(TokenLoss[DPOLossKeys, DPOLossOutput]):
             terms["nll"] = nll.detach() / num_pairs
             terms["loss_nll"] = options.sft_coeff * 2 * nll / window.num_sequences
         return make_output(DPOLossOutput, terms)
-
-
-def _check_pairs(batch: PackedBatch, *, who: str) -> None:
-    """Check that rows are pairs, the better answer first.
-
-    Raises:
-        ValueError: they are not, or one has no trained token.
-    """
-    make = "preference_rows(policy.encoder, pairs) of torchrl_data makes such rows"
-    if batch.num_rows % 2:
-        raise ValueError(
-            f"{who} takes pairs, two rows each, and got {batch.num_rows} rows. {make}; a batch is "
-            "cut between pairs."
-        )
-    empty = (batch.target_lengths == 0).nonzero()
-    if len(empty):
-        raise ValueError(
-            f"{who}: row {int(empty[0])} has no trained token, so that its pair can't be compared. "
-            "The assistant mask says which tokens are its answer; leave the pair out."
-        )
-    first = batch.target_lengths.cumsum(0) - batch.target_lengths
-    by_row = (batch.entries[name][first] for name in ("pair_id", "chosen"))
-    pair, chosen = (each.view(batch.num_rows // 2, 2) for each in by_row)
-    wrong = (pair[:, 0] != pair[:, 1]) | ~(chosen.bool() == torch.tensor([True, False])).all(1)
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0])
-        (a, b), (x, y) = pair[at].tolist(), chosen[at].bool().tolist()
-        raise ValueError(
-            f"{who}: rows {2 * at} and {2 * at + 1} are no pair: the better answer comes first, "
-            f"then the other one of the same pair_id; they have pair_id {a} and {b}, chosen {x} "
-            f"and {y}. {make}; shuffle pairs, not rows."
-        )

@@ -39,7 +39,7 @@ from torchrl_data.token_scorer import (
     image_arguments,
     mask_arguments,
 )
-from torchrl_data.value_network import ValueNetwork
+from torchrl_data.value_network import RewardNetwork, ValueNetwork
 
 from .loss_output import Output
 from .token_options import TokenOptions
@@ -91,8 +91,8 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
     once: ``loss.options = dataclasses.replace(loss.options, ...)``.
 
     Args:
-        network: scores packed tokens (:class:`~torchrl_data.TokenScorer`), or is a critic; it
-            becomes the attribute ``network_name``.
+        network: scores packed tokens (:class:`~torchrl_data.TokenScorer`), or is a critic
+            or a reward model; it becomes the attribute ``network_name``.
         settings: options by name.
         options: what ``settings`` are added to.
         read: names of the batch entries to read; the usual ones when not given.
@@ -131,7 +131,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
 
     def __init__(
         self,
-        network: TokenScorer | ValueNetwork,
+        network: TokenScorer | ValueNetwork | RewardNetwork,
         settings: Mapping[str, Any],
         *,
         options: TokenOptions | None = None,

@@ -17,6 +17,7 @@ def encode_demonstrations(
     *,
     tools: Sequence[Sequence[dict[str, Any]] | None] | None = None,
     first_row: int = 0,
+    keep_end: bool = False,
 ) -> Conversations:
     """Whole conversations to learn from: what the assistant says counts as the policy's.
 
@@ -25,6 +26,9 @@ def encode_demonstrations(
         chats: messages of each row; the assistant says something in each.
         tools: JSON schemas that the template shows, per row.
         first_row: the number of the first row, for errors.
+        keep_end: whether rows end with all that the template writes, as conversations do that a
+            reward model reads; else with the closing token of the assistant's last turn, as what a
+            policy samples does.
 
     Returns:
         The conversations; :func:`~torchrl_data.row_tensordicts` makes the rows that ``SFTLoss``
@@ -56,7 +60,8 @@ def encode_demonstrations(
             )
         ids, sources = new
         end = len(sources) - sources[::-1].index(Source.MODEL)
-        if chat[-1]["role"] == "assistant":  # ends like a sampled turn, with its closing token
+        if chat[-1]["role"] == "assistant" and not keep_end:
+            # Ends like a sampled turn, with its closing token.
             ids, sources = ids[:end], sources[:end]
         record = ConversationRecord(tools[row])
         record.extend_tokens(ids, sources, [nan if s == Source.MODEL else 0.0 for s in sources])

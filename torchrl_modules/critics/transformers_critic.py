@@ -1,5 +1,7 @@
 """A critic over a Transformers model: what the rest of an episode is worth, before each token.
 
+The same model says at the end of a row what all of it is worth: that is a reward model.
+
 Shape legend: B rows, T tokens of a row (ragged), N tokens of all of them, K sampled tokens.
 """
 
@@ -29,7 +31,7 @@ class TransformersCritic(ChecksAttributes, TensorDictModuleBase):
 
     Rows are read as a policy's are: packed, and what they begin with in common once. The values of
     a token are those of all that comes before it, in a head of one number that is computed in
-    float32.
+    float32. A critic is a reward model, too (:meth:`reward_packed`), and may begin as one.
 
     Args:
         model: for sequence classification with one label, as TRL's reward models are; or where to
@@ -119,6 +121,13 @@ class TransformersCritic(ChecksAttributes, TensorDictModuleBase):
     def value_packed(self, ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Tensor:
         """See :class:`torchrl_data.ValueNetwork`."""
         return self.scorer.value_packed(ids, lengths, target_mask)
+
+    def reward_packed(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """See :class:`torchrl_data.RewardNetwork`.
+
+        It is what Transformers' class for sequence classification gives of each row.
+        """
+        return self.scorer.reward_packed(ids, lengths)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the value of the state before each token that the assistant mask marks.

@@ -74,6 +74,26 @@ def targets_of(ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Targets:
     return Targets(ids, starts, ends, rows, positions, lengths)
 
 
+def ends_of(ids: Tensor, lengths: Tensor, pad_id: int | None) -> Targets:
+    """The end of each packed row as what is to be predicted from its last token.
+
+    Args:
+        ids: int64 ``[N]``.
+        lengths: int64 ``[B]``, none of them 0.
+        pad_id: tokens of it count for nothing at the end of a row, as Transformers has it; ``None``
+            where there is none. A row that holds nothing else ends with its first token.
+
+    Returns:
+        One target for each row.
+    """
+    starts, row = cumulative_lengths(lengths)[:-1], sequence_index(lengths)
+    positions = torch.arange(len(ids)) - starts[row]
+    if pad_id is not None:
+        positions = positions.masked_fill(ids == pad_id, 0)
+    last = torch.zeros_like(lengths).scatter_reduce(0, row, positions, "amax")
+    return Targets(ids, starts, last + 1, torch.arange(len(lengths)), last, lengths)
+
+
 def passes_within(
     lengths: Tensor, most_tokens: int, wrapped: nn.Module
 ) -> list[tuple[int, int, int, int]]:

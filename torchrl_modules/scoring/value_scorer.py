@@ -1,4 +1,4 @@
-"""Values of the states in which tokens are sampled, under a model with a head of one number.
+"""Values before tokens and at the end of rows, under a model with a head of one number.
 
 Shape legend: N packed tokens, B sequences, K target tokens, D hidden size.
 """
@@ -16,7 +16,16 @@ from torchrl_data.devices import on_host
 from torchrl_modules.compiled_layers import settle_compilation
 from torchrl_modules.transformers_releases import forward_parameters
 
-from .model_reader import Layout, ModelReader, check_packed, empty_pass, passes_within, targets_of
+from .model_reader import (
+    Layout,
+    ModelReader,
+    Targets,
+    check_packed,
+    empty_pass,
+    ends_of,
+    passes_within,
+    targets_of,
+)
 from .packed_attention import use_packed_attention
 from .rope_factors import check_longest, settle_rope_factors
 from .trial import ReadingTrial, find_first, packed_rows, tolerance_of, trial_rows
@@ -31,7 +40,7 @@ from .wrapped_models import (
 
 
 class ValueScorer(ChecksAttributes):
-    """Gives the value before each target of packed sequences, with one model.
+    """Gives the value before each target of packed sequences, or after each, with one model.
 
     Args:
         model: of Transformers, with a linear head ``score`` of one number, in
@@ -120,23 +129,61 @@ class ValueScorer(ChecksAttributes):
                 is outside the vocabulary, or a row is longer than ``max_model_len``.
         """
         ids, lengths, target_mask = on_host(ids, lengths, target_mask)
-        check_packed(*(ids, lengths, target_mask), self.vocab_size, None, None, what="value_packed")
-        check_longest(self.model, lengths, self._longest, what="value_packed", who="the critic")
-        if self.micro_batch_tokens is None or torch.is_grad_enabled():
-            return self._values(ids, lengths, target_mask)
-        splits = passes_within(lengths, self.micro_batch_tokens, self._wrapped)
-        parts = [self._values(ids[a:b], lengths[i:j], target_mask[a:b]) for i, j, a, b in splits]
-        return torch.cat(parts)
+        self._check(ids, lengths, target_mask, what="value_packed")
+        return torch.cat(
+            [
+                self._values(targets_of(ids[a:b], lengths[i:j], target_mask[a:b]))
+                for i, j, a, b in self._passes(lengths)
+            ]
+        )
 
-    def _values(self, ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Tensor:
-        if not bool(target_mask.any()):
+    @torch.compiler.disable()
+    def reward_packed(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Give the value after each sequence, as Transformers' sequence classification does.
+
+        Args:
+            ids: int64 ``[N]``, the sequences one after the other, without padding.
+            lengths: int64 ``[B]``, summing to N.
+
+        Returns:
+            float32 ``[B]``, differentiable in the model's parameters. Where sequences end with the
+            padding token of the model's configuration, that of the last token which is another.
+
+        Raises:
+            ValueError: the shapes disagree, a sequence is empty, an id is outside the vocabulary,
+                or a row is longer than ``max_model_len``.
+        """
+        ids, lengths = on_host(ids, lengths)
+        none = torch.zeros_like(ids, dtype=torch.bool)
+        self._check(ids, lengths, none, what="reward_packed")
+        pad_id: int | None = self.model.config.get_text_config().pad_token_id
+        return torch.cat(
+            [
+                self._values(ends_of(ids[a:b], lengths[i:j], pad_id))
+                for i, j, a, b in self._passes(lengths)
+            ]
+        )
+
+    def _check(self, ids: Tensor, lengths: Tensor, target_mask: Tensor, *, what: str) -> None:
+        check_packed(*(ids, lengths, target_mask), self.vocab_size, None, None, what=what)
+        check_longest(self.model, lengths, self._longest, what=what, who="the critic")
+
+    def _passes(self, lengths: Tensor) -> list[tuple[int, int, int, int]]:
+        """Sequences and tokens of each pass; of one, where gradients are needed."""
+        most = self.micro_batch_tokens
+        if most is None or torch.is_grad_enabled():
+            return [(0, len(lengths), 0, int(lengths.sum()))]
+        return passes_within(lengths, most, self._wrapped)
+
+    def _values(self, targets: Targets) -> Tensor:
+        if not len(targets.rows):
             if self.is_distributed:  # a pass that others wait for, with a gradient of 0
-                return self._values(*empty_pass())[:0]
+                return self._values(targets_of(*empty_pass()))[:0]
             return torch.zeros(0, device=self.model.device)
 
         def read() -> Tensor:
             with precision(self.model, self._autocast_dtype):
-                hidden = self._reader.read(targets_of(ids, lengths, target_mask))
+                hidden = self._reader.read(targets)
             return head_values(self._head, hidden)
 
         return run_inside(self._wrapped, read)

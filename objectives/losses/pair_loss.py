@@ -1,0 +1,90 @@
+"""Base of the losses of preferences: batches are pairs of rows, which no micro-batch parts.
+
+Shape legend: B rows, two of each pair; P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from objectives.batching.loss_keys import PairLossKeys
+from objectives.batching.packed_batch import PackedBatch
+
+from .loss_output import Output
+from .token_loss import Keys, TokenLoss
+
+
+class PairLoss(TokenLoss[Keys, Output]):
+    """Base of the losses that compare the two rows of a pair; see :class:`TokenLoss`."""
+
+    def _pair_entries(self) -> dict[str, Any]:
+        """The entries that say which rows are pairs, by their fields."""
+        read: Any = self.read
+        assert isinstance(read, PairLossKeys)
+        return {"pair_id": read.pair_id, "chosen": read.chosen}
+
+    def pack(
+        self,
+        batch: TensorDictBase | PackedBatch,
+        *,
+        also: Sequence[TokenLoss[Any, Any]] = (),
+    ) -> PackedBatch:
+        """See the base class.
+
+        Raises:
+            ValueError: rows are not pairs, or one of a pair has no trained token.
+        """
+        packed = replace(super().pack(batch, also=also), rows_together=2)
+        _check_pairs(packed, who=self._get_name())
+        return packed
+
+
+def pairs_of(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Values of the better answers and of the other ones, ``[P]`` each, from ``[B]``."""
+    chosen, rejected = values.view(len(values) // 2, 2).unbind(1)
+    return chosen, rejected
+
+
+def pair_accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """The share of pairs in the right order, ``[]``; of equal values one half, of no pairs 0."""
+    difference = (chosen - rejected).detach()
+    right = (difference > 0).to(chosen.dtype) + 0.5 * (difference == 0).to(chosen.dtype)
+    return right.sum() / max(len(difference), 1)
+
+
+def _check_pairs(batch: PackedBatch, *, who: str) -> None:
+    """Check that rows are pairs, the better answer first.
+
+    Raises:
+        ValueError: they are not, or one has no trained token.
+    """
+    make = "preference_rows(policy.encoder, pairs) of torchrl_data makes such rows"
+    if batch.num_rows % 2:
+        raise ValueError(
+            f"{who} takes pairs, two rows each, and got {batch.num_rows} rows. {make}; a batch is "
+            "cut between pairs."
+        )
+    empty = (batch.target_lengths == 0).nonzero()
+    if len(empty):
+        raise ValueError(
+            f"{who}: row {int(empty[0])} has no trained token, so that its pair can't be compared. "
+            "The assistant mask says which tokens are its answer; leave the pair out."
+        )
+    first = batch.target_lengths.cumsum(0) - batch.target_lengths
+    by_row = (batch.entries[name][first] for name in ("pair_id", "chosen"))
+    pair, chosen = (each.view(batch.num_rows // 2, 2) for each in by_row)
+    wrong = (pair[:, 0] != pair[:, 1]) | ~(chosen.bool() == torch.tensor([True, False])).all(1)
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        (a, b), (x, y) = pair[at].tolist(), chosen[at].bool().tolist()
+        raise ValueError(
+            f"{who}: rows {2 * at} and {2 * at + 1} are no pair: the better answer comes first, "
+            f"then the other one of the same pair_id; they have pair_id {a} and {b}, chosen {x} "
+            f"and {y}. {make}; shuffle pairs, not rows."
+        )
