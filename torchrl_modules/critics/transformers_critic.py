@@ -115,7 +115,7 @@ class TransformersCritic(ChecksAttributes, TensorDictModuleBase):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether other ranks take part in every pass: all have to make equally many."""
+        """Return whether other ranks take part in every pass: all have to make equally many."""
         return self.scorer.is_distributed
 
     def value_packed(self, ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Tensor:
