@@ -59,13 +59,10 @@ def _save(
 ) -> None:
     with declared_whole(model):
         model.save_pretrained(path, state_dict=None if weights is None else dict(weights))
-    tokenizer = policy.tokenizer
     images = cast("TransformersEngine", policy.engine).images
     if images is not None:
         images.processor.save_pretrained(path)
-    own, tokenizer.chat_template = tokenizer.chat_template, policy.encoder.template
-    tokenizer.save_pretrained(path)
-    tokenizer.chat_template = own
+    policy.encoder.save_pretrained(path)
 
 
 def leave(final: Path, save: Callable[[Path], Any]) -> None:

@@ -101,9 +101,9 @@ class RewardModelLoss(PairLoss[PairLossKeys, RewardModelLossOutput]):
     The batch is ``[B]``, two rows for each pair, as for :class:`~objectives.DPOLoss`; what both
     begin with is read once, and micro-batches hold whole pairs::
 
-        critic = TransformersCritic.of_policy(policy)  # or TransformersCritic("a reward model")
+        model = TransformersCritic.of_policy(policy, random_head=True)
         rows = lazy_stack(preference_rows(policy.encoder, pairs))
-        loss = RewardModelLoss(critic, center_coeff=0.01)(rows).total()
+        loss = RewardModelLoss(model, center_coeff=0.01)(rows).total()
 
     Args:
         reward_network: gives rewards (:class:`~torchrl_data.RewardNetwork`), such as

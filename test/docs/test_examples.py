@@ -4,6 +4,7 @@ import ast
 import json
 import math
 import os
+import random
 import re
 import runpy
 import subprocess
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "collectors/record"))
 
 from made_records import sample, write_record
 
+from torchrl_envs import RewardModel
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +141,30 @@ def test_an_evaluation_tells_of_all_samples(run, model):
     estimates = {line.split()[0]: float(line.split()[1]) for line in lines if " to " in line}
     assert set(estimates) == {"reward", "mean@4", *(f"pass{s}{k}" for s in "@^" for k in (1, 2, 4))}
     assert estimates["pass@1"] <= estimates["pass@2"] <= estimates["pass@4"]
+
+
+def test_a_reward_model_gives_the_rewards_that_the_program_tells_of(run, model, tmp_path):
+    pairs = [
+        {"prompt": f"Say {n}.", "chosen": str(n), "rejected": f"Say something about {n}."}
+        for n in range(36)
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    *steps, last = run("reward_model", model, "2", path).splitlines()
+    assert [line.partition(":")[0] for line in steps] == ["step 0", "step 1"]
+    told = re.fullmatch(r"held out: loss ([\d.]+), ([\d.]+) of the pairs in order", last)
+    assert told is not None
+    random.Random(0).shuffle(pairs)  # of which the first 32 are held out
+    score = RewardModel(str(tmp_path / "reward_model"))
+    prompts = [[{"role": "user", "content": pair["prompt"]}] for pair in pairs[:32]]
+    rewards = []
+    for side in ("chosen", "rejected"):
+        said = [[{"role": "assistant", "content": pair[side]}] for pair in pairs[:32]]
+        rewards.append(torch.tensor(score(prompts, said)))
+    better, other = rewards
+    loss = -torch.nn.functional.logsigmoid(better - other) + 0.01 * (better + other).square()
+    assert float(told[1]) == pytest.approx(loss.mean().item(), abs=1e-3)
+    assert float(told[2]) == pytest.approx((better > other).float().mean().item(), abs=6e-3)
 
 
 def test_a_comparison_pairs_the_prompts(run, tmp_path):

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from os.path import commonprefix
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torchrl_data import page
@@ -319,6 +320,18 @@ class TemplateRenderer:
             f"With this tokenizer {found} show it: choose chat_template_name={name!r} (in a recipe "
             f"policy.chat_template_name={name})"
         )
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save the tokenizer, with this chat template in place of its own.
+
+        Args:
+            folder: gets its files; of a model, most often.
+        """
+        own, self.tokenizer.chat_template = self.tokenizer.chat_template, self.template
+        try:
+            self.tokenizer.save_pretrained(folder)
+        finally:
+            self.tokenizer.chat_template = own
 
     def check_tools(self, tools: Tools | None, messages: Sequence[Message] = ()) -> None:
         """Check that a prompt would tell the policy of tools.

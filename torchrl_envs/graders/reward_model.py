@@ -70,10 +70,11 @@ class RewardModel:
         self.model = model.eval()
         self.batch_size = batch_size
         self._encoder = ConversationEncoder(tokenizer, chat_template_name=chat_template_name)
-        # The model finds the last token by its pad token; a mask says where the padding is.
-        self._pad = tokenizer.pad_token_id or 0
-        if model.config.pad_token_id is None:
-            model.config.pad_token_id = self._pad
+        # The model finds the last token by its own pad token; a mask says where the padding is.
+        config = model.config.get_text_config()
+        if config.pad_token_id is None:
+            config.pad_token_id = tokenizer.pad_token_id or 0
+        self._pad = config.pad_token_id
 
     @torch.no_grad()
     def __call__(

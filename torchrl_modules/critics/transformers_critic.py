@@ -104,14 +104,25 @@ class TransformersCritic(ChecksAttributes, TensorDictModuleBase):
         self.out_keys: list[NestedKey] = [value_key]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @classmethod
-    def of_policy(cls, policy: Any, **options: Any) -> "TransformersCritic":
-        """Make a critic whose decoder is a copy of a policy's, with a head of zeros.
+    def of_policy(
+        cls, policy: Any, *, random_head: bool = False, **options: Any
+    ) -> "TransformersCritic":
+        """Make a critic whose decoder is a copy of a policy's, with a new head.
+
+        Where the configuration of the policy's model names no padding token, that of the copy names
+        the tokenizer's: sequence classification can't go without one.
 
         Args:
             policy: a :class:`~torchrl_modules.TransformersWrapper`.
+            random_head: as of :func:`value_model_of`: for a reward model that begins here. The head
+                of a critic is 0 at first.
             **options: of the constructor.
         """
-        return cls(value_model_of(policy.model), **options)
+        model = value_model_of(policy.model, random_head=random_head)
+        config = model.config.get_text_config()
+        if config.pad_token_id is None:
+            config.pad_token_id = policy.tokenizer.pad_token_id
+        return cls(model, **options)
 
     @property
     def is_distributed(self) -> bool:
@@ -161,6 +172,9 @@ class TransformersCritic(ChecksAttributes, TensorDictModuleBase):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Save the model as Transformers' class for sequence classification loads it.
+
+        Where it is a reward model, ``policy.encoder.save_pretrained(folder)`` puts the tokenizer
+        and the chat template beside it, with which ``RewardModel(folder)`` reads conversations.
 
         Args:
             folder: is made.

@@ -19,13 +19,17 @@ from torchrl_modules.scoring.wrapped_models import unwrapped
 from torchrl_modules.weights.quantized_weights import quantization_of
 
 
-def value_model_of(model: nn.Module) -> PreTrainedModel:
-    """A value model with the decoder of a causal language model, copied, and a head of zeros.
+def value_model_of(model: nn.Module, *, random_head: bool = False) -> PreTrainedModel:
+    """A value model with the decoder of a causal language model, copied, and a new head.
 
-    What the head says is 0 at first, so that advantages are returns until it has learnt something.
+    A head of zeros says 0 at first, so that advantages are returns until it has learnt something.
+    What the decoder learns through it is small as long as the head is: a reward model, which learns
+    at the learning rate of a decoder, learns faster with a head of random numbers.
 
     Args:
         model: of Transformers, with or without adapters of PEFT, which become part of the copy.
+        random_head: draw the head as Transformers does, by the ``initializer_range`` of the
+            configuration; it is 0 otherwise.
 
     Returns:
         A model for sequence classification with one label, on the device and of the type of
@@ -54,11 +58,13 @@ def value_model_of(model: nn.Module) -> PreTrainedModel:
     decoder = plain.base_model if whole is None else whole.merge_and_unload().base_model
     if config._attn_implementation not in ("eager", "sdpa"):
         config._attn_implementation = "sdpa"
-    # Weights that are replaced at once: what is drawn for them is drawn beside the random numbers.
+    # Most weights are replaced at once: what is drawn for them is drawn beside the random numbers.
     with torch.device(plain.device), torch.random.fork_rng(_devices(plain.device)):
         made: Any = AutoModelForSequenceClassification.from_config(config, dtype=plain.dtype)
     made.base_model.load_state_dict(decoder.state_dict())
-    nn.init.zeros_(value_head(made, who="value_model_of").weight)
+    head = value_head(made, who="value_model_of")
+    if not random_head:
+        nn.init.zeros_(head.weight)
     made.requires_grad_(True)
     return made.eval()
 

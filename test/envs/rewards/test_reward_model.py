@@ -10,21 +10,24 @@ from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, RewardMode
 
 @pytest.fixture
 def classifier(chatml_tokenizer):
-    def make(num_labels=1):
+    def make(num_labels=1, pad=chatml_tokenizer.pad_token_id):
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
             config = LlamaConfig(
                 vocab_size=len(chatml_tokenizer), hidden_size=16, intermediate_size=16,
                 num_hidden_layers=1, num_attention_heads=2, num_labels=num_labels,
-                pad_token_id=chatml_tokenizer.pad_token_id, initializer_range=0.3,
+                pad_token_id=pad, initializer_range=0.3,
             )  # fmt: skip
             return LlamaForSequenceClassification(config).eval()
 
     return make
 
 
-def test_conversations_are_scored_as_alone(classifier, chatml_tokenizer, scripted, play):
-    model = classifier()
+@pytest.mark.parametrize("pad", ["the tokenizer's", "another one", "none"])
+def test_conversations_are_scored_as_alone(classifier, chatml_tokenizer, scripted, play, pad):
+    used = {"the tokenizer's": chatml_tokenizer.pad_token_id, "another one": 65, "none": None}
+    assert used["the tokenizer's"] != 65
+    model = classifier(pad=used[pad])
     rows = [{"prompt": f"<{i}>"} for i in range(3)]
     script = {"<0>": ["a"], "<1>": ["a much longer reply, say it again"], "<2>": ["it is 4"]}
     env = ChatEnv(batch_size=3).append_transform(DataLoadingPrimer(rows))

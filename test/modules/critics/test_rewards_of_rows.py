@@ -18,7 +18,7 @@ from transformers import (
 from objectives import RewardModelLoss
 from torchrl_data import ConversationEncoder, preference_rows, read_pair
 from torchrl_envs import RewardModel
-from torchrl_modules import TransformersCritic
+from torchrl_modules import TransformersCritic, TransformersWrapper, value_model_of
 from torchrl_modules.scoring.model_reader import Layout, ends_of
 
 PAD = 3
@@ -116,6 +116,23 @@ def test_what_pairs_begin_with_is_read_once():
     rows = rows_that_begin_alike()
     critic.reward_packed(torch.cat(rows), torch.tensor([len(row) for row in rows]))
     assert read == [6 + 1 + 7 + 2 + 2]  # of the third row not the padding at its end
+
+
+def test_a_head_is_drawn_as_transformers_draws_it(build_model, chatml_tokenizer):
+    causal = build_model()
+    causal.config.pad_token_id = None
+    policy, state = TransformersWrapper(causal, tokenizer=chatml_tokenizer), torch.get_rng_state()
+    critic = TransformersCritic.of_policy(policy, random_head=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    config, weight = critic.scorer.model.config, critic.scorer.model.score.weight
+    assert weight.std().item() == pytest.approx(config.initializer_range, rel=0.5)
+    assert config.pad_token_id == chatml_tokenizer.pad_token_id is not None
+    again = value_model_of(causal, random_head=True)
+    assert torch.equal(again.score.weight, weight)  # which follow from the seed
+    assert not value_model_of(causal).score.weight.any()
+    own, policys = critic.scorer.model.model.norm.weight, causal.model.norm.weight
+    assert torch.equal(own, policys)
+    assert own is not policys
 
 
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
