@@ -1,4 +1,4 @@
-"""What test_preferences_over_ranks.py looks at: a run of dpo, on ranks."""
+"""What test_preferences_over_ranks.py looks at: a run of dpo, and a reward model, on ranks."""
 
 import json
 import os
@@ -9,9 +9,15 @@ from pathlib import Path
 import torch
 from forked_ranks import run_ranks
 from safetensors.torch import load_file
+from tensordict import TensorDict, lazy_stack
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from objectives import NonFiniteGate, Ranks, RewardModelLoss, RewardModelLossOutput
 from torchrl_agents.settings.command_line import read_command_line
 from torchrl_agents.start import run_recipe
+from torchrl_modules import TransformersCritic, value_model_of
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 DPO = Path(__file__).parents[2] / "sota-implementations/dpo"
@@ -72,5 +78,56 @@ def with_preferences():
     return found | {"base": base}
 
 
+def pairs_of_a_step(step, count):
+    generator, rows = torch.Generator().manual_seed(step), []
+    for number in range(2 * count):
+        ids = torch.randint(5, 64, (3 + number,), generator=generator)
+        row = TensorDict({"tokens": {"full": ids}})
+        row["masks", "all_assistant_mask"] = torch.arange(len(ids)) > 1
+        row["pair_id"] = torch.tensor([number // 2])
+        row["chosen"] = torch.tensor([number % 2 == 0])
+        rows.append(row)
+    return lazy_stack(rows)
+
+
+def train_rewards(ranks, how):
+    """Steps of three pairs, and of one, of which one of two ranks has none."""
+    torch.manual_seed(0)
+    causal = tiny_qwen3(64, hidden_size=32, head_dim=16, initializer_range=0.2)
+    model = value_model_of(causal.double(), random_head=True)
+    wrapped = model
+    if how == "copies":
+        wrapped = DistributedDataParallel(model)
+    if how == "shards":
+        for part in (*model.model.layers, model):
+            fully_shard(part)
+    critic = TransformersCritic(wrapped)
+    loss = RewardModelLoss(critic, center_coeff=0.1)
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    gate, told = NonFiniteGate(optimizer, max_grad_norm=1.0, ranks=ranks), []
+    for step, count in enumerate((3, 1, 3)):
+        batch = loss.pack(pairs_of_a_step(step, count)) if ranks.rank == 0 else None
+        parts, outputs = ranks.scatter(batch, max_tokens=24), []
+        window = loss.measure_window(parts, ranks=ranks)
+        for part in parts:
+            outputs.append(loss(part, window=window))
+            gate.backward(outputs[-1], part)
+        outcome = gate.step()
+        output = RewardModelLossOutput.combine(outputs, ranks=ranks)
+        names = ("loss_reward", "loss_center", "accuracy", "chosen_reward", "num_pairs")
+        told.append({name: float(output.get(name)) for name in names})
+        told[-1]["grad_norm"] = outcome.grad_norm
+    state = get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True))
+    return {"told": told, "model": state}
+
+
+def of_rewards():
+    found = {"one": train_rewards(Ranks.alone(), "one")}
+    for how in ("copies", "shards"):
+        found[how] = run_ranks(2, lambda ranks, how=how: train_rewards(ranks, how))[0]
+    return found
+
+
 def scenarios():
     yield "recipe with preferences", with_preferences
+    yield "reward model", of_rewards

@@ -22,3 +22,16 @@ def test_preferences_of_ranks_are_learnt_as_by_one_process(found, kind):
     assert last["loss"] < first["loss"] - 0.01
     for name, value in one["model"].items():
         torch.testing.assert_close(several["model"][name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["copies", "shards"])
+def test_a_reward_model_of_ranks_is_that_of_one_process(found, kind):
+    result = found("reward model")
+    one, several = result["one"], result[kind]
+    assert [step["num_pairs"] for step in several["told"]] == [3, 1, 3]
+    for ours, theirs in zip(several["told"], one["told"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-9)
+    assert len({step["loss_reward"] for step in one["told"]}) == 3
+    assert one["model"].keys() == several["model"].keys()
+    for name, value in one["model"].items():
+        torch.testing.assert_close(several["model"][name], value)
