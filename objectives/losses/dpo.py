@@ -114,8 +114,8 @@ class DPOLoss(PairLoss[DPOLossKeys, DPOLossOutput]):
         ...     mask = row["masks", "all_assistant_mask"]
         ...     row["next", "ref_log_probs", "full"] = spread.masked_scatter(mask, own)
         >>> output = DPOLoss(policy)(rows)
-        >>> output.total().shape, round(output.total().item(), 3), output.accuracy.item()
-        (torch.Size([]), 0.693, 0.5)
+        >>> output.total().shape, round(output.total().item(), 3), output.num_pairs.item()
+        (torch.Size([]), 0.693, 1.0)
     """
 
     option_type = DPOOptions

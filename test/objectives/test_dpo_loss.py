@@ -193,7 +193,8 @@ def test_the_prompt_of_a_pair_is_read_once(chatml_tokenizer, make_tiny_model):
     layer = policy.model.get_submodule("model.layers.0")
     layer.register_forward_hook(lambda _, given, __: read.append(given[0].shape[:2].numel()))
     DPOLoss(policy, reference_free=True)(lazy_stack(rows)).total().backward()
-    sizes = [len(row["tokens", "full"]) for row in rows]
-    prompt = sizes[0] - int(rows[0]["masks", "all_assistant_mask"].sum())
+    trained = [row["masks", "all_assistant_mask"].nonzero().flatten().tolist() for row in rows]
+    prompt = trained[0][0]
     assert prompt > 40
-    assert read == [sum(sizes) - prompt - 2]  # of each row nothing follows the last token
+    # Of each row what comes before its last trained token.
+    assert read == [sum(own[-1] for own in trained) - prompt]
