@@ -143,14 +143,15 @@ def test_distillation(run):
 def test_preferences(run, folder):
     """Of the two answers to a number the right one becomes likelier, also of held-out numbers."""
     options = {"dataset": str(folder / "rows.jsonl"), "system_prompt": None, "num_held_out": 48}
+    said = "<think>look</think><answer>{}</answer>".format
     pairs = [
-        {"prompt": row["prompt"], "chosen": f"look\n#### {x}", "rejected": f"look\n#### {1 - x}"}
+        {"prompt": row["question"], "chosen": said(right), "rejected": said(1 - right)}
         for row in make_task("gsm8k", **options).train_rows
-        for x in [int(row["answer"][-1])]
+        for right in [int(row["answer"][-1])]
     ]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     more = ("data.dataset=pairs.jsonl", "data.num_held_out=48", "train.num_steps=60")
-    more += (*HALF_TRAINED[:4], "optim.learning_rate=1e-3")
+    more += (*HALF_TRAINED[:4], "optim.learning_rate=1e-3", "loss.sft_coeff=1")
     learnt = run("dpo", *more)
     assert abs(learnt["held_out_before"] - GUESSING) < 0.15
     assert learnt["held_out_after"] > 0.75
