@@ -21,7 +21,7 @@ from training_scenarios import (
 )
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from objectives import GRPOLossOutput, NonFiniteGate, Ranks, SFTLoss, SFTLossOutput
+from objectives import NonFiniteGate, Ranks
 from torchrl_data.sampling_masks import SamplingMasks
 from torchrl_modules import SamplingParameters
 from torchrl_modules.scoring.context_share import GATHER, SUM
@@ -92,7 +92,7 @@ def train(ranks, how, case, *, alike=True):
     gate = NonFiniteGate(
         torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.1), max_grad_norm=0.5, ranks=ranks
     )
-    output = SFTLossOutput if kind is SFTLoss else GRPOLossOutput
+    output = kind.output_type
     steps, read = [], []
     for step in range(2):
         rows = rows_for(case, step, num_rows, alike=alike)

@@ -18,6 +18,7 @@ CASES = (
     "grpo, entropy of the window",
     "grpo, rows without a signal",
     "sft",
+    "preferences",
     "distillation",
     "lora",
     "activation checkpointing",

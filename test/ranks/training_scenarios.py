@@ -21,13 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from objectives import (
     DistillationLoss,
-    DistillationLossOutput,
+    DPOLoss,
     GRPOLoss,
-    GRPOLossOutput,
     NonFiniteGate,
     Ranks,
     SFTLoss,
-    SFTLossOutput,
     TokenFilters,
 )
 from objectives.batching.gradient_norm import norm_over
@@ -47,6 +45,7 @@ CASES = {
     ),
     "grpo, rows without a signal": (GRPOLoss, {"skip_rows_without_signal": True}, 6),
     "sft": (SFTLoss, {"allow_empty": True}, 5),
+    "preferences": (DPOLoss, {"sft_coeff": 0.5, "allow_empty": True}, 6),
     "distillation": (DistillationLoss, {"allow_empty": True}, 3),
     "lora": (GRPOLoss, {}, 5),
     "activation checkpointing": (GRPOLoss, {}, 5),
@@ -120,6 +119,8 @@ def rows_of(step, count):
             ("next", "ref_log_probs", "full"): -5 * uniform(length),
             ("next", "teacher_log_probs", "full"): -5 * uniform(length),
             "advantage": advantage if index % 3 else torch.zeros_like(advantage),
+            "pair_id": torch.tensor([index // 2]),
+            "chosen": torch.tensor([index % 2 == 0]),
         }
         rows.append(TensorDict(entries))
     return lazy_stack(rows)
@@ -134,7 +135,7 @@ def train(ranks, how, case):
     trained = [p for p in actor.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.1)
     gate = NonFiniteGate(optimizer, max_grad_norm=0.5, ranks=ranks)
-    output = {GRPOLoss: GRPOLossOutput, SFTLoss: SFTLossOutput}.get(kind, DistillationLossOutput)
+    output = kind.output_type
     steps, shares = [], []
     for step in range(NUM_STEPS):
         packed = loss.pack(rows_of(step, num_rows)) if ranks.rank == 0 else None
