@@ -16,8 +16,8 @@ from objectives.advantages.estimators import (
     PassAtK,
     TurnCredit,
 )
+from objectives.advantages.group_selector import GroupSelector
 from objectives.advantages.mc_advantage import MCAdvantage
-from objectives.advantages.top_k_reward_selector import TopKRewardSelector
 from objectives.advantages.tree_credit import AgentCredit, BranchCredit, FunctionCredit
 from torchrl_data import page
 from torchrl_data.keys import REWARD
@@ -170,7 +170,7 @@ def check_groups(sizes: Sequence[int], buffer: ReplayBuffer | None, *, who: str)
         ValueError: the sizes differ, so no group would ever be complete; or each group is one
             rollout, which is compared with nothing.
     """
-    parts = [p for p in _transforms(buffer) if isinstance(p, MCAdvantage | TopKRewardSelector)]
+    parts = [p for p in _transforms(buffer) if isinstance(p, MCAdvantage | GroupSelector)]
     for size in sizes:
         coming = size
         for part in reversed(parts):  # what comes in passes the last one first
@@ -180,7 +180,7 @@ def check_groups(sizes: Sequence[int], buffer: ReplayBuffer | None, *, who: str)
                     f"gets groups of {coming}. Give it and DataLoadingPrimer the same; of several "
                     "parts in a Compose the last one gets the rows first."
                 )
-            coming = getattr(part, "topk_size", coming)
+            coming = part.num_released if isinstance(part, GroupSelector) else coming
             estimator = getattr(part, "estimator", None)
             if isinstance(estimator, FunctionCredit):
                 estimator = estimator.estimator

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .advantages.group_refill import GroupRefill as GroupRefill
     from .advantages.length_penalty import LengthPenalty as LengthPenalty
     from .advantages.mc_advantage import MCAdvantage as MCAdvantage
+    from .advantages.pair_selector import PairSelector as PairSelector
     from .advantages.ray_mc_advantage import RayMCAdvantage as RayMCAdvantage
     from .advantages.role_baseline import RoleBaseline as RoleBaseline
     from .advantages.row_tree import RowTree as RowTree

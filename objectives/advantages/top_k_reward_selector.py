@@ -10,21 +10,17 @@ from typing import Any, Final, Literal
 from tensordict import NestedKey, TensorDictBase
 
 from torchrl_data import keys
-from torchrl_data.checks import check_counts, check_numbers, check_type, one_of
+from torchrl_data.checks import check_counts, check_numbers, one_of
 
-from .estimators import (
-    TrajectoryReturn,
-    read_entry,
-)
-from .group_queue import num_rows, rows_of_member
-from .group_refill import MAX_DRAWS, GroupRefill
-from .mc_advantage import ByGroups
+from .estimators import TrajectoryReturn
+from .group_refill import GroupRefill
+from .group_selector import GroupSelector
 
 Above = Literal["median", "mean", "any"]
 ABOVE: Final[tuple[Above, ...]] = ("median", "mean", "any")
 
 
-class TopKRewardSelector(ByGroups):
+class TopKRewardSelector(GroupSelector):
     """Releases the best k rows of each complete group (rejection sampling, expert iteration).
 
     An episode with several rows, because its past was rewritten, counts as one, and all of its
@@ -82,6 +78,7 @@ class TopKRewardSelector(ByGroups):
         expire_after_rows: int | None = None,
     ) -> None:
         super().__init__(
+            refill=refill,
             group_key=group_key,
             reward_key=reward_key,
             scorable_key=scorable_key,
@@ -93,7 +90,6 @@ class TopKRewardSelector(ByGroups):
         )
         self.topk_size: int = self._checked_change("topk_size", topk_size)
         self.above: Above | float = self._checked_change("above", above)
-        self.refill: GroupRefill | None = self._checked_change("refill", refill)
 
     changeable = frozenset({"topk_size", "above", "refill"})
 
@@ -103,50 +99,25 @@ class TopKRewardSelector(ByGroups):
             if value > self.group_size:
                 raise ValueError(f"topk_size must lie in [1, {self.group_size}], got {value}.")
         elif name == "refill":
-            if value is not None:
-                check_type("refill", value, GroupRefill, who="TopKRewardSelector")
+            return super()._checked_change(name, value)
         elif isinstance(value, str):
             return one_of("above", value, ABOVE)
         else:
             check_numbers(above=value)
         return value
 
-    def _take(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-        """Queue rows; the best of complete groups."""
-        released: list[TensorDictBase] = []
-        for row in rows:
-            group_id = int(read_entry(row, self.group_key, "TopKRewardSelector"))
-            if (members := self.queue.add(group_id, row)) is None:
-                continue
-            best = [row for member in self._best(members) for row in rows_of_member(member)]
-            self.stats.rows_dropped_unselected += sum(map(num_rows, members)) - len(best)
-            released += best
-        for _, late in self.queue.expire():
-            self.stats.rows_expired += sum(map(num_rows, late))
-        return released
+    @property
+    def num_released(self) -> int:
+        """See the base class."""
+        return self.topk_size
 
-    def _best(self, members: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-        """The episodes of a complete group that are kept, the best first."""
+    def _select(self, members: Sequence[TensorDictBase]) -> list[TensorDictBase]:
         scored = [(self._return(member), member) for member in members]
         falling = sorted((p for p in scored if not math.isnan(p[0])), key=lambda p: -p[0])
         if self.above != "any" and falling:
             bound = self._bound([value for value, _ in falling])
             falling = [pair for pair in falling if pair[0] > bound]
         return [member for _, member in falling[: self.topk_size]]
-
-    @property
-    def asks_for_groups(self) -> bool:
-        """See the base class."""
-        return self.refill is not None
-
-    @property
-    def max_draws(self) -> int:
-        """See :class:`GroupRefill`."""
-        return MAX_DRAWS if self.refill is None else self.refill.max_draws
-
-    def asks_again(self, rows: Sequence[TensorDictBase]) -> bool:
-        """See the base class; here, where nothing of the group would be kept."""
-        return self.refill is not None and not self._best(self._members(rows))
 
     def _bound(self, falling: Sequence[float]) -> float:
         if not isinstance(self.above, str):

@@ -12,7 +12,7 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector, OnPolicy, StreamingCollector
-from objectives import MCAdvantage, PassAtK, RoleBaseline, TopKRewardSelector
+from objectives import MCAdvantage, PairSelector, PassAtK, RoleBaseline, TopKRewardSelector
 from torchrl_data import builtin_template
 from torchrl_envs import (
     ChatEnv,
@@ -407,6 +407,7 @@ def test_parts_that_do_not_fit_are_refused_when_composed(
     ("parts", "message"),
     [
         pytest.param([TopKRewardSelector(4)], "TopK.* of 4 rows, and gets groups of 2", id="top k"),
+        pytest.param([PairSelector(4)], "PairS.* of 4 rows, and gets groups of 2", id="pairs"),
         pytest.param(  # the selector gets the rows first, and gives one of two
             [MCAdvantage(2), TopKRewardSelector(2)],
             "MCAdvantage waits for groups of 2 rows, and gets groups of 1",

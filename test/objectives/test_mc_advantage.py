@@ -11,7 +11,7 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from objectives import MCAdvantage, PassAtK, TopKRewardSelector
+from objectives import GroupRefill, MCAdvantage, PairSelector, PassAtK, TopKRewardSelector
 from torchrl_data.missing_entry import MissingEntryError
 
 
@@ -439,6 +439,41 @@ def test_top_k_in_a_buffer_survives_a_restart_and_expires(caplog):
     rb.extend(lazy_stack([make_row(2, 0.0)]))
     assert selector.stats.rows_expired == 1
     assert "Group 1" in caplog.text
+
+
+def test_a_pair_is_the_best_and_the_worst_of_a_group():
+    rewards = [1.0, 5.0, math.nan, 3.0, 5.0, 1.0]
+    selector = PairSelector(6)
+    pair = selector.inv(lazy_stack([make_row(9, r, name=i) for i, r in enumerate(rewards)]))
+    assert names(pair) == [1, 0]
+    assert pair["chosen"].tolist() == [[True], [False]]
+    assert pair["pair_id"].tolist() == [[9], [9]]
+    assert selector.stats.rows_dropped_unselected == 4
+    assert selector.stats.ledger(0)
+    rows = lazy_stack([make_row(1, r, name=i) for i, r in enumerate((0.5, 0.25))])
+    assert rows[0].get("chosen") is None
+    for least, kept in ((0.25, [0, 1]), (0.3, [])):
+        assert names(PairSelector(2, min_difference=least).inv(rows)) == kept
+    for same in ((0.7, 0.7), (math.nan, 1.0), (math.nan, math.nan)):
+        flat = lazy_stack([make_row(1, r) for r in same])
+        assert PairSelector(2).inv(flat) is None
+        assert PairSelector(2, refill=GroupRefill()).asks_again(list(flat.unbind(0)))
+    assert not PairSelector(2, refill=GroupRefill()).asks_again(list(rows.unbind(0)))
+
+
+def test_an_episode_of_several_rows_is_in_no_pair():
+    def part(episode, segment, reward, count):
+        row = make_row(1, reward, name=10 * episode + segment)
+        where = {"episode_id": episode, "segment": segment, "num_segments": count}
+        return row.update({name: torch.tensor(value) for name, value in where.items()})
+
+    came = [part(0, 0, 9.0, 2), part(1, 0, 2.0, 1), part(2, 0, 1.0, 1), part(0, 1, 9.0, 2)]
+    selector = PairSelector(3)
+    assert names(selector.inv(lazy_stack(came))) == [10, 20]
+    assert selector.stats.rows_dropped_unselected == 2
+    for bad in ({"group_size": 1}, {"group_size": 2, "min_difference": -1.0}):
+        with pytest.raises(ValueError, match="PairSelector"):
+            PairSelector(**bad)
 
 
 @pytest.mark.usefixtures("unchecked")
