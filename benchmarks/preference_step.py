@@ -56,9 +56,8 @@ def make_rows(policy: TransformersWrapper, num_pairs: int, sizes: tuple[int, int
         size = size + int(torch.randint(size // 4, (), generator=draw))
         return "".join(chr(97 + int(x)) for x in torch.randint(26, (size,), generator=draw))
 
-    pairs = [
-        dict(zip(("prompt", "chosen", "rejected"), map(text, sizes))) for _ in range(num_pairs)
-    ]
+    columns = ("prompt", "chosen", "rejected")
+    pairs = [dict(zip(columns, map(text, sizes), strict=True)) for _ in range(num_pairs)]
     rows = preference_rows(policy.encoder, pairs)
     for row in rows:
         row[keys.REF_LOG_PROBS_FULL] = torch.full((len(row["tokens", "full"]),), -10.0)
