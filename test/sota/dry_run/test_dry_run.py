@@ -126,8 +126,8 @@ def test_what_is_taken_over_from_the_run_that_left_a_model_is_told_and_no_more(
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": [], "completion": []}, r"row 3 has no list of messages in the column"
-         r" 'messages'.*columns are \['completion', 'prompt'\].*\[\*prompt, "),
+        ({"prompt": [], "completion": []},
+         r"row 3 has nothing in \['prompt', 'completion'\]; its columns are \['completion', 'pr"),
         ({"messages": None}, "row 3 has no list of messages"),
         ({"messages": [{"content": "3?"}, {"role": "assistant", "content": "Yes."}]},
          r"Message 0 of row 3 has the role None.*data.skip_bad_rows=true"),
@@ -135,7 +135,7 @@ def test_what_is_taken_over_from_the_run_that_left_a_model_is_told_and_no_more(
          r"Message 0 of row 3 \(user\) has content of type int.*data.skip_bad_rows=true"),
         (chat("why " * 600), r"1 of 12 conversations are longer than the 1024 tokens .*rows \[3\]"),
     ],
-    ids=["TRL's prompt and completion", "no messages", "no role", "a number", "too long"],
+    ids=["nothing to learn", "no messages", "no role", "a number", "too long"],
 )  # fmt: skip
 def test_conversations_that_can_not_be_learnt_are_refused(row, words, run, models, tmp_path):
     rows = [row if n == 3 else chat(f"{n}?") for n in range(12)]
