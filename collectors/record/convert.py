@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from collectors.record.run_record import RunRecord
+from collectors.record.run_record import RunRecord, runs_named
 
 from .atif import write_atif_episode
 from .files import json_line
@@ -61,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     given = _parser().parse_args(list(arguments))
     if not given.source.exists():
-        print(f"torchrl-agents convert: there is no {given.source}.", file=sys.stderr)
+        there = runs_named(given.source)
+        print(f"torchrl-agents convert: there is no {given.source}.{there}", file=sys.stderr)
         return 1
     try:
         record = RunRecord(given.source) if given.source.is_dir() else None

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cached_property
+from glob import escape
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,13 @@ def steps_in(folder: Path) -> list[int]:
     """The steps that have a file, in order."""
     found = (_STEP.fullmatch(path.name) for path in folder.iterdir())
     return sorted(int(match[1]) for match in found if match)
+
+
+def runs_named(path: Path) -> str:
+    """A sentence with the last runs of a name, where it lacks the number; empty without any."""
+    pattern = f"{escape(path.name)}-[0-9]*"
+    found = [] if path.exists() or not path.name else sorted(path.parent.glob(pattern))
+    return f" There is {' and '.join(map(str, found[-2:]))}." if found else ""
 
 
 class RunRecord:
@@ -55,7 +63,7 @@ class RunRecord:
         if not self.folder.is_dir() or not steps_in(self.folder):
             raise FileNotFoundError(
                 f"{path} holds no record of a run: no {FOLDER}/step-*.jsonl.gz. A RolloutRecorder "
-                "writes them, after each step."
+                f"writes them, after each step.{runs_named(path)}"
             )
 
     @cached_property

@@ -211,6 +211,10 @@ def test_a_record_is_not_mixed_with_another_and_goes_on_behind_a_step(
     assert [step.step for step in RunRecord(tmp_path).steps] == [1, 2]
     with pytest.raises(FileNotFoundError, match="holds no record of a run"):
         RunRecord(tmp_path / "nothing")
+    for name in ("own-001", "own-002", "own-003", "own-else", "owner-001"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(FileNotFoundError, match=r"step\. There is .*own-002 and .*own-003\.$"):
+        RunRecord(tmp_path / "own")
     with pytest.raises(ValueError, match=r"write takes rows of a collector.*'episode_id'"):
         recorder.write(4, batch.exclude("episode_id"))
 
