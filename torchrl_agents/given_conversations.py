@@ -6,7 +6,7 @@ A step draws units of rows: a conversation, or the two of a pair.
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -23,31 +23,47 @@ from .settings.schema import GivenDataConfig, TrainingConfig
 from .setup import Setup
 from .training import Rollouts
 
+Read = TypeVar("Read")
 _LOG = logging.getLogger("torchrl_agents")
 _WHERE = "(the first row is row 0)"
 
 
+class GivenRow(NamedTuple, Generic[Read]):
+    """A row of a data set."""
+
+    number: int
+    """In the data set."""
+    read: Read
+    """The conversation, or pair, that it holds."""
+    tools: list[dict[str, Any]] | None
+    """JSON schemas of its tools, if it names any."""
+
+
 def load_given(
-    data: GivenDataConfig, fault_of: Callable[[Mapping[str, Any], int], str]
-) -> tuple[list[Mapping[str, Any]], list[int]]:
+    data: GivenDataConfig, read: Callable[[Mapping[str, Any], int], Read]
+) -> list[GivenRow[Read]]:
     """Load the rows of ``data.dataset`` that can be used.
 
     Args:
         data: the settings; with a data set.
-        fault_of: says what is wrong with a row of a number; ``""`` for nothing.
+        read: reads a row of a number; raises a ValueError or TypeError for one that can't be used.
 
     Returns:
-        The rows and their numbers.
+        The rows, as they were read.
 
     Raises:
         SettingsError: the data can't be read; or rows can't be used, and are not to be left out.
     """
     with refusing(f"data.dataset={data.dataset!r}"):
         options: Any = {"split": data.split, "skip_bad_rows": data.skip_bad_rows}
-        loaded = list(load_rows(data.dataset, **options))
-        bad = {n: why for n, row in enumerate(loaded) if (why := fault_of(row, n))}
-        told = f"{len(bad)} of {len(loaded)} rows (the first is row 0)"
-        if bad and (not data.skip_bad_rows or len(bad) == len(loaded)):
+        found, bad = list[GivenRow[Read]](), dict[int, str]()
+        for number, row in enumerate(load_rows(data.dataset, **options)):
+            try:
+                found.append(GivenRow(number, read(row, number), schemas_of(row)))
+            except (TypeError, ValueError) as error:
+                bad[number] = str(error)
+        told = f"{len(bad)} of {len(found) + len(bad)} rows (the first is row 0)"
+        if bad and not (data.skip_bad_rows and found):
             raise ValueError(
                 f"{next(iter(bad.values()))} So it is with {told}; data.skip_bad_rows=true "
                 "leaves them out, unless it is all."
@@ -55,8 +71,7 @@ def load_given(
         if bad:
             which = f"are left out: {[*bad][:5]}. {next(iter(bad.values()))}"
             _LOG.warning("%s hold no %s, and %s", told, data.what, which)
-    numbers = [number for number in range(len(loaded)) if number not in bad]
-    return [loaded[number] for number in numbers], numbers
+    return found
 
 
 class GivenChats(NumberedRows):

@@ -160,25 +160,21 @@ def preference_rows(
             raise ValueError(f"{name!r} of the preferences: {error}") from error
     better, other = map(row_tensordicts, sides)
     rows = [row for two in zip(better, other, strict=True) for row in two]
-    mark_pairs(rows, read)
+    chats = [chat for pair in read for chat in (pair.chosen, pair.rejected)]
+    for place, (row, chat) in enumerate(zip(rows, chats, strict=True)):
+        pair = place // 2
+        train_answer(row, chat, read[pair].num_shared, who=f"row {first_row + pair}")
+    mark_pairs(rows)
     return rows
 
 
-def mark_pairs(rows: Sequence[TensorDictBase], pairs: Sequence[PreferencePair]) -> None:
-    """Write which rows are pairs, and train what the assistant says where they have parted.
+def mark_pairs(rows: Sequence[TensorDictBase]) -> None:
+    """Write which rows are pairs.
 
     Args:
-        rows: two of each pair, the better answer first; of :func:`~torchrl_data.row_tensordicts`.
-        pairs: that they are of.
-
-    Raises:
-        ValueError: the chat template writes a turn of the assistant in several pieces, so that
-            nobody knows which tokens are the answer.
+        rows: two of each pair, the better answer first.
     """
     for place, row in enumerate(rows):
         pair, side = divmod(place, 2)
         row[PAIR_ID] = torch.tensor([pair])
         row[CHOSEN] = torch.tensor([side == 0])
-        own = pairs[pair]
-        chat = own.rejected if side else own.chosen
-        train_answer(row, chat, own.num_shared, who=f"pair {pair}")

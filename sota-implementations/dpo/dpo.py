@@ -46,7 +46,6 @@ from torchrl_agents.given_conversations import (
     check_enough,
     encode_given,
     load_given,
-    schemas_of,
     tell_seen,
 )
 from torchrl_agents.models.adapters import add_adapters
@@ -74,9 +73,9 @@ def build(recipe: Recipe, cfg: DPOConfig, settings: dict[str, Any]) -> Setup:
         pairs, tools = _pairs_of_demonstrations(cfg, test)
         numbers: Sequence[int] = range(len(pairs))
     else:
-        rows, numbers = load_given(cfg.data, _fault_of)
-        pairs = [read_pair(row) for row in rows]
-        tools = [schemas_of(row) for row in rows]
+        rows = load_given(cfg.data, lambda row, number: read_pair(row, number=number))
+        pairs, tools = [row.read for row in rows], [row.tools for row in rows]
+        numbers = [row.number for row in rows]
     check_enough(cfg.data, len(pairs))
     if cfg.data.dataset is not None:
         tell_seen(cfg.data.num_held_out, [pair.chosen for pair in pairs], test.held_out_env)
@@ -113,21 +112,10 @@ def _pairs_of_demonstrations(
     return pairs, kept
 
 
-def _fault_of(row: Mapping[str, Any], number: int) -> str:
-    """Say why a row holds no pair; ``""`` if it holds one."""
-    try:
-        read_pair(row, number=number)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
 def encode_pairs(cfg: DPOConfig, test: Setup, policy: LLMWrapperBase) -> list[Pair]:
     """The pairs as rows of tokens, with the prompts that the task's episodes have."""
-    shown = test.task.demonstrations
     found = encode_given(cfg, cfg.data, test, policy, rows_together=2)
-    both = [pair_of(shown[2 * place], shown[2 * place + 1]) for place in found]
-    mark_pairs([row for rows in found.values() for row in rows], both)
+    mark_pairs([row for rows in found.values() for row in rows])
     return list(found.values())
 
 

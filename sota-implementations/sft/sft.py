@@ -81,7 +81,6 @@ from torchrl_agents.given_conversations import (
     check_enough,
     encode_given,
     load_given,
-    schemas_of,
     tell_seen,
 )
 from torchrl_agents.models.adapters import add_adapters
@@ -101,10 +100,9 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Setup:
     tools, numbers = list(test.task.demonstration_tools), list(range(len(chats)))
     num_prompt = [0] * len(chats)
     if cfg.data.dataset is not None:
-        rows, numbers = load_given(cfg.data, lambda row, number: fault_of(row, column, number))
-        found = [conversation_of(row, column, n) for row, n in zip(rows, numbers, strict=True)]
-        chats, num_prompt = [chat for chat, _ in found], [count for _, count in found]
-        tools = [schemas_of(row) for row in rows]
+        rows = load_given(cfg.data, lambda row, number: conversation_of(row, column, number))
+        numbers, tools = [row.number for row in rows], [row.tools for row in rows]
+        chats, num_prompt = [row.read[0] for row in rows], [row.read[1] for row in rows]
     check_enough(cfg.data, len(chats))
     if cfg.data.shuffle_answers:
         order = random.Random(cfg.seed).sample(range(len(chats)), len(chats))
@@ -115,21 +113,6 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Setup:
     task = replace(test.task, demonstrations=shown, demonstration_tools=tools)
     test.held_out_env.task = task
     return test._replace(task=task)
-
-
-def fault_of(row: Mapping[str, Any], column: str, number: int) -> str:
-    """What is wrong with a row that holds no conversation; ``""`` if it holds one.
-
-    Args:
-        row: of the data.
-        column: with the messages.
-        number: of the row.
-    """
-    try:
-        conversation_of(row, column, number)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return ""
 
 
 def conversation_of(

@@ -13,6 +13,7 @@ FOUR, FIVE = ({"role": "assistant", "content": text} for text in ("4", "five"))
 
 def test_rows_that_are_no_pairs_are_refused_by_their_number_or_left_out(run_script, tmp_path):
     good = [{"prompt": f"{n}?", "chosen": "Yes.", "rejected": "No."} for n in range(9)]
+    good[1]["prompt"] = [USER, FOUR, USER]
     same = {"prompt": "1?", "chosen": "Yes.", "rejected": "Yes."}
     long = {"prompt": "1?", "chosen": "Yes.", "rejected": "no " * 5000}
     nameless = {"prompt": "1?", "chosen": [FOUR | {"name": "Ann"}], "rejected": "No."}
