@@ -2,19 +2,12 @@
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from forked_ranks import run_ranks
+from recipe_runs import left_in, run_on_ranks, save_base
 from safetensors.torch import load_file
 
-from torchrl_agents.settings.command_line import read_command_line
-from torchrl_agents.start import run_recipe
-from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
-
-GRPO = Path(__file__).parents[2] / "sota-implementations/grpo"
 ARGUMENTS = (
     *("task.dataset=rows.jsonl", "logger=none"),
     *("evaluate.num_shown=0", "evaluate.num_prompts=2", "policy.max_new_tokens=4"),
@@ -33,26 +26,11 @@ def letters(completions, **_):
 
 
 def left_by(name):
-    folder = Path("outputs/grpo/environment") / f"{name}-001"
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return {
-        "metrics": [json.loads(line) for line in lines],
-        "critic": load_file(folder / "critic/model.safetensors"),
-        "model": load_file(folder / "model/model.safetensors"),
-    }
+    return left_in(f"outputs/grpo/environment/{name}-001", "critic", "model")
 
 
 def run(size, *arguments):
-    def program(rank):
-        del rank
-        sys.path[:0] = [os.getcwd(), str(GRPO)]
-        import grpo  # a process can make the runs of one recipe, and this one has another
-
-        sys.argv = ["grpo.py", *ARGUMENTS, *arguments]
-        read_command_line(grpo.RECIPE)
-        run_recipe(grpo.RECIPE, grpo.main)
-
-    run_ranks(size, program, joins=False)
+    run_on_ranks(size, "grpo", *ARGUMENTS, *arguments)
 
 
 def with_critic():
@@ -62,10 +40,7 @@ def with_critic():
         Path("mine.py").write_text(MINE)
         rows = [{"prompt": f"What is {i}?"} for i in range(64)]
         Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        torch.manual_seed(0)
-        tokenizer = train_tokenizer(["What is the greatest common divisor of 12 and 18?"])
-        tokenizer.save_pretrained("base")
-        tiny_qwen3(len(tokenizer)).save_pretrained("base")
+        save_base()
         steps = "train.num_steps=4"
         run(1, "name=one", steps)
         run(2, "name=copies", steps, "train.parallel=ddp", "train.micro_batch_tokens=80")

@@ -2,12 +2,12 @@
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 from forked_ranks import run_ranks
+from recipe_runs import left_in, run_on_ranks, save_base
 from safetensors.torch import load_file
 from tensordict import TensorDict, lazy_stack
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -15,12 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from objectives import NonFiniteGate, Ranks, RewardModelLoss, RewardModelLossOutput
-from torchrl_agents.settings.command_line import read_command_line
-from torchrl_agents.start import run_recipe
 from torchrl_modules import TransformersCritic, value_model_of
-from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
+from torchrl_modules.tiny_model import tiny_qwen3
 
-DPO = Path(__file__).parents[2] / "sota-implementations/dpo"
 ARGUMENTS = (
     *("task=gcd", "task.num_rows=16", "task.num_demonstrations=4", "logger=none"),
     *("evaluate.num_shown=0", "evaluate.num_prompts=2", "policy.max_new_tokens=2"),
@@ -33,25 +30,11 @@ ARGUMENTS = (
 
 
 def left_by(name):
-    folder = Path("outputs/dpo/gcd") / f"{name}-001"
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return {
-        "metrics": [json.loads(line) for line in lines],
-        "model": load_file(folder / "model/model.safetensors"),
-    }
+    return left_in(f"outputs/dpo/gcd/{name}-001", "model")
 
 
 def run(size, *arguments):
-    def program(rank):
-        del rank
-        sys.path[:0] = [os.getcwd(), str(DPO)]
-        import dpo  # a process can make the runs of one recipe, and this one has another
-
-        sys.argv = ["dpo.py", *ARGUMENTS, *arguments]
-        read_command_line(dpo.RECIPE)
-        run_recipe(dpo.RECIPE, dpo.main, dpo.build)
-
-    run_ranks(size, program, joins=False)
+    run_on_ranks(size, "dpo", *ARGUMENTS, *arguments)
 
 
 def with_preferences():
@@ -63,10 +46,7 @@ def with_preferences():
             for i in range(16)
         ]
         Path("pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
-        torch.manual_seed(0)
-        tokenizer = train_tokenizer(["What is the greatest common divisor of 12 and 18?"])
-        tokenizer.save_pretrained("base")
-        tiny_qwen3(len(tokenizer)).save_pretrained("base")
+        save_base()
         steps = "train.num_steps=4"
         run(1, "name=one", steps)
         run(2, "name=copies", steps, "train.parallel=ddp", "train.micro_batch_tokens=60")
