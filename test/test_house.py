@@ -40,7 +40,7 @@ DOORS = {
     "mcp": {"torchrl_envs.tools.mcp_connection"},
     "websockets": {"torchrl_envs.openenv.session"},
     "math_verify": {"torchrl_envs.graders.math_verify"},
-    "openai": {"torchrl_envs.graders.answerers", "torchrl_tasks.calculator_agent"},
+    "openai": {"torchrl_envs.answerers.chat_completions", "torchrl_tasks.calculator_agent"},
     "starlette": {"torchrl_envs.agents.server"},
     "uvicorn": {"torchrl_envs.agents.http", "torchrl_envs.agents.server"},
     "datasets": {"torchrl_envs.datasets.loading"},

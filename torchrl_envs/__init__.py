@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .agents.agent_command import AgentCommand as AgentCommand
     from .agents.agent_command import AgentEndpoint as AgentEndpoint
     from .agents.agent_program import AgentProgram as AgentProgram
+    from .answerers.chat_completions import ChatCompletions as ChatCompletions
+    from .answerers.policy_answers import PolicyAnswers as PolicyAnswers
     from .compat.dataset_chat_env import DatasetChatEnv as DatasetChatEnv
     from .compat.llm_env import LLMEnv as LLMEnv
     from .concurrency.outcome import EpisodeLostError as EpisodeLostError
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from .episode.tool_source import Answer as Answer
     from .episode.tool_source import Job as Job
     from .episode.tool_source import ToolSource as ToolSource
-    from .graders.answerers import ChatCompletions as ChatCompletions
-    from .graders.answerers import PolicyAnswers as PolicyAnswers
     from .graders.llm_judge import LLMJudge as LLMJudge
     from .graders.math_verify import MathVerifyReward as MathVerifyReward
     from .graders.repetition import RepetitionPenalty as RepetitionPenalty
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from .transforms.drop_reasoning import DropReasoning as DropReasoning
     from .transforms.fold_context import FoldContext as FoldContext
     from .transforms.policy_version import PolicyVersion as PolicyVersion
+    from .transforms.simulated_user import SimulatedUser as SimulatedUser
     from .transforms.thinking_prompt import AddThinkingPrompt as AddThinkingPrompt
     from .transforms.token_budget import TokenBudget as TokenBudget
     from .transforms.tokenizer import TemplateTransform as TemplateTransform

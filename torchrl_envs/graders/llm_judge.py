@@ -1,8 +1,5 @@
 """Judge that is a language model: it reads a conversation and a rubric, and says a number."""
 
-import asyncio
-import functools
-import inspect
 import json
 import math
 import re
@@ -10,10 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from torchrl_data.messages import Message
-from torchrl_envs.concurrency.calls import is_async
-from torchrl_envs.concurrency.threads import DaemonThreads
-
-from .answerers import Judge
+from torchrl_envs.answerers.answerer import Answerer, ask
 
 _SCORE: Final = re.compile(r"<score>\s*([+-]?(?:\d+\.?\d*|\.\d+))\s*</score>")
 _SYSTEM: Final = (
@@ -71,7 +65,7 @@ class LLMJudge:
 
     def __init__(
         self,
-        judge: Judge,
+        judge: Answerer,
         *,
         rubric: str = "Judge how correct, complete and helpful it is.",
         bounds: tuple[float, float] = (0.0, 1.0),
@@ -114,18 +108,7 @@ class LLMJudge:
             self._question(prompt, completion, {name: columns[name][row] for name in names})
             for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
         ]
-        answers: Any
-        if is_async(self.judge):
-            answers = self.judge(questions)
-        else:
-            # A judge that hangs must not hold up the end of the program.
-            thread = DaemonThreads(1)
-            answering = thread.submit(functools.partial(self.judge, questions))
-            thread.close()
-            answers = await asyncio.wrap_future(answering)
-        answers = await answers if inspect.isawaitable(answers) else answers
-        if len(answers) != len(questions):
-            raise ValueError(f"the judge gave {len(answers)} answers to {len(questions)} questions")
+        answers = await ask(self.judge, questions, who="the judge")
         return [self._score(answer) for answer in answers]
 
     def _score(self, answer: str | Exception) -> float | Exception:

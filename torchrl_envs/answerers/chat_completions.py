@@ -1,29 +1,18 @@
-"""Answerers of a judge's questions: a server that speaks OpenAI's protocol, or a policy."""
+"""A model behind OpenAI's protocol that answers questions."""
 
 import asyncio
 import os
-import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict, TensorDictBase
-
 from torchrl_data import import_package
-from torchrl_data.batched_object import read_objects
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers
-from torchrl_data.conversation import Conversations
-from torchrl_data.conversation_io import read_conversations, write_conversations
-from torchrl_data.keys import FINISH_REASON, FULL, PROMPT
 from torchrl_data.messages import Message
+
+from .answerer import Answers
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-
-
-Answers = list[str | Exception]
-"""What was answered to each question, or why there is no answer."""
-Judge = Callable[[Sequence[Sequence[Message]]], Answers | Awaitable[Answers]]
-"""Answers questions, each a list of messages; may be ``async``, and be called in any thread."""
 
 
 class ChatCompletions:
@@ -106,37 +95,3 @@ class ChatCompletions:
                         return error
 
             return list(await asyncio.gather(*map(ask, questions)))
-
-
-class PolicyAnswers:
-    """A policy of this process as a judge: a ``vLLMWrapper`` or a ``TransformersWrapper``.
-
-    Its input mode is ``"history"``. One batch is answered at a time.
-
-    Args:
-        policy: from a batch with ``("history", "prompt")`` to one with ``("history", "full")``.
-    """
-
-    def __init__(self, policy: Callable[[TensorDictBase], TensorDictBase]) -> None:
-        self.policy = policy
-        self._lock = threading.Lock()
-
-    def __call__(self, questions: Sequence[Sequence[Message]]) -> Answers:
-        """Answer all in one batch.
-
-        Args:
-            questions: messages each.
-        """
-        chats: list[list[Mapping[str, Any]]] = [list(messages) for messages in questions]
-        batch = TensorDict({}, batch_size=[len(chats)])
-        write_conversations(batch, PROMPT, Conversations.from_messages(chats))  # type: ignore[arg-type]
-        with self._lock:
-            batch = self.policy(batch)
-        full = read_conversations(batch, FULL, who=type(self).__name__)
-        reasons = read_objects(batch, FINISH_REASON, "")
-        return [
-            str(full.last_message(row)["content"])
-            if reason in ("", "stop")
-            else ValueError(f"the judge's answer did not end: {reason}")
-            for row, reason in enumerate(reasons)
-        ]

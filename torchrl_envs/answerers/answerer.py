@@ -1,0 +1,49 @@
+"""Whoever answers questions in text: a server, a policy, or a function; and how it is asked."""
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from torchrl_data.messages import Message
+from torchrl_envs.concurrency.calls import is_async
+from torchrl_envs.concurrency.threads import DaemonThreads
+
+Answers = list[str | Exception]
+"""What was answered to each question, or why there is no answer."""
+Answerer = Callable[[Sequence[Sequence[Message]]], Answers | Awaitable[Answers]]
+"""Answers questions, each a list of messages; may be ``async``, and be called in any thread."""
+
+
+async def ask(answerer: Answerer, questions: Sequence[Sequence[Message]], *, who: str) -> Answers:
+    """Ask all questions at once; a function that is not ``async`` runs on a thread of its own.
+
+    Args:
+        answerer: is called once.
+        questions: messages each.
+        who: is asked, named in the error.
+
+    Returns:
+        An answer to each, or why there is none.
+
+    Raises:
+        TypeError: it gives something else than a list.
+        ValueError: it gives more or fewer answers than there are questions.
+    """
+    if is_async(answerer):
+        answers: Any = answerer(questions)
+    else:
+        # One that hangs must not hold up the end of the program.
+        thread = DaemonThreads(1)
+        answering = thread.submit(functools.partial(answerer, questions))
+        thread.close()
+        answers = await asyncio.wrap_future(answering)
+    answers = await answers if inspect.isawaitable(answers) else answers
+    if not isinstance(answers, Sequence) or isinstance(answers, str):
+        raise TypeError(
+            f"{who} must give a list with an answer to each question, it gave {answers!r:.80}"
+        )
+    if len(answers) != len(questions):
+        raise ValueError(f"{who} gave {len(answers)} answers to {len(questions)} questions")
+    return list(answers)
