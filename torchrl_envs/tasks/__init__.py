@@ -32,6 +32,7 @@ TASKS: Final[dict[str, str]] = {
     "nim": "torchrl_tasks.nim:nim_task",
     "number_guessing": "torchrl_tasks.number_guessing:number_guessing_task",
     "openenv": "torchrl_envs.tasks.openenv:openenv_task",
+    "ordering": "torchrl_tasks.ordering:ordering_task",
     "search": "torchrl_tasks.search.search:search_task",
     "terminal": "torchrl_tasks.terminal:make_task",
     "wordle": "torchrl_tasks.wordle:wordle_task",

@@ -15,7 +15,7 @@ from torchrl_envs.datasets.row_checks import find_prompt_column
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 
-from .task import ROUTE_COLUMN, Row, Task, is_of_tasks, scoring_of
+from .task import ROUTE_COLUMN, Row, Task, is_of_tasks, scoring_of, users_of
 
 
 def combine_tasks(
@@ -62,7 +62,7 @@ def combine_tasks(
         parts = []
         for task in tasks:
             own = [] if task.tools is None else list(task.tools(show_schemas))
-            parts += _only_for(task, [*own, TurnLimit(task.max_turns)])
+            parts += _only_for(task, [*users_of(task), *own, TurnLimit(task.max_turns)])
         return parts
 
     return Task(

@@ -14,6 +14,7 @@ from torchrl_envs.tools.functions import FunctionTools
 from torchrl_envs.tools.step_environments import StepEnvironments, protocol_of
 
 from .task import Task, load_task_rows
+from .users import simulated_user
 
 PROMPT: Final = "Act in the environment: each of your messages is one action."
 _OF_TASK: Final = ("prompt_column", "skip_bad_rows", "system_prompt", "max_turns", "max_new_tokens")
@@ -25,6 +26,10 @@ def environment_task(
     tools: Any = (),
     rewards: Any = (),
     reward_weights: Sequence[float] = (),
+    user: str | None = None,
+    user_model: str | None = None,
+    user_instructions: str | None = None,
+    user_opens: bool = False,
     arguments: Any = None,
     row_argument: str | None = None,
     reset_columns: Sequence[str] = (),
@@ -55,6 +60,12 @@ def environment_task(
             list of them.
         rewards: functions that score (``RewardFunctions``): one ``module:name``, or a list.
         reward_weights: of these, in the same order; 1 each when not given.
+        user: who answers what the policy says (``SimulatedUser``): a server of OpenAI's protocol,
+            http://host:8000/v1, or ``module:name``, a function of questions.
+        user_model: its name at the server.
+        user_instructions: what the user is told, with ``{names}`` of columns; when not given, a
+            text with the column ``scenario``.
+        user_opens: whether the user begins; its words take the place of the prompt.
         arguments: that the factory is called with, by name.
         row_argument: the argument that gets the row of the data, if one does.
         reset_columns: columns that are ``options`` of ``reset``, of environments with steps.
@@ -124,6 +135,9 @@ def environment_task(
         )
     if sources:
         parts["tools"] = lambda shown: [source(show_schemas=shown) for source in sources]
+    of_user = {"model": user_model, "instructions": user_instructions, "opens": user_opens}
+    if simulated_user(user, **of_user) is not None:
+        parts["user"] = functools.partial(simulated_user, user, **of_user)
     if scores:
         parts["rewards"] = lambda: [RewardFunctions(scores, weights=reward_weights or None)]
     return Task(

@@ -59,6 +59,8 @@ class Task:
     """Rows that are not trained on."""
     environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None
     """Makes the environment of one rollout, or several by name; see ``EnvironmentTools``."""
+    user: Callable[[], Transform | None] | None = None
+    """Makes the user who answers the policy, where one is simulated; see ``SimulatedUser``."""
     tools: Callable[[bool], Sequence[Transform]] | None = None
     """Makes further sources of tools; told whether the prompt shows their schemas."""
     rewards: Callable[[], Sequence[Transform]] | None = None
@@ -103,6 +105,12 @@ class Task:
 def is_of_tasks(names: Sequence[str], episode: Episode) -> bool:
     """Return whether the row that an episode started from belongs to one of some tasks."""
     return (episode.example or {}).get(ROUTE_COLUMN) in names
+
+
+def users_of(task: Task) -> list[Transform]:
+    """Return who answers the policy in a task's episodes, if anybody does."""
+    user = None if task.user is None else task.user()
+    return [] if user is None else [user]
 
 
 def scoring_of(task: Task) -> list[Transform]:
@@ -163,7 +171,7 @@ class TaskEnv(EpisodeEnv):
             options=DataOptions(skip_bad_rows=task.skip_bad_rows),
         )
         primer.require_columns(type(self).__name__, task.columns)
-        parts: list[Any] = [primer]
+        parts: list[Any] = [primer, *users_of(task)]
         if task.environment is not None:
             environments = EnvironmentTools(task.environment, show_schemas=show_schemas)
             if task.parts:  # not all of them need have one
