@@ -50,7 +50,7 @@ class Orders:
         return "placed"
 
     def is_right(self) -> bool:
-        """Whether the customer gets what it wants."""
+        """The customer gets what it wants."""
         return self._ordered == self._wanted
 
 
@@ -81,7 +81,7 @@ def right(environments: Sequence[Orders], **_: Any) -> list[float]:
 
 
 def num_questions(completions: Sequence[Sequence[Message]], **_: Any) -> list[float]:
-    """How often the customer had to answer."""
+    """Number of questions that the customer answered."""
     return [float(sum(m["role"] == "user" for m in messages)) for messages in completions]
 
 
@@ -151,7 +151,7 @@ def ordering_task(
 
 
 def _demonstration(row: Row, rng: random.Random) -> list[Message]:
-    """An order in which each question is asked or not, by chance, and what is unknown is guessed."""
+    """An order with questions by chance, in which what is not known is guessed."""
     known = {"item": row["item"]}
     known |= {name: row[name] for name in QUESTIONS if row[f"says_{name}"]}
     messages: list[Message] = [{"role": "user", "content": row["prompt"]}]

@@ -1,4 +1,4 @@
-"""Whoever answers questions in text: a server, a policy, or a function; and how it is asked."""
+"""Answerers: servers, policies or functions that answer questions in text; and how one is asked."""
 
 import asyncio
 import functools

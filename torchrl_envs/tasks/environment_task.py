@@ -92,20 +92,13 @@ def environment_task(
     """
     settings: Any = dict(locals())
     check_counts("environment", max_turns=max_turns, max_new_tokens=max_new_tokens)
-    called, scores = _functions("tools", tools), _functions("rewards", rewards)
-    reward_weights = list(reward_weights)
-    if reward_weights and len(reward_weights) != len(scores):
-        raise ValueError(f"reward_weights={reward_weights} are for {len(scores)} rewards.")
-    if factory is None and not (dataset and (called or scores)):
+    called, scoring = _functions("tools", tools), _scoring(rewards, list(reward_weights))
+    if factory is None and not (dataset and (called or scoring)):
         raise ValueError(
             "give it factory=, or tools= or rewards= (each module:name) with dataset=, rows with a "
             "prompt each."
         )
-    rows: Any = [{prompt_column: prompt}] * num_rows, [{prompt_column: prompt}] * num_held_out
-    if dataset is not None:
-        of_data = ("name", "split", "held_out_split", "num_held_out")
-        names = (*of_data, "prompt_column", "skip_bad_rows")
-        rows = load_task_rows(dataset, **{name: settings[name] for name in names})
+    rows = _rows(settings)
     steps: Any = {"reset_columns": reset_columns, "reward": reward, "global_random": global_random}
     of_row, parts = {"row_argument": row_argument}, dict[str, Any]()
     sources: list[Any] = [functools.partial(FunctionTools, called)] if called else []
@@ -128,18 +121,18 @@ def environment_task(
         else:
             _refuse(f"{whose} an environment with tools", {**steps, **of_row})
             parts["environment"] = make
-    if not (is_scored or scores):
+    if not (is_scored or scoring):
         raise ValueError(
             "nothing scores an episode: give it rewards=module:name, or a factory= whose class has "
             "get_reward()."
         )
     if sources:
         parts["tools"] = lambda shown: [source(show_schemas=shown) for source in sources]
+    if scoring:
+        parts["rewards"] = scoring
     of_user = {"model": user_model, "instructions": user_instructions, "opens": user_opens}
-    if simulated_user(user, **of_user) is not None:
-        parts["user"] = functools.partial(simulated_user, user, **of_user)
-    if scores:
-        parts["rewards"] = lambda: [RewardFunctions(scores, weights=reward_weights or None)]
+    parts["user"] = functools.partial(simulated_user, user, **of_user)
+    parts["user"]()  # what is wrong with it is said now
     return Task(
         name="environment",
         train_rows=rows[0],
@@ -154,6 +147,23 @@ def _functions(setting: str, given: Any) -> list[Callable[..., Any]]:
     """The functions that a setting names, one or several."""
     names = [given] if isinstance(given, str) else list(given or ())
     return [import_callable(setting, str(name)) for name in names]
+
+
+def _rows(settings: Mapping[str, Any]) -> tuple[Any, Sequence[dict[str, Any]]]:
+    """Return the training and held-out rows: of the data, or of one prompt over and over."""
+    if settings["dataset"] is None:
+        prompt = {settings["prompt_column"]: settings["prompt"]}
+        return [prompt] * settings["num_rows"], [prompt] * settings["num_held_out"]
+    names = ("name", "split", "held_out_split", "num_held_out", "prompt_column", "skip_bad_rows")
+    return load_task_rows(settings["dataset"], **{name: settings[name] for name in names})
+
+
+def _scoring(rewards: Any, weights: list[float]) -> Callable[[], list[RewardFunctions]] | None:
+    """Make of the reward functions what makes their transform; ``None`` where there are none."""
+    scores = _functions("rewards", rewards)
+    if weights and len(weights) != len(scores):
+        raise ValueError(f"reward_weights={weights} are for {len(scores)} rewards.")
+    return (lambda: [RewardFunctions(scores, weights=weights or None)]) if scores else None
 
 
 def _tried(

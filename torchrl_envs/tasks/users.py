@@ -1,4 +1,4 @@
-"""Who plays the user of a task, as settings name it: a server, or a function of the user's own."""
+"""The simulated user of a task, as settings name it: a server, or a function of one's own."""
 
 from torchrl_data.import_path import import_callable
 from torchrl_envs.answerers.answerer import Answerer

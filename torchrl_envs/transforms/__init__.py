@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torchrl_envs.tools.python_interpreter import PythonInterpreter as PythonInterpreter
 
     from .policy_version import PolicyVersion as PolicyVersion
+    from .simulated_user import SimulatedUser as SimulatedUser
     from .thinking_prompt import AddThinkingPrompt as AddThinkingPrompt
     from .token_budget import TokenBudget as TokenBudget
     from .tokenizer import TemplateTransform as TemplateTransform
