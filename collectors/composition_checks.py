@@ -257,6 +257,13 @@ def check_credit(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> N
                 "one for the whole episode. Give RewardFunctions([...], level='turn'), or take "
                 "credit='episode'."
             )
+        named = [its for p in given if (its := getattr(p, "agents", ()))]
+        if credit in ("episode", "branch", "turn") and named:
+            raise ValueError(
+                f"{who}: the agents {list(named[0])} have rewards of their own, and "
+                f"credit={credit!r} pays all of them alike. Take credit='agent' (of a recipe "
+                "loss.credit=agent)."
+            )
         if credit == "agent" and not any(isinstance(p, AgentProgram) for p in given):
             raise ValueError(
                 f"{who}: credit='agent' compares each agent of a program with itself, and the "

@@ -3,6 +3,7 @@
 Shape legend: B rows of the environment, T tokens of a row (ragged).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchrl_data.conversation import Conversations, Turn
 from torchrl_data.conversation_io import row_tensordicts, write_conversations
 from torchrl_data.keys import (
     AGENT,
+    AGENT_REWARD,
     DONE,
     EPISODE_ID,
     FINISH_REASON,
@@ -39,6 +41,7 @@ from torchrl_data.keys import (
     TRUNCATED,
 )
 from torchrl_data.stop_reason import StopReason, stop_reason_of
+from torchrl_envs.agents.agent_program import AgentProgram
 from torchrl_envs.entries.rewards import REWARD_ERRORS, token_entries_of_row, turn_ends
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_entries import EPISODE, batch_of_ended
@@ -103,6 +106,8 @@ def row_outline(env: EpisodeEnv) -> TensorDict:
     turn = Turn([0], [0.0], {"role": "assistant", "content": ""}, versions=0)
     episode, names = Episode(), env.reward_names
     episode.example, episode.conversation = {}, opening.append_turns([turn])
+    for part in env.transforms_of(AgentProgram):
+        part.draw([episode])
     for part in env.transforms_of(TrajectoryTransform):
         names = [*names, part.penalty_name]
         episode.token_entries |= dict.fromkeys(part.results, torch.zeros(2))
@@ -178,6 +183,9 @@ def _rows_of(episode: Episode, shared: dict[str, Any], last: dict) -> list[Tenso
             ROW_KIND: _object(origin.kind),
             AGENT: _object(origin.agent),
         }
+        if episode.agent_rewards is not None:
+            reward = episode.agent_rewards.get(origin.agent, math.nan)
+            entries[AGENT_REWARD] = torch.tensor([[reward]], dtype=torch.float32)
         row = TensorDict._new_unsafe(entries, batch_size=_NO_BATCH)
         for key, value in own.items():
             row.set(key, value)

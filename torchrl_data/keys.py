@@ -140,3 +140,6 @@ collector."""
 AGENT: Final = "agent"
 """The author of a row, a string per row, see :class:`~torchrl_envs.AgentProgram`; empty where the
 policy has no program. Written by the collector."""
+AGENT_REWARD: Final = "agent_reward"
+"""float32 ``[B, 1, 1]``: the reward of the row's author, where the agents of a program have rewards
+of their own; NaN for one that got none. Written by the collector."""

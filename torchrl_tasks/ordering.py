@@ -23,7 +23,7 @@ NUMBERS: Final = range(2, 10)
 SYSTEM_PROMPT: Final = "Take orders. Ask for the number and the colour if they are not said."
 QUESTIONS: Final = {"number": "How many?", "colour": "Which colour?"}
 """What the demonstrations ask, by what they want to know."""
-QUESTION_COST: Final = 0.1
+QUESTION_COST: Final = 0.2
 _WANTED: Final = re.compile(r"You want (?P<number>\d+) (?P<colour>\w+) (?P<item>\w+)\.")
 
 
@@ -96,8 +96,8 @@ def ordering_task(
 ) -> Task:
     """Orders that leave out the number or the colour, both, or nothing; a customer who answers.
 
-    The reward is 1 for the right order, less 0.1 for each question that the customer answered: who
-    asks for what is missing, and no more, gets 0.9 on average.
+    The reward is 1 for the right order, less 0.2 for each question that the customer answered: who
+    asks for what is missing, and no more, gets 0.8 on average.
 
     Args:
         user: who plays the customer: a server, http://host:8000/v1, or module:name, a function of

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_data import keys
@@ -113,8 +113,10 @@ class _UnitCredit(AdvantageEstimator):
 class AgentCredit(_UnitCredit):
     """Each agent of a program by itself: its rows are compared with those of the same agent.
 
-    All rows of an episode are paid by its reward; the mean and the deviation are those of the
-    episodes of the group in which the agent took part, each counted once.
+    All rows of an episode are paid by its reward, or, where agents have rewards of their own
+    (``agent_reward``, of ``AgentProgram(agents=[...])``), by their agent's. The mean and the
+    deviation are those of the episodes of the group in which the agent took part, each counted
+    once.
 
     See Also:
         Feng et al., 2026 (Dr. MAS), arXiv:2602.08847.
@@ -129,7 +131,16 @@ class AgentCredit(_UnitCredit):
         rows: dict[str, list[int]] = {}
         for number, agent in enumerate(tree.agents):
             rows.setdefault(agent, []).append(number)
-        return [_Unit(member, own, agent, value) for agent, own in rows.items()]
+        return [
+            _Unit(member, own, agent, _own_reward(tree.rows[own[0]], value))
+            for agent, own in rows.items()
+        ]
+
+
+def _own_reward(row: TensorDictBase, value: float) -> float:
+    """Return the reward of a row's agent: its own one, where agents have that."""
+    own = row.get(keys.AGENT_REWARD, None)
+    return value if own is None or math.isnan(value) else float(own)
 
 
 @dataclass(frozen=True, kw_only=True)

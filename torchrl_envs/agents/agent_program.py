@@ -3,7 +3,7 @@
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -54,7 +54,8 @@ class AgentProgram(ToolSource, RewardSource):
 
     The program gets ``AgentEndpoint(base_url, api_key, model)``, and by name the columns of the
     data and the group's ``seed``. What it returns is the reward: a number, or ``None`` where other
-    parts score. The episode ends when the program does.
+    parts score; with ``agents`` a number for each of them, ``{"white": 1, "black": 0}``. The
+    episode ends when the program does.
 
     What can't take effect is refused, and the program told so: a ``temperature`` that is not the
     policy's, stop strings, log-probs, several choices, images.
@@ -63,6 +64,10 @@ class AgentProgram(ToolSource, RewardSource):
         program: a function, sync or ``async``, or an :class:`AgentCommand`. Each episode's has a
             thread to itself.
         name: of the reward.
+        agents: names of agents that are rewarded by themselves, players against each other, say.
+            The program returns a mapping with a number for each that took a turn (``None``: it has
+            no reward, and advantage 0), or one number for all of them. The episode's reward is
+            their mean; ``MCAdvantage(credit="agent")`` takes each agent's own.
         error_reward: what an episode is given whose program raised; ``None`` leaves it out of
             training.
         cut_reward: the same where a limit cut the episode (turns, tokens) and the program came to
@@ -102,6 +107,7 @@ class AgentProgram(ToolSource, RewardSource):
         program: Program,
         *,
         name: str = "agent",
+        agents: Sequence[str] = (),
         error_reward: float | None = None,
         cut_reward: float | None = 0.0,
         ignored_parameters: Sequence[str] = (),
@@ -125,6 +131,7 @@ class AgentProgram(ToolSource, RewardSource):
         check_numbers("AgentProgram", "(-inf, inf)", **rewards)
         self.program = program
         self.name = name
+        self.agents = _checked_agents(agents)
         self.error_reward = error_reward
         self.cut_reward = cut_reward
         self.ignored_parameters = tuple(ignored_parameters)
@@ -141,8 +148,8 @@ class AgentProgram(ToolSource, RewardSource):
 
     @property
     def reward_names(self) -> list[str]:
-        """The program's reward."""
-        return [self.name]
+        """The program's reward, or those of its agents."""
+        return [*self.agents] or [self.name]
 
     @property
     def server(self) -> AgentServer:
@@ -226,6 +233,11 @@ class AgentProgram(ToolSource, RewardSource):
 
     # Events -------------------------------------------------------------------------------------
 
+    def draw(self, episodes: Sequence[Episode]) -> None:
+        """Note that the agents have rewards of their own, where they have."""
+        for episode in self.concerned(episodes) if self.agents else ():
+            episode.agent_rewards = {}
+
     async def begin(self, episode: Episode) -> None:
         """Start the program; its first request opens the conversation.
 
@@ -303,9 +315,42 @@ class AgentProgram(ToolSource, RewardSource):
         value = end.value
         if end.error is not None:
             value = self.error_reward if agent.end else self.cut_reward
-        episode.score.add_outcome(self.name, Outcome(value), who=self.name)
+        if self.agents:
+            self._reward_agents(episode, value)
+        else:
+            episode.score.add_outcome(self.name, Outcome(value), who=self.name)
 
     # How ----------------------------------------------------------------------------------------
+
+    def _reward_agents(self, episode: Episode, value: Any) -> None:
+        """Give each agent that took a turn its reward, and the episode their mean."""
+        spoke = [
+            origin.agent
+            for origin, row in zip(episode.origins, episode.rows, strict=True)
+            if row.was_sampled(0)
+        ]
+        given = value if isinstance(value, Mapping) else dict.fromkeys(self.agents, value)
+        wrong = [name for name in [*given, *spoke] if name not in self.agents]
+        lacking = [name for name in dict.fromkeys(spoke) if name not in given]
+        if wrong or lacking:
+            found = (
+                f"took turns as {wrong or lacking}"
+                if set(wrong or lacking) & {*spoke}
+                else (f"gave rewards to {wrong}")
+            )
+            error = ValueError(
+                f"the program {found}, and agents={list(self.agents)} are rewarded: {value!r:.80}. "
+                "Name the author of each request (the header x-agent-name), and give each agent "
+                "that takes a turn a number, or None."
+            )
+            episode.score.add_outcome(self.name, Outcome(error=error), who=self.name)
+            return
+        applying = [name for name in self.agents if given.get(name) is not None]
+        for name in applying:
+            outcome = Outcome(given[name])
+            episode.score.add_outcome(name, outcome, weight=1 / len(applying), who=self.name)
+        by_source = episode.score.by_source
+        episode.agent_rewards = {name: by_source[name] for name in applying if name in by_source}
 
     async def _next(self, agent: "_Agent", take: Callable[[turns.TurnRequest], None]) -> Outcome:
         """The next request that can be taken, or the program's end, as an outcome's value."""
@@ -348,6 +393,24 @@ class AgentProgram(ToolSource, RewardSource):
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
         episode.truncate(environment_error(error, self.name))
+
+
+def _checked_agents(agents: Sequence[str]) -> tuple[str, ...]:
+    """Names of agents.
+
+    Raises:
+        TypeError: they are no list of texts.
+        ValueError: one repeats, or can't be the name of a reward.
+    """
+    if isinstance(agents, str) or not all(isinstance(name, str) for name in agents):
+        raise TypeError(f"AgentProgram: agents is a list of names, got {agents!r:.80}.")
+    bad = [name for name in agents if not name or agents.count(name) > 1 or len(name) > 60]
+    if bad or len(agents) == 1:
+        raise ValueError(
+            "AgentProgram: agents are two or more different names of at most 60 characters, got "
+            f"{list(agents)}."
+        )
+    return tuple(agents)
 
 
 @dataclass

@@ -112,6 +112,8 @@ class Episode:
         """What was asked of tools, in order; replace it, don't write into it."""
         self.score: Score = Score()
         """What it was given at its end."""
+        self.agent_rewards: Mapping[str, float] | None = None
+        """What each agent was given at its end; ``None`` where its agents have one reward."""
         self.metrics: dict[str, Any] = {}
         """What transforms measured at its end, by their ``key``."""
         self.token_entries: dict[Any, Tensor] = {}

@@ -23,6 +23,7 @@ def agent_task(
     skip_bad_rows: bool = False,
     prints_reward: bool = True,
     sandbox: bool | Sequence[str] = False,
+    agents: Sequence[str] = (),
     error_reward: float | None = None,
     cut_reward: float | None = 0.0,
     ignored_parameters: Sequence[str] = (),
@@ -45,6 +46,7 @@ def agent_task(
         skip_bad_rows: leave out rows that can't be used, and log how many; else they are refused.
         prints_reward: whether a command prints its reward.
         sandbox: whether a command runs in one; or which folders it can read there besides.
+        agents: names of agents that are rewarded by themselves, with loss.credit=agent.
         error_reward: what an episode is given whose agent raised; none leaves it out of training.
         cut_reward: the same of one that was cut by a limit.
         ignored_parameters: of the agent's requests, such as ``temperature``.
@@ -70,6 +72,7 @@ def agent_task(
     if command is not None:
         run = AgentCommand(list(command), prints_reward=prints_reward, sandbox=sandbox)
     rewards: Any = {"error_reward": error_reward, "cut_reward": cut_reward}
+    rewards |= {"agents": list(agents)}
     rewards |= {"ignored_parameters": list(ignored_parameters), "timeout_s": timeout_s}
     splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
     splits |= {"num_held_out": num_held_out, "prompt_column": prompt_column}
