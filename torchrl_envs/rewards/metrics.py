@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 
 from torchrl_data.batched_object import read_objects
 from torchrl_data.keys import (
+    AGENT_REWARD,
     GROUP_ID,
     REWARD,
     REWARDS,
@@ -92,7 +93,8 @@ def reward_metrics(trajectories: TensorDictBase) -> dict[str, float]:
     Returns:
         ``reward/mean`` and ``reward/std`` over the episodes that could be scored;
         ``reward/unscorable_fraction`` and ``reward/error_fraction`` of all episodes;
-        ``reward/zero_std_fraction`` of the groups whose scored episodes all have the same reward;
+        ``reward/zero_std_fraction`` of the groups whose scored episodes all have the same reward
+        (where agents have rewards of their own, the same for each of them);
         for each source ``rewards/<name>/mean``, ``rewards/<name>/std`` and
         ``rewards/<name>/applied_fraction``, without the source's weight. A dense reward counts as
         its sum, and an episode of several rows once. Means are over the episodes to which a source
@@ -103,10 +105,10 @@ def reward_metrics(trajectories: TensorDictBase) -> dict[str, float]:
     scored = [row for row, reward in zip(rows, rewards, strict=True) if not math.isnan(reward)]
     totals = [reward for reward in rewards if not math.isnan(reward)]
     failed = [bool(read_objects(row, REWARD_ERRORS, "")[0]) for row in rows]
-    groups: dict[int, set[float]] = {}
+    groups: dict[int, set[Any]] = {}
     for row, total in zip(scored, totals, strict=True):
         if (group_id := row.get(GROUP_ID, None)) is not None:
-            groups.setdefault(int(group_id), set()).add(total)
+            groups.setdefault(int(group_id), set()).add(_compared(row, total))
     mean, std = _mean_and_std(totals)
     alike, _ = _mean_and_std([len(group) == 1 for group in groups.values()])
     metrics = {
@@ -127,6 +129,14 @@ def reward_metrics(trajectories: TensorDictBase) -> dict[str, float]:
         metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
         metrics[f"rewards/{name}/applied_fraction"] = len(applied) / len(rows)
     return metrics
+
+
+def _compared(row: TensorDictBase, total: float) -> Any:
+    """The value that tells an episode from others of its group: its reward, or its agents'."""
+    if row.get(AGENT_REWARD, None) is None:
+        return total
+    own: Any = row.get(REWARDS)
+    return tuple(sorted((str(name), str(float(value.sum()))) for name, value in own.items()))
 
 
 def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
