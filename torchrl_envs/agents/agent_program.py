@@ -132,7 +132,7 @@ class AgentProgram(ToolSource, RewardSource):
         self.program = program
         self.name = name
         self.agents = _checked_agents(agents)
-        self.weights = [1 / len(self.agents)] * len(self.agents)
+        self.weights = [1 / len(self.agents) for _ in self.agents]
         self.error_reward = error_reward
         self.cut_reward = cut_reward
         self.ignored_parameters = tuple(ignored_parameters)
