@@ -51,7 +51,7 @@ PROCESSES = tuple(
     f"test/sota/test_{name}.py"
     for name in (
         *("agent_frameworks", "environment_packages", "grpo_script", "resume_script"),
-        *("stop_at_any_point", "torchrun"),
+        *("slurm", "stop_at_any_point", "torchrun"),
     )
 )
 """Runs of which most have a process of their own."""

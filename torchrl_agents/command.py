@@ -63,6 +63,10 @@ COMMANDS: Final = {
         "torchrl_agents.training_service.command:main",
         "train and sample adapters for clients of Tinker, over HTTP",
     ),
+    "slurm": (
+        "torchrl_agents.slurm:main",
+        "run a recipe as a job of SLURM, which saves and is queued again before its time is over",
+    ),
     "verify": (
         "torchrl_agents.verify:main",
         "compute each recorded token of a run again, and say why those that differ do",

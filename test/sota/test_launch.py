@@ -1,11 +1,9 @@
-"""The examples of a launch: their settings are accepted, and SLURM's warning reaches the ranks."""
+"""The examples of a launch: their settings are accepted."""
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -85,36 +83,3 @@ def test_on_two_nodes_the_trainer_is_given_the_servers(programs, script, monkeyp
     ports = sorted(call[call.index("--port") + 1] for call in servers)
     assert list(cfg.engine.urls) == [f"http://node-b:{port}" for port in ports]
     assert len(ports) == 4
-
-
-# Three ranks, as torchrun has them: rank 0 saves and ends, the others end after it.
-TORCHRUN = """
-import os, signal, sys, time
-from pathlib import Path
-if os.fork() and os.fork() and os.fork():
-    states = [os.wait()[1] for _ in range(3)]
-    sys.exit(1 if any(states) else 0)
-def save(number, frame):
-    Path(f"saved-{os.getpid()}").touch()
-    sys.exit(128 + number)
-signal.signal(signal.SIGUSR1, save)
-Path(f"up-{os.getpid()}").touch()
-time.sleep(60)
-"""
-
-
-def test_slurm_warns_the_ranks_which_save_and_the_job_is_queued_again(programs, tmp_path):
-    programs("torchrun", TORCHRUN)
-    programs("scontrol", "import sys; open('asked', 'w').write(' '.join(sys.argv[1:]))")
-    (tmp_path / "sota-implementations").symlink_to(ROOT / "sota-implementations")
-    # The example goes to the repository; the ranks of this test write here.
-    programs("bash", "import os, sys\nos.execvp('torchrun', ['torchrun', *sys.argv[2:]])")
-    environment = {**os.environ, "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
-    with subprocess.Popen(["/bin/bash", LAUNCH / "slurm.sbatch"], env=environment) as job:
-        while len(list(tmp_path.glob("up-*"))) < 3:
-            assert job.poll() is None
-            time.sleep(0.05)
-        job.send_signal(signal.SIGUSR1)
-        assert job.wait(timeout=60) == 1
-    assert len(list(tmp_path.glob("saved-*"))) == 3
-    assert (tmp_path / "asked").read_text() == "requeue 7"
