@@ -1,6 +1,7 @@
 """Questions that come at the same time are one call, and each gets its own answer or error."""
 
 import asyncio
+import contextlib
 import pickle
 import threading
 
@@ -18,13 +19,16 @@ def echo(questions):
 
 
 def test_one_call_for_what_is_asked_at_once_and_the_next_for_what_comes_meanwhile():
-    calls, goes_on, begun = [], threading.Event(), threading.Event()
+    calls, goes_on, begun, alone = [], threading.Event(), threading.Event(), threading.Lock()
 
     def answer(questions):
-        calls.append(echo(questions))
-        begun.set()
-        assert goes_on.wait(20)
-        return echo(questions)
+        assert alone.acquire(blocking=False), "it is asked in turn"
+        with contextlib.ExitStack() as held:
+            held.callback(alone.release)
+            calls.append(echo(questions))
+            begun.set()
+            assert goes_on.wait(20)
+            return echo(questions)
 
     gathered = GatheredQuestions(answer, who="it")
 
