@@ -114,6 +114,7 @@ def test_a_program_is_short_and_names_what_it_imports(path):
                 "loop_by_hand",
                 "own_environment",
                 "own_tools",
+                "simulated_user",
                 "own_reward",
                 "from_trl",
                 "from_torchrl",
