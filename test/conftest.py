@@ -31,6 +31,11 @@ _PATHS += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) i
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATHS))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+sys.path.append(_PATHS[1])
+from known_scans import keep  # noqa: E402
+
+keep()
+
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
