@@ -5,13 +5,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from . import rollout_checks, update_checks
+from . import reward_course, rewarded_answers, rollout_checks, update_checks
 from .evidence import RunEvidence
 from .run_finding import RunFinding
 
+GAMED: Final[tuple[Callable[[RunEvidence], RunFinding | None], ...]] = (
+    reward_course.reward_jump,
+    rewarded_answers.wrong_is_rewarded,
+    rewarded_answers.one_answer,
+    rewarded_answers.copied_prompt,
+    rewarded_answers.repetition,
+    reward_course.sources_part,
+    reward_course.held_out_parts,
+    reward_course.reward_by_length,
+)
+"""What is looked for where the reward rises, those that say most first."""
 CHECKS: Final[tuple[Callable[[RunEvidence], RunFinding | None], ...]] = (
     update_checks.shuffled_rewards,
     rollout_checks.unscorable,
+    *GAMED,
     update_checks.not_finite,
     update_checks.stale_sampler,
     update_checks.lost_critic,
