@@ -70,6 +70,19 @@ class Explanation:
         return {**vars(self), "folder": str(self.folder), "findings": findings}
 
 
+def gamed_rewards(path: str | Path) -> list[RunFinding]:
+    """Find what shows that the reward of a run is gamed; also while it goes on.
+
+    Args:
+        path: the folder of a run, with a record of rollouts.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    run = RunEvidence(path)
+    return [finding for check in GAMED if (finding := check(run)) is not None]
+
+
 def explain_run(path: str | Path) -> Explanation:
     """Say what holds a run back, from the record that it left; also while it goes on.
 

@@ -18,6 +18,8 @@ _NUM_PAIRED: Final = 8
 """Groups that have rollouts of different lengths."""
 _BY_LENGTH: Final = 0.75
 _LONGER: Final = 1.3
+_NUM_TESTED: Final = 16
+"""Held-out prompts, of which an interval says something."""
 _JUMP: Final = 5.0
 """Times the range of all rewards before."""
 _NUM_REWARDS: Final = 50
@@ -29,7 +31,7 @@ _NUM_JUMPS: Final = 3
 def reward_by_length(run: RunEvidence) -> RunFinding | None:
     """A reward that goes to the longer of two rollouts, while rollouts grow longer."""
     first, last = run.early_groups, run.late_groups
-    if not first or not last or not has_risen(first, last):
+    if not has_risen(first, last):
         return None
     length = change_between(first, last, _length)
     if not length.is_sure or length.after < _LONGER * length.before:
@@ -88,7 +90,7 @@ def sources_part(run: RunEvidence) -> RunFinding | None:
     first, last = run.early_groups, run.late_groups
     rows = [row for group in (*first, *last) for row in group]
     names = sorted({name for row in rows for name in row.sample.rewards})
-    if len(names) < 2 or not first or not last or not has_risen(first, last):
+    if len(names) < 2 or not has_risen(first, last):
         return None
     asked = run.setting("evaluate.solved_by")
     weights = _weights(rows, names)
@@ -138,36 +140,45 @@ def _weights(rows: Sequence[RolloutFacts], names: Sequence[str]) -> dict[str, fl
 
 
 def held_out_parts(run: RunEvidence) -> RunFinding | None:
-    """A training reward that rises, where that on held-out prompts does not."""
-    chooses = ("collector.refill", "train.drop_solved_at", "train.pools")
-    tests = run.held_out
+    """A training reward that rises, where that on held-out prompts does not rise half as far.
+
+    Both are counted from before the first update, and at the ends of their intervals of 95 %.
+    """
     first, last = run.early_groups, run.late_groups
-    if len(tests) < 2 or any(map(run.setting, chooses)) or not first or not last:
+    chooses = ("collector.refill", "train.drop_solved_at", "train.pools")
+    tests = [] if any(map(run.setting, chooses)) else run.held_out
+    if len(tests) < 2 or tests[0][0] > 0 or not has_risen(first, last):
         return None
-    if not has_risen(first, last):
-        return None
-    change = change_between(first, last, rollout_reward)
     (_, before), (step, after) = tests[0], tests[-1]
-    gain = after.value - before.value
-    most = gain + 2.58 / 3.92 * math.hypot(before.high - before.low, after.high - after.low)
-    if most >= 0.5 * change.gain:
+    begin = _interval([group for group in first if group[0].id.step == first[0][0].id.step])
+    end = _interval(last)
+    if step < last[0][0].id.step or before.num_prompts < _NUM_TESTED:
+        return None
+    gain, held_out_gain = end[0] - begin[0], after.value - before.value
+    margin = math.hypot(before.high - before.low, after.high - after.low) / 2
+    if held_out_gain + margin >= 0.5 * (gain - math.hypot(begin[1], end[1])):
         return None
     return RunFinding(
         code="held_out_parts",
-        explains=1 - max(gain, 0.0) / change.gain,
-        what=f"The reward in training has risen from {change.before:.3g} to {change.after:.3g}, "
-        f"but on held-out prompts it went from {before.value:.3g} to {after.value:.3g} "
-        f"(step {step}).",
+        explains=1 - max(held_out_gain, 0.0) / gain,
+        what=f"The reward in training has risen from {begin[0]:.3g} to {end[0]:.3g}, but on "
+        f"held-out prompts it went from {before.value:.3g} to {after.value:.3g} (step {step}).",
         change="The policy learns these prompts, or what gives their answers away: take more of "
         "them, look for answers in what the policy is shown, or stop earlier (train.num_steps).",
         numbers={
-            "before": change.before,
-            "after": change.after,
+            "before": begin[0],
+            "after": end[0],
             "held_out/before": before.value,
             "held_out/after": after.value,
         },
         rows=ids_of(run.last_rollouts),
     )
+
+
+def _interval(groups: Groups) -> tuple[float, float]:
+    """The mean reward, and half of its interval of 95 %."""
+    means = [fmean(map(rollout_reward, group)) for group in groups]
+    return fmean(means), 1.96 * pstdev(means) / math.sqrt(len(means))
 
 
 def reward_jump(run: RunEvidence) -> RunFinding | None:
