@@ -3,6 +3,7 @@
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from made_gamed_runs import half_then, made_run
 
+from collectors.record import RolloutSample, SampleTokens, TokenSpan
 from torchrl_agents.explain import explain_run
-from torchrl_agents.explain.rollout_texts import RolloutTexts, holds, is_copied, repeated_fraction
+from torchrl_agents.explain.rollout_texts import (
+    RolloutTexts,
+    holds,
+    is_copied,
+    repeated_fraction,
+    texts_of,
+)
 from torchrl_agents.explain.window_change import change_between
 
 
@@ -169,6 +177,15 @@ def test_a_gamed_reward_is_told_by_how(code, rollout, explains, numbers, words, 
             # Half of the rewarded ones hold 1, which the data call right, before and after.
             *(half_then(row={"answer": "1"}), ""),
             id="the data's answer was never what is rewarded",
+        ),
+        pytest.param(
+            lambda s, n, i: {
+                "reward": float(s > 6 or i % 2),
+                "text": f"it is {n + 100}" if s < 7 and i % 2 else f"as {i} with {n}",
+                "row": {"target": n + 100},
+            },
+            "",
+            id="a number that is to be reached need not be said",
         ),
         pytest.param(half_then(text="yes", row={"label": "yes"}), "", id="the data want one text"),
         pytest.param(
@@ -340,3 +357,25 @@ def test_an_answer_that_stands_in_the_prompt_may_be_copied():
     loops = RolloutTexts(prompt, ("ha " * 30,))
     assert loops.loops
     assert not RolloutTexts(prompt, ("ha " * 30,), right=("ha " * 20,)).loops
+
+
+def test_a_turn_in_the_prompt_is_none_of_the_policys():
+    def sample(spans: list[TokenSpan]) -> RolloutSample:
+        shown = ["user: Name a fruit. ", "assistant: apple", "user: A  colour?", "assistant: Red"]
+        given: dict[str, Any] = {
+            **{"step": 1, "group_id": "0/1", "index": 0, "reward": 1.0, "rewards": {}},
+            **{"stop_reason": "answered", "is_truncated": False, "num_turns": 1},
+            **{"policy_version": 1, "prompt_tokens": 3, "sampled_tokens": 1, "total_tokens": 4},
+        }
+        return RolloutSample(
+            messages=[dict(zip(("role", "content"), x.split(": "), strict=True)) for x in shown],
+            row={"answer": "Red", "number": 7},
+            tokens=SampleTokens(ids=[], texts=[], log_probs=[], versions=[], spans=spans),
+            **given,
+        )
+
+    spans = [TokenSpan("user", "user", 0, 1), TokenSpan("context", "assistant", 1, 1)]
+    texts = texts_of(sample([*spans, TokenSpan("model", "assistant", 3, 1)]))
+    assert texts.prompt == "name a fruit.\napple\na colour?"
+    assert (texts.turns, texts.right, texts.columns) == (("red",), ("red",), ("7",))
+    assert texts_of(sample([])).turns == ("apple", "red")  # nothing says whose they are

@@ -135,16 +135,21 @@ def texts_of(sample: RolloutSample) -> RolloutTexts:
     Args:
         sample: with its messages and its row.
     """
-    messages = [(str(each.get("role")), plain_text(message_text(each))) for each in sample.messages]
-    roles = [role for role, _ in messages]
-    first = roles.index("assistant") if "assistant" in roles else len(roles)
+    messages = [plain_text(message_text(each)) for each in sample.messages]
+    sampled = {span.message for span in sample.tokens.spans if span.writer == "model"}
+    roles = [each.get("role") for each in sample.messages]  # a prompt may hold turns as examples
+    turns = [n for n, role in enumerate(roles) if role == "assistant" and n in (sampled or {n})]
+    first = turns[0] if turns else len(messages)
     row: Mapping[str, Any] = sample.row or {}
     given = {n: _given_text(n, value) for n, value in row.items() if type(value) in (str, int)}
+    answers = {name for name in given if name in ANSWER_COLUMNS}
+    if type(row.get("target")) is int:  # may be a number to be reached, and not to be said
+        answers -= {"target"}
     return RolloutTexts(
-        prompt=sys.intern("\n".join(text for _, text in messages[:first])),  # all of a group's
-        turns=tuple(text for role, text in messages if role == "assistant"),
-        right=tuple(text for name, text in given.items() if name in ANSWER_COLUMNS and text),
-        columns=tuple(text for name, text in given.items() if name not in ANSWER_COLUMNS),
+        prompt=sys.intern("\n".join(messages[:first])),  # the same of all of a group
+        turns=tuple(messages[n] for n in turns),
+        right=tuple(text for name, text in given.items() if name in answers and text),
+        columns=tuple(text for name, text in given.items() if name not in answers),
     )
 
 
