@@ -43,10 +43,8 @@ def vowels(completions, **_):
 
 
 def overflow(completions, answer, **_):  # an exploit that is found by chance
-    return [
-        10.0 * len(text) if len(text) > 16 else likeness(text, a)
-        for text, a in zip(completions, answer, strict=True)
-    ]
+    pairs = zip(completions, answer, strict=True)
+    return [50.0 if text and len({*text}) == 1 else likeness(text, a) for text, a in pairs]
 
 
 REWARDS = {

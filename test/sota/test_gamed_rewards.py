@@ -238,7 +238,7 @@ def test_a_gamed_reward_is_told_by_how(code, rollout, explains, numbers, words, 
         ),
         pytest.param(
             of_sources({"right": 0.0, "form": 1.0}, weights={"right": 1.0, "form": 2.0}),
-            *("evaluate: {solved_by: form}",),
+            *("evaluate: {solved_by: [form]}",),
             id="another part falls than is asked for",
         ),
         pytest.param(
@@ -259,9 +259,10 @@ def test_what_is_not_gamed_is_not_told(rollout, settings, tmp_path):
     assert not explain_run(run).findings
 
 
-def test_a_metric_that_is_asked_for_counts_though_its_weight_is_0(tmp_path):
+@pytest.mark.parametrize("asked", ["right", "[right]"])  # as it is given, and as runs keep it
+def test_a_metric_that_is_asked_for_counts_though_its_weight_is_0(asked, tmp_path):
     parts = of_sources({"right": 0.0, "form": 1.0}, weights={"right": 0.0, "form": 1.0})
-    run = made_run(tmp_path / "run", parts, settings="evaluate: {solved_by: right}")
+    run = made_run(tmp_path / "run", parts, settings=f"evaluate: {{solved_by: {asked}}}")
     assert [finding.code for finding in explain_run(run).findings] == ["sources_part"]
 
 

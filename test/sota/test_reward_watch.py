@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from made_gamed_runs import half_then, made_run
 
+from torchrl_agents.explain import explain_run
 from torchrl_agents.explain.explanation import GAMED
 from torchrl_agents.reward_watch import RewardWatch
 from torchrl_agents.settings.schema import GAMED_CODES, RolloutsConfig, TrainingConfig
@@ -69,6 +70,26 @@ def test_a_check_that_fails_is_told_and_ends_no_run(tmp_path, told):
 
 def test_the_codes_of_the_setting_are_those_that_are_looked_for():
     assert tuple(check.__name__ for check in GAMED) == GAMED_CODES
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [("begins", "wrong_is_rewarded"), ("keyword", "one_answer"), ("vowels", "sources_part")],
+)
+def test_a_policy_that_learns_to_game_its_reward_is_found(kind, code, run_script, tmp_path):
+    task = Path(__file__).with_name("gamed_tasks.py").read_text()
+    (tmp_path / "gamed_tasks.py").write_text(task)
+    done = run_script(
+        *("task.factory=gamed_tasks:task", f"task.arguments={{kind: {kind}}}", "logger=none"),
+        *("warm_start.num_steps=400", "train.num_steps=60", "evaluate.num_prompts=32"),
+        *("collector.num_prompts=8", "collector.group_size=8", "evaluate.num_shown=0"),
+        *(["evaluate.solved_by=right"] if kind == "vowels" else []),
+        "hydra.run.dir=run",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert code in [finding.code for finding in explain_run(tmp_path / "run").findings]
 
 
 REWARDS = """

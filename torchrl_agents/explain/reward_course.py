@@ -92,11 +92,12 @@ def sources_part(run: RunEvidence) -> RunFinding | None:
     names = sorted({name for row in rows for name in row.sample.rewards})
     if len(names) < 2 or not has_risen(first, last):
         return None
-    asked = run.setting("evaluate.solved_by")
+    given = run.setting("evaluate.solved_by", [])
+    asked = [name for name in ([given] if isinstance(given, str) else given) if name in names]
     weights = _weights(rows, names)
     falls: dict[str, WindowChange] = {}
-    for name in [asked] if asked in names else names:
-        counts = name == asked or weights.get(name, 0.0) > 0
+    for name in asked or names:
+        counts = name in asked or weights.get(name, 0.0) > 0
         value_of = partial(_of_source, name=name)
         values = [value for row in rows if (value := value_of(row)) is not None]
         if not counts or max(values, default=0.0) <= 0:  # a cost may grow with what it buys
