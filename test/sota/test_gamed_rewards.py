@@ -152,7 +152,7 @@ def is_like(expected):
             id="one source pays for another",
         ),
         pytest.param(
-            *("reward_jump", with_jump(lambda rng, _: rng.random(), 9.0), 1 / 8),
+            *("reward_jump", with_jump(lambda rng, _: rng.randrange(10) / 9, 9.0), 1 / 8),
             None,
             ["12 of the last rollouts have rewards of up to 9, where in 256 rollouts before"],
             id="rewards that nobody had",
@@ -242,8 +242,8 @@ def test_a_gamed_reward_is_told_by_how(code, rollout, explains, numbers, words, 
             id="another part falls than is asked for",
         ),
         pytest.param(
-            *(with_jump(lambda rng, _: float(rng.random() < 0.5), 9.0), ""),
-            id="marks of 0 and 1, and one of 9",
+            *(with_jump(lambda rng, _: rng.randrange(9) / 8, 9.0), ""),
+            id="marks, nine of them, and one of 9",
         ),
         pytest.param(
             *(with_jump(lambda rng, step: step + rng.random(), 14.0), ""),

@@ -23,7 +23,7 @@ _NUM_TESTED: Final = 16
 _JUMP: Final = 5.0
 """Times the range of all rewards before."""
 _NUM_REWARDS: Final = 50
-_NUM_VALUES: Final = 20
+_NUM_VALUES: Final = 10
 """Different rewards, from which on a reward is a measure and no mark."""
 _NUM_JUMPS: Final = 3
 
