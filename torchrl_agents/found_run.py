@@ -15,7 +15,7 @@ from torchrl_agents.settings.started_ranks import OF_RANKS
 CHECKPOINTS: Final = "checkpoints"
 _MAY_DIFFER: Final = (
     *("checkpoint", "dry_run", "evaluate.num_shown", "hydra", "logger", "overwrite", "resume"),
-    *("collector.verify_every", "push_to_hub"),
+    *("collector.verify_every", "push_to_hub", "record.check_every", "record.stop_on"),
     *("train.num_steps", "train.timeout_s", "train.wait_s"),
     *(f"train.{name}" for name in OF_RANKS),
 )

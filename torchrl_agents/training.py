@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from tensordict import TensorDictBase
@@ -44,6 +45,7 @@ from .parallel import (
 from .rank_jobs import RankJob, tell
 from .rank_share import RankShare
 from .recorder import Recorder, show_rollouts
+from .reward_watch import RewardWatch
 from .run import LastTestError, Run
 from .run_log import has_signal, tell_of_no_signal
 from .saved_model import leave, save_model
@@ -318,12 +320,14 @@ class Training:
             recorder = Recorder(cfg, run, *parts, after=after_step)
             stack.enter_context(closing(recorder))
             tell_step = run.log.steps(run.recipe.name, num_steps)
+            watch = RewardWatch(cfg, self.folder)
             last, num_flat = next(reversed(recorder.history), {}), 0
             recorder.write_tests(held_out.take(), now=done)
 
             def left() -> Iterator[TrainingStep]:
                 nonlocal done, last, num_flat, step
-                while done < num_steps and not recorder.reached(cfg.train.stop_at):
+                reached = partial(recorder.reached, cfg.train.stop_at)
+                while done < num_steps and not (watch.ends_run or reached()):
                     step = step or TrainingStep(done + 1, self, self.new_metrics())
                     yield step
                     last = step.reduced_metrics()
@@ -336,6 +340,7 @@ class Training:
                     with run.stop.breaking():
                         held_out.after(done)
                     recorder.write_tests(held_out.take(), now=done)
+                    watch.after(done)
                     keep.after(done, last, {"before": before})
                     run.stop.check()
 

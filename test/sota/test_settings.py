@@ -298,6 +298,11 @@ def test_the_same_model_has_the_same_defaults_whatever_it_is_called(compose, tmp
         ),
         (["collector.follow_load=true"], "collector.follow_load is for collector=streaming"),
         (["collector.verify_every=0"], "collector.verify_every must be at least 1"),
+        (["record.stop_on=[one]"], r"record.stop_on\[0\] must be one of reward_jump, wrong_is"),
+        (
+            ["record.check_every=null", "record.stop_on=[repetition]"],
+            "what record.check_every finds",
+        ),
         (["record.kept_counts=true"], "record.kept_counts is for policy.top_k, top_p or min_p"),
         (["record.kept_counts=true", "engine=vllm"], "kept_counts needs engine=transformers"),
         (["engine.batch_invariant=true", "policy.dtype=bfloat16"], "got policy.dtype=bfloat16"),

@@ -12,9 +12,11 @@ from typing import Any, Final
 
 import yaml
 
+from collectors import Estimate
 from collectors.record import RolloutSample, RunRecord
 from torchrl_agents.settings.recipe import BASELINES
 
+from .rollout_texts import RolloutTexts, texts_of
 from .run_finding import RolloutId
 
 WITHOUT_GROUPS: Final = ("distillation", "dpo", "self_play", "sft")
@@ -35,6 +37,8 @@ class RolloutFacts:
     """A hash of the tokens that the policy sampled."""
     said: str
     """What the policy wrote, all turns."""
+    texts: RolloutTexts
+    """Its prompt and turns, as the checks of what is rewarded compare them."""
     is_answered: bool
     """Whether a tool answered it."""
     sampler_gap: float
@@ -155,6 +159,16 @@ class RunEvidence:
         spread = self.values("reward/std")
         return gain > 0 and gain > 0.25 * (median(spread) if spread else 0.0)
 
+    @cached_property
+    def held_out(self) -> list[tuple[int, Estimate]]:
+        """The mean reward on held-out prompts, with the step after which it was measured."""
+        path = self.folder / "evaluations.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        told = [json.loads(line) for line in lines if line.endswith("}")]
+        tested = [line for line in told if line.get("reward") is not None]
+        found = [(line["step"], Estimate(**line["estimates"]["reward"])) for line in tested]
+        return sorted(found, key=lambda test: test[0])
+
     # Rollouts -----------------------------------------------------------------------------------
 
     @cached_property
@@ -167,8 +181,19 @@ class RunEvidence:
     def first_rollouts(self) -> list[RolloutFacts]:
         """Those recorded of the first steps."""
         record = self.record
-        numbers = [each.step for each in record.steps] if record else []
+        numbers = [each.step for each in record.steps if each.num_samples] if record else []
         return [row for step in numbers[: _NUM_STEPS_READ // 2] for row in self._rollouts(step)]
+
+    @cached_property
+    def early_groups(self) -> list[list[RolloutFacts]]:
+        """The groups of the first rollouts, as far as they come before the last steps."""
+        begin = self.last[0].get("step", 0) if self.last else 0
+        return self.groups([row for row in self.first_rollouts if row.id.step < begin])
+
+    @cached_property
+    def late_groups(self) -> list[list[RolloutFacts]]:
+        """The groups of the last rollouts."""
+        return self.groups(self.last_rollouts)
 
     def _recorded_steps(self, begin: float) -> list[list[RolloutFacts]]:
         record = self.record
@@ -230,6 +255,7 @@ def _facts(place: RolloutId, sample: RolloutSample) -> RolloutFacts:
         sample=sample,
         sampled_ids=hash(tuple(tokens.ids[at] for at in sampled)),
         said="\n".join(said),
+        texts=texts_of(sample),
         is_answered=any(m.get("role") in _TOOL_ROLES for m in sample.messages),
         sampler_gap=fmean(gaps) if gaps else math.nan,
         age=place.step - fmean(versions) if versions else math.nan,

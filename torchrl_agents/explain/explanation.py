@@ -5,13 +5,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from . import rollout_checks, update_checks
+from . import reward_course, rewarded_answers, rollout_checks, update_checks
 from .evidence import RunEvidence
 from .run_finding import RunFinding
 
+GAMED: Final[tuple[Callable[[RunEvidence], RunFinding | None], ...]] = (
+    reward_course.reward_jump,
+    rewarded_answers.wrong_is_rewarded,
+    rewarded_answers.one_answer,
+    rewarded_answers.copied_prompt,
+    rewarded_answers.repetition,
+    reward_course.sources_part,
+    reward_course.held_out_parts,
+    reward_course.reward_by_length,
+)
+"""What is looked for where the reward rises, those that say most first."""
 CHECKS: Final[tuple[Callable[[RunEvidence], RunFinding | None], ...]] = (
     update_checks.shuffled_rewards,
     rollout_checks.unscorable,
+    *GAMED,
     update_checks.not_finite,
     update_checks.stale_sampler,
     update_checks.lost_critic,
@@ -56,6 +68,19 @@ class Explanation:
         """All of it, as JSON can hold it."""
         findings = [finding.as_json() for finding in self.findings]
         return {**vars(self), "folder": str(self.folder), "findings": findings}
+
+
+def gamed_rewards(path: str | Path) -> list[RunFinding]:
+    """Find what shows that the reward of a run is gamed; also while it goes on.
+
+    Args:
+        path: the folder of a run, with a record of rollouts.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    run = RunEvidence(path)
+    return [finding for check in GAMED if (finding := check(run)) is not None]
 
 
 def explain_run(path: str | Path) -> Explanation:

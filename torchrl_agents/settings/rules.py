@@ -42,7 +42,7 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
         faults.append(_training_faults(recipe, cfg))
     if isinstance(cfg, RolloutsConfig):
         faults.append(_rollout_faults(recipe, cfg))
-        faults.append(_record_faults(cfg))
+        faults += [_record_faults(cfg), _watch_faults(cfg)]
         faults.append(_critic_faults(cfg))
     # One after the other: what is looked at later may need that the rest is right.
     if (words := next(chain.from_iterable(faults), None)) is not None:
@@ -399,6 +399,14 @@ def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:
         )
     if cfg.record.kept_counts and not truncates:
         yield "record.kept_counts is for policy.top_k, top_p or min_p: nothing is left out."
+
+
+def _watch_faults(cfg: RolloutsConfig) -> Iterator[str]:
+    record = cfg.record
+    if record.stop_on and record.check_every is None:
+        yield f"record.stop_on={record.stop_on} is for what record.check_every finds: set it."
+    if record.stop_on and record.max_groups_per_step == 0:
+        yield "record.stop_on reads what is recorded: leave record.max_groups_per_step=0 out."
 
 
 def _refill_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:

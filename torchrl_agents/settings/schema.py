@@ -235,6 +235,13 @@ class CheckpointConfig:
     last one is missing), or stop."""
 
 
+GAMED_CODES: Final = (
+    *("reward_jump", "wrong_is_rewarded", "one_answer", "copied_prompt", "repetition"),
+    *("sources_part", "held_out_parts", "reward_by_length"),
+)
+"""Findings of a reward that is gamed, as ``torchrl_agents.explain`` names them."""
+
+
 @dataclass
 class RecordConfig:
     """The record of the rollouts, which torchrl-agents view shows."""
@@ -249,6 +256,11 @@ class RecordConfig:
     replay: bool = True
     """Also the sets of policy.sampling_mask and the experts of policy.routed_experts, with which
     torchrl-agents verify computes each token again (docs/verify.md has what it costs)."""
+    check_every: int | None = setting(10, AT_LEAST_1)
+    """Every so many steps the rollouts are read, within 3 % of the time, for a reward that is
+    gamed, and each finding is warned of once (docs/explain.md); none: never."""
+    stop_on: list[str] = setting([], among(*GAMED_CODES))
+    """The run ends with such a finding of check_every: [one_answer, repetition]."""
 
 
 @dataclass

@@ -1,18 +1,16 @@
 """Rows of a task's data for an audit, and the solutions that they hold."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
+from torchrl_envs.graders.answer_columns import ANSWER_COLUMNS, end_of_worked_answer
 from torchrl_envs.tasks.task import Task, digest_of
 
 from .audited_task import AgentView
 from .scripted_agents import FORMS
 
 _NUM_ROWS: Final = 64
-ANSWER_COLUMNS: Final = ("answer", "solution", "target", "ground_truth", "label", "gold")
-"""Columns of data sets that hold what is right."""
 _NONE: Final = ("", "None")
 """Texts of a data set that has no answer."""
 
@@ -55,12 +53,6 @@ def solutions_of_rows(
 
 def _saying(column: str, form: str) -> Callable[[AgentView], str | None]:
     def say(view: AgentView) -> str | None:
-        return form.format(_final(str(view.row[column]))) if view.turn == 0 else None
+        return form.format(end_of_worked_answer(str(view.row[column]))) if view.turn == 0 else None
 
     return say
-
-
-def _final(answer: str) -> str:
-    """The end of a worked answer: the text after ``####``, or all of it."""
-    found = re.search(r"####\s*(.+)\s*$", answer)
-    return found[1].strip() if found else answer
