@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from torchrl_agents.explain import RolloutId, explain_run
+from torchrl_agents.explain import RolloutId, explain_run, rollout_checks
 from torchrl_agents.explain.command import main
 
 MINE = '''
@@ -414,3 +416,20 @@ def test_a_run_without_a_step_tells_what_its_log_ended_with(tmp_path):
     (run / "grpo.log").write_text("loading\nValueError: no such thing\n")
     with pytest.raises(ValueError, match=r"grpo.log ends with: ValueError: no such thing"):
         explain_run(run)
+
+
+@pytest.mark.parametrize(
+    ("agent", "wins", "is_flat"),
+    [("white", [1.0, 0.0], False), ("white", [1.0, 1.0], True), ("", [1.0, 0.0], True)],
+)
+def test_players_have_a_signal_where_their_own_rewards_differ(agent, wins, is_flat):
+    # Of players the mean of both never changes; sources of one reward say nothing beside their sum.
+    group: Any = [
+        SimpleNamespace(
+            sample=SimpleNamespace(
+                reward=0.5, agent=agent, rewards={"white": won, "black": 1.0 - won}
+            )
+        )
+        for won in wins
+    ]
+    assert rollout_checks._is_flat(group) is is_flat

@@ -176,7 +176,7 @@ def constant_reward(run: RunEvidence) -> RunFinding | None:
         for name in names
         if (values := _constant(groups, lambda row, n=name: row.sample.rewards.get(n))) is not None
     }
-    if total is None:
+    if total is None or not all(map(_is_flat, groups)):
         return None
     told = [_constant_words(name, values) for name, values in (flat or {"reward": total}).items()]
     value = min(total)
@@ -288,8 +288,9 @@ def no_signal(run: RunEvidence) -> RunFinding | None:
 
 
 def _is_flat(group: Sequence[RolloutFacts]) -> bool:
-    rewards = {row.sample.reward for row in group}
-    return len(rewards) == 1
+    # Agents with rewards of their own are told apart by these; their mean may never change.
+    own = {tuple(sorted(row.sample.rewards.items())) for row in group if row.sample.agent}
+    return len({row.sample.reward for row in group}) == 1 and len(own) < 2
 
 
 def off_policy(run: RunEvidence) -> RunFinding | None:
