@@ -8,12 +8,26 @@ from typing import Any
 
 from torchrl_data.messages import Message
 from torchrl_envs.concurrency.calls import is_async
+from torchrl_envs.concurrency.outcome import guarded
 from torchrl_envs.concurrency.threads import DaemonThreads
 
 Answers = list[str | Exception]
 """What was answered to each question, or why there is no answer."""
 Answerer = Callable[[Sequence[Sequence[Message]]], Answers | Awaitable[Answers]]
 """Answers questions, each a list of messages; may be ``async``, and be called in any thread."""
+
+
+def as_exception(error: BaseException) -> Exception:
+    """An error that ends what asked, and not the program or its event loop.
+
+    Args:
+        error: ``SystemExit`` and the like are made a ``RuntimeError``.
+    """
+    if isinstance(error, Exception):
+        return error
+    made = RuntimeError(f"{type(error).__name__}: {error}".rstrip(": "))
+    made.__cause__ = error
+    return made
 
 
 async def ask(answerer: Answerer, questions: Sequence[Sequence[Message]], *, who: str) -> Answers:
@@ -28,6 +42,7 @@ async def ask(answerer: Answerer, questions: Sequence[Sequence[Message]], *, who
         An answer to each, or why there is none.
 
     Raises:
+        Exception: what it raises.
         TypeError: it gives something else than a list.
         ValueError: it gives more or fewer answers than there are questions.
     """
@@ -36,10 +51,16 @@ async def ask(answerer: Answerer, questions: Sequence[Sequence[Message]], *, who
     else:
         # One that hangs must not hold up the end of the program.
         thread = DaemonThreads(1)
-        answering = thread.submit(functools.partial(answerer, questions))
+        answering = thread.submit(functools.partial(guarded, lambda: answerer(questions)))
         thread.close()
-        answers = await asyncio.wrap_future(answering)
-    answers = await answers if inspect.isawaitable(answers) else answers
+        outcome = await asyncio.wrap_future(answering)
+        if outcome.error is not None:
+            raise as_exception(outcome.error)
+        answers = outcome.value
+    try:
+        answers = await answers if inspect.isawaitable(answers) else answers
+    except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop that all share
+        raise as_exception(error) from error
     if not isinstance(answers, Sequence) or isinstance(answers, str):
         raise TypeError(
             f"{who} must give a list with an answer to each question, it gave {answers!r:.80}"

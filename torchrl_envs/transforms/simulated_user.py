@@ -12,7 +12,7 @@ from torchrl.envs import StepCounter
 from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_data.message_edits import split_reasoning
 from torchrl_data.messages import Message
-from torchrl_envs.answerers.answerer import Answerer
+from torchrl_envs.answerers.answerer import Answerer, as_exception
 from torchrl_envs.answerers.gathered_questions import GatheredQuestions
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import (
@@ -193,7 +193,7 @@ class SimulatedUser(OpenedTurns, EpisodeTransform):
         (outcome,) = await self.call(call, timeout_s=self.timeout_s)
         try:
             if outcome.error is not None:
-                raise outcome.error
+                raise as_exception(outcome.error)
             text, is_end = self._read(outcome.value)
             if is_end:
                 raise ValueError(f"it ended before it began: {outcome.value!r:.80}")
@@ -217,7 +217,7 @@ class SimulatedUser(OpenedTurns, EpisodeTransform):
         call = partial(self._questions.ask, question)
         (outcome,) = await self.call(call, timeout_s=self.timeout_s)
         if outcome.error is not None:
-            raise outcome.error
+            raise as_exception(outcome.error)
         text, is_end = self._read(outcome.value)
         self._remember(episode, [*question, {"role": "assistant", "content": outcome.value}])
         if is_end:
@@ -268,7 +268,7 @@ class _Opening:
             try:
                 self._said.set_result(await questions.ask(self.question))
             except BaseException as error:
-                self._said.set_exception(error)
+                self._said.set_exception(as_exception(error))
                 raise
         return await asyncio.shield(asyncio.wrap_future(self._said))
 

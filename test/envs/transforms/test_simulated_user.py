@@ -207,6 +207,22 @@ def test_one_that_does_not_answer_in_time_costs_its_own_row(scripted, play):
     assert "no answer within 0.2 s" in read_objects(end, "stop_reason")[0]
 
 
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_user_that_ends_the_program_ends_its_episodes_alone(scripted, play, opens):
+    def ends(questions):
+        raise SystemExit("enough")
+
+    async def ends_later(questions):
+        raise SystemExit("enough")
+
+    env = env_of(ends_later if opens else ends, num=2, group_size=2, opens=opens)
+    (end, _) = play(env, scripted(["Here."]))
+    env.close()
+    for reason in read_objects(end, "stop_reason"):
+        assert reason.startswith("environment_error: SimulatedUser")
+        assert "SystemExit: enough" in reason
+
+
 @pytest.mark.parametrize(
     ("last", "reason", "cut"), [(END, "environment_done: user", False), ("No.", "max_steps", True)]
 )
