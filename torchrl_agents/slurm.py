@@ -24,8 +24,8 @@ this machine. All nodes have to see this folder and this Python.
 --print         show the job's script, and submit nothing
 --warn=SECONDS  how long before the end of its time the run is told to save; 300 when not given.
                 SLURM may do so a minute earlier
-All other options are those of sbatch, with = between name and value: --partition=, --account=,
---time=, --nodes=, --cpus-per-task=, --mem=, --array= is refused. See docs/distributed.md."""
+All other options are those of sbatch, by their long names and with = before the value: --partition=,
+--account=, --time=, --nodes=, --cpus-per-task=, --mem=. See docs/distributed.md."""
 _OURS: Final = (
     *("--ntasks-per-node", "--signal", "--requeue", "--no-requeue", "--open-mode", "--ntasks"),
     *("-n", "--array", "-a", "--wrap", "--test-only", "--parsable"),
