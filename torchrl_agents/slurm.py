@@ -17,15 +17,15 @@ torchrl-agents slurm --time=04:00:00 --gpus-per-node=1 grpo task=gsm8k policy.mo
 torchrl-agents slurm --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --time=1-0 grpo profile=gpu ...
 
 Submits a job that runs a recipe, a rank for each task of SLURM (--ntasks-per-node=, 1 when not
-given). Before its time is over, or when SLURM takes its place away, the run saves and ends, and the
-job is queued again; it goes on in the same folder (resume=auto). The settings are checked first, on
-this machine. All nodes have to see this folder and this Python.
+given). Before its time is over the run saves and ends, and the job is queued again; it goes on in
+the same folder (resume=auto). The settings are checked first, on this machine. All nodes have to
+see this folder and this Python.
 
 --print         show the job's script, and submit nothing
 --warn=SECONDS  how long before the end of its time the run is told to save; 300 when not given.
                 SLURM may do so a minute earlier
-All other options are those of sbatch, by their long names and with = before the value: --partition=,
---account=, --time=, --nodes=, --cpus-per-task=, --mem=. See docs/distributed.md."""
+All other options are those of sbatch, by their long names and with = before the value:
+--partition=, --account=, --time=, --nodes=, --cpus-per-task=, --mem=. See docs/distributed.md."""
 _OURS: Final = (
     *("--ntasks-per-node", "--signal", "--requeue", "--no-requeue", "--open-mode", "--ntasks"),
     *("-n", "--array", "-a", "--wrap", "--test-only", "--parsable"),
