@@ -35,9 +35,9 @@ class PolicyAnswers:
         ValueError: the number is negative.
 
     Example:
-        >>> said = PolicyAnswers(policy)([[{"role": "user", "content": "2 + 2?"}]])
-        >>> type(said[0])
-        <class 'str'>
+        >>> judge = PolicyAnswers(TransformersWrapper("smollm2"))  # doctest: +SKIP
+        >>> judge([[{"role": "user", "content": "What is 2 + 2?"}]])  # doctest: +SKIP
+        ['2 + 2 = 4']
     """
 
     def __init__(
