@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from torchrl_envs.concurrency.event_loop import import_aside
+
 from .allowed_hosts import AllowedHosts
 from .filtering_proxy import FilteringProxy
 from .own_network import SharedNetworkWarning, reason_against, write_launcher
@@ -89,6 +91,7 @@ class Chromium:
         return await self._browser.new_context(accept_downloads=False, service_workers="block")
 
     async def _start(self) -> "Browser":
+        await import_aside("playwright.async_api")
         from playwright.async_api import async_playwright
 
         proxy = FilteringProxy(self._allowed)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import threading
 import weakref
 from concurrent.futures import Future
@@ -10,6 +11,16 @@ from typing import Any, Final
 _REACTS_S: Final = 0.5
 """A loop that runs nothing for so long, though asked to, is blocked."""
 _STOP_GRACE_S: Final = 1.0
+
+
+async def import_aside(*modules: str) -> None:
+    """Import modules on a thread: a loop that imports for half a second is taken for blocked.
+
+    Args:
+        *modules: what a coroutine is about to import; a large one takes seconds the first time.
+    """
+    for module in modules:
+        await asyncio.to_thread(importlib.import_module, module)
 
 
 class ReplaceableLoop:

@@ -10,6 +10,7 @@ from typing import Any, Final, Self
 from urllib.parse import urlsplit, urlunsplit
 
 from torchrl_data.checks import POSITIVE, check_numbers
+from torchrl_envs.concurrency.event_loop import import_aside
 
 from .errors import (
     OpenEnvCapacityError,
@@ -212,6 +213,7 @@ class OpenEnvSession:
     # The connection -----------------------------------------------------------------------------
 
     async def _connect(self) -> None:
+        await import_aside("websockets.asyncio.client")
         from websockets.asyncio.client import connect
         from websockets.exceptions import InvalidHandshake
 

@@ -18,6 +18,7 @@ from operator import methodcaller
 from typing import Any, Final, TypeVar
 
 from torchrl_data import import_package
+from torchrl_envs.concurrency.event_loop import import_aside
 from torchrl_envs.processes import kept_command
 
 T = TypeVar("T")
@@ -298,6 +299,8 @@ async def make_client(server: Any, on_message: Any) -> AsyncIterator[Any]:
     # server: `{"command", "args", "env", "cwd"}` (a process, over stdio), `{"url", "headers"}` or a
     # URL (streamable HTTP), an `MCPServer` or `Server` object (in memory), or a function without
     # arguments that returns one of these or a transport.
+    with contextlib.suppress(ImportError):  # what follows says what to do
+        await import_aside("mcp", "mcp.client.streamable_http", "mcp.shared._httpx_utils")
     for module in ("mcp", "mcp.client.streamable_http"):
         import_package(module, who="An MCP server", install="pip install 'mcp>=2'")
     try:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from torchrl_envs.concurrency.calls import CallTimeoutError, ConcurrentCalls
+from torchrl_envs.concurrency.event_loop import import_aside
 from torchrl_envs.concurrency.threads import DaemonThreads
 
 
@@ -30,6 +31,32 @@ def make_calls():
     yield make
     for calls in made:
         calls.close()
+
+
+def test_an_import_that_takes_long_does_not_cost_the_loop_of_others(
+    make_calls, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "takes_long.py").write_text("import time\ntime.sleep(2)\n")
+    calls, loops = make_calls(), []
+
+    async def imports():
+        loops.append(asyncio.get_running_loop())
+        await import_aside("takes_long")
+        import takes_long  # type: ignore[reportMissingImports]
+
+        return takes_long.__name__
+
+    async def waits():
+        loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(2.5)
+        return "waited"
+
+    outcomes = calls.run([[imports], [waits]])
+    ((_, after),) = calls.run([[imports, imports]])
+    assert said(outcomes) == [[("takes_long", None)], [("waited", None)]]
+    assert after.error is None
+    assert len(set(map(id, loops))) == 1
 
 
 @pytest.fixture
