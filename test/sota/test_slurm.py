@@ -115,6 +115,7 @@ def cluster(tmp_path_factory):
             process.wait(timeout=60)
 
 
+@pytest.mark.timeout(600)
 def test_a_job_that_is_warned_saves_and_goes_on_in_its_folder(cluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in cluster.items():
