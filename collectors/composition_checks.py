@@ -17,7 +17,7 @@ from objectives.advantages.estimators import (
     TurnCredit,
 )
 from objectives.advantages.group_selector import GroupSelector
-from objectives.advantages.mc_advantage import MCAdvantage
+from objectives.advantages.mc_advantage import OF_EPISODES, MCAdvantage
 from objectives.advantages.tree_credit import AgentCredit, BranchCredit, FunctionCredit
 from torchrl_data import page
 from torchrl_data.keys import REWARD
@@ -257,14 +257,15 @@ def check_credit(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> N
                 "one for the whole episode. Give RewardFunctions([...], level='turn'), or take "
                 "credit='episode'."
             )
-        named = [its for p in given if (its := getattr(p, "agents", ()))]
-        if credit in ("episode", "branch", "turn") and named:
+        programs = [p for p in given if isinstance(p, AgentProgram)]
+        named = [p.agents for p in programs if p.agents]
+        if credit in OF_EPISODES and named:
             raise ValueError(
                 f"{who}: the agents {list(named[0])} have rewards of their own, and "
                 f"credit={credit!r} pays all of them alike. Take credit='agent' (of a recipe "
                 "loss.credit=agent)."
             )
-        if credit == "agent" and not any(isinstance(p, AgentProgram) for p in given):
+        if credit == "agent" and not programs:
             raise ValueError(
                 f"{who}: credit='agent' compares each agent of a program with itself, and the "
                 "environment has no AgentProgram. Take credit='episode'."

@@ -28,7 +28,7 @@ All other options are those of sbatch, by their long names and with = before the
 --partition=, --account=, --time=, --nodes=, --cpus-per-task=, --mem=. See docs/distributed.md."""
 _OURS: Final = (
     *("--ntasks-per-node", "--signal", "--requeue", "--no-requeue", "--open-mode", "--ntasks"),
-    *("-n", "--array", "-a", "--wrap", "--test-only", "--parsable"),
+    *("--array", "--wrap", "--test-only", "--parsable"),
 )
 """Options of sbatch on which the job's script depends, or that make no sense here."""
 _SCRIPT: Final = r"""#!/usr/bin/env bash

@@ -63,7 +63,7 @@ ESTIMATORS: Final[tuple[Estimator, ...]] = (
     *("batch_mean", "running_mean"),
 )
 CREDITS: Final[tuple[Credit, ...]] = ("episode", "branch", "turn", "agent")
-_OF_EPISODES: Final = ("episode", "branch", "turn")
+OF_EPISODES: Final = ("episode", "branch", "turn")
 """Those that know one reward of an episode, and none of its agents'."""
 NO_SIGNAL: Final[tuple[NoSignal, ...]] = ("keep", "drop", "refill")
 ON_EXPIRY: Final[tuple[OnExpiry, ...]] = ("drop", "release")
@@ -465,7 +465,7 @@ class MCAdvantage(ByGroups):
         """Queue rows; the groups that became complete, or expired and are still wanted."""
         complete: list[RewardedGroup] = []
         for row in rows:
-            if self.credit in _OF_EPISODES and row.get(keys.AGENT_REWARD, None) is not None:
+            if self.credit in OF_EPISODES and row.get(keys.AGENT_REWARD, None) is not None:
                 raise ValueError(
                     "MCAdvantage: the agents of these episodes have rewards of their own "
                     f"({keys.AGENT_REWARD!r}), and credit={self.credit!r} pays all of them alike: "

@@ -4,11 +4,12 @@ Shape legend: B rows.
 """
 
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Protocol, TypeVar
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.envs import Transform
+from torchrl.envs import StepCounter, Transform
 
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_envs.concurrency.calls import ConcurrentCalls
@@ -241,6 +242,26 @@ def overrides(transform: EpisodeTransform, event: str) -> bool:
         event: the name of the method.
     """
     return getattr(type(transform), event) is not getattr(EpisodeTransform, event)
+
+
+def parts_before(env: EpisodeEnvironment, part: EpisodeTransform) -> list[EpisodeTransform]:
+    """Return the parts of an environment that stand before one of them.
+
+    Args:
+        env: has it.
+        part: which.
+    """
+    return list(takewhile(lambda each: each is not part, env.transforms_of(EpisodeTransform)))
+
+
+def takes_one_turn(env: EpisodeEnvironment) -> bool:
+    """Return whether every episode of an environment ends with its first turn.
+
+    Args:
+        env: whose counters of steps say so.
+    """
+    limits = [counter.max_steps for counter in env.transforms_of(StepCounter)]
+    return any(limit is not None and limit < 2 for limit in limits)
 
 
 class OpenedTurns:

@@ -36,7 +36,7 @@ from torchrl_envs.entries.rewards import (
 )
 from torchrl_envs.entries.trajectories import copied_rows, joined_rows
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_transform import EpisodeTransform, OpenedTurns
+from torchrl_envs.episode.episode_transform import EpisodeTransform, OpenedTurns, parts_before
 from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.episode.trajectory_transform import TrajectoryTransform
 from torchrl_envs.tools.environments import EnvironmentTools
@@ -209,7 +209,7 @@ class RewardFunctions(OpenedTurns, EpisodeTransform, RewardSource):
         functions = list(self.functions.values())
         # Earlier functions, and everything that is no function, have their names first.
         parts = list(env.transforms_of(EpisodeTransform))
-        before = parts[: next(i for i, part in enumerate(parts) if part is self)]
+        before = parts_before(env, self)
         taken = [
             name
             for part in parts

@@ -18,7 +18,6 @@ from operator import methodcaller
 from typing import Any, Final, TypeVar
 
 from torchrl_data import import_package
-from torchrl_envs.concurrency.event_loop import import_aside
 from torchrl_envs.processes import kept_command
 
 T = TypeVar("T")
@@ -299,10 +298,10 @@ async def make_client(server: Any, on_message: Any) -> AsyncIterator[Any]:
     # server: `{"command", "args", "env", "cwd"}` (a process, over stdio), `{"url", "headers"}` or a
     # URL (streamable HTTP), an `MCPServer` or `Server` object (in memory), or a function without
     # arguments that returns one of these or a transport.
-    with contextlib.suppress(ImportError):  # what follows says what to do
-        await import_aside("mcp", "mcp.client.streamable_http", "mcp.shared._httpx_utils")
+    # On a thread: a loop that imports for long is taken for blocked.
+    load = functools.partial(import_package, who="An MCP server", install="pip install 'mcp>=2'")
     for module in ("mcp", "mcp.client.streamable_http"):
-        import_package(module, who="An MCP server", install="pip install 'mcp>=2'")
+        await asyncio.to_thread(load, module)
     try:
         from mcp import Client, StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client

@@ -7,8 +7,6 @@ from functools import partial
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Final
 
-from torchrl.envs import StepCounter
-
 from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_data.message_edits import split_reasoning
 from torchrl_data.messages import Message
@@ -20,6 +18,8 @@ from torchrl_envs.episode.episode_transform import (
     EpisodeTransform,
     OpenedTurns,
     overrides,
+    parts_before,
+    takes_one_turn,
 )
 from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.graders.answers import as_opened, text_of_message
@@ -139,18 +139,14 @@ class SimulatedUser(OpenedTurns, EpisodeTransform):
                 before this one adds to the prompt that the user's first message replaces.
         """
         self.note_environment(env)
-        limits = [part.max_steps for part in env.transforms_of(StepCounter)]
-        if any(limit is not None and limit < 2 for limit in limits):
+        if takes_one_turn(env):
             raise ValueError(
                 "SimulatedUser: the environment ends every episode after one turn, so nobody would "
                 "read what the user answers. Allow more: max_steps=8, say (of a recipe "
                 "task.max_turns=8)."
             )
-        parts = list(env.transforms_of(EpisodeTransform))
-        before = parts[: next(i for i, part in enumerate(parts) if part is self)]
-        adding = [
-            type(p).__name__ for p in before if isinstance(p, ToolSource) and overrides(p, "begin")
-        ]
+        before = [part for part in parts_before(env, self) if isinstance(part, ToolSource)]
+        adding = [type(part).__name__ for part in before if overrides(part, "begin")]
         if self.opens and adding:
             raise ValueError(
                 "SimulatedUser: the user begins, and its first message takes the place of the "

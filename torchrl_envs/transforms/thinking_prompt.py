@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.envs import StepCounter
 
 from torchrl_data.checks import check_counts
 from torchrl_data.conversation_io import write_conversations
 from torchrl_data.keys import HISTORY, PROMPT, REWARD, ROW
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_transform import EpisodeTransform
+from torchrl_envs.episode.episode_transform import EpisodeTransform, takes_one_turn
 from torchrl_envs.rewards.answer import AnswerReward
 
 if TYPE_CHECKING:
@@ -103,8 +102,7 @@ class AddThinkingPrompt(EpisodeTransform):
         Raises:
             ValueError: every episode ends with its first turn.
         """
-        limits = [part.max_steps for part in env.transforms_of(StepCounter)]
-        if any(limit is not None and limit < 2 for limit in limits):
+        if takes_one_turn(env):
             raise ValueError(
                 "AddThinkingPrompt: the environment ends every episode after one turn, so nobody "
                 "would ever think again. Allow more: max_steps=2, say."
