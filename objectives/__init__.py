@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .advantages.pair_selector import PairSelector as PairSelector
     from .advantages.ray_mc_advantage import RayMCAdvantage as RayMCAdvantage
     from .advantages.role_baseline import RoleBaseline as RoleBaseline
+    from .advantages.rollout_tree import RolloutTreeCredit as RolloutTreeCredit
     from .advantages.row_tree import RowTree as RowTree
     from .advantages.top_k_reward_selector import TopKRewardSelector as TopKRewardSelector
     from .advantages.tree_credit import AgentCredit as AgentCredit

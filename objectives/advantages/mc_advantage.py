@@ -46,6 +46,7 @@ from .group_queue import (
     rows_of_member,
 )
 from .group_refill import MAX_DRAWS, GroupRefill
+from .rollout_tree import RolloutTreeCredit
 from .tree_credit import (
     TREE_CREDITS,
     AgentCredit,
@@ -55,15 +56,15 @@ from .tree_credit import (
 )
 
 Estimator = Literal["group", "rloo", "gdpo", "maxrl", "batch_mean", "running_mean"]
-Credit = Literal["episode", "branch", "turn", "agent"]
+Credit = Literal["episode", "branch", "turn", "agent", "tree"]
 NoSignal = Literal["keep", "drop", "refill"]
 OnExpiry = Literal["drop", "release"]
 ESTIMATORS: Final[tuple[Estimator, ...]] = (
     *("group", "rloo", "gdpo", "maxrl"),
     *("batch_mean", "running_mean"),
 )
-CREDITS: Final[tuple[Credit, ...]] = ("episode", "branch", "turn", "agent")
-OF_EPISODES: Final = ("episode", "branch", "turn")
+CREDITS: Final[tuple[Credit, ...]] = ("episode", "branch", "turn", "agent", "tree")
+OF_EPISODES: Final = ("episode", "branch", "turn", "tree")
 """Those that know one reward of an episode, and none of its agents'."""
 NO_SIGNAL: Final[tuple[NoSignal, ...]] = ("keep", "drop", "refill")
 ON_EXPIRY: Final[tuple[OnExpiry, ...]] = ("drop", "release")
@@ -240,6 +241,8 @@ class MCAdvantage(ByGroups):
             with itself, see :class:`AgentCredit`. From dense rewards, ``"branch"``: each row by
             what was rewarded in it and in the rows that come from it, see :class:`BranchCredit`;
             and ``"turn"``: one advantage per turn (process supervision), see :class:`TurnCredit`.
+            Where rollouts branch, ``"tree"``: each token by all rollouts that come after it, see
+            :class:`RolloutTreeCredit`.
             Or a function of the tree and the episode's advantage, see :class:`FunctionCredit`.
         trajectory_return: how a dense reward becomes one number: ``"sum"``, ``"mean"``,
             ``"max"``.
@@ -376,6 +379,8 @@ class MCAdvantage(ByGroups):
         inner = self._of_episodes(estimator, scale)
         if callable(self.credit):
             return FunctionCredit(function=self.credit, estimator=inner)
+        if self.credit == "tree":
+            return RolloutTreeCredit(estimator=inner)
         kind = {"agent": AgentCredit, "branch": BranchCredit}[self.credit]
         return kind(estimator=inner, **self._read)
 

@@ -26,6 +26,7 @@ from .estimators import (
     RewardedGroup,
     TurnCredit,
 )
+from .rollout_tree import RolloutTreeCredit
 from .row_tree import RowTree, read_dense
 
 CreditFunction = Callable[[RowTree, float], Sequence[float | Tensor]]
@@ -240,5 +241,5 @@ class FunctionCredit(AdvantageEstimator):
         self.estimator.load_state_dict(state)
 
 
-TREE_CREDITS: Final = (AgentCredit, BranchCredit, FunctionCredit)
-"""Estimators that give each row of an episode an advantage of its own."""
+TREE_CREDITS: Final = (AgentCredit, BranchCredit, FunctionCredit, RolloutTreeCredit)
+"""Estimators that give each row of an episode, or its tokens, advantages of their own."""
