@@ -17,7 +17,9 @@ from objectives.advantages.estimators import (
     TurnCredit,
 )
 from objectives.advantages.group_selector import GroupSelector
+from objectives.advantages.length_penalty import LengthPenalty
 from objectives.advantages.mc_advantage import OF_EPISODES, MCAdvantage
+from objectives.advantages.rollout_tree import RolloutTreeCredit
 from objectives.advantages.tree_credit import AgentCredit, BranchCredit, FunctionCredit
 from torchrl_data import page
 from torchrl_data.keys import REWARD
@@ -29,11 +31,12 @@ from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.episode.episode_step import flat_transforms
 from torchrl_envs.episode.episode_transform import EpisodeTransform, overrides
 from torchrl_envs.rewards.metrics import names_that_solve
+from torchrl_envs.transforms.branch_rollouts import BranchRollouts
 from torchrl_modules.policies.base import LLMWrapperBase
 
 _COMPARE: Final = (
     *(GroupMean, LeaveOneOut, MaxRL, DecoupledSources, PassAtK),
-    *(AgentCredit, BranchCredit, TurnCredit),
+    *(AgentCredit, BranchCredit, TurnCredit, RolloutTreeCredit),
 )
 """Estimators that give a rollout an advantage over others of its group."""
 
@@ -69,6 +72,7 @@ def check_composition(
     for part in (*_transforms(buffer), *after):
         if isinstance(part, EpisodeTransform):
             part.check_policy(policy)
+    check_branching(env, (*_transforms(buffer), *after), who=who)
     weigh_sources(buffer, reward_weights(env.episode_transforms()))
     loaders = list(env.transforms_of(DataLoadingPrimer))
     if postproc is None:
@@ -269,6 +273,37 @@ def check_credit(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> N
             raise ValueError(
                 f"{who}: credit='agent' compares each agent of a program with itself, and the "
                 "environment has no AgentProgram. Take credit='episode'."
+            )
+
+
+def check_branching(env: EpisodeEnv, parts: Sequence[Any], *, who: str) -> None:
+    """Check that what works on rows takes those of rollouts that branch for what they are.
+
+    Args:
+        env: of the rollouts.
+        parts: what the rows pass on their way into the buffer.
+        who: the component, named in errors.
+
+    Raises:
+        ValueError: a part works on whole rollouts; or credit goes by a tree, and there is none.
+    """
+    if next(env.transforms_of(BranchRollouts), None) is None:
+        for part in parts:
+            if isinstance(getattr(part, "estimator", None), RolloutTreeCredit):
+                raise ValueError(
+                    f"{who}: credit='tree' pays a token by all rollouts that come after it, and no "
+                    "rollout leaves another one. Append BranchRollouts(num_roots=...) to the "
+                    "environment (of a recipe collector.num_roots=4), or take credit='episode'."
+                )
+        return
+    for part in parts:
+        is_priced = isinstance(getattr(part, "estimator", None), LengthPenalty)
+        if is_priced or isinstance(part, GroupSelector | RewardSource):
+            name = "LengthPenalty" if is_priced else type(part).__name__
+            raise ValueError(
+                f"{who}: {name} works on whole rollouts, and the row of a rollout that branches "
+                "has what it said itself; the rest is in another row. Leave BranchRollouts out, "
+                "or this one (rewards can be given in the environment)."
             )
 
 

@@ -13,7 +13,7 @@ Shape legend: B rows of the environment, T tokens of a trajectory (ragged).
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,20 +21,32 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 
+from torchrl_data.batched_object import read_objects
 from torchrl_data.checks import check_counts
-from torchrl_data.conversation_io import one_dimension
+from torchrl_data.conversation_io import one_dimension, read_conversations
 from torchrl_data.keys import (
     DONE,
+    FINISH_REASON,
+    FULL,
     GROUP_ID,
     POLICY_VERSION,
+    PROMPT,
     STEP_MASK,
     STOP_REASON,
 )
 from torchrl_data.stop_reason import StopReason
 from torchrl_envs.datasets.primer import DataExhaustedError
 from torchrl_envs.entries.rewards import REWARD_KEYS
+from torchrl_envs.episode.episode import share_all
+from torchrl_envs.episode.episode_entries import read_episodes
 from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.episode.turn_point import TurnPoint
 from torchrl_envs.rewards.functions import RewardFunctions
+from torchrl_envs.transforms.branch_rollouts import (
+    BranchRollouts,
+    branching_of,
+    waiting_rollouts,
+)
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
 from .collector import Collector, PostProcessing
@@ -44,6 +56,8 @@ from .trajectory_rows import trajectory_rows
 from .weight_update.weight_updater import WeightUpdater
 
 _log = logging.getLogger(__name__)
+_Ended = dict[int, list[TensorDictBase]]
+"""The rows of each episode by its row in the environment."""
 
 
 class LLMCollector(Collector):
@@ -117,6 +131,7 @@ class LLMCollector(Collector):
             weight_updater=weight_updater,
             reward_functions=list(env.transforms_of(RewardFunctions)),
         )
+        self._branching = branching_of(env)
         self._refusing = refusing_parts(replay_buffer)
         check_refill(env, self._refusing, who=who)
         self._refused: set[int] = set()
@@ -141,7 +156,7 @@ class LLMCollector(Collector):
         shape = self.env.batch_size
         active = torch.ones(shape.numel(), dtype=torch.bool)
         try:
-            batch, ended = self._run_episodes(self.env.reset(), active)
+            batch, ended = self._run_groups(self.env.reset(), active)
             episodes = [*ended.values()]
             num_rows = shape.numel()
             while refused := self._refuse(ended):
@@ -163,7 +178,7 @@ class LLMCollector(Collector):
                     batch = self.env.reset(batch)
                 except DataExhaustedError:
                     break
-                batch, ended = self._run_episodes(batch, active)
+                batch, ended = self._run_groups(batch, active)
                 episodes += ended.values()
         except BaseException:
             self.env.close_episodes()  # nothing stays open
@@ -175,10 +190,8 @@ class LLMCollector(Collector):
                 row.set_non_tensor(POLICY_VERSION, tracker.label(int(row.get(POLICY_VERSION))))
         return lazy_stack(rows), len(episodes)
 
-    def _run_episodes(
-        self, batch: TensorDictBase, active: Tensor
-    ) -> tuple[TensorDictBase, dict[int, list[TensorDictBase]]]:
-        """Run episodes that have begun to their ends.
+    def _run_groups(self, batch: TensorDictBase, active: Tensor) -> tuple[TensorDictBase, _Ended]:
+        """Run episodes that have begun to their ends; those that branch when their roots are over.
 
         Args:
             batch: of the environment, after its reset.
@@ -188,20 +201,63 @@ class LLMCollector(Collector):
             The batch without rewards, and the rows of each episode by its row in the environment;
             without those for which there were no data.
         """
+        if not self._branching:
+            return self._run_episodes(batch, active)
+        plans = self._waiting(batch, active)
+        roots = active.clone()
+        roots[[row for _, _, others in plans for row in others]] = False
+        trails: dict[int, list[TurnPoint]] = {row: [] for row in roots.nonzero().view(-1).tolist()}
+        batch, ended = self._run_episodes(batch, roots, trails.__getitem__)
+        turns: dict[int, Sequence[TurnPoint]] = {}
+        episodes = read_episodes(one_dimension(batch))
+        for part, first, others in plans:
+            known = [trails[row] for row in first if episodes[row].is_scorable]
+            chosen = part.choose(known, [episodes[row] for row in others])
+            turns |= {row: own for row, own in zip(others, chosen, strict=True) if own}
+        batch, later = self._run_episodes(self.env.branch(batch, turns), active & ~roots)
+        return batch, dict(sorted((ended | later).items()))
+
+    def _waiting(
+        self, batch: TensorDictBase, active: Tensor
+    ) -> list[tuple[BranchRollouts, list[int], list[int]]]:
+        """The groups of which some episodes branch: by what, the rows of the roots, the others."""
+        episodes = read_episodes(one_dimension(batch))
+        groups: dict[int, list[int]] = defaultdict(list)
+        for row in active.nonzero().view(-1).tolist():
+            if episodes[row].stop_reason != StopReason.NO_DATA:
+                groups[episodes[row].group_id].append(row)
+        plans = []
+        for rows in groups.values():
+            part, num_roots = waiting_rollouts(self._branching, [episodes[row] for row in rows])
+            if part is not None:
+                plans.append((part, rows[:num_roots], rows[num_roots:]))
+        return plans
+
+    def _run_episodes(
+        self,
+        batch: TensorDictBase,
+        active: Tensor,
+        trail: Callable[[int], list[TurnPoint]] | None = None,
+    ) -> tuple[TensorDictBase, _Ended]:
+        """Run episodes to their ends, as :meth:`_run_groups`; ``trail`` takes turns, by the row."""
         shape, further = self.env.batch_size, self.env.reward_entries
-        by_episode: dict[int, list[TensorDictBase]] = {}
+        by_episode: _Ended = {}
         for _ in range(self.max_turns):
+            if not bool(active.any()):
+                break
             batch.set(STEP_MASK, active.view(shape))
-            batch = self.env.step(self.policy(batch)).get("next")
+            turn = self.policy(batch)
+            if trail is not None:
+                for row, point in _points(turn, active):
+                    trail(row).append(point)
+            batch = self.env.step(turn).get("next")
             finished = active & batch.get(DONE).view(-1)
             indices = finished.nonzero().squeeze(-1).tolist()
             ended = trajectory_rows(one_dimension(batch), indices, further=further)
             by_episode |= dict(zip(indices, ended, strict=True))
             active = active & ~finished
             batch = batch.exclude(*REWARD_KEYS, *self.env.full_reward_spec.keys())
-            if not bool(active.any()):
-                break
-        else:
+        if bool(active.any()):
             raise RuntimeError(
                 f"LLMCollector: {int(active.sum())} episodes did not end within "
                 f"{self.max_turns} turns. Append a StepCounter(max_steps=...)."
@@ -240,3 +296,20 @@ class LLMCollector(Collector):
     def shutdown(self) -> None:
         """Close the environment and everything that its episodes hold."""
         self.env.close(raise_if_closed=False)
+
+
+def _points(turn: TensorDictBase, active: Tensor) -> Iterator[tuple[int, TurnPoint]]:
+    """The turns that the policy has just taken, and the rows of their episodes.
+
+    Args:
+        turn: ``[*B]``, what the policy returned.
+        active: bool ``[B]``, the rows with an episode that runs.
+    """
+    batch = one_dimension(turn)
+    episodes = read_episodes(batch)
+    share_all(episodes, read_conversations(batch, PROMPT, who="LLMCollector"))
+    said = read_conversations(batch, FULL, who="LLMCollector")
+    reasons = read_objects(batch, FINISH_REASON, "")
+    for row in active.nonzero().view(-1).tolist():
+        if not episodes[row].stop_reason:
+            yield row, TurnPoint.of(episodes[row], said.row(row), reasons[row])

@@ -21,6 +21,8 @@ from objectives.batching.non_finite_gate import StepOutcome
 from torchrl_data.batched_object import read_objects
 from torchrl_data.keys import (
     ASSISTANT_MASK,
+    BRANCHED_FROM,
+    BRANCHED_TOKENS,
     GROUP_ID,
     LOG_PROBS_FULL,
     NUM_TOOL_CALLS,
@@ -32,6 +34,7 @@ from torchrl_data.keys import (
     ROW,
     ROW_KIND,
     SAMPLING_MASK,
+    SEGMENT,
     STOP_REASON,
     TRUNCATED,
 )
@@ -84,6 +87,9 @@ def rollout_metrics(
         where rollouts have several rewards, and ``solved_by`` names none of them;
         ``rows_per_episode``, and of the rows the fractions that are branches of their episode,
         ``rows/parallel_fraction``, ``rows/sub_agent_fraction`` and ``rows/compaction_fraction``;
+        where rollouts branch, ``branches/fraction`` of those that left another one, and
+        ``branches/tokens``, how many tokens a rollout has of another one, prompt included (the mean
+        over all);
         ``turns``, ``sampled_tokens`` and ``sampled_tokens/max`` of a rollout, ``tool_calls`` and
         ``tool_errors`` where there are tools; ``truncated_fraction`` and ``stop/<reason>``, the
         fraction of the rollouts that ended so; ``entropy``, the mean of minus the log-prob of the
@@ -161,7 +167,12 @@ def _tree_metrics(rows: Sequence[TensorDictBase]) -> dict[str, float]:
     kinds = Counter(read_objects(row, ROW_KIND)[0] for row in rows)
     num_episodes = len(rows_by_episode(rows))
     shares = {f"rows/{kind}_fraction": kinds[kind] / len(rows) for kind in ROW_KINDS[1:]}
-    return {"rows_per_episode": len(rows) / num_episodes, **shares}
+    found = {"rows_per_episode": len(rows) / num_episodes, **shares}
+    if rows[0].get(BRANCHED_FROM, None) is not None:
+        opening = [row for row in rows if not int(row.get(SEGMENT, 0))]
+        found["branches/fraction"] = _mean([int(row[BRANCHED_FROM]) >= 0 for row in opening])
+        found["branches/tokens"] = _mean([int(row[BRANCHED_TOKENS]) for row in opening])
+    return found
 
 
 def _metrics_of(

@@ -16,6 +16,8 @@ from torchrl_data.conversation_io import row_tensordicts, write_conversations
 from torchrl_data.keys import (
     AGENT,
     AGENT_REWARD,
+    BRANCHED_FROM,
+    BRANCHED_TOKENS,
     DONE,
     EPISODE_ID,
     FINISH_REASON,
@@ -107,7 +109,7 @@ def row_outline(env: EpisodeEnv) -> TensorDict:
     episode, names = Episode(), env.reward_names
     episode.example, episode.conversation = {}, opening.append_turns([turn])
     for part in env.transforms_of(AgentProgram):
-        part.draw([episode])
+        part.drawn([episode])
     for part in env.transforms_of(TrajectoryTransform):
         names = [*names, part.penalty_name]
         episode.token_entries |= dict.fromkeys(part.results, torch.zeros(2))
@@ -163,7 +165,7 @@ def _object(value: Any) -> NonTensorData:
 def _rows_of(episode: Episode, shared: dict[str, Any], last: dict) -> list[TensorDict]:
     """The rows of one episode; ``last`` are the entries by token of the last of them."""
     out, start, places = [], 0, episode.row_places()
-    for number, part in enumerate(episode.rows):
+    for number, part in enumerate(episode.own_rows):
         end, own = start + part.num_tokens(0), last
         if number < len(episode.segments):
             own = {
@@ -183,6 +185,9 @@ def _rows_of(episode: Episode, shared: dict[str, Any], last: dict) -> list[Tenso
             ROW_KIND: _object(origin.kind),
             AGENT: _object(origin.agent),
         }
+        if episode.branch is not None:
+            entries[BRANCHED_FROM] = torch.tensor(episode.branch.episode)
+            entries[BRANCHED_TOKENS] = torch.tensor(episode.branch.num_tokens)
         if episode.agent_rewards is not None:
             reward = episode.agent_rewards.get(origin.agent, math.nan)
             entries[AGENT_REWARD] = torch.tensor([[reward]], dtype=torch.float32)

@@ -10,7 +10,8 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from collectors.checkpoint.format import Encoder, known_tensorclasses
-from torchrl_envs import DataLoadingPrimer, RewardErrorLimit, TokenBudget
+from torchrl_data.import_path import import_callable
+from torchrl_envs import BranchRollouts, DataLoadingPrimer, RewardErrorLimit, TokenBudget
 from torchrl_envs.rewards.metrics import names_that_solve
 from torchrl_envs.tasks.by_name import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
@@ -27,7 +28,13 @@ from .settings.arguments import name_of
 from .settings.defaults import defaults_of, fill_in
 from .settings.errors import refusing
 from .settings.recipe import Recipe
-from .settings.schema import EpisodeConfig, RecipeConfig, RolloutsConfig, TrainingConfig
+from .settings.schema import (
+    CollectorConfig,
+    EpisodeConfig,
+    RecipeConfig,
+    RolloutsConfig,
+    TrainingConfig,
+)
 
 _LOG = logging.getLogger("torchrl_agents")
 
@@ -88,7 +95,20 @@ def build_task(recipe: Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
         _settle_warm_start(cfg, task)
         size = cfg.collector.group_size
         env = TaskEnv(task, num_envs=cfg.collector.num_prompts * size, repeats=size, **common)
+        _let_branch(env, cfg.collector)
         return Setup(task, env, held_out_env)
+
+
+def _let_branch(env: TaskEnv, cfg: CollectorConfig) -> None:
+    """Let some rollouts of each group begin in the middle of others, as the settings say."""
+    if cfg.num_roots is None:
+        return
+    at: Any = cfg.branch_at
+    if ":" in at:
+        at = import_callable("collector.branch_at", at)
+    part = BranchRollouts(cfg.num_roots, at=at)
+    env.append_transform(part)
+    part.check(env)
 
 
 def tell_left_out(envs: Sequence[TaskEnv], *, told: Collection[int] = ()) -> None:

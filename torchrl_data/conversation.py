@@ -552,12 +552,48 @@ class Conversations:
         records = []
         for record, at in zip(self._records, self._positions, strict=True):
             own = ConversationRecord(record.tools)
-            content = bytes([Source.CONTENT])
-            sources = record.sources[: at.num_tokens].replace(bytes([Source.MODEL]), content)
+            sources = _not_sampled(record.sources[: at.num_tokens])
             own.extend_tokens(record.ids[: at.num_tokens], sources)
             own.messages = record.messages[: at.num_messages]
             records.append(own)
         return type(self)(records, self._positions)
+
+    def begun_elsewhere(self, num_tokens: int, num_messages: int) -> Self:
+        """A snapshot of one row whose first tokens were sampled in another row, and are read here.
+
+        Args:
+            num_tokens: which of them have no log-probs, versions or other values of the policy.
+            num_messages: that they spell.
+        """
+        (record,), (at,) = self._records, self._positions
+        own = record.copy_prefix(at.num_tokens, at.num_messages)
+        own.sources[:num_tokens] = _not_sampled(own.sources[:num_tokens])
+        own.log_probs[:num_tokens] = array("f", [0.0]) * num_tokens
+        own.versions[:num_tokens] = array("q", [-1]) * num_tokens
+        for column in own.extra.values():
+            known = min(num_tokens, len(column))
+            column[:known] = array("f", [0.0]) * known
+        known = min(num_tokens, len(own.sampling_masks))
+        own.sampling_masks[:known] = [b""] * known
+        own.first_response = num_messages if num_messages < at.num_messages else None
+        return type(self)([own], [at])
+
+    def before_response(self) -> Self:
+        """A snapshot of how each row stood when its last response began, which awaits another.
+
+        Raises:
+            RuntimeError: a row does not end with a response that was sampled here.
+        """
+        positions = []
+        for row, (record, at) in enumerate(zip(self._records, self._positions, strict=True)):
+            start = at.response_start
+            if at.awaits_response or not 0 < start < at.num_tokens or at.num_encoded < 1:
+                raise RuntimeError(f"Row {row} does not end with a response that was sampled here.")
+            if record.first_response == at.num_encoded - 1 and record.begun_at is not None:
+                raise RuntimeError(f"Row {row} has its first response in a message of its prompt.")
+            num_messages = at.num_encoded - 1
+            positions.append(Position(start, num_messages, num_messages, True, start))
+        return type(self)(self._records, positions)
 
     def append_messages(self, rows: Sequence[Sequence[Message]]) -> Self:
         """A snapshot with messages added to each row; they are encoded when someone asks.
@@ -647,6 +683,12 @@ class Conversations:
         if len(record.ids) == position.num_tokens and len(record.messages) == position.num_messages:
             return record
         return record.copy_prefix(position.num_tokens, position.num_messages)
+
+
+def _not_sampled(sources: bytearray) -> bytearray:
+    """The writers of tokens that are read in a row, what was sampled elsewhere included."""
+    content = bytes([Source.CONTENT])
+    return sources.replace(bytes([Source.MODEL]), content)
 
 
 def waiting_rows(conversations: Conversations) -> list[Waiting | None]:

@@ -140,6 +140,13 @@ collector."""
 AGENT: Final = "agent"
 """The author of a row, a string per row, see :class:`~torchrl_envs.AgentProgram`; empty where the
 policy has no program. Written by the collector."""
+BRANCHED_FROM: Final = "branched_from"
+"""int64 ``[B]``: the ``episode_id`` of the rollout of its group that it left, see
+:class:`~torchrl_envs.BranchRollouts`; -1 for one that began with the prompt. Written by the
+collector where rollouts branch."""
+BRANCHED_TOKENS: Final = "branched_tokens"
+"""int64 ``[B]``: how many tokens of that rollout come before it, its prompt included; 0 without.
+Written by the collector where rollouts branch."""
 AGENT_REWARD: Final = "agent_reward"
 """float32 ``[B, 1, 1]``: the reward of the row's author, where the agents of a program have rewards
 of their own; NaN for one that got none. Written by the collector."""

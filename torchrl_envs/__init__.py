@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from .tools.mcp import MCPToolTransform as MCPToolTransform
     from .tools.python_interpreter import PythonInterpreter as PythonInterpreter
     from .tools.step_environments import StepEnvironments as StepEnvironments
+    from .transforms.branch_rollouts import BranchRollouts as BranchRollouts
     from .transforms.drop_reasoning import DropReasoning as DropReasoning
     from .transforms.fold_context import FoldContext as FoldContext
     from .transforms.policy_version import PolicyVersion as PolicyVersion

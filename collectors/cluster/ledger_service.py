@@ -14,6 +14,7 @@ from objectives.advantages.group_refill import MAX_DRAWS
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt
 from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.transforms.branch_rollouts import branching_of
 
 WHO: Final = "RayLLMCollector"
 _NOBODY: Final = -1
@@ -105,6 +106,7 @@ class LedgerService:
         self.ledger = GroupLedger(
             groups_per_step=groups_per_step, group_size=group_size, policy=staleness
         )
+        branching_of(self._env)  # the collectors for which it draws run them
         self._runner = AsyncEpisodeRunner(self._env)
         loader = next(iter(loaders), None)
         self._queue = GroupScheduler(

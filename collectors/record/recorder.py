@@ -27,6 +27,8 @@ from torchrl_data.images import described
 from torchrl_data.keys import (
     ADVANTAGE,
     AGENT,
+    BRANCHED_FROM,
+    BRANCHED_TOKENS,
     ENTROPY,
     EPISODE_ID,
     FINISH_REASON,
@@ -260,7 +262,9 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
             numbers: dict[int, int] = {}  # of the episodes in the group
             for row in by_group[group.group_id] if group.is_recorded else ():
                 index = numbers.setdefault(row_key(row)[0], len(numbers))
-                samples.append(self._sample(row, step, index, advantages.get(row_key(row))))
+                sample = self._sample(row, step, index, advantages.get(row_key(row)))
+                sample.branched_from = numbers.get(int(row.get(BRANCHED_FROM, -1)), -1)
+                samples.append(sample)
         summary = StepSummary(
             step=step,
             time=round(time.time(), 3),
@@ -313,6 +317,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
             parent_segment=int(row.get(PARENT_SEGMENT, -1)),
             parent_tokens=int(row.get(PARENT_TOKENS, 0)),
             row_kind=str(read_objects(row, ROW_KIND, "main")[0]),
+            branched_tokens=int(row.get(BRANCHED_TOKENS, 0)),
             agent=str(read_objects(row, AGENT, "")[0]),
             reward=reward_of(row),
             rewards={str(name): number(value) for name, value in row.get(REWARDS, {}).items()},

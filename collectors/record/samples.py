@@ -111,6 +111,11 @@ class RolloutSample(_Recorded):
     """How many tokens of that row come before it."""
     row_kind: str = "main"
     """How it began: main, parallel, sub_agent or compaction."""
+    branched_from: int = -1
+    """The ``index`` of the rollout of its group that its episode left; -1 for one that began with
+    the prompt."""
+    branched_tokens: int = 0
+    """How many tokens of that rollout come before its own, the prompt included."""
     agent: str = ""
     """Its author; empty where the policy has no program."""
     reward: float | None
@@ -147,13 +152,17 @@ class RolloutSample(_Recorded):
 
     @property
     def place(self) -> str:
-        """The place of the row in the tree of its episode; empty where that is one row."""
+        """The place of the row in the tree of its episode, or of its group; empty without one."""
+        left = ""
+        if self.branched_from >= 0:
+            left = f"branch of rollout {self.branched_from} at token {self.branched_tokens}"
         if self.num_segments == 1:
-            return ""
+            return left
         text = f"row {self.segment}: {self.row_kind.replace('_', '-')}"
         if self.parent_segment >= 0:
             text += f" of row {self.parent_segment} at token {self.parent_tokens}"
-        return f"{text} by {self.agent}" if self.agent else text
+        text = f"{text} by {self.agent}" if self.agent else text
+        return f"{left}, {text}" if left else text
 
 
 @dataclass(kw_only=True)

@@ -9,6 +9,8 @@ from collectors.composition_checks import check_collected_env, check_composition
 from collectors.ledger import GroupLedger, StalenessPolicy
 from torchrl_data.checks import check_counts, check_type
 from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.transforms.branch_rollouts import BranchRollouts
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.engine import can_keep_caches
 
@@ -112,6 +114,20 @@ def turn_timeout_s(ledger: GroupLedger, request_timeout: float | None) -> float 
     if request_timeout is not None and not request_timeout > 0:
         raise ValueError(f"{WHO}: request_timeout must be positive, got {request_timeout}.")
     return _REQUEST_TIMEOUT_S if request_timeout is None else request_timeout
+
+
+def check_barriers(env: EpisodeEnv, ledger: GroupLedger) -> None:
+    """Check that no rollout waits for others of its group where all turns are drawn in step.
+
+    Raises:
+        ValueError: one does: the batch that the others would be drawn in waits for it.
+    """
+    if ledger.is_on_policy and next(env.transforms_of(BranchRollouts), None) is not None:
+        raise ValueError(
+            f"{WHO}: on policy all rollouts of a step are drawn in one batch, and with "
+            "BranchRollouts some begin when others are over. Collect with LLMCollector (of a "
+            "recipe collector.mode=sync), or allow some staleness."
+        )
 
 
 def check_adapters(engine: Any, policy: StalenessPolicy) -> None:

@@ -49,6 +49,7 @@ from .background_collector import BackgroundCollector
 from .checks import (
     WHO,
     check_adapters,
+    check_barriers,
     check_streaming,
     most_episodes,
     most_waiting,
@@ -162,6 +163,7 @@ class StreamingCollector(BackgroundCollector):
             buffer_capacity=most_waiting(ages, queue_maxsize, *sizes),
         )
         """Knows what became of every group; to be read while nothing is collected."""
+        check_barriers(env, self.ledger)
         self.env = env
         self.timeline = Timeline()
         """What took how long."""

@@ -17,6 +17,8 @@ from collectors.trajectory_rows import trajectory_rows
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.episode.turn_point import TurnPoint
+from torchrl_envs.transforms.branch_rollouts import branching_of, waiting_rollouts
 from torchrl_modules.engines.engine import EngineDied
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
@@ -100,6 +102,7 @@ class GroupRunner:
         self.episodes = AsyncEpisodeRunner(env)
         """Draws them."""
         self.episodes.calls.allow_threads(max_episodes)
+        self._branching = branching_of(env)
         self._policy = policy
         self._group_size = group_size
         self._further = env.reward_entries
@@ -182,24 +185,51 @@ class GroupRunner:
         return reason
 
     async def _run(self, group: RunningGroup) -> None:
-        episodes = enumerate(group.episodes)
-        await run_together(self._run_episode(group, number, each) for number, each in episodes)
+        part, num_roots = waiting_rollouts(self._branching, group.episodes)
+        roots, others = group.episodes[:num_roots], group.episodes[num_roots:]
+        keeps = part is not None
+        try:
+            trails = await run_together(
+                self._run_episode(group, number, episode, keeps=keeps)
+                for number, episode in enumerate(roots)
+            )
+            if part is not None:
+                left = [t for t, each in zip(trails, roots, strict=True) if each.is_scorable]
+                chosen = zip(others, part.choose(left, others), strict=True)
+                await run_together(
+                    self._run_episode(group, number, episode, after=turns)
+                    for number, (episode, turns) in enumerate(chosen, num_roots)
+                )
+        finally:
+            for episode in roots if keeps else ():
+                self._policy.engine.end_session(episode.id)
         with self._timeline.span("score", group.track, self._group_size):
             group.rows = await self._in_thread(
                 scored_rows, self.episodes, group.episodes, self._further
             )
 
-    async def _run_episode(self, group: RunningGroup, number: int, episode: Episode) -> None:
+    async def _run_episode(
+        self,
+        group: RunningGroup,
+        number: int,
+        episode: Episode,
+        *,
+        after: Sequence[TurnPoint] = (),
+        keeps: bool = False,
+    ) -> Sequence[TurnPoint]:
+        """Take an episode to its end; what was read for it is kept for others, if it is to be."""
         try:
             async with self._slots:
                 with self._timeline.span("episode", group.track, number):
                     start_s = time.monotonic()
                     policy = _TimedPolicy(self._policy, self._timeline, group.track, number)
-                    await self.episodes.run(episode, policy)
+                    turns = await self.episodes.run(episode, policy, after=after)
                     others_s = time.monotonic() - start_s - policy.generated_s
                     self._timeline.count("environment", others_s)
+                    return turns
         finally:
-            self._policy.engine.end_session(episode.id)
+            if not keeps:
+                self._policy.engine.end_session(episode.id)
             self.num_open -= 1
             group.num_open -= 1
             if episode.is_done:  # and not cancelled
@@ -257,15 +287,18 @@ def scored_rows(
     return [row for rows in by_episode for row in rows]
 
 
-async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def run_together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines at once; when one fails the others are cancelled and waited for.
+
+    Returns:
+        What each gave, in order.
 
     Raises:
         Exception: what the first one raised.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()

@@ -162,7 +162,7 @@ def build_advantage(
             "at. Leave it out."
         )
     credit: Any = import_callable("credit", cfg.credit) if ":" in cfg.credit else cfg.credit
-    if group_size == 1 and credit in ("agent", "branch", "turn"):
+    if group_size == 1 and credit in ("agent", "branch", "turn", "tree"):
         raise ValueError(
             f"credit={credit} compares the rollouts of a group, which has one: "
             "collector.group_size=1. Raise it, or take credit=episode."

@@ -52,7 +52,8 @@ class LossConfig(_OptionSettings):
     credit: str = "episode"
     """What is paid for a reward in an episode of several rows: episode (all of it), agent (each
     agent of a program is compared with itself), branch or turn (from rewards by turn); or mine:f, a
-    function of the tree of rows and the episode's advantage."""
+    function of the tree of rows and the episode's advantage; or tree, of rollouts that branch: each
+    token is paid by all rollouts that come after it (collector.num_roots)."""
     length_penalty: float = setting(0.0, NOT_NEGATIVE)
     """What the longest output of a group costs; the others pay by their share of its length."""
     observation_coeff: float = setting(0.0, NOT_NEGATIVE)

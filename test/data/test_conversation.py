@@ -112,3 +112,56 @@ def test_versions_may_differ_by_row_and_by_token():
     assert state.policy_versions(1).tolist() == [-1, -1, -1, 5, 5]
     with pytest.raises(ValueError, match="Row 0 has 2 sampled tokens but 1 policy versions"):
         started(2).append_turns([turns[0]._replace(versions=[3]), turns[1]])
+
+
+def in_two_turns():
+    """An answer of two tokens, a message, and an answer of one; everything is recorded of them."""
+    first = Turn(
+        [7, 8],
+        [-0.5, -1.5],
+        ANSWER,
+        3,
+        {"entropy": [0.1, 0.2]},
+        [b"a", b"b"],
+        torch.zeros(5, 1, 1, dtype=torch.uint8),
+    )
+    state = started().append_turns([first])
+    state = opened(state.append_messages([[{"role": "user", "content": "more"}]]), [4])
+    last = Turn(
+        [9],
+        [-2.0],
+        ANSWER,
+        4,
+        {"entropy": [0.3]},
+        [b"c"],
+        torch.ones(7, 1, 1, dtype=torch.uint8),
+    )
+    return state, state.append_turns([last])
+
+
+def test_a_response_is_taken_anew_from_where_it_began():
+    before, after = in_two_turns()
+    again = after.before_response()
+    assert again == before
+    assert again.position(0).awaits_response
+    other = again.append_turns([Turn([10], [-3.0], ANSWER, 5)])
+    assert (other.ids(0), after.ids(0)) == ([1, 2, 3, 7, 8, 4, 10], [1, 2, 3, 7, 8, 4, 9])
+    for unfit in (again, started(), Conversations.from_messages([[ANSWER]])):
+        with pytest.raises(RuntimeError, match="Row 0 does not end with a response"):
+            unfit.before_response()
+
+
+def test_what_was_sampled_in_another_row_is_read_in_this_one():
+    _, after = in_two_turns()
+    row = after.begun_elsewhere(6, 3)
+    assert row.ids(0) == after.ids(0)
+    assert row.messages(0) == after.messages(0)
+    assert row.assistant_mask(0).tolist() == [False] * 6 + [True]
+    assert row.log_probs(0).tolist() == [0.0] * 6 + [-2.0]
+    assert row.policy_versions(0).tolist() == [-1] * 6 + [4]
+    torch.testing.assert_close(row.extra(0)["entropy"], torch.tensor([0.0] * 6 + [0.3]))
+    assert row.sampling_masks(0) == [b""] * 6 + [b"c"]
+    assert torch.equal(row.routed_experts(0), after.routed_experts(0))  # it reads them, too
+    assert (row.first_response(0), row.num_tokens_before_policy(0)) == (3, 6)
+    # The row that it left keeps what it sampled.
+    assert after.log_probs(0).tolist() == [0.0, 0.0, 0.0, -0.5, -1.5, 0.0, -2.0]

@@ -316,6 +316,7 @@ def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
             "rollout a prompt goes with loss.advantage=batch_mean or running_mean of grpo."
         )
     yield from _refill_faults(recipe, cfg)
+    yield from _branch_faults(recipe, cfg)
     for name in (
         *("max_staleness", "staleness_policy", "pipeline_depth", "recompute", "follow_load"),
         "max_inflight_tasks",
@@ -418,6 +419,32 @@ def _refill_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
         yield "collector.max_draws is for collector.refill=true."
     if collector.refill and getattr(cfg.train, "shuffle_rewards", False):
         yield "collector.refill chooses groups before train.shuffle_rewards: take one of them."
+
+
+def _branch_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
+    """Some rollouts of a group begin in the middle of others: collector.num_roots."""
+    collector, loss = cfg.collector, getattr(cfg, "loss", None)
+    num_roots, credit = collector.num_roots, getattr(loss, "credit", "episode")
+    if num_roots is None:
+        if collector.branch_at != CollectorConfig().branch_at:
+            yield f"collector.branch_at={collector.branch_at} is for collector.num_roots: set it."
+        if credit == "tree":
+            yield "loss.credit=tree is for rollouts that branch: set collector.num_roots."
+        return
+    if num_roots >= collector.group_size:
+        yield (
+            f"collector.num_roots={num_roots} of collector.group_size={collector.group_size} "
+            "leaves no rollout that branches: take fewer."
+        )
+    if recipe.name == "expert_iteration":
+        yield "collector.num_roots: expert_iteration trains whole rollouts. Leave it out."
+    if getattr(loss, "length_penalty", 0.0):
+        yield "collector.num_roots: loss.length_penalty goes by whole rollouts. Leave one out."
+    if collector.mode == "streaming" and not collector.max_staleness:
+        yield (
+            "collector.num_roots: with collector.max_staleness=0 all rollouts of a step are drawn "
+            "at once. Take collector.mode=sync, or allow some staleness."
+        )
 
 
 def _ray_faults(cfg: RolloutsConfig) -> Iterator[str]:

@@ -145,6 +145,12 @@ class CollectorConfig(EpisodeConfig):
     """Prompts of a step."""
     group_size: int = setting(16, AT_LEAST_1)
     """Rollouts of a prompt."""
+    num_roots: int | None = setting(None, AT_LEAST_1)
+    """Of them so many begin with the prompt; each other one leaves one of these at one of its later
+    turns, and takes that anew (docs/branching.md); none: all begin with the prompt."""
+    branch_at: str = "uniform"
+    """Of num_roots: what draws that turn: uniform, surprise (the likelier, the less likely its
+    tokens were), or mine:f, a function from the turns of a rollout to weights."""
     refill: bool = False
     """Groups without a signal are replaced by others until the batch is full (docs/losses.md)."""
     max_draws: int = setting(16, AT_LEAST_1)

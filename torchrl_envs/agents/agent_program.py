@@ -101,6 +101,8 @@ class AgentProgram(ToolSource, RewardSource):
 
     answers_cut_turns = True
     """The program is told that a turn was cut, and decides what comes of it."""
+    can_branch = False
+    """Nobody can take a program to the middle of what it does."""
 
     def __init__(
         self,
@@ -234,9 +236,9 @@ class AgentProgram(ToolSource, RewardSource):
 
     # Events -------------------------------------------------------------------------------------
 
-    def draw(self, episodes: Sequence[Episode]) -> None:
+    def drawn(self, episodes: Sequence[Episode]) -> None:
         """Note that the agents have rewards of their own, where they have."""
-        for episode in self.concerned(episodes) if self.agents else ():
+        for episode in episodes if self.agents else ():
             episode.agent_rewards = {}
 
     async def begin(self, episode: Episode) -> None:

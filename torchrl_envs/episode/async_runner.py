@@ -4,6 +4,7 @@ Shape legend: N episodes of a group.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from tensordict import TensorDict, TensorDictBase
@@ -18,6 +19,7 @@ from .episode_env import HARMLESS, EpisodeEnv
 from .episode_step import transform_past
 from .episode_transform import EpisodeTransform
 from .runner import fail
+from .turn_point import TurnPoint
 
 
 class Prompt(NamedTuple):
@@ -105,37 +107,50 @@ class AsyncEpisodeRunner:
             episode.example, episode.query, episode.group_id = prompt
             episode.seed, episode.stream = seed, stream_number(seed, episode.row)
         self._runner.hold(episodes)
+        self._runner.drawn(episodes)
         return episodes
 
-    async def run(self, episode: Episode, policy: TurnTaker) -> None:
+    async def run(
+        self, episode: Episode, policy: TurnTaker, *, after: Sequence[TurnPoint] = ()
+    ) -> list[TurnPoint]:
         """Take a drawn episode to its end; it is not scored yet, and holds what it holds.
 
         Args:
             episode: its ``stop_reason`` says afterwards why it is over.
             policy: takes its turns.
+            after: turns of another one of its draw, of which it takes the last one anew; none for
+                an episode that begins with its prompt.
+
+        Returns:
+            The turns that it has taken, those that it took over left out.
 
         Raises:
             EngineDied: the engine of the policy is gone.
         """
         drive, events = self._runner.drive, self._runner
+        turns: list[TurnPoint] = []
         await drive(events.start, episode)
         try:
             base: Any = self._env.base_env
             episode.conversation = base.open(episode.query, episode.tools)
         except Exception as error:
             fail(episode, error, self._env.base_env, "open")
+        await drive(events.before_turn, episode)
+        if after:
+            await drive(partial(events.branch, turns=after), episode)
         while not episode.is_over:
-            await drive(events.before_turn, episode)
-            if episode.is_over:
-                break
-            episode.conversation, finish_reason = await policy.take_turn(
+            conversation, finish_reason = await policy.take_turn(
                 episode.conversation, max_new_tokens=episode.max_new_tokens, session=episode.id
             )
+            turns.append(TurnPoint.of(episode, conversation, finish_reason))
+            episode.conversation = conversation
             if events.took_turn(episode, finish_reason):
                 await drive(events.answer, episode)
                 episode.end_turn()
+            await drive(events.before_turn, episode)
         episode.settle()
         events.over([episode])
+        return turns
 
     def finish(self, episodes: Sequence[Episode]) -> TensorDictBase:
         """Score the episodes of a group, and give back what they hold; may take its time.

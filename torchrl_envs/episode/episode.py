@@ -26,7 +26,25 @@ _CUT: Final = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
 _NOTHING: Final = Conversations.from_messages([[]])
 _NO_MEMORY: Final[Mapping[str, Any]] = {}
 _MAIN: Final = (RowOrigin(),)
+_OF_ONE: Final = (
+    *("id", "row", "stream", "resources", "example", "group_id", "seed", "query"),
+    *("_snapshot", "_index"),
+)
+"""Attributes that an episode does not take over from another one."""
 _ids = itertools.count()
+
+
+class BranchOrigin(NamedTuple):
+    """Where an episode left another one of its group, whose beginning is its own, too."""
+
+    episode: int = -1
+    """The ``id`` of the other one; -1 for an episode that began with its prompt."""
+    num_tokens: int = 0
+    """How many tokens of the other one come before its own first turn, the prompt included."""
+    num_messages: int = 0
+    """And how many messages."""
+    num_turns: int = 0
+    """And how many turns of the policy."""
 
 
 class ToolCallRecord(NamedTuple):
@@ -90,6 +108,8 @@ class Episode:
         """What was said before the past was rewritten, see :meth:`rewrite`; one of a row each."""
         self.origins: tuple[RowOrigin, ...] = _MAIN
         """Where each of its :attr:`rows` comes from, in their order."""
+        self.branch: BranchOrigin | None = None
+        """Where it left another episode of its group; ``None`` where none branches."""
         self.max_new_tokens: int | None = None
         """Most tokens of the next turn; ``None`` leaves it to the policy."""
         self.max_turns: int | None = None
@@ -128,6 +148,25 @@ class Episode:
         fork = object.__new__(Episode)
         fork.__dict__ = self.__dict__.copy()
         return fork
+
+    def take_over(self, other: "Episode", conversation: Conversations) -> None:
+        """Go on from where another episode of the draw stood, with a stream of its own.
+
+        Args:
+            other: a fork of it, of then; what it held is not taken over.
+            conversation: its conversation of then, with the header of a turn open.
+        """
+        own = {name: self.__dict__[name] for name in _OF_ONE}
+        self.__dict__.update(other.__dict__ | own)
+        if self.stream is not None:
+            conversation = conversation.with_streams([self.stream])
+        self._snapshot, self._index = conversation, 0
+        self.branch = BranchOrigin(
+            other.id,
+            conversation.num_tokens(0),
+            len(conversation.messages(0)),
+            other.num_turns,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Values of the episode; its resources do not travel, nor do conversations of others."""
@@ -226,6 +265,14 @@ class Episode:
         return [*self.segments, self.conversation]
 
     @property
+    def own_rows(self) -> list[Conversations]:
+        """Its :attr:`rows`, with what another episode sampled as context, see :attr:`branch`."""
+        rows, left = self.rows, self.branch
+        if left is not None and left.num_tokens:
+            rows[0] = rows[0].begun_elsewhere(left.num_tokens, left.num_messages)
+        return rows
+
+    @property
     def assistant_mask(self) -> Tensor:
         """True on the tokens that the policy sampled, of all rows one after the other, ``[T]``."""
         if not self.segments:
@@ -234,8 +281,8 @@ class Episode:
 
     @property
     def sampled_versions(self) -> np.ndarray:
-        """Policy version of each token that the policy sampled, of all rows, int64."""
-        versions = np.concatenate([row.policy_versions(0).numpy() for row in self.rows])
+        """Policy version of each token that the policy sampled in it, of all rows, int64."""
+        versions = np.concatenate([row.policy_versions(0).numpy() for row in self.own_rows])
         return versions[versions >= 0]
 
     def say(self, *messages: Message) -> None:

@@ -6,7 +6,7 @@ Shape legend: B rows.
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Self, TypeVar
 
 from tensordict import TensorDict, TensorDictBase
@@ -36,13 +36,14 @@ from torchrl_envs.concurrency.calls import ConcurrentCalls, run_all
 from torchrl_envs.concurrency.outcome import CLOSED
 from torchrl_envs.entries.rewards import REWARD_KEYS, RewardSource, UnscoredWatch
 
-from .episode import Episode
+from .episode import Episode, share_all
 from .episode_entries import EpisodeEntries, read_episodes
 from .episode_step import StepOrder, flat_transforms, in_shape, role_of, written_batch
 from .episode_transform import EpisodeTransform, overrides
 from .resources import Resources
 from .reward_error_limit import RewardErrorLimit
 from .runner import EpisodeRunner
+from .turn_point import TurnPoint
 
 T = TypeVar("T", bound=Transform)
 
@@ -274,6 +275,40 @@ class EpisodeEnv(TransformedEnv):
         if {"edits", "reads the reward"}.isdisjoint(map(role_of, self._found)):
             return run(reset)
         return edited(reset, run, who="EpisodeEnv.reset")
+
+    def branch(
+        self, tensordict: TensorDictBase, turns: Mapping[int, Sequence[TurnPoint]]
+    ) -> TensorDictBase:
+        """Take episodes that have begun to where others of their draws were before a turn.
+
+        Args:
+            tensordict: ``[*B]``, after a reset or a step.
+            turns: by the row of an episode whose first turn has not been taken, those of another
+                one, from its first to the one that is to be taken anew.
+
+        Returns:
+            The batch, to go on from.
+        """
+        batch = one_dimension(tensordict).copy()
+        episodes = read_episodes(batch)
+        shown = read_conversations(batch, PROMPT, who="EpisodeEnv.branch")
+        share_all(episodes, shown)
+        chosen = [episodes[row] for row in turns]
+        for episode in chosen:
+            episode.resources = self.runner.resources_in(episode.row)
+
+        def take(episode: Episode) -> Any:
+            return self.runner.branch(episode, turns[episode.row])
+
+        self.runner.run(take, chosen)
+        written_batch(batch, episodes, shown)
+        self.entries.write_values(batch, episodes, given=batch)
+        for counter in self.transforms_of(StepCounter):
+            counts = batch.get(counter.step_count_key).clone()
+            for episode in chosen:
+                counts.view(len(episodes), -1)[episode.row] = episode.num_turns
+            batch.set(counter.step_count_key, counts)
+        return in_shape(batch, self.batch_size)
 
     # Step ---------------------------------------------------------------------------------------
 

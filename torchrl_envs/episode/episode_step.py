@@ -100,7 +100,7 @@ class EpisodeStep:
         """Let a ``StepCounter`` count, after all others have answered.
 
         Whether an episode that has no turn left ended by itself is decided at the end of the step,
-        so the flags stay as they were.
+        so the flags stay as they were. Of one that takes no part in the step nothing is counted.
 
         Args:
             counter: which.
@@ -108,9 +108,17 @@ class EpisodeStep:
         """
         held = {key: next_batch.get(key) for key in FLAGS}
         counted = counter._step(self._given, next_batch)
-        for episode, (_, _, is_over) in zip(self._episodes, read_flags(counted), strict=True):
-            if is_over and not episode.is_done:
+        over = [is_over for _, _, is_over in read_flags(counted)]
+        for episode in self._active:
+            if over[episode.row] and not episode.is_done:
                 episode.limit_turns(episode.num_turns)
+        if len(self._active) < len(self._episodes):
+            key, waits = counter.step_count_key, torch.ones(len(self._episodes), dtype=torch.bool)
+            waits[[episode.row for episode in self._active]] = False
+            counts = counted.get(key).clone()
+            before = self._given.get(key).expand_as(counts)
+            counts.view(len(waits), -1)[waits] = before.reshape(len(waits), -1)[waits]
+            held[key] = counts
         return counted.update(held)
 
     def end(self, next_batch: TensorDictBase) -> TensorDictBase:

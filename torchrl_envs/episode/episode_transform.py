@@ -52,7 +52,8 @@ class EpisodeTransform(ChecksAttributes, Transform):
     The events of an :class:`~torchrl_envs.Episode`, in this order, whatever the order in which
     transforms were appended:
 
-    1. ``draw``: the episode gets its example, group and seed;
+    1. ``draw``: the episode gets its example, group and seed; and ``drawn``: it has them, from the
+       data or from who draws a prompt a second time;
     2. ``begin``: it starts, and may add to the query; an episode in which that raises takes part
        in nothing more, and its first step ends it;
     3. ``before_turn``: the next turn is bounded, or is not to be;
@@ -86,6 +87,9 @@ class EpisodeTransform(ChecksAttributes, Transform):
     answers_cut_turns: bool = False
     """Whether ``after_turn`` is to see a turn that a limit of tokens cut. Where no transform of an
     episode wants that, such a turn ends the episode."""
+    can_branch: bool = True
+    """An episode in which it takes part can begin in the middle of another one, see
+    :class:`~torchrl_envs.BranchRollouts`."""
     keeps_prompt: bool = False
     """Whether ``begin`` and ``before_turn`` leave the data's prompt as it is, or add to it: one
     that is too long for the model stays so, and is left out when it is drawn."""
@@ -138,6 +142,9 @@ class EpisodeTransform(ChecksAttributes, Transform):
 
     def draw(self, episodes: Sequence[Episode]) -> None:
         """Give some episodes their ``example``, ``query``, ``group_id`` and ``seed``, in order."""
+
+    def drawn(self, episodes: Sequence[Episode]) -> None:
+        """Some episodes have what ``draw`` gives, also those whose prompt is drawn once more."""
 
     def begin(self, episode: Episode) -> Event:
         """Start an episode; may change its ``query`` and ``tools``, and add to its resources.

@@ -85,6 +85,10 @@ class Resources:
     def __contains__(self, owner: Any) -> bool:
         return owner in self._held
 
+    def __iter__(self) -> Iterator[Any]:
+        """Whoever holds something."""
+        return iter(self._held)
+
     def __len__(self) -> int:
         return len(self._held)
 

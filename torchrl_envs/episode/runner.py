@@ -13,10 +13,12 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from types import CoroutineType
 from typing import Any, Final
 
 from torchrl_data.conversation import stream_number
+from torchrl_data.messages import Message
 from torchrl_data.stop_reason import FinishReason, StopReason, kind_of, stop_reason_of
 from torchrl_data.tool_calls.parser import TurnParser, parse_tool_calls
 from torchrl_envs.concurrency.calls import ConcurrentCalls
@@ -29,9 +31,11 @@ from .episode_transform import EpisodeStartError, EpisodeTransform, overrides
 from .pending_calls import EventCoroutine, PendingCall, PendingCalls
 from .resources import Resources, close_left_open, close_resources
 from .tool_source import ToolDispatcher, ToolSource
+from .turn_point import TurnPoint
 
 _EVENTS: Final = {
     "draw": ("draw",),
+    "drawn": ("drawn",),
     "begin": ("begin",),
     "before_turn": ("before_turn",),
     "after_turn": ("after_turn",),
@@ -108,6 +112,7 @@ class EpisodeRunner:
         try:
             for transform in self._parts["draw"]:
                 transform.draw(episodes)
+            self.drawn(episodes)
         except Exception:  # no data are left, say: these never begin
             self.close(episodes)
             raise
@@ -115,6 +120,13 @@ class EpisodeRunner:
             if episode.stream is None:
                 episode.stream = stream_number("draw", self.num_draws, episode.row)
         self.num_draws += 1
+
+    def drawn(self, episodes: Sequence[Episode]) -> None:
+        """Tell that episodes have their examples, groups and seeds; not of those without data."""
+        begins = [episode for episode in episodes if not episode.stop_reason]
+        for transform in self._parts["drawn"]:
+            if concerned := transform.concerned(begins):
+                transform.drawn(concerned)
 
     def hold(self, episodes: Sequence[Episode]) -> None:
         """Keep what new episodes will hold, until they are closed."""
@@ -187,6 +199,58 @@ class EpisodeRunner:
         for part in bounds:
             if not episode.is_over:
                 await self.take_part(part, "before_turn", episode)
+
+    async def branch(self, episode: Episode, turns: Sequence[TurnPoint]) -> None:
+        """Take an episode that has begun to where another one of its draw was before a turn.
+
+        What tools and environments hold for it gets there by taking part in the turns before.
+
+        Args:
+            episode: whose first turn has not been taken.
+            turns: of the other one, from its first to the one that is to be taken anew.
+        """
+        if episode.is_over:
+            return
+        if any(self._takes_part(owner) for owner in episode.resources):
+            for turn, following in pairwise(turns):
+                await self._replay(episode, turn, following.before)
+                if episode.is_over:
+                    return
+        *_, last = turns
+        episode.take_over(last.before, last.after.before_response())
+
+    def _takes_part(self, owner: Any) -> bool:
+        """Return whether what an owner holds may depend on the turns of an episode."""
+        events = ("before_turn", "after_turn")
+        is_part = isinstance(owner, EpisodeTransform) and not isinstance(owner, ToolSource)
+        return not is_part or any(overrides(owner, event) for event in events)
+
+    async def _replay(self, episode: Episode, turn: TurnPoint, then: Episode) -> None:
+        """Let an episode take a turn that another one took; it fails if it is answered otherwise.
+
+        Args:
+            episode: as the other one was when it took the turn.
+            turn: the other one's.
+            then: the other one, after the answer.
+        """
+        episode.conversation = turn.after
+        if self.took_turn(episode, turn.finish_reason):
+            await self.answer(episode)
+            episode.end_turn()
+        await self.before_turn(episode)
+        found, expected = episode.messages, then.messages
+        if not episode.is_over and found == expected:
+            return
+        if episode.stop_reason and kind_of(episode.stop_reason) == StopReason.ENVIRONMENT_ERROR:
+            return
+        new = f"ended: {episode.stop_reason}" if episode.is_over else _first_other(found, expected)
+        error = EpisodeStartError("BranchRollouts")
+        error.__cause__ = RuntimeError(
+            f"turn {turn.before.num_turns + 1} of the rollout that it branches from is answered in "
+            f"another way when it is taken again: {new}. An environment that branches must answer "
+            "by its seed and the turns alone."
+        )
+        fail(episode, error, self, "branch")
 
     def run(self, event: Callable[[Any], Any], each: Sequence[Any]) -> None:
         """Run an event on each episode to its end, in their order; what they wait for, at once.
@@ -363,6 +427,18 @@ def _by_lane(pending: Iterable[PendingCall]) -> dict[Hashable, list[int]]:
     for place, each in enumerate(pending):
         lanes.setdefault(object() if each.lane is None else each.lane, []).append(place)
     return lanes
+
+
+def _first_other(found: Sequence[Message], expected: Sequence[Message]) -> str:
+    """The first message that is not what it was, and what it was."""
+    for new, old in itertools.zip_longest(found, expected):
+        if new != old:
+            return f"{_shown(new)}, and it was {_shown(old)}"
+    return ""
+
+
+def _shown(message: Message | None) -> str:
+    return "nothing" if message is None else f"{message.get('content')!r:.60}"
 
 
 def fail(episode: Episode, error: BaseException, part: Any, event: str) -> None:

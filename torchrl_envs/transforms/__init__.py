@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torchrl_envs.tools.mcp import MCPToolTransform as MCPToolTransform
     from torchrl_envs.tools.python_interpreter import PythonInterpreter as PythonInterpreter
 
+    from .branch_rollouts import BranchRollouts as BranchRollouts
     from .policy_version import PolicyVersion as PolicyVersion
     from .simulated_user import SimulatedUser as SimulatedUser
     from .thinking_prompt import AddThinkingPrompt as AddThinkingPrompt

@@ -159,16 +159,14 @@ class SimulatedUser(OpenedTurns, EpisodeTransform):
 
     # Events -------------------------------------------------------------------------------------
 
-    def draw(self, episodes: Sequence[Episode]) -> None:
+    def drawn(self, episodes: Sequence[Episode]) -> None:
         """Note the prompt as the data have it; an opening message is shared by a draw's rollouts.
 
         Raises:
             TypeError: the instructions of a row are no text.
         """
         openings: dict[int, _Opening] = {}
-        for episode in self.concerned(episodes):
-            if episode.stop_reason:
-                continue
+        for episode in episodes:
             said = [self._told(episode.example or {}), {"role": "user", "content": self.greeting}]
             if self.opens:
                 opening = openings.setdefault(episode.group_id, _Opening(said))

@@ -22,7 +22,7 @@ from torchrl_envs import (
     StepCounter,
     TokenBudget,
 )
-from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, prompt_of
 from torchrl_modules.engines.batching_engine import BatchingEngine
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
@@ -322,3 +322,27 @@ def test_what_works_on_batches_of_steps_is_refused():
     )
     with pytest.raises(ValueError, match="RenameTransform works on the steps of a batch"):
         AsyncEpisodeRunner(env)
+
+
+class Notes(EpisodeTransform):
+    """Notes the example of each episode before it begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def drawn(self, episodes):
+        self.told += [(episode.example["prompt"], episode.seed) for episode in episodes]
+
+
+def test_a_prompt_that_is_drawn_once_more_is_told_of_as_the_first_time():
+    """On Ray, and where a group is drawn again, nobody draws from the data."""
+    notes, data = Notes(), DataLoadingPrimer([{"prompt": "a"}], group_size=2, num_epochs=1)
+    env = ChatEnv(batch_size=3).append_transform(notes).append_transform(data)
+    runner = AsyncEpisodeRunner(env)
+    first, second, without = runner.draw(3)
+    assert notes.told == [("a", first.seed), ("a", second.seed)]
+    assert without.stop_reason == "no_data"
+    again = runner.draw_again(prompt_of(first), 7, 2)
+    assert notes.told[2:] == [("a", 7), ("a", 7)]
+    runner.give_up([first, second, without, *again])

@@ -22,7 +22,9 @@ from torchrl_envs import (
     SimulatedUser,
     StepCounter,
 )
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, prompt_of
 from torchrl_modules import BatchingEngine
+from torchrl_modules.policies.async_policy import AsyncPolicy
 
 END = "###STOP###"
 
@@ -267,6 +269,18 @@ def test_users_of_a_stream_are_asked_together(scripted):
     assert {str(r) for r in read_objects(batch, "stop_reason")} == {"environment_done: user"}
     assert batch["num_turns"].tolist() == [3] * 8
     assert len(user.calls) < len(user.questions)
+
+
+def test_a_prompt_that_is_drawn_once_more_has_its_user(scripted):
+    """On Ray, and in the place of a group that was refused, nobody draws from the data."""
+    env, policy = env_of(user := Asked(lambda _: END)), scripted(["How many?"])
+    runner = AsyncEpisodeRunner(env)
+    first = runner.draw(1)
+    again = runner.draw_again(prompt_of(first[0]), 7, 1)
+    asyncio.run(runner.run(again[0], AsyncPolicy(policy, BatchingEngine(policy.engine))))
+    assert again[0].stop_reason == "environment_done: user"
+    assert said(user.questions[0])[-2:] == [("assistant", "Eggs."), ("user", "How many?")]
+    runner.give_up([*first, *again])
 
 
 @pytest.mark.parametrize(
