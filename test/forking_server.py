@@ -1,7 +1,8 @@
 """Runs scripts in forks of this process, which has done once what each would begin with.
 
 It imports what a recipe imports, and makes a dry run of one, so that its forks find grammars,
-templates and data that were read and compiled. Its arguments are modules to import instead.
+templates and data that were read and compiled. Its arguments are modules to import instead, and
+then it refuses a command.
 Every line of its input is a script with its arguments, as JSON; every line of its output is how it
 ended.
 """
@@ -33,19 +34,23 @@ IMPORTED = (
     *("transformers.models.qwen3.modeling_qwen3", "datasets", "torch._dynamo"),
     *("matplotlib.backends.backend_agg", "rich._emoji_codes"),
 )
+KEPT = {}
+"""Modules of the recipe that was rehearsed, by name: what they define is known to Hydra."""
 REHEARSED = ("debug=tiny", "task.num_rows=64", "task.num_demonstrations=64", "dry_run=true")
+REFUSED = ("nosuch=1",)
 
 
 def run(argv):
     """Run a script as the interpreter does."""
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).parent))
+    if Path(argv[0]).parent == RECIPES / "grpo":
+        sys.modules.update(KEPT)
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def rehearse():
-    """Make a dry run here, and leave of it what was imported and compiled, and nothing else."""
-    import torch
+def rehearse(arguments):
+    """Run a recipe here, and leave of it what was imported and compiled, and nothing else."""
     from hydra.core.config_store import ConfigStore
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.plugins import Plugins
@@ -53,7 +58,9 @@ def rehearse():
     Plugins.instance()  # which have schemas of their own
     store = ConfigStore.instance()
     schemas = copy.deepcopy(store.repo)
-    own = (sys.argv, list(sys.path), os.environ.copy(), Path.cwd(), torch.get_rng_state())
+    own = (sys.argv, list(sys.path), os.environ.copy(), Path.cwd())
+    torch = sys.modules.get("torch")
+    random = torch and torch.get_rng_state()
     # Threads of tokenizers would not be there in a fork; a warning that is told once is a fork's.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with (
@@ -64,17 +71,19 @@ def rehearse():
     ):
         warnings.simplefilter("ignore")
         os.chdir(folder)
-        run([str(RECIPES / "grpo/grpo.py"), *REHEARSED])
+        with contextlib.suppress(*[SystemExit] * (arguments is REFUSED)):
+            run([str(RECIPES / "grpo/grpo.py"), *arguments])
         os.chdir(own[3])
     sys.argv, sys.path[:] = own[:2]
     os.environ.clear()
     os.environ.update(own[2])
-    torch.set_rng_state(own[4])
+    if torch:
+        torch.set_rng_state(random)
     store.repo = schemas
     HydraConfig.instance().cfg = None
     for name, module in list(sys.modules.items()):  # recipes call different files alike
         if str(RECIPES) in str(getattr(module, "__file__", None)):
-            del sys.modules[name]
+            KEPT[name] = sys.modules.pop(name)
     assert threading.active_count() == 1, threading.enumerate()  # a fork would have no other
 
 
@@ -118,10 +127,14 @@ def main():
     for name in sys.argv[1:] or IMPORTED:
         with contextlib.suppress(ImportError):  # a test takes some away
             import_module(name)
-    if not sys.argv[1:]:
-        import_module("quick_runs").quicken_runs()
-        rehearse()
-        gc.disable()
+    quick_runs = import_module("quick_runs")
+    if sys.argv[1:]:
+        quick_runs.quicken_settings()
+        rehearse(REFUSED)
+    else:
+        quick_runs.quicken_runs()
+        rehearse(REHEARSED)
+    gc.disable()
     gc.freeze()  # so that no fork looks through it, which would copy it
     gc.enable()
     for line in sys.stdin:

@@ -97,6 +97,8 @@ def _that_need_vllm(folder: str) -> list[str]:
 
 
 PARTS = tuple(map(_part, FOLDERS))
+IMPORTED = ("test/sota/dry_run", "test/collectors/streaming")
+"""Tests that import what all parts do."""
 WEEKLY_PARTS = tuple(_part(name, weekly=True) for name in FOLDERS)
 
 
@@ -128,6 +130,12 @@ def known_flaky(path: Path = KNOWN_FLAKY) -> dict[str, str]:
                 raise ValueError(f"{path.name} wants `file::test: reason`, it has {line!r}.")
             known[name] = reason
     return known
+
+
+def compile_imports() -> None:
+    """Imports once what all parts import, which three that begin together would each compile."""
+    with open(os.devnull, "wb") as nowhere:
+        _pytest(Part("compiled", ("--collect-only", *IMPORTED)), ROOT, (), nowhere)
 
 
 def run_parts(
@@ -223,6 +231,7 @@ def main(arguments: Sequence[str]) -> int:
     if is_weekly:
         os.environ.setdefault("HYPOTHESIS_PROFILE", "thorough")
     more = [each for each in arguments if each != "--weekly"]
+    compile_imports()
     outcomes = run_parts(WEEKLY_PARTS if is_weekly else PARTS, known, more=more)
     sys.stdout.write(summary(outcomes, known) + "\n")
     num_flaky = sum(len(outcome.flaky) for outcome in outcomes)

@@ -47,7 +47,7 @@ gpu.main()
 def measure(script, folder, *arguments):
     """Its status, what it printed, and its rows by scenario and name."""
     command = [sys.executable, str(script), "--device", "cpu", "--tiny", "--folder", str(folder)]
-    path = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT)])
+    path = os.pathsep.join([str(ROOT / "benchmarks"), os.environ["PYTHONPATH"]])
     ended = subprocess.run(
         [*command, *arguments],
         cwd=folder.parent,

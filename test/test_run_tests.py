@@ -99,7 +99,10 @@ def test_no_failure_is_lost(source, failed, broken, outcome_of):
 
 @pytest.mark.parametrize("weekly", [False, True])
 def test_main_fails_with_any_part(weekly, monkeypatch, capsys):
+    compiled = []
+
     def run_parts(parts, known, more):
+        assert compiled == [True]
         assert more == ["-x"]
         marks = {part.arguments[1].endswith(" and (weekly or hypothesis)") for part in parts}
         assert os.environ.get("HYPOTHESIS_PROFILE") == ("thorough" if weekly else None)
@@ -107,6 +110,7 @@ def test_main_fails_with_any_part(weekly, monkeypatch, capsys):
         assert {"--timeout=900" in part.arguments for part in parts} == {weekly}
         return [run_tests.Outcome(part.name, ["x"] * (part.name == "of units")) for part in parts]
 
+    monkeypatch.setattr(run_tests, "compile_imports", lambda: compiled.append(True))
     monkeypatch.setattr(run_tests, "run_parts", run_parts)
     assert run_tests.main(["--weekly", "-x"] if weekly else ["-x"]) == 1
     told = capsys.readouterr().out
@@ -124,11 +128,16 @@ def test_main_fails_with_too_many_flaky_tests(arguments, num_flaky, status, monk
         flaky = {"of units": names[:2], "of pages": names[2:]}
         return [run_tests.Outcome(part.name, flaky=flaky.get(part.name, ())) for part in parts]
 
+    monkeypatch.setattr(run_tests, "compile_imports", lambda: None)
     monkeypatch.setattr(run_tests, "run_parts", run_parts)
     assert run_tests.main(arguments) == status
     told = capsys.readouterr().out
     assert told.count("FLAKY") == num_flaky
     assert ("tests of units: passed, flaky" in told) == (num_flaky > 0)
+
+
+def test_what_is_imported_before_all_parts_is_there():
+    assert all((run_tests.ROOT / path).is_dir() for path in run_tests.IMPORTED)
 
 
 @pytest.mark.parametrize("weekly", [False, True])

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from forked_ray_workers import forked_workers
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
@@ -122,14 +123,15 @@ def ray():
         warnings.simplefilter("ignore")
         ray = pytest.importorskip("ray")
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=100 << 20,
-        )
-        yield ray
-        ray.shutdown()
+        with forked_workers():
+            ray.init(
+                num_cpus=4,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=100 << 20,
+            )
+            yield ray
+            ray.shutdown()
         ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 

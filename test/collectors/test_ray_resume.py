@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from forked_ray_workers import forked_workers
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -319,7 +320,9 @@ class Run:
 def by_value():
     ray = pytest.importorskip("ray")
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield ray
+    with forked_workers():
+        yield ray
+        ray.shutdown()
     ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
@@ -343,7 +346,7 @@ def test_S02_S06_kill_9_of_a_driver_ends_its_cluster_and_the_next_run_goes_on(
     model = make_tiny_model(0)
     model.save_pretrained(tmp_path / "start")
     chatml_tokenizer.save_pretrained(tmp_path / "start")
-    # A new process, since this one may have talked to Ray.
+    # A new process, since this one may have talked to Ray. Each of its workers is one, too.
     process = subprocess.Popen([sys.executable, __file__, tmp_path])
     request.addfinalizer(process.kill)
     deadline = time.monotonic() + 200

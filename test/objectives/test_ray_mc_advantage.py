@@ -9,6 +9,7 @@ import warnings
 import psutil
 import pytest
 import torch
+from forked_ray_workers import forked_workers
 from tensordict import TensorDict, lazy_stack
 
 from objectives import MCAdvantage, RayMCAdvantage
@@ -28,9 +29,10 @@ def ray():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ray = pytest.importorskip("ray")
-        RayMCAdvantage(2, ray_init_config={"num_cpus": 1, "log_to_driver": False}).close()
-        yield ray
-        ray.shutdown()
+        with forked_workers():
+            RayMCAdvantage(2, ray_init_config={"num_cpus": 1, "log_to_driver": False}).close()
+            yield ray
+            ray.shutdown()
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_what_a_package_lacks_itself_is_told(tmp_path):
     for name, code in {"ray": "import not_there", "peft": "raise KeyError('x')"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(code)
-    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"}
     without = ("vllm", "playwright", "mcp", "openai", "reasoning_gym")  # which take long
     status, told, _ = doctor(*without, arguments=["--import"], path=path)
     assert status == 0

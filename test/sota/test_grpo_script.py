@@ -45,9 +45,9 @@ def result_of(run_script):
     return lambda *overrides, cwd: result_in(run_script(*overrides, cwd=cwd))
 
 
-def result_of_command(*overrides, cwd):
+def result_of_command(*overrides, cwd, runner=()):
     """As in a terminal, and not in a fork: Ray and vLLM have threads and processes of their own."""
-    command, own = [sys.executable, str(SCRIPT), *overrides], environment()
+    command, own = [sys.executable, *runner, str(SCRIPT), *overrides], environment()
     told = {"capture_output": True, "text": True, "timeout": 280, "check": False}
     return result_in(subprocess.run(command, cwd=cwd, env=own, **told))
 
@@ -199,9 +199,10 @@ def test_a_run_on_ray_tells_of_every_group_and_goes_on(tmp_path):
     pytest.importorskip("ray")
     settings = ("collector=ray", "collector.num_collectors=2", "collector.max_staleness=2")
     config = "+collector.remote_config.num_cpus=0"
-    result = result_of_command(*SMALL, *settings, config, "train.num_steps=2", cwd=tmp_path)
+    own = {"cwd": tmp_path, "runner": [ROOT / "test/quick_imports/forked_ray_workers.py"]}
+    result = result_of_command(*SMALL, *settings, config, "train.num_steps=2", **own)
     out = Path(result["output_dir"])
-    again = result_of_command(f"resume={out}", "train.num_steps=3", cwd=tmp_path)
+    again = result_of_command(f"resume={out}", "train.num_steps=3", **own)
     assert again["held_out_before"] == result["held_out_before"]
     points = lines_of(out / "evaluations.jsonl")
     assert [point["step"] for point in points] == [0, 2, 3]

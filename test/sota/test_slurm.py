@@ -8,13 +8,11 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from torchrl_agents.slurm import main, read_job
 
-ROOT = Path(__file__).parents[2]
 NODES = ("127.0.0.1", "127.0.0.2")  # ranks meet at the name of the first one
 CONFIGURATION = """
 ClusterName=test
@@ -203,7 +201,6 @@ def test_what_can_not_be_a_job_is_refused(arguments, words, capsys):
 def test_wrong_settings_and_a_machine_without_slurm_are_told(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert main(["grpo", "task.nothing=1"]) == 2
     assert "no setting 'task.nothing'" in capfd.readouterr().err
     assert main(["grpo", "debug=tiny"]) == 2

@@ -4,8 +4,10 @@ import sys
 import warnings
 from functools import partial
 from importlib import import_module
+from multiprocessing import forkserver
 
 import pytest
+import torch.multiprocessing as mp
 from torchrl.envs import AsyncEnvPool, ParallelEnv, SerialEnv
 
 from torchrl_modules import TransformersWrapper
@@ -39,6 +41,16 @@ def make_env(*batch_size):
     parts = [DataLoadingPrimer(rows), RewardFunctions([worth_of]), StepCounter(max_steps=1)]
     return ChatEnv(batch_size=batch_size).append_transform(Compose(*parts))
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes():
+    """Start them in forks of a process that has imported what they would."""
+    mp.set_forkserver_preload(["pytest", "torchrl.envs", "torchrl_envs.episode.chat_env"])
+    mp.set_start_method("forkserver", force=True)
+    yield
+    mp.set_start_method(None, force=True)
+    forkserver._forkserver._stop()
 
 
 @pytest.fixture

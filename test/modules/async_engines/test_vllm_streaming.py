@@ -68,14 +68,14 @@ def test_the_engine_tells_its_blocks_and_what_it_put_off(small):
 
 
 def collect(small, tokenizer, max_inflight_tasks):
-    """What 32 groups of rows that fill their budget cost the engine: preemptions, and the end."""
+    """What 12 groups of rows that fill their budget cost the engine: preemptions, and the end."""
     policy = vLLMWrapper(
         small,
         tokenizer=tokenizer,
         generate_kwargs={"max_new_tokens": 90, "stop_token_ids": ()},
         write_tokens=False,
     )
-    rows = [{"prompt": f"question <{i}>"} for i in range(24)]
+    rows = [{"prompt": f"question <{i}>"} for i in range(12)]
     primer = DataLoadingPrimer(rows, group_size=N, num_epochs=1)
     engine = open_async(small)
     with StreamingCollector(
@@ -89,9 +89,9 @@ def collect(small, tokenizer, max_inflight_tasks):
         batches = list(collector)
         load = asyncio.run(engine.measure_load())
     numbers = [int(row["group_id"]) for batch in batches for row in batch.unbind(0)]
-    assert sorted(numbers) == sorted(list(range(24)) * N)
+    assert sorted(numbers) == sorted(list(range(12)) * N)
     balance = collector.ledger.balance
-    assert balance.trained.groups == 24
+    assert balance.trained.groups == 12
     return load.num_preemptions, balance
 
 

@@ -1,7 +1,10 @@
 """Models that two processes train together are scored like one model, in value and in gradient."""
 
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 RANKS = """
 import os, sys, warnings
@@ -14,7 +17,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from torchrl_modules.scoring.scorer import PackedScorer
 
-rank, meeting = int(sys.argv[1]), sys.argv[2]
+meeting, *modes = sys.argv[1:]
+other = os.fork()  # once all is imported
+rank = int(not other)
 dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
 
 
@@ -77,33 +82,28 @@ def check():
             grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
             torch.testing.assert_close(grad, p.grad, rtol=1e-4, atol=1e-4, msg=f"{mode} {name}")
 
-for mode in sys.argv[3:]:
-    print(mode, file=sys.stderr)
+for mode in modes:
+    print(rank, mode, file=sys.stderr)
     check()
-    print(mode, flush=True)
+    print(rank, mode, flush=True)
 dist.barrier()
 dist.destroy_process_group()
+if other:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 MODES = ["ddp", "ddp, tied", "replicate", "fully_shard", "fully_shard, tied", "fully_shard late"]
 
 
 def test_two_ranks_have_the_gradient_of_all_rows(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", RANKS]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "meet"), *MODES],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in ranks:
+    command = [sys.executable, "-W", "ignore", "-c", RANKS, str(tmp_path / "meet"), *MODES]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        try:
             out, err = process.communicate(timeout=400)
-            assert out.splitlines() == MODES, err[-3000:]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    told = sorted(out.splitlines())
+    assert told == sorted(f"{rank} {mode}" for rank in range(2) for mode in MODES), err[-3000:]
+    assert process.returncode == 0

@@ -15,7 +15,8 @@ from torchrl_modules.engines.slot_reader import SlotReader
 from torchrl_modules.scoring.packed_attention import use_packed_attention
 from torchrl_modules.scoring.trie_attention import build_trie
 
-MODELS = ("Llama", "Qwen3", "Gemma3")
+MODELS = (pytest.param("Llama", marks=pytest.mark.weekly), "Qwen3", "Gemma3")
+"""With every change those that have more: norms of queries and keys, or a window."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +39,8 @@ def test_a_decoding_step_compiles_without_a_break(device_waits, name):
         tokens = logits.argmax(-1)
 
 
-@pytest.mark.parametrize("rows", ["padded", "packed", "shared", "longer than the window"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rows", ["padded", "packed", "shared", "longer than the window"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
 def test_a_layer_compiles_without_a_break_forward_and_backward(device_waits, name, rows):
     model = device_waits.tiny_models()[name]
