@@ -39,6 +39,7 @@ from collectors.verification.recomputation import Recomputation
 from collectors.verification.row_verdict import RowVerdict
 from collectors.verification.sampled_row import SampledRow
 from collectors.verification.verified_record import VerifiedRecord
+from torchrl_data.output_file import output_file, output_folder
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.policies.loading import load_causal_lm
 
@@ -96,8 +97,9 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="every log-prob has to be the recorded one to the bit; of engine.batch_invariant=true",
     )
-    parser.add_argument("--json", type=Path, help="write all that was found into this file")
-    parser.add_argument("--html", type=Path, help="write a page with the gaps into this folder")
+    parser.add_argument("--json", type=output_file, help="write all that was found into this file")
+    page = "write a page with the gaps into this folder"
+    parser.add_argument("--html", type=output_folder, help=page)
     foreign = parser.add_argument_group("of rollouts of TRL or verl, which are files")
     foreign.add_argument("--model", help="that drew them: a folder, or a hub id")
     for name, kind in {"temperature": float, "top-p": float, "top-k": int, "min-p": float}.items():

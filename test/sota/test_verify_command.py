@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from collectors.verification.conditions import Numbers
 from torchrl_agents.live_verification import LiveVerification
 from torchrl_agents.verify import main
+from torchrl_data.output_file import output_file
 from torchrl_envs import ChatEnv
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.tiny_model import tiny_qwen3
@@ -158,6 +159,30 @@ def test_a_log_prob_that_was_changed_is_found_where_it_is(folder, tmp_path):
         gaps = [gap for gap in sample["tokens"]["gaps"] if gap is not None]
         assert gaps == row["gaps"]
         assert [cause for cause in sample["tokens"]["causes"] if cause] == ["unexplained"]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--json", "missing/told.json"], "Make the folder {0}/missing first"),
+        (["--json", "."], "can't be written: Is a directory"),
+        (["--html", "a_file/page"], "{0}/a_file is a file"),
+    ],
+)
+def test_what_could_not_be_written_is_said_before_the_work(tmp_path, capsys, option, words):
+    (tmp_path / "a_file").write_text("")
+    with pytest.raises(SystemExit):
+        main(["no_run", option[0], str(tmp_path / option[1])])
+    assert words.format(tmp_path) in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
+
+
+def test_a_file_that_can_be_written_is_not_touched_yet(tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("{}")
+    assert [output_file(str(path)) for path in (old, new)] == [old, new]
+    assert old.read_text() == "{}"
+    assert not new.exists()
 
 
 def test_what_is_torn_of_a_record_is_said_and_the_rest_verified(folder, capsys):

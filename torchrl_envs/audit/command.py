@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import yaml
 
+from torchrl_data.output_file import output_file
 from torchrl_envs.harbor.folders import TaskFolderError, load_tasks
 from torchrl_envs.harbor.machines import MachineError
 
@@ -110,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--machine", default="bubblewrap", help="of Harbor's tasks")
     parser.add_argument("--repeats", type=int, default=2, help="runs of Harbor's tasks that agree")
-    parser.add_argument("--json", type=Path, help="where the reports are written, too")
+    parser.add_argument("--json", type=output_file, help="where the reports are written, too")
     return parser
 
 
