@@ -37,7 +37,8 @@ import torch
 from collectors import LLMCollector
 from objectives import DPOLoss, DPOLossOutput, DPOOptions, SFTLoss
 from torchrl_agents.device_defaults import DEFAULT_TOKENS
-from torchrl_agents.given_pairs import Pair, PairSampler, build_pairs, encode_pairs, stacked
+from torchrl_agents.given_pairs import Pair, PairSampler, encode_pairs, stacked
+from torchrl_agents.given_pairs import build_pairs as build
 from torchrl_agents.models.adapters import add_adapters
 from torchrl_agents.parallel import score_share, share_model
 from torchrl_agents.rank_jobs import RankJob, tell
@@ -157,4 +158,4 @@ def main(cfg: DPOConfig, test: Setup, run: Run) -> dict:
 
 
 if __name__ == "__main__":
-    run_recipe(RECIPE, main, build_pairs)
+    run_recipe(RECIPE, main, build)

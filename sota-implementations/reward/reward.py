@@ -36,13 +36,8 @@ from typing import Any, cast
 import torch
 
 from objectives import RewardModelLoss, RewardModelOptions
-from torchrl_agents.given_pairs import (
-    HeldOutPairs,
-    Pair,
-    PairSampler,
-    build_pairs,
-    encode_pairs,
-)
+from torchrl_agents.given_pairs import HeldOutPairs, Pair, PairSampler, encode_pairs
+from torchrl_agents.given_pairs import build_pairs as build
 from torchrl_agents.models.reward_models import check_beginning, load_reward_model
 from torchrl_agents.parallel import share_reward_model
 from torchrl_agents.run import Run
@@ -83,4 +78,4 @@ def main(cfg: RewardConfig, test: Setup, run: Run) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_recipe(RECIPE, main, build_pairs)
+    run_recipe(RECIPE, main, build)

@@ -210,7 +210,8 @@ def value_head(model: PreTrainedModel, *, who: str) -> nn.Linear:
         TypeError: it has none, or one of several numbers.
     """
     head: Any = getattr(model, "score", None)
-    head = getattr(head, "modules_to_save", {}).get(getattr(head, "active_adapter", None), head)
+    if (copies := getattr(head, "modules_to_save", None)) is not None:  # of PEFT
+        head = copies[head.active_adapter]
     if isinstance(head, nn.Linear) and head.out_features == 1 and head.bias is None:
         return head
     has = "no head 'score'" if head is None else f"the head {head}"
