@@ -24,7 +24,7 @@ from collectors import Drop, LoadCap, Wait
 from torchrl_agents import optimizers, start
 from torchrl_agents.collection import staleness_of, tasks_of
 from torchrl_agents.settings import command_line, rules
-from torchrl_agents.settings.arguments import settings_text
+from torchrl_agents.settings.arguments import name_of, settings_text
 from torchrl_agents.settings.command_line import compose_config, groups, prepare
 from torchrl_agents.settings.defaults import defaults_of, fill_in
 from torchrl_agents.settings.errors import SettingsError
@@ -749,6 +749,7 @@ def test_the_settings_that_a_run_wrote_down_are_given_back_as_they_are(script, t
         "resume=auto",
         "policy.temperature=1e-5",
     ]
+    own = [each for each in own if recipe.why_unused(name_of(each)) is None]
     own = with_texts(recipe, own, partial(command_line._chosen, recipe))
     cfg = OmegaConf.to_object(compose_config(recipe, own))
     cfg.policy.chat_template = "{{ '${a}' }}\n{% for m in messages %}\\n{% endfor %}\\"

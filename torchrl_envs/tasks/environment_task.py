@@ -10,6 +10,7 @@ from torchrl_data.checks import check_counts
 from torchrl_data.import_path import import_callable
 from torchrl_envs.concurrency.calls import accepted_arguments
 from torchrl_envs.concurrency.own_random import OwnRandom
+from torchrl_envs.datasets import MODEL_FILES, check_source
 from torchrl_envs.graders.reward_model import RewardModel
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.tools.functions import FunctionTools
@@ -176,6 +177,7 @@ def _scorer(name: str) -> Callable[..., Any]:
     if not is_model or name.endswith(".py"):
         return import_callable("rewards", name)
     try:
+        check_source(name, MODEL_FILES)
         return RewardModel(name)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
