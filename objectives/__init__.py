@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .batching.loss_keys import DPOLossKeys as DPOLossKeys
     from .batching.loss_keys import GRPOLossKeys as GRPOLossKeys
     from .batching.loss_keys import PairLossKeys as PairLossKeys
+    from .batching.loss_keys import RewardModelLossKeys as RewardModelLossKeys
     from .batching.loss_keys import SFTLossKeys as SFTLossKeys
     from .batching.masking_strategy import MaskingStrategy as MaskingStrategy
     from .batching.non_finite_gate import NonFiniteGate as NonFiniteGate
@@ -79,7 +80,7 @@ if TYPE_CHECKING:
     from .losses.mixed import MixedLossOutput as MixedLossOutput
     from .losses.reward_model import RewardModelLoss as RewardModelLoss
     from .losses.reward_model import RewardModelLossOutput as RewardModelLossOutput
-    from .losses.reward_model import RewardModelOptions as RewardModelOptions
+    from .losses.reward_model_options import RewardModelOptions as RewardModelOptions
     from .losses.sampler_correction import SamplerCorrection as SamplerCorrection
     from .losses.sft import SFTLoss as SFTLoss
     from .losses.sft import SFTLossOutput as SFTLossOutput

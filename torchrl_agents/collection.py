@@ -2,7 +2,7 @@
 
 import logging
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torchrl.envs.transforms import Transform
 
 from collectors import (
     Drop,
+    Estimate,
     EvaluationPoint,
     LLMCollector,
     LoadCap,
@@ -30,10 +31,12 @@ from torchrl_data.token_scorer import TokenScorer
 from torchrl_envs import DataLoadingPrimer
 from torchrl_envs.entries.rewards import reward_of_row
 from torchrl_envs.rewards.kl import RetrieveLogProb
-from torchrl_envs.tasks.task import TaskEnv
+from torchrl_envs.tasks.task import Task, TaskEnv
 from torchrl_modules import LLMWrapperBase
 
+from .held_out import HeldOut
 from .models.vllm_policy import engines_of_collector
+from .recorder import scores_of, show_rollouts
 from .settings.schema import CollectorConfig, RolloutsConfig, TrainingConfig
 
 _LOG = logging.getLogger("torchrl_agents")
@@ -110,38 +113,46 @@ def build_collector(
     )
 
 
-@dataclass
-class HeldOut:
-    """Evaluates before, after and every so many steps, then beside training where that goes on.
+class HeldOutPrompts(HeldOut):
+    """Lets the policy answer held-out prompts, beside training where collection goes on.
 
     Args:
-        cfg: how often.
+        cfg: how often, and how the answers are counted.
         collector: of the run.
         env: with held-out data.
-        policy: what is evaluated, sampled as in training.
+        policy: what is tested, sampled as in training.
+        task: may have answers.
     """
 
-    cfg: TrainingConfig
-    collector: AnyCollector
-    env: TaskEnv
-    policy: LLMWrapperBase
-    points: list[EvaluationPoint] = field(default_factory=list)
-    """Those that are over, and were not given yet."""
-    latest: EvaluationPoint | None = None
+    score_name = "reward"
+    labels = ("training rollouts", "held-out prompts")
+
+    def __init__(
+        self,
+        cfg: TrainingConfig,
+        collector: AnyCollector,
+        env: TaskEnv,
+        policy: LLMWrapperBase,
+        task: Task,
+    ) -> None:
+        super().__init__(cfg)
+        self.collector = collector
+        self.env = env
+        self.policy = policy
+        self._answer = task.final_answer
 
     def now(self, step: int) -> TensorDictBase:
-        """Evaluate, and wait for it; what was evaluated at this very step is given again.
-
-        The random numbers of the training stay where they are.
-        """
-        if self.latest is not None and self.latest.step == step:
-            assert self.latest.trajectories is not None
-            return self.latest.trajectories
+        """See the base class."""
         if isinstance(self.collector, StreamingCollector):  # which has the point itself
             point = self.collector.evaluate(self.env, wait=True)
             assert point is not None
             assert point.trajectories is not None
             return point.trajectories
+        return super().now(step)
+
+    def _test(self, step: int) -> tuple[int, TensorDictBase]:
+        """The random numbers of the training stay where they are."""
+        del step
         for data in self.env.transforms_of(DataLoadingPrimer):
             data.rewind()
         before = random_state()
@@ -150,26 +161,43 @@ class HeldOut:
         finally:
             set_random_state(before)
         rows = lazy_stack([row for batch in batches for row in batch.unbind(0)])
-        self.latest = EvaluationPoint(step, self.collector.policy_version, rows)
-        self.points.append(self.latest)
-        return rows
+        return self.collector.policy_version, rows
 
-    def after(self, step: int) -> None:
-        """A step is over: begin a point if it is time."""
-        every = self.cfg.evaluate.every
-        if every is None or step % every or step == self.cfg.train.num_steps:
-            return
+    def _begin(self, step: int) -> None:
         if isinstance(self.collector, StreamingCollector):
             self.collector.evaluate(self.env)
         else:
             self.now(step)
 
     def take(self) -> list[EvaluationPoint]:
-        """The points that are over, as they ended; given once."""
-        points, self.points = self.points, []
+        """See the base class."""
         if isinstance(self.collector, StreamingCollector):
-            points = self.collector.take_evaluations()
-        return points
+            return self.collector.take_evaluations()
+        return super().take()
+
+    def score(self, rows: TensorDictBase) -> tuple[dict[str, float], dict[str, Estimate]]:
+        """See the base class and :func:`.scores_of`."""
+        return scores_of(rows, self.cfg.evaluate, self._answer)
+
+    def caption(self, estimates: Mapping[str, Estimate]) -> str:
+        """See the base class."""
+        test, count = self.cfg.evaluate, estimates["reward"].num_prompts
+        return (
+            f"{count} prompts, {test.num_samples} rollout(s) of each; in brackets "
+            f"{100 * test.level:g} % intervals over the prompts."
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """See the base class."""
+        return {"held_out_rows": [x.content for x in self.env.transforms_of(DataLoadingPrimer)]}
+
+    def show(self, tests: Mapping[str, TensorDictBase | None]) -> None:
+        """See the base class."""
+        show_rollouts(tests, self.cfg.evaluate.num_shown)
+
+    def sampled(self, rows: TensorDictBase) -> TensorDictBase:
+        """See the base class."""
+        return rows
 
 
 def end_collection(collector: AnyCollector, folder: Path, last: dict[str, float]) -> None:

@@ -6,8 +6,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_modules import TransformersWrapper
+from torchrl_modules import TransformersCritic, TransformersWrapper
 from torchrl_modules.scoring.scorer import PackedScorer
+from torchrl_modules.scoring.value_scorer import ValueScorer
 from torchrl_modules.scoring.wrapped_models import evaluation_mode
 
 from .settings.schema import TrainingConfig, critic_settings
@@ -78,7 +79,7 @@ def default_micro_batch_tokens(device: Device, num_bytes: float) -> int:
     return max(_FEWEST, min(_MOST, fit // _STEP * _STEP))
 
 
-def bytes_of_a_token(model: Any, scorer: PackedScorer) -> float:
+def bytes_of_a_token(model: Any, scorer: PackedScorer | ValueScorer) -> float:
     """Return what a forward pass keeps for the backward pass, for each token of a row, in bytes.
 
     It is measured: every tensor that autograd saves is counted, of two rows of different lengths.
@@ -103,7 +104,9 @@ def bytes_of_a_token(model: Any, scorer: PackedScorer) -> float:
         ids = torch.arange(size) % 50 + 1
         hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved)
         with torch.enable_grad(), evaluation_mode(model), hooks:  # layers are not computed twice
-            scores = scorer.score_packed(ids, torch.tensor([size]), torch.arange(size) > 0)
+            row = ids, torch.tensor([size]), torch.arange(size) > 0
+            is_value = isinstance(scorer, ValueScorer)
+            scores = scorer.value_packed(*row) if is_value else scorer.score_packed(*row)
         found.append(sum(kept.values()))
         del scores
     num_bytes = (found[1] - found[0]) / (longest - longest // 3)
@@ -114,7 +117,9 @@ def bytes_of_a_token(model: Any, scorer: PackedScorer) -> float:
     return num_bytes / config.num_hidden_layers + inputs
 
 
-def settle_micro_batches(cfg: TrainingConfig, actor: TransformersWrapper) -> None:
+def settle_micro_batches(
+    cfg: TrainingConfig, actor: TransformersWrapper | TransformersCritic
+) -> None:
     """Choose how many tokens a micro-batch has, where the settings say nothing, and log it.
 
     Args:

@@ -18,12 +18,15 @@ from torchrl_envs.datasets.row_stream import NumberedRows
 from torchrl_envs.tasks.task import TaskEnv, digest_of
 from torchrl_modules import LLMWrapperBase
 
+from .models.reward_models import ChatRewardModel
 from .settings.errors import SettingsError, refusing
 from .settings.schema import GivenDataConfig, TrainingConfig
 from .setup import Setup
 from .training import Rollouts
 
 Read = TypeVar("Read")
+GivenReader = LLMWrapperBase | ChatRewardModel
+"""What reads conversations: it has a chat template, and a length that it takes."""
 _LOG = logging.getLogger("torchrl_agents")
 _WHERE = "(the first row is row 0)"
 
@@ -98,32 +101,44 @@ def schemas_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return [json.loads(tool) if isinstance(tool, str) else tool for tool in found or ()] or None
 
 
-def check_enough(data: GivenDataConfig, num_given: int) -> None:
+def check_enough(data: GivenDataConfig, num_given: int, *, trains: bool = True) -> None:
     """Some of what is given is left to train on.
 
     Args:
         data: the settings.
         num_given: so many conversations, or pairs, there are.
+        trains: whether the run makes a step; where it tests alone, all may be held out.
 
     Raises:
-        SettingsError: all of them would be held out.
+        SettingsError: all of them would be held out, or there are not so many.
     """
-    if num_given <= data.num_held_out:
+    if not trains and num_given < data.num_held_out:
+        raise SettingsError(
+            f"There are {num_given} {data.what}, and data.num_held_out={data.num_held_out} are to "
+            "be tested: give a smaller number."
+        )
+    if trains and num_given <= data.num_held_out:
         raise SettingsError(
             f"Of {num_given} {data.what} data.num_held_out={data.num_held_out} leaves none to "
             "train on: hold out fewer, set data.dataset, or another task."
         )
 
 
-def tell_seen(num_held_out: int, chats: Sequence[Sequence[Any]], env: TaskEnv) -> None:
-    """Say whether what is tested on is trained on, too: conversations, and prompts of the task."""
+def tell_seen(num_held_out: int, chats: Sequence[Sequence[Any]], env: TaskEnv | None) -> None:
+    """Say whether what is tested on is trained on, too: conversations, and prompts of the task.
+
+    Args:
+        num_held_out: so many of the conversations are not trained on, the first ones.
+        chats: all of them.
+        env: in which a policy is tested; ``None`` where none is.
+    """
     held_out, trained = chats[:num_held_out], chats[num_held_out:]
     known = {digest_of(chat, place) for place, chat in enumerate(trained)}
     if again := sum(digest_of(chat, -1) in known for chat in held_out):
         told = "%d of the %d held-out conversations are trained on, too: the held-out loss is lower"
         _LOG.warning(f"{told} than that of new ones. Leave repetitions out.", again, len(held_out))
     asked = {text for chat in trained for text in user_texts(chat)}
-    for loader in env.transforms_of(DataLoadingPrimer):
+    for loader in [] if env is None else env.transforms_of(DataLoadingPrimer):
         prompts = [user_texts(row[loader.prompt_column])[-1:] for row in loader.sample_rows()]
         seen = [text for last in prompts for text in last if text in asked]
         if seen:
@@ -151,9 +166,10 @@ def encode_given(
     cfg: TrainingConfig,
     data: GivenDataConfig,
     test: Setup,
-    policy: LLMWrapperBase,
+    reader: GivenReader,
     *,
     rows_together: int = 1,
+    as_scored: bool = False,
 ) -> dict[int, list[TensorDict]]:
     """The task's demonstrations as rows of tokens, with the prompts that its episodes have.
 
@@ -161,8 +177,10 @@ def encode_given(
         cfg: the settings.
         data: of these.
         test: has the task, whose demonstrations are :class:`GivenChats`.
-        policy: has the chat template and the most tokens of a row.
+        reader: has the chat template and the most tokens of a row.
         rows_together: so many demonstrations that follow each other are a unit.
+        as_scored: rows hold what a reward model reads of an episode: all that the template writes
+            at the end, and no schemas of tools.
 
     Returns:
         The rows of each unit that can be used, by its place.
@@ -178,7 +196,7 @@ def encode_given(
     faults: dict[int, str] = {}
     with refusing(f"task={cfg.task.id}" if given is None else f"data.dataset={given!r}"):
         conversations = test.held_out_env.encode_demonstrations(
-            policy.encoder, faults=faults if skips else None, only=places
+            reader.encoder, faults=faults if skips else None, only=places, as_scored=as_scored
         )
         rows = iter(row_tensordicts(conversations))
         units: dict[int, list[TensorDict]] = {}
@@ -191,7 +209,7 @@ def encode_given(
                     train_answer(row, shown[place], num_prompt, who=who)
         units = {u: own for u, own in units.items() if len(own) == rows_together}
         number = {unit: numbers[unit * rows_together] for unit in range(num_units)}
-        most: int | None = getattr(policy.engine, "max_model_len", None)
+        most: int | None = getattr(getattr(reader, "engine", reader), "max_model_len", None)
         long = [
             unit
             for unit, own in units.items()
@@ -210,7 +228,7 @@ def encode_given(
             place, why = next(iter(faults.items()))
             count = len({each // rows_together for each in faults})
             _LOG.warning(told, count, num_units, what, _WHERE, numbers[place], why)
-    check_enough(data, len(units) - len(long))
+    check_enough(data, len(units) - len(long), trains=cfg.train.num_steps > 0)
     return {unit: own for unit, own in units.items() if unit not in set(long)}
 
 
@@ -218,13 +236,16 @@ class GivenRows(Rollouts):
     """Rows of a step, in an order that is drawn anew in each epoch.
 
     Args:
-        collector: of the policy that is tested.
+        collector: of the policy that is tested; ``None`` where none samples.
         units: of rows to train on; the rows of a unit stay together.
         batch_size: so many units in each step.
     """
 
     def __init__(
-        self, collector: LLMCollector, units: Sequence[Sequence[TensorDictBase]], batch_size: int
+        self,
+        collector: LLMCollector | None,
+        units: Sequence[Sequence[TensorDictBase]],
+        batch_size: int,
     ) -> None:
         super().__init__(collector)
         self.parts = {"conversations": self}

@@ -3,7 +3,7 @@
 import logging
 import random
 import time
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -23,7 +23,7 @@ _SHARE: Final = 0.03
 _MOST_ROWS: Final = 64
 
 
-def live_verification(cfg: TrainingConfig, actor: TransformersWrapper) -> "LiveVerification | None":
+def live_verification(cfg: TrainingConfig, actor: Any) -> "LiveVerification | None":
     """Verification as the settings of a run have it; ``None`` where they ask for none.
 
     Args:
@@ -33,6 +33,7 @@ def live_verification(cfg: TrainingConfig, actor: TransformersWrapper) -> "LiveV
     every = cfg.collector.verify_every if isinstance(cfg, RolloutsConfig) else None
     if every is None:
         return None
+    assert isinstance(actor, TransformersWrapper)  # a reward model samples nothing to verify
     engine = cast("TransformersEngine", actor.engine)
     numbers = Numbers(engine.inside.dtype, torch.bfloat16 if cfg.train.autocast else None)
     return LiveVerification(actor, every=every, numbers=numbers)

@@ -13,13 +13,18 @@ from collectors import Estimate
 from torchrl_agents.settings.errors import refusing
 from torchrl_agents.settings.schema import TrainingConfig
 
+from .held_out import HeldOut
 from .run import Run
 
 _LOG: Final = logging.getLogger("torchrl_agents")
 
 
 def leave_card(
-    cfg: TrainingConfig, run: Run, steps: int, tests: Mapping[str, Mapping[str, Estimate]]
+    cfg: TrainingConfig,
+    run: Run,
+    steps: int,
+    tests: Mapping[str, Mapping[str, Estimate]],
+    held_out: HeldOut,
 ) -> None:
     """Write the card of the trained model, and the curve that it shows, into ``model/``.
 
@@ -28,15 +33,18 @@ def leave_card(
         run: has left its model and its learning curve.
         steps: that were made.
         tests: what the tests ``before`` and ``after`` training said, where they were made.
+        held_out: made them.
     """
     base, last = cfg.policy.model, [*tests.values()][-1]
+    settings = run.record["settings"]
     on_hub = base is not None and not Path(base).exists()
-    results = ("text-generation", cfg.task.id, f"held-out prompts of {cfg.task.id}")
+    kind = "text-classification" if run.recipe.gives_rewards else "text-generation"
+    results = (kind, cfg.task.id, f"{held_out.labels[1]} of {cfg.task.id}")
     scores = {name: each.value for name, each in last.items() if each.num_prompts}
     metadata = ModelCardData(
         base_model=base if on_hub else None,
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=kind,
         tags=["torchrl-agents", "reinforcement-learning", run.recipe.name],
         model_name=run.label,
         eval_results=[EvalResult(*results, *score) for score in scores.items()],
@@ -47,8 +55,9 @@ def leave_card(
         metadata,
         template_path=str(Path(__file__).with_name("card.md")),
         **{"cfg": cfg, "run": run, "steps": steps, "tests": tests, "last": last},
+        held_out=held_out,
         base=base if on_hub or base is None else Path(base).name,
-        dataset=run.record["settings"].get("task.dataset"),
+        dataset=settings.get("data.dataset") or settings.get("task.dataset"),
         settings=(run.folder / "config.yaml").read_text(encoding="utf-8"),
         command=shlex.join(["torchrl-agents", run.recipe.name.replace("_", "-"), *given]),
     )

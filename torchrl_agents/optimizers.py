@@ -14,7 +14,8 @@ from .settings.schema import SCHEDULES, OptimConfig
 def matrices_of(model: nn.Module) -> list[Tensor]:
     """The weights that Muon trains: of linear layers, without embeddings and heads.
 
-    A head is what gives the logits, tied to the embeddings or not. Adapters are linear layers.
+    A head is what gives the logits, tied to the embeddings or not, or one number. Adapters are
+    linear layers.
 
     Args:
         model: of Transformers, or any other; heads are known by ``get_output_embeddings``.
@@ -28,7 +29,7 @@ def matrices_of(model: nn.Module) -> list[Tensor]:
         head = None if head_of is None else head_of()
         left_out |= set() if head is None else {id(value) for value in head.parameters()}
     weights = [part.weight for part in model.modules() if isinstance(part, nn.Linear)]
-    found = {id(w): w for w in weights if w.ndim == 2 and id(w) not in left_out}
+    found = {id(w): w for w in weights if w.ndim == 2 and len(w) > 1 and id(w) not in left_out}
     return [*found.values()]
 
 

@@ -34,17 +34,17 @@ from collectors.weight_update.sharded_weights import is_spread, pushed_weights
 from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepOutcome
 from torchrl_data.token_scorer import TokenScorer, image_arguments
 from torchrl_modules import LLMWrapperBase, TransformersCritic, TransformersWrapper
-from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.model_splits import layers_of, split_model
 from torchrl_modules.scoring.packed_attention import can_share
 
 from .checkpoints import Checkpoints
 from .critic import Critic, critic_of_config
-from .device_defaults import DEFAULT_TOKENS
+from .device_defaults import DEFAULT_TOKENS, settle_micro_batches
 from .models.adapters import WithoutAdapters, frozen_weights, is_adapted, with_adapters
 from .models.loading import load_model
 from .models.outline import outline
 from .models.policies import transformers_policy
+from .models.reward_models import ChatRewardModel, network_options, reward_model_over
 from .models.sources import folder_of, model_files, model_folder
 from .optimizers import set_learning_rate
 from .rank_jobs import RankJob, tell
@@ -56,11 +56,14 @@ from .settings.recipe import Recipe
 from .settings.schema import TrainingConfig, critic_settings
 from .stop_signals import SIGNALS
 
+Actor = TransformersWrapper | TransformersCritic
+"""What is trained: a policy, or a reward model."""
+
 
 def take_share(
     cfg: TrainingConfig,
     ranks: Ranks,
-    actor: TransformersWrapper,
+    actor: Actor,
     loss: Any,
     batch: PackedBatch | None = None,
 ) -> RankShare:
@@ -111,13 +114,42 @@ def score_share(
     return target_scores(ranks, batch, compute, max_tokens=most, count_shared_once=shares)
 
 
+def reward_share(
+    cfg: TrainingConfig,
+    ranks: Ranks,
+    actor: TransformersCritic,
+    batch: PackedBatch | None = None,
+) -> Tensor | None:
+    """Compute rewards by the model as it is, each rank those of its share of the rows; all do.
+
+    Args:
+        cfg: the settings.
+        ranks: of the run.
+        actor: with the reward model.
+        batch: all rows, which rank 0 has, each with a trained token.
+
+    Returns:
+        On rank 0 those of all rows, float32 ``[B]``.
+    """
+
+    def compute(part: PackedBatch) -> Tensor:
+        rewards = actor.reward_packed(part.ids, part.lengths)
+        return rewards.repeat_interleave(part.target_lengths.to(rewards.device))
+
+    most, shares = _most_tokens(cfg), _shares_prefixes(actor, batch)
+    found = target_scores(ranks, batch, compute, max_tokens=most, count_shared_once=shares)
+    if batch is None or found is None:
+        return None
+    return found[batch.target_lengths.cumsum(0) - 1]
+
+
 def _most_tokens(cfg: TrainingConfig) -> int:
     """The most tokens of a pass, of all ranks that share it out."""
     most = cfg.train.micro_batch_tokens or DEFAULT_TOKENS  # rank 0 has settled it
     return most * cfg.train.context_parallel_size
 
 
-def _shares_prefixes(actor: TransformersWrapper, batch: PackedBatch | None) -> bool:
+def _shares_prefixes(actor: Actor, batch: PackedBatch | None) -> bool:
     """Whether the model reads once what the rows of a micro-batch begin with alike."""
     scorer = actor.scorer
     if batch is None or not len(batch.lengths) or not (scorer.packed and scorer.share_prefixes):
@@ -146,7 +178,7 @@ def combined(cfg: TrainingConfig, ranks: Ranks, outputs: Sequence[Any]) -> Any:
 
 def saved_parts(
     cfg: TrainingConfig,
-    actor: TransformersWrapper,
+    actor: Actor,
     optimizer: torch.optim.Optimizer,
     critic: Critic | None = None,
 ) -> tuple[dict[str, Any], dict[str, Sharded]]:
@@ -218,6 +250,36 @@ def share_model(
     return _wrapped(cfg, ranks, model, actor.tokenizer), policy
 
 
+def share_reward_model(cfg: TrainingConfig, run: Run, actor: ChatRewardModel) -> ChatRewardModel:
+    """Let all ranks train the reward model that rank 0 has, which calls it; with its adapters.
+
+    Args:
+        cfg: the settings.
+        run: has the ranks.
+        actor: with the whole model.
+
+    Returns:
+        The actor over the model with adapters and wrappers, if it gets any.
+    """
+    settle_micro_batches(cfg, actor)
+    ranks, model = run.ranks, cast("PreTrainedModel", actor.model)
+    if ranks.size > 1:
+        ranks.broadcast((replace(cfg, task=None), (model.config, model.dtype)))
+    wrapped: Any = model if cfg.policy.lora_rank is None else with_adapters(cfg.policy, model)
+    wrapped = wrapped if ranks.size == 1 else _shared(cfg, ranks, wrapped)
+    return actor if wrapped is model else reward_model_over(cfg, wrapped, actor.tokenizer)
+
+
+def _followed_reward_model(
+    cfg: TrainingConfig, ranks: Ranks, about: tuple[Any, torch.dtype]
+) -> TransformersCritic:
+    """The reward model of a rank other than 0, which has its weights from rank 0."""
+    model: Any = critic_of_config(cfg, *about)
+    if cfg.policy.lora_rank is not None:
+        model = with_adapters(cfg.policy, model)
+    return TransformersCritic(_shared(cfg, ranks, model), **network_options(cfg))
+
+
 def share_critic(cfg: TrainingConfig, run: Run, model: PreTrainedModel | None) -> Critic | None:
     """Let all ranks train the critic that rank 0 has, which calls it after :func:`share_model`.
 
@@ -235,12 +297,7 @@ def share_critic(cfg: TrainingConfig, run: Run, model: PreTrainedModel | None) -
 
 def _critic(cfg: TrainingConfig, ranks: Ranks, wrapped: nn.Module, folder: Path) -> Critic:
     with refusing("loss.advantage=gae"):
-        network = TransformersCritic(
-            wrapped,
-            autocast_dtype=torch.bfloat16 if cfg.train.autocast else None,
-            max_model_len=cfg.policy.max_model_len,
-            compile_layers=cfg.train.compile_layers,
-        )
+        network = TransformersCritic(wrapped, **network_options(cfg))
         return Critic(cfg, ranks, network, folder)
 
 
@@ -264,7 +321,7 @@ class Follower:
         recipe: Recipe,
         cfg: TrainingConfig,
         ranks: Ranks,
-        actor: TransformersWrapper,
+        actor: Actor,
         folder: Path,
         critic: Critic | None = None,
     ) -> None:
@@ -292,12 +349,18 @@ class Follower:
                     RankJob.OPEN_CHECKPOINTS: keep.open,
                     RankJob.LOAD_CHECKPOINT: keep.load,
                     RankJob.GIVE_WEIGHTS: lambda: contribute_weights(self.actor.model),
-                    RankJob.SCORE_ROWS: lambda: score_share(self.cfg, self.ranks, self.actor),
+                    RankJob.SCORE_ROWS: self._score_rows,
                     RankJob.SAVE_CHECKPOINT: keep.write,
                     RankJob.GIVE_ALL: lambda: _whole_state(self.actor.model),
                     **self._jobs_of_critic(),
                 }
             )
+
+    def _score_rows(self) -> None:
+        if isinstance(self.actor, TransformersCritic):
+            reward_share(self.cfg, self.ranks, self.actor)
+        else:
+            score_share(self.cfg, self.ranks, self.actor)
 
     def _jobs_of_critic(self) -> dict[RankJob, Callable[..., Any]]:
         if (critic := self.critic) is None:
@@ -361,15 +424,9 @@ def follow(ranks: Ranks, recipe: Recipe, train: Callable[[Follower], Any]) -> No
 
     for number in SIGNALS:
         signal.signal(number, wait_for_rank_0)
-    cfg, files = ranks.broadcast()
-    given = cfg.policy.model
-    with folder_of(files if given is None else model_folder(given)) as folder:
-        # It has no weights before rank 0 gives them, part by part.
-        settings = replace(cfg.policy, device="meta")
-        model, tokenizer = load_model(settings, folder, load=partial(outline, check=False))
-    if cfg.policy.lora_rank is not None:
-        model = with_adapters(cfg.policy, model)
-    actor = _wrapped(cfg, ranks, model, tokenizer)
+    cfg, about = ranks.broadcast()
+    shared = _followed_reward_model if recipe.gives_rewards else _followed_policy
+    actor = shared(cfg, ranks, about)
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
         critic = None
         if critic_settings(cfg) is not None:
@@ -378,9 +435,21 @@ def follow(ranks: Ranks, recipe: Recipe, train: Callable[[Follower], Any]) -> No
         train(Follower(recipe, cfg, ranks, actor, Path(folder), critic))
 
 
+def _followed_policy(cfg: TrainingConfig, ranks: Ranks, files: Any) -> TransformersWrapper:
+    """The actor of a rank other than 0, which has its weights from rank 0."""
+    given = cfg.policy.model
+    with folder_of(files if given is None else model_folder(given)) as folder:
+        # It has no weights before rank 0 gives them, part by part.
+        settings = replace(cfg.policy, device="meta")
+        model, tokenizer = load_model(settings, folder, load=partial(outline, check=False))
+    if cfg.policy.lora_rank is not None:
+        model = with_adapters(cfg.policy, model)
+    return _wrapped(cfg, ranks, model, tokenizer)
+
+
 def whole_model(
-    ranks: Ranks, cfg: TrainingConfig, actor: TransformersWrapper
-) -> tuple[TransformersWrapper, Mapping[str, Tensor] | None]:
+    ranks: Ranks, cfg: TrainingConfig, actor: TransformersWrapper | ChatRewardModel
+) -> tuple[TransformersWrapper | ChatRewardModel, Mapping[str, Tensor] | None]:
     """The model without its wrappers and shards, to be saved; rank 0 calls it.
 
     Args:
@@ -403,10 +472,12 @@ def whole_model(
     if is_spread(model):
         tell(ranks, RankJob.GIVE_ALL)
         state = _whole_state(model)
-        plain = cast("TransformersEngine", actor.engine).inside
+        plain = actor.scorer.model
         skeleton: Any = type(plain)(plain.config)
         model = with_adapters(cfg.policy, skeleton.to(plain.dtype))
         model.load_state_dict(state)
+    if isinstance(actor, ChatRewardModel):
+        return reward_model_over(cfg, model, actor.tokenizer), None
     return transformers_policy(cfg, model, actor.tokenizer, generate=False), None
 
 

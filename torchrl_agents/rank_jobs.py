@@ -14,7 +14,7 @@ class RankJob(Enum):
     GIVE_WEIGHTS = auto()
     """To rank 0, which hands them to what samples."""
     SCORE_ROWS = auto()
-    """Log-probs of rows, by the model as it is."""
+    """Log-probs of rows, or rewards, by the model as it is."""
     JUDGE_ROWS = auto()
     """The critic's values of a step's rows."""
     TAKE_ROWS = auto()

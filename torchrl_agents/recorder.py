@@ -30,8 +30,8 @@ from torchrl_data.display.terminal import show_conversation
 from torchrl_data.display.text import message_text, message_title
 from torchrl_data.keys import ADVANTAGE, FULL, REWARD, STOP_REASON
 from torchrl_envs.graders.answers import final_text
-from torchrl_envs.tasks.task import Task
 
+from .held_out import HeldOut
 from .run import Failures, Run
 
 _LOG: Final = logging.getLogger("torchrl_agents")
@@ -43,9 +43,9 @@ class Recorder:
     """Writes ``metrics.jsonl`` and rollouts, and tells the loggers.
 
     Args:
-        cfg: how tests are made, and how many of their rollouts trackers show as a table.
+        cfg: how many rollouts of a test trackers show as a table.
         run: has its folder, and the loggers.
-        task: may have answers.
+        held_out: says what came of tests.
         collector: of the rollouts, which are recorded where the recipe learns from them.
         loss: its scores are recorded, too.
         after: the last step of an earlier run, which goes on: what was written of later ones, that
@@ -53,10 +53,16 @@ class Recorder:
     """
 
     def __init__(
-        self, cfg: TrainingConfig, run: Run, task: Task, collector: Any, loss: Any, *, after: int
+        self,
+        cfg: TrainingConfig,
+        run: Run,
+        held_out: HeldOut,
+        collector: Any,
+        loss: Any,
+        *,
+        after: int,
     ) -> None:
-        self.score = partial(scores_of, test=cfg.evaluate, answer=task.final_answer)
-        """What a test says."""
+        self._tests = held_out
         self._loggers, folder = run.loggers, run.folder
         self.failures = {name: Failures(f"logger.backends: {name}") for name in cfg.logger.backends}
         """What trackers did not take, by their names."""
@@ -77,9 +83,10 @@ class Recorder:
                 self._rollouts.follow(collector.ledger)
         lines_until(folder / METRICS, after)
         told = lines_until(folder / EVALUATIONS, after)
-        kept = {x["step"]: x["estimates"]["reward"] for x in told if x.get("reward") is not None}
-        self.held_out = {step: Estimate(**reward) for step, reward in kept.items()}
-        """The mean reward on held-out prompts, by the step after which it was measured."""
+        name = held_out.score_name
+        kept = {x["step"]: x["estimates"][name] for x in told if x.get(name) is not None}
+        self.held_out = {step: Estimate(**score) for step, score in kept.items()}
+        """The mean score of what is held out, by the step after which it was measured."""
         for path in folder.glob("csv/scalars/**/*.csv"):  # TorchRL's: a step and a value a line
             lines = path.read_text(encoding="utf-8").splitlines()
             steps = ((line, line.partition(",")[0]) for line in lines)
@@ -104,12 +111,13 @@ class Recorder:
         if self._rollouts is not None:
             self._rollouts.close()
 
-    def reached(self, reward: float | None) -> bool:
-        """Return whether the last test had that held-out reward; never where it is ``None``."""
+    def reached(self, score: float | None) -> bool:
+        """Return whether the last test had that held-out score; never where it is ``None``."""
         last = self.held_out[max(self.held_out)].value if self.held_out else -math.inf
-        if reward is None or last < reward:
+        if score is None or last < score:
             return False
-        _LOG.info("done: train.stop_at=%g, held-out reward %.3f", reward, last)
+        name = self._tests.score_name
+        _LOG.info("done: train.stop_at=%g, held-out %s %.3f", score, name, last)
         return True
 
     def write(
@@ -145,7 +153,7 @@ class Recorder:
                 failures.note(error)
 
     def write_tests(self, points: Sequence[collectors.EvaluationPoint], *, now: int) -> None:
-        """Write what came of tests on held-out prompts.
+        """Write what came of tests.
 
         Args:
             points: the tests.
@@ -157,18 +165,20 @@ class Recorder:
             if point.trajectories is None:
                 line["skipped"] = point.skipped
             else:
-                scores, estimates = self.score(point.trajectories)
+                scores, estimates = self._tests.score(point.trajectories)
                 told = {name: each._asdict() for name, each in estimates.items()}
                 line |= finite({**scores, "estimates": told}, str)
-                reward = estimates["reward"]
-                if reward.num_prompts:
-                    self.held_out[step] = reward
-                _LOG.info("held-out reward after step %d: %.3f (%.3f to %.3f)", step, *reward[:3])
+                main = estimates[name := self._tests.score_name]
+                if main.num_prompts:
+                    self.held_out[step] = main
+                words = "held-out %s after step %d: %.3f (%.3f to %.3f)"
+                _LOG.info(words, name, step, *main[:3])
                 names = {k: k.replace("@", "_at_").replace("^", "_hat_") for k in scores}
                 shown = {f"held_out/{names[k]}": scores[k] for k in scores}  # some take no other
                 self._to_each(lambda logger, m=shown, s=step: logger.log_metrics(m, s))
-                if self._loggers and self._num_shown:
-                    samples, rows = partial(log_samples, step=step), point.trajectories
+                rows = self._tests.sampled(point.trajectories)
+                if self._loggers and self._num_shown and rows is not None:
+                    samples = partial(log_samples, step=step)
                     self._to_each(lambda x, f=samples, r=rows: f([x], r[: self._num_shown]))
             with self._evaluations.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

@@ -23,7 +23,13 @@ from rich.progress import (
 
 _LOG = logging.getLogger("torchrl_agents")
 _TELL_EVERY_S: Final = 20.0
-_SHOWN: Final = {"reward": ".3f", "loss": ".4f", "entropy": ".3f", "grad_norm": ".3f"}
+_SHOWN: Final = {
+    "reward": ".3f",
+    "loss": ".4f",
+    "accuracy": ".3f",
+    "entropy": ".3f",
+    "grad_norm": ".3f",
+}
 
 
 class RunLog:

@@ -12,6 +12,7 @@ from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.weights.quantized_weights import declared_whole
 
 from .models.adapters import is_adapted
+from .models.reward_models import ChatRewardModel
 from .models.sources import model_folder
 from .run import remove
 from .settings.schema import PolicyConfig
@@ -20,7 +21,7 @@ from .settings.schema import PolicyConfig
 def save_model(
     folder: Path,
     cfg: PolicyConfig,
-    policy: TransformersWrapper,
+    policy: TransformersWrapper | ChatRewardModel,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Leave ``model/``, whole or not at all: it loads in Transformers and serves in vLLM.
@@ -35,7 +36,7 @@ def save_model(
         weights: of a sharded model, whole.
     """
     model: Any = policy.model
-    plain = cast("TransformersEngine", policy.engine).inside
+    plain = policy.scorer.model
     if not is_adapted(model):
         leave(folder / "model", lambda path: _save(path, plain, policy, weights))
         return
@@ -55,13 +56,17 @@ def save_model(
 
 
 def _save(
-    path: Path, model: Any, policy: TransformersWrapper, weights: Mapping[str, Tensor] | None = None
+    path: Path,
+    model: Any,
+    policy: TransformersWrapper | ChatRewardModel,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     with declared_whole(model):
         model.save_pretrained(path, state_dict=None if weights is None else dict(weights))
-    images = cast("TransformersEngine", policy.engine).images
-    if images is not None:
-        images.processor.save_pretrained(path)
+    if isinstance(policy, TransformersWrapper):
+        images = cast("TransformersEngine", policy.engine).images
+        if images is not None:
+            images.processor.save_pretrained(path)
     policy.encoder.save_pretrained(path)
 
 

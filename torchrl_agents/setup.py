@@ -28,6 +28,7 @@ from .settings.arguments import name_of
 from .settings.defaults import defaults_of, fill_in
 from .settings.errors import refusing
 from .settings.recipe import Recipe
+from .settings.rules import reset_unused
 from .settings.schema import (
     CollectorConfig,
     EpisodeConfig,
@@ -91,6 +92,7 @@ def build_task(recipe: Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
         held_out_env = TaskEnv(task, held_out=True, **sizes, **common)
         test.solved_by = _solved_by(held_out_env, test.solved_by)
         if not isinstance(cfg, RolloutsConfig):
+            reset_unused(recipe, cfg)
             return Setup(task, held_out_env, held_out_env)
         _settle_warm_start(cfg, task)
         size = cfg.collector.group_size

@@ -57,6 +57,8 @@ class NoActor:
         """Is never called."""
         raise NotImplementedError
 
+    reward_packed = score_packed
+
 
 def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
     """Refuse settings that can't work, alone or together.

@@ -14,25 +14,34 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from tensordict import TensorDictBase
 
-from collectors import LLMCollector, PhaseTimer, RunState, StepMetrics, identity_of, rollout_metrics
+from collectors import (
+    PhaseTimer,
+    RayLLMCollector,
+    RunState,
+    StepMetrics,
+    StreamingCollector,
+    identity_of,
+    rollout_metrics,
+)
 from collectors.resume.run_state import Stateful
 from collectors.streaming.background_collector import BackgroundCollector
 from objectives import NonFiniteGate, Ranks, StepOutcome
-from torchrl_envs import DataLoadingPrimer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
-from torchrl_modules.engines.transformers import TransformersEngine
 
 from . import learning_curve
 from .checkpoints import Checkpoints
-from .collection import AnyCollector, HeldOut, end_collection
+from .collection import AnyCollector, HeldOutPrompts, end_collection
 from .critic import Critic, mean_metrics
+from .held_out import HeldOut
 from .live_verification import live_verification
 from .model_card import leave_card, push_to_hub
 from .models.policies import set_generation
+from .models.reward_models import ChatRewardModel
 from .optimizers import build_optimizer, set_learning_rate
 from .parallel import (
     Follower,
@@ -44,7 +53,7 @@ from .parallel import (
 )
 from .rank_jobs import RankJob, tell
 from .rank_share import RankShare
-from .recorder import Recorder, show_rollouts
+from .recorder import Recorder
 from .reward_watch import RewardWatch
 from .run import LastTestError, Run
 from .run_log import has_signal, tell_of_no_signal
@@ -114,9 +123,11 @@ class TrainingStep:
             with training.timer("train"):
                 training.critic.judge(self.trained)
         self.is_drawn = True
+        collector = training.data.collector
         if training.verification is not None and self.trajectories is not None:
+            assert collector is not None
             with training.timer("verify"):
-                version = training.data.collector.policy_version
+                version = collector.policy_version
                 self.verified = training.verification(self.number, self.trajectories, version)
         if training.cfg.engine.colocate:
             cast("Any", training.policy.engine).sleep()
@@ -173,7 +184,8 @@ class TrainingStep:
         """Give its metrics, once it is over."""
         training, collector = self.training, self.training.data.collector
         # Metrics of collection, where it goes on while the model trains.
-        further = {} if isinstance(collector, LLMCollector) else collector.metrics()
+        is_beside = isinstance(collector, StreamingCollector | RayLLMCollector)
+        further = collector.metrics() if is_beside else {}
         further = {**training.measure(self), **self.verified, **further}
         further |= mean_metrics(self.critic_updates)
         return self.metrics.reduce(learning_rate=self.learning_rate, **further)
@@ -184,10 +196,10 @@ class Rollouts:
 
     Args:
         collector: fills its buffer, of which a transform says which rows are trained; it is emptied
-            in each step.
+            in each step. ``None`` for a subclass whose rows are given, where no policy is tested.
     """
 
-    def __init__(self, collector: AnyCollector) -> None:
+    def __init__(self, collector: AnyCollector | None) -> None:
         self.collector = collector
         """It samples, in steps and in tests."""
         self.parts: Mapping[str, Stateful] = {"collector": collector}  # type: ignore[dict-item]
@@ -195,17 +207,29 @@ class Rollouts:
 
     def draw(self, metrics: StepMetrics) -> tuple[TensorDictBase | None, TensorDictBase | None]:
         """Rows of the next step: all of them, and those that are trained, if any has a signal."""
-        buffer = self.collector.replay_buffer
+        collector = self.collector
+        assert collector is not None
+        buffer = collector.replay_buffer
         assert buffer is not None
         try:
-            trajectories = metrics.add_rollouts(self.collector.collect())
+            trajectories = metrics.add_rollouts(collector.collect())
             trained = buffer[:] if len(buffer) else None
             buffer.empty()
         except StopRequested:
-            if isinstance(self.collector, BackgroundCollector):
-                self.collector.give_up_batch()
+            if isinstance(collector, BackgroundCollector):
+                collector.give_up_batch()
             raise
         return trajectories, trained
+
+    def close(self) -> None:
+        """End what collects, where something does."""
+        if self.collector is not None:
+            self.collector.shutdown()
+
+    def end(self, folder: Path, last: dict[str, float]) -> None:
+        """See :func:`.end_collection`."""
+        if self.collector is not None:
+            end_collection(self.collector, folder, last)
 
 
 @dataclass
@@ -216,10 +240,10 @@ class Training:
     run: Run
     setup: Setup
     """Has the task, and the environment of the tests."""
-    actor: TransformersWrapper
+    actor: TransformersWrapper | ChatRewardModel
     """Is trained."""
-    policy: LLMWrapperBase
-    """Samples with its weights."""
+    policy: LLMWrapperBase | ChatRewardModel
+    """Samples with its weights; a reward model itself, which samples nothing."""
     data: Rollouts
     """Gives the rows."""
     _: KW_ONLY
@@ -229,6 +253,8 @@ class Training:
     """What else is saved, by name."""
     critic: Critic | None = None
     """Gives the advantages of the rows, and learns beside the policy."""
+    held_out: HeldOut | None = None
+    """The tests; ``None``: the policy answers the held-out prompts of the task."""
     curves: Mapping[str, str] = field(default_factory=lambda: learning_curve.REWARD_CURVES)
     """What is drawn beside the reward: the label of each metric."""
     result: dict[str, Any] = field(default_factory=dict)
@@ -242,7 +268,8 @@ class Training:
         self.num_epochs = (train.num_epochs if isinstance(train, EpochsTrainConfig) else 1) or 1
         """Passes over the rows of a step."""
         self.timer = PhaseTimer()
-        self.timer.watch(self.policy, "generate")
+        if isinstance(self.policy, LLMWrapperBase):
+            self.timer.watch(self.policy, "generate")
         self.verification = live_verification(self.cfg, self.actor)
         """Computes rows again before they are trained; ``None`` where the settings ask for none."""
         self.recipe: Recipe = self.run.recipe
@@ -255,17 +282,23 @@ class Training:
         return StepMetrics(self.timer, solved_at=test.solved_at, solved_by=test.solved_by)
 
     def push(self) -> None:
-        """Hand the weights to the policy."""
-        tell(self.ranks, RankJob.GIVE_WEIGHTS)
-        self.data.collector.update_policy_weights_(self.actor.model)
+        """Hand the weights to the policy, if one samples with them."""
+        if (collector := self.data.collector) is not None:
+            tell(self.ranks, RankJob.GIVE_WEIGHTS)
+            collector.update_policy_weights_(self.actor.model)
 
-    def _open_checkpoints(self) -> Checkpoints:
+    def _policy_tests(self) -> HeldOut:
+        collector, policy = self.data.collector, self.policy
+        assert collector is not None
+        assert isinstance(policy, LLMWrapperBase)
+        env, task = self.setup.held_out_env, self.setup.task
+        return HeldOutPrompts(self.cfg, collector, env, policy, task)
+
+    def _open_checkpoints(self, held_out: HeldOut) -> Checkpoints:
         critic = self.critic
         own, sharded = saved_parts(self.cfg, self.actor, self.gate.optimizer, critic)
-        inside = cast("TransformersEngine", self.actor.engine).inside
-        held_out = self.setup.held_out_env.transforms_of(DataLoadingPrimer)
-        tested = {"held_out_rows": [data.content for data in held_out]}
-        identity = identity_of(self.policy, inside) | own | tested
+        reader: Any = self.policy  # a reward model has a tokenizer and a template, too
+        identity = identity_of(reader, self.actor.scorer.model) | own | held_out.identity()
         parts = {"gate": self.gate, **self.parts, **self.data.parts}
         if critic is not None:
             parts["critic_gate"] = critic.gate
@@ -292,12 +325,13 @@ class Training:
             SettingsError: the run had all its steps, or its checkpoint can't be used.
             LastTestError: the last test failed, after the model was left.
         """
-        cfg, run, collector = self.cfg, self.run, self.data.collector
+        cfg, run = self.cfg, self.run
         start, num_steps = time.monotonic(), cfg.train.num_steps
         self.loss, self.gate = loss, gate
         with ExitStack() as stack:
-            stack.callback(collector.shutdown)
-            self.checkpoints = keep = self._open_checkpoints()
+            stack.callback(self.data.close)
+            held_out = self.held_out or self._policy_tests()
+            self.checkpoints = keep = self._open_checkpoints(held_out)
             done, saved = keep.restore()
             if run.had_finished and done >= num_steps:
                 made = f"all {done} steps are made"
@@ -306,7 +340,6 @@ class Training:
                 _LOG.info("going on after step %d", done)
             self.push()
             before, pending = saved.get("before"), saved.get("pending")
-            held_out = HeldOut(cfg, collector, self.setup.held_out_env, self.policy)
             # The last step of which something is written that counts.
             after_step = -1 if before is None else done
             if before is None:
@@ -314,7 +347,7 @@ class Training:
             step = None if pending is None else TrainingStep.from_state(pending, self)
             self.timer.reset()
 
-            parts = (self.setup.task, collector, loss)
+            parts = (held_out, self.data.collector, loss)
             stack.enter_context(run.stop.held())
             stack.enter_context(closing(keep))
             recorder = Recorder(cfg, run, *parts, after=after_step)
@@ -353,8 +386,8 @@ class Training:
 
             after, failed = _last_test(held_out, run, done)
             recorder.write_tests(held_out.take(), now=done)
-            end_collection(collector, run.folder, last)
-            self.result |= _leave_results(self, recorder, before, after)
+            self.data.end(run.folder, last)
+            self.result |= _leave_results(self, recorder, held_out, before, after)
         run.failures |= {"checkpoint": keep.failures, **recorder.failures}
         tell(self.ranks, None)
         if failed is not None:
@@ -371,9 +404,10 @@ class Training:
         test, run = self.cfg.evaluate, self.run
         with run.log.phase("first evaluation"):
             before = held_out.now(0)
-        first = rollout_metrics(before, solved_at=test.solved_at, solved_by=test.solved_by)
-        if compares_groups(run.recipe, self.cfg) and first["reward/unscorable_fraction"] == 1:
-            tell_of_no_signal(first, 0)
+        if compares_groups(run.recipe, self.cfg):
+            first = rollout_metrics(before, solved_at=test.solved_at, solved_by=test.solved_by)
+            if first["reward/unscorable_fraction"] == 1:
+                tell_of_no_signal(first, 0)
         return before
 
 
@@ -423,24 +457,30 @@ def _last_test(
 
 
 def _leave_results(
-    training: Training, recorder: Recorder, before: TensorDictBase, after: TensorDictBase | None
+    training: Training,
+    recorder: Recorder,
+    held_out: HeldOut,
+    before: TensorDictBase,
+    after: TensorDictBase | None,
 ) -> dict[str, Any]:
     """The model, the curve and the numbers of a run that is over."""
     cfg, run, task, history = training.cfg, training.run, training.setup.task, recorder.history
     if history:
         actor, weights = whole_model(run.ranks, cfg, training.actor)
-        save_model(run.folder, cfg.policy, set_generation(cfg.policy, actor), weights)
+        if isinstance(actor, TransformersWrapper):
+            set_generation(cfg.policy, actor)
+        save_model(run.folder, cfg.policy, actor, weights)
         if (critic := training.critic) is not None:
             own = whole_critic(run.ranks, critic)
             leave(run.folder / "critic", lambda path: critic.save(path, own))
         run.link()
     tests = {"before": before, "after": after}
-    told = {when: recorder.score(rows) for when, rows in tests.items() if rows is not None}
+    told = {when: held_out.score(rows) for when, rows in tests.items() if rows is not None}
     scores = {f"{when}/{name}": x for when, (own, _) in told.items() for name, x in own.items()}
     result = {
         "task": cfg.task.id,
         "seed": cfg.seed,
-        **{f"held_out_{when}": scores.pop(f"{when}/reward", None) for when in tests},
+        **{f"held_out_{when}": scores.pop(f"{when}/{held_out.score_name}", None) for when in tests},
         "steps": len(history),
         "optimizer_steps": int(sum(metrics["optimizer_steps"] for metrics in history)),
         **scores,
@@ -454,11 +494,13 @@ def _leave_results(
         title=f"{run.recipe.summary.partition(':')[0]} on {cfg.task.id}, seed {cfg.seed}",
         further=further | {name: f"{name}/reward" for name in task.parts},
         beside=training.curves,
+        score_name=held_out.score_name,
+        labels=held_out.labels,
     )
-    show_rollouts(tests, cfg.evaluate.num_shown)
+    held_out.show(tests)
     if history:
         estimates = {when: each for when, (_, each) in told.items()}
-        leave_card(cfg, run, len(history), estimates)
+        leave_card(cfg, run, len(history), estimates, held_out)
         if cfg.push_to_hub is not None:
             result["pushed_to"] = push_to_hub(cfg.push_to_hub, run.folder / "model")
     return result

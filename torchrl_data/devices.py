@@ -1,10 +1,18 @@
-"""Values of the host on a device, without waiting for what the device is doing."""
+"""The device of this process, and values of the host on it without waiting for what it does."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def accelerator() -> torch.device:
+    """The device of this process: the accelerator, if there is one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def on_device(

@@ -3,6 +3,7 @@
 Shape legend: P pairs, B rows, two of each pair.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final, NamedTuple
@@ -12,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from .answers import messages_of, train_answer
 from .conversation_io import row_tensordicts
-from .keys import CHOSEN, PAIR_ID
+from .keys import CHOSEN, MARGIN, PAIR_ID
 from .messages import Message, check_messages
 from .templates.demonstrations import encode_demonstrations
 from .templates.encoder import ConversationEncoder
@@ -29,6 +30,8 @@ class PreferencePair(NamedTuple):
     """With the other one."""
     num_shared: int
     """Messages that both begin with; what the assistant says in them is not trained."""
+    margin: float | None = None
+    """By how much the better answer is to lead, where the data say it; of reward models."""
 
 
 def read_pair(row: Mapping[str, Any], *, number: int | None = None) -> PreferencePair:
@@ -37,15 +40,17 @@ def read_pair(row: Mapping[str, Any], *, number: int | None = None) -> Preferenc
     Args:
         row: ``chosen`` and ``rejected`` are texts of the assistant, or lists of messages;
             ``prompt`` is the text of a user, or a list of messages. Without it the two are whole
-            conversations; so they are where they begin with it.
+            conversations; so they are where they begin with it. ``margin``, a number, says by how
+            much the better answer is to lead.
         number: of the row, for errors.
 
     Returns:
         The pair.
 
     Raises:
-        ValueError: a column is missing or of another form, both answers are the same, or the two
-            conversations part before the assistant says something.
+        ValueError: a column is missing or of another form, both answers are the same, the two
+            conversations part before the assistant says something, or the margin is negative or no
+            number.
         TypeError: a message has the wrong form.
 
     Example:
@@ -71,7 +76,21 @@ def read_pair(row: Mapping[str, Any], *, number: int | None = None) -> Preferenc
                 "'prompt'. Give answers alone, or conversations that begin with the prompt."
             )
         chosen, rejected = ([*prompt, *each] for each in (chosen, rejected))
-    return pair_of(chosen, rejected, number=number)
+    pair = pair_of(chosen, rejected, number=number)
+    return pair._replace(margin=_margin_of(row.get("margin"), who))
+
+
+def _margin_of(value: Any, who: str) -> float | None:
+    """Read the column ``margin``, which may be empty."""
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
+        raise ValueError(
+            f"{who} of the preferences: 'margin' says by how much the better answer is to lead, a "
+            f"finite number of at least 0, got {value!r}."
+        )
+    return float(value)
 
 
 def pair_of(
@@ -130,8 +149,9 @@ def preference_rows(
 
     Returns:
         Two for each pair, the better answer first, with the entries of
-        :func:`~torchrl_data.row_tensordicts`, ``pair_id`` and ``chosen``. They hold all that the
-        template writes; what the assistant says from where the two part is trained.
+        :func:`~torchrl_data.row_tensordicts`, ``pair_id`` and ``chosen``, and ``margin`` where a
+        pair has one (0 of the others). They hold all that the template writes; what the assistant
+        says from where the two part is trained.
 
     Raises:
         ValueError: as :func:`read_pair` and :func:`~torchrl_data.encode_demonstrations`.
@@ -164,17 +184,21 @@ def preference_rows(
     for place, (row, chat) in enumerate(zip(rows, chats, strict=True)):
         pair = place // 2
         train_answer(row, chat, read[pair].num_shared, who=f"row {first_row + pair}")
-    mark_pairs(rows)
+    mark_pairs(rows, [pair.margin for pair in read])
     return rows
 
 
-def mark_pairs(rows: Sequence[TensorDictBase]) -> None:
+def mark_pairs(rows: Sequence[TensorDictBase], margins: Sequence[float | None] = ()) -> None:
     """Write which rows are pairs.
 
     Args:
         rows: two of each pair, the better answer first.
+        margins: of each pair; where one has any, the others get 0.
     """
+    has_margins = any(margin is not None for margin in margins)
     for place, row in enumerate(rows):
         pair, side = divmod(place, 2)
         row[PAIR_ID] = torch.tensor([pair])
         row[CHOSEN] = torch.tensor([side == 0])
+        if has_margins:
+            row[MARGIN] = torch.tensor([margins[pair] or 0.0])

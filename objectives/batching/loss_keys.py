@@ -64,12 +64,21 @@ class CriticLossKeys(TokenKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class PairLossKeys(TokenKeys):
-    """The batch entries that losses of preferences read: all that ``RewardModelLoss`` does."""
+    """The batch entries that say which rows are pairs, which every loss of preferences reads."""
 
     pair_id: NestedKey = keys.PAIR_ID
     """int64 ``[B, 1]``: equal for the two rows of a pair, which lie side by side."""
     chosen: NestedKey = keys.CHOSEN
     """bool ``[B, 1]``: True for the first row of a pair, which is the better answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelLossKeys(PairLossKeys):
+    """The batch entries that :class:`~objectives.RewardModelLoss` reads."""
+
+    margin: NestedKey = keys.MARGIN
+    """float32 ``[B, 1]``: by how much the reward of the better answer has to lead, in addition to
+    the option; optional."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -398,6 +399,13 @@ class Entries(NamedTuple):
     """Entries of one value per token."""
     rows: Mapping[str, NestedKey]
     """Entries of one value per row or token."""
+    optional: Mapping[str, NestedKey] = MappingProxyType({})
+    """The same, of which a batch may have none."""
+
+    @property
+    def required(self) -> dict[str, NestedKey]:
+        """Those that every batch has."""
+        return {**self.tokens, **self.rows}
 
 
 def check_batch(batch: Any, *, who: str) -> None:
@@ -427,14 +435,15 @@ def pack_batch(
     check_batch(batch, who=who)
     if batch.ndim == 1 and not len(batch):
         none = torch.zeros(0, dtype=torch.int64)
-        entries = dict.fromkeys([*wanted.tokens, *wanted.rows], torch.zeros(0))
+        entries = dict.fromkeys(wanted.required, torch.zeros(0))
         return PackedBatch(none, none, none > 0, none, none > 0, entries, none > 0)
     columns = _Columns(batch, read, who)
-    needed = [read.tokens, *wanted.tokens.values(), *wanted.rows.values()]
+    needed = [read.tokens, *wanted.required.values()]
     if strategy != "all":
         needed.append(read.assistant_mask)
     columns.require(needed)
     is_masked, known = columns.has(read.attention_mask), columns.has(read.assistant_mask)
+    further = {name: key for name, key in wanted.optional.items() if columns.has(key)}
     columns.bring_to_host()
     ids, lengths = columns.read[read.tokens]
     sequence = sequence_index(lengths)
@@ -447,7 +456,8 @@ def pack_batch(
     assistant = columns.tokens(read.assistant_mask).bool() if known else torch.zeros_like(ids) > 0
     target_mask = _targets(assistant, lengths, sequence, strategy)
     entries = {name: columns.tokens(key) for name, key in wanted.tokens.items()}
-    entries |= {name: columns.tokens_or_rows(key) for name, key in wanted.rows.items()}
+    by_row = {**wanted.rows, **further}
+    entries |= {name: columns.tokens_or_rows(key) for name, key in by_row.items()}
     target_lengths = _count(target_mask, sequence, lengths)
     sizes = columns.read[read.tokens].lengths.tolist()
     experts = read_experts(batch, sizes, who=who)

@@ -6,54 +6,22 @@ Shape legend: B rows, two of each pair; P pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
+import torch
 from tensordict import TensorClass, TensorDictBase
 from torch import Tensor
 
 from objectives import functional as F
-from objectives.batching.loss_keys import PairLossKeys
+from objectives.batching.loss_keys import RewardModelLossKeys
 from objectives.batching.packed_batch import Entries, PackedBatch
-from torchrl_data.checks import NOT_NEGATIVE, check_numbers
 from torchrl_data.value_network import RewardNetwork, check_reward_network
 
 from .loss_output import LossTerms, loss_output, make_output
 from .pair_loss import PairLoss, pair_accuracy, pairs_of
+from .reward_model_options import RewardModelOptions
 from .token_loss import takes
-from .token_options import TokenOptions
 from .window import Window
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardModelOptions(TokenOptions):
-    """Options of :class:`~objectives.RewardModelLoss`, checked when they are made.
-
-    Raises:
-        ValueError: an option is out of range.
-
-    Example:
-        >>> RewardModelOptions(center_coeff=0.01)
-        RewardModelOptions(label_smoothing=0.0, margin=0.0, center_coeff=0.01)
-    """
-
-    # A row has one reward, of all that it holds: no tokens are reduced, or left out.
-    aggregation: ClassVar[str] = "sequence_mean"  # pyright: ignore[reportIncompatibleVariableOverride]
-    max_tokens: ClassVar[None] = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    masking_strategy: ClassVar[str] = "assistant"  # pyright: ignore[reportIncompatibleVariableOverride]
-    temperature: ClassVar[None] = None  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    label_smoothing: float = 0.0
-    """The share of pairs that are the wrong way round."""
-    margin: float = 0.0
-    """By which the reward of the better answer has to lead."""
-    center_coeff: float | None = None
-    """Weight of the square of the sum of the two rewards, mean over pairs, which keeps rewards
-    around 0 (TRL's ``center_rewards_coefficient``, there 0.01); None or 0 for none."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        F.check_preference(1.0, "sigmoid", self.label_smoothing, self.margin)
-        check_numbers("", NOT_NEGATIVE, center_coeff=self.center_coeff)
 
 
 @loss_output
@@ -86,11 +54,11 @@ class RewardModelLossOutput(LossTerms, TensorClass["nocast"]):
 class _Arguments(RewardModelOptions):
     reward_network: RewardNetwork = field(kw_only=False)
     options: RewardModelOptions | None = None
-    read: PairLossKeys | None = None
+    read: RewardModelLossKeys | None = None
     allow_empty: bool = False
 
 
-class RewardModelLoss(PairLoss[PairLossKeys, RewardModelLossOutput]):
+class RewardModelLoss(PairLoss[RewardModelLossKeys, RewardModelLossOutput]):
     r"""Train a reward model by pairs of answers, as the model of Bradley and Terry has it.
 
     It is the mean over pairs of :math:`-\log\sigma(r_c - r_r)`, where :math:`r_c` and :math:`r_r`
@@ -99,7 +67,8 @@ class RewardModelLoss(PairLoss[PairLossKeys, RewardModelLossOutput]):
     classification gives it, and so :class:`~torchrl_envs.RewardModel`.
 
     The batch is ``[B]``, two rows for each pair, as for :class:`~objectives.DPOLoss`; what both
-    begin with is read once, and micro-batches hold whole pairs::
+    begin with is read once, and micro-batches hold whole pairs. Rows may have a ``margin`` of their
+    pair, by which the better answer has to lead in addition to the option ``margin``::
 
         model = TransformersCritic.of_policy(policy, random_head=True)
         rows = lazy_stack(preference_rows(policy.encoder, pairs))
@@ -136,7 +105,7 @@ class RewardModelLoss(PairLoss[PairLossKeys, RewardModelLossOutput]):
     """
 
     option_type = RewardModelOptions
-    key_type = PairLossKeys
+    key_type = RewardModelLossKeys
     output_type = RewardModelLossOutput
     network_name = "reward_network"
     takes_own_temperature = True
@@ -147,7 +116,7 @@ class RewardModelLoss(PairLoss[PairLossKeys, RewardModelLossOutput]):
         reward_network: RewardNetwork,
         *,
         options: RewardModelOptions | None = None,
-        read: PairLossKeys | None = None,
+        read: RewardModelLossKeys | None = None,
         allow_empty: bool = False,
         **settings: Any,
     ) -> None:
@@ -159,7 +128,7 @@ class RewardModelLoss(PairLoss[PairLossKeys, RewardModelLossOutput]):
         check_reward_network(self._get_name(), network)
 
     def _entries(self) -> Entries:
-        return Entries({}, self._pair_entries())
+        return Entries({}, self._pair_entries(), {"margin": self.read.margin})
 
     def forward(
         self, tensordict: TensorDictBase | PackedBatch, *, window: Window | None = None
@@ -199,7 +168,7 @@ class RewardModelLoss(PairLoss[PairLossKeys, RewardModelLossOutput]):
         """
         options, (chosen, rejected) = self.options, pairs_of(rewards)
         per_pair = F.preference_loss(
-            chosen,
+            chosen - margins_of(batch, chosen),
             rejected,
             beta=1.0,
             label_smoothing=options.label_smoothing,
@@ -219,3 +188,12 @@ class RewardModelLoss(PairLoss[PairLossKeys, RewardModelLossOutput]):
             square = (chosen + rejected).square().sum()
             terms["loss_center"] = options.center_coeff * 2 * square / window.num_sequences
         return make_output(RewardModelLossOutput, terms)
+
+
+def margins_of(batch: PackedBatch, like: Tensor) -> Tensor:
+    """By how much each pair of a batch says that the better answer has to lead, ``[P]``; or 0."""
+    margin = batch.entries.get("margin")
+    if margin is None or not len(like):
+        return torch.zeros_like(like)
+    first = batch.target_lengths.cumsum(0) - batch.target_lengths
+    return pairs_of(margin[first])[0].to(like)

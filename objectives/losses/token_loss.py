@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import chain
 from typing import Any, ClassVar, Concatenate, Final, Generic, ParamSpec, TypeVar
 
 import torch
@@ -202,7 +201,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         self._masking_strategy: MaskingStrategy = resolve_masking_strategy(
             self._options.masking_strategy
         )
-        entries = chain.from_iterable(named.values() for named in self._entries())
+        entries = self._entries().required.values()
         self.in_keys: list[NestedKey] = [self.read.tokens, self.read.assistant_mask, *entries]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.out_keys = sorted(self.output_type.__annotations__)
 
@@ -274,7 +273,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
             ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
         """
         if isinstance(batch, PackedBatch):
-            wanted = chain.from_iterable(self._entries())
+            wanted = self._entries().required
             if missing := [name for name in wanted if name not in batch.entries]:
                 raise MissingEntryError(
                     f"{self._get_name()} needs {missing}, which the packed batch lacks: it was "
@@ -290,7 +289,8 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
                     f"{self.masking_strategy!r}."
                 )
             more = other._entries()
-            wanted = Entries({**wanted.tokens, **more.tokens}, {**wanted.rows, **more.rows})
+            both = [{**own, **its} for own, its in zip(wanted, more, strict=True)]
+            wanted = Entries(*both)
         return pack_batch(
             batch,
             self.read,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from objectives.losses.dpo_options import DPOOptions
 from torchrl_agents.settings.field_rules import AT_LEAST_1, setting
 from torchrl_agents.settings.option_settings import option_settings
 from torchrl_agents.settings.schema import (
     EpisodeConfig,
-    GivenDataConfig,
+    PairsConfig,
     TrainConfig,
     TrainingConfig,
 )
@@ -29,20 +28,6 @@ class PreferenceLossConfig(_OptionSettings):
 
 
 @dataclass
-class PreferencesConfig(GivenDataConfig):
-    """Pairs of answers to one prompt: columns chosen, rejected and prompt, as TRL reads them.
-
-    Without a data set the better answer is the task's demonstration, and the other one that of
-    another question.
-    """
-
-    what: ClassVar[str] = "pairs"
-
-    shuffle_preferences: bool = False
-    """A control: which answer is the better one is drawn at random, so nothing can be learnt."""
-
-
-@dataclass
 class DPOTrainConfig(TrainConfig):
     """Preference learning."""
 
@@ -55,7 +40,7 @@ class DPOTrainConfig(TrainConfig):
 class DPOConfig(TrainingConfig):
     """Settings of ``dpo.py``."""
 
-    data: PreferencesConfig = field(default_factory=PreferencesConfig)
+    data: PairsConfig = field(default_factory=PairsConfig)
     loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
     episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
     train: DPOTrainConfig = field(default_factory=DPOTrainConfig)

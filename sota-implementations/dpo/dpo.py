@@ -29,123 +29,42 @@ RECIPE = Recipe(
 if __name__ == "__main__":
     read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
-import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
 
 from collectors import LLMCollector
 from objectives import DPOLoss, DPOLossOutput, DPOOptions, SFTLoss
 from torchrl_agents.device_defaults import DEFAULT_TOKENS
-from torchrl_agents.given_conversations import (
-    GivenChats,
-    GivenRows,
-    check_enough,
-    encode_given,
-    load_given,
-    tell_seen,
-)
+from torchrl_agents.given_pairs import Pair, PairSampler, encode_pairs, stacked
+from torchrl_agents.given_pairs import build_pairs as build
 from torchrl_agents.models.adapters import add_adapters
 from torchrl_agents.parallel import score_share, share_model
 from torchrl_agents.rank_jobs import RankJob, tell
 from torchrl_agents.rank_scores import spread_to_rows
 from torchrl_agents.run import Run
-from torchrl_agents.setup import Setup, build_task, load_models
+from torchrl_agents.setup import Setup, load_models
 from torchrl_agents.start import run_recipe
 from torchrl_agents.training import Training, TrainingStep, learn
-from torchrl_data import PreferencePair, keys, mark_pairs, pair_of, read_pair
-from torchrl_modules import LLMWrapperBase, TransformersWrapper
+from torchrl_data import keys
+from torchrl_modules import TransformersWrapper
 
-Pair = Sequence[TensorDictBase]
 _PAIRS_AT_ONCE = 1024
 """Of which the reference's log-probs are computed before the log says how far that is."""
 _SAME_MODEL = 1e-2
 """In nats: what a model says of a token on other machines differs by less."""
 
 
-def build(recipe: Recipe, cfg: DPOConfig, settings: dict[str, Any]) -> Setup:
-    """The task, whose demonstrations are the answers of pairs, and the environment that tests."""
-    test = build_task(recipe, cfg, settings)
-    if cfg.data.dataset is None:
-        pairs, tools = _pairs_of_demonstrations(cfg, test)
-        numbers: Sequence[int] = range(len(pairs))
-    else:
-        rows = load_given(cfg.data, lambda row, number: read_pair(row, number=number))
-        pairs, tools = [row.read for row in rows], [row.tools for row in rows]
-        numbers = [row.number for row in rows]
-    check_enough(cfg.data, len(pairs))
-    if cfg.data.dataset is not None:
-        tell_seen(cfg.data.num_held_out, [pair.chosen for pair in pairs], test.held_out_env)
-    sides = [(pair.chosen, pair.rejected) for pair in pairs]
-    if cfg.data.shuffle_preferences:
-        swaps = random.Random(cfg.seed)
-        sides = [two[::-1] if swaps.random() < 0.5 else two for two in sides]
-    task = replace(
-        test.task,
-        demonstrations=GivenChats(
-            [chat for two in sides for chat in two],
-            [number for number in numbers for _ in range(2)],
-            [pair.num_shared for pair in pairs for _ in range(2)],
-        ),
-        demonstration_tools=[schemas for schemas in tools for _ in range(2)],
-    )
-    test.held_out_env.task = task
-    return test._replace(task=task)
+class ReferencedPairs(PairSampler):
+    """Pairs of a step, whose rows have log-probs of the reference, which is one and the same.
 
-
-def _pairs_of_demonstrations(
-    cfg: DPOConfig, test: Setup
-) -> tuple[list[PreferencePair], list[list[dict[str, Any]] | None]]:
-    """Each of the task's demonstrations, and its conversation with the answer of another one."""
-    chats: list[Any] = list(test.task.demonstrations)
-    tools: list[Any] = list(test.task.demonstration_tools) or [None] * len(chats)
-    order = random.Random(cfg.seed).sample(range(len(chats)), len(chats))
-    pairs, kept = [], []
-    for chat, other, schemas in zip(chats, order, tools, strict=True):
-        worse = [*chat[:-1], chats[other][-1]]
-        if worse != [*chat]:
-            pairs.append(pair_of(chat, worse))
-            kept.append(schemas)
-    return pairs, kept
-
-
-def encode_pairs(cfg: DPOConfig, test: Setup, policy: LLMWrapperBase) -> list[Pair]:
-    """The pairs as rows of tokens, with the prompts that the task's episodes have."""
-    found = encode_given(cfg, cfg.data, test, policy, rows_together=2)
-    mark_pairs([row for rows in found.values() for row in rows])
-    return list(found.values())
-
-
-class PairSampler(GivenRows):
-    """Pairs of a step, in an order that follows from the seed.
-
-    So it is known before training which pairs it will need, and the reference reads no others.
-
-    Args:
-        collector: of the policy that is tested.
-        pairs: to train on.
-        batch_size: so many in each step.
-        seed: of the order.
+    See :class:`.PairSampler`.
     """
-
-    def __init__(
-        self, collector: LLMCollector, pairs: Sequence[Pair], batch_size: int, seed: int
-    ) -> None:
-        super().__init__(collector, pairs, batch_size)
-        self._pairs, self._seed, self._num_epochs = pairs, seed, 0
-
-    def first_pairs(self, num_steps: int) -> list[Pair]:
-        """Give the pairs that the first steps draw, each once, in their order."""
-        num_drawn = min(num_steps * self._batch_size, len(self._pairs))
-        return [self._pairs[place] for place in self._order_of(0)[:num_drawn]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch is, and what the reference says of the first step's pairs."""
-        own = {"num_epochs": self._num_epochs, "reference": self._mean_of_reference()}
-        return super().state_dict() | own
+        return super().state_dict() | {"reference": self._mean_of_reference()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on in the middle of an epoch.
@@ -160,16 +79,6 @@ class PairSampler(GivenRows):
                 f"the reference gave tokens of the first step's answers {was} nats, and gives "
                 f"{now}: policy.model is not what it was. Put the model back, or begin a new run"
             )
-        self._num_epochs = state_dict["num_epochs"]
-
-    def _next_epoch(self) -> list[int]:
-        self._num_epochs += 1
-        return self._order_of(self._num_epochs - 1)
-
-    def _order_of(self, epoch: int) -> list[int]:
-        order = [*range(len(self._pairs))]
-        random.Random(f"{self._seed} {epoch}").shuffle(order)
-        return order
 
     def _mean_of_reference(self) -> float | None:
         rows = [row for pair in self.first_pairs(1) for row in pair]
@@ -205,11 +114,6 @@ def write_reference(
             row[keys.REF_LOG_PROBS_FULL] = own
 
 
-def stacked(pairs: Sequence[Pair]) -> TensorDictBase:
-    """The rows of some pairs, one after the other."""
-    return lazy_stack([row for pair in pairs for row in pair])
-
-
 def main(cfg: DPOConfig, test: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
     actor, policy = add_adapters(cfg, *load_models(cfg, test, run))
@@ -219,7 +123,7 @@ def main(cfg: DPOConfig, test: Setup, run: Run) -> dict:
         pairs = encode_pairs(cfg, test, actor)
     held_out, trained = pairs[: cfg.data.num_held_out], pairs[cfg.data.num_held_out :]
     collector = LLMCollector(test.held_out_env, policy)
-    sampler = PairSampler(collector, trained, cfg.train.batch_size, cfg.seed)
+    sampler = ReferencedPairs(collector, trained, cfg.train.batch_size, cfg.seed)
     test_loss = DPOLoss(policy, **given_options(cfg.loss, DPOOptions))
     if not test_loss.reference_free:
         needed = [*held_out, *sampler.first_pairs(cfg.train.num_steps)]

@@ -40,7 +40,9 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name):
     row, expected = FORMS[name]
-    assert read_pair(row) == expected
+    assert read_pair(row) == (*expected, None)
+    for margin in (None, 0, 2.5):
+        assert read_pair({**row, "margin": margin}).margin == margin
 
 
 REFUSED = {
@@ -68,6 +70,14 @@ REFUSED = {
         {"prompt": [{"role": "judge", "content": "?"}], "chosen": "4", "rejected": "5"},
         r"Message 0 of row 3 has the unknown role 'judge'",
     ),
+    "a margin that is a text": (
+        {"prompt": "?", "chosen": "4", "rejected": "5", "margin": "1"},
+        "row 3 .* 'margin' .* a finite number of at least 0, got '1'",
+    ),
+    "a margin below 0": (
+        {"prompt": "?", "chosen": "4", "rejected": "5", "margin": -1.0},
+        "a finite number of at least 0, got -1.0",
+    ),
 }
 
 
@@ -76,6 +86,14 @@ def test_refused(name):
     row, words = REFUSED[name]
     with pytest.raises(ValueError, match=words):
         read_pair(row, number=3)
+
+
+def test_margins_are_in_the_rows_where_a_pair_has_one(chatml_tokenizer):
+    encoder = ConversationEncoder(chatml_tokenizer)
+    pair = {"prompt": "2 + 2?", "chosen": "4", "rejected": "five"}
+    rows = preference_rows(encoder, [pair, {**pair, "margin": 2}])
+    assert [row["margin"].item() for row in rows] == [0.0, 0.0, 2.0, 2.0]
+    assert "margin" not in preference_rows(encoder, [pair])[0]
 
 
 turns = st.lists(st.sampled_from(("yes", "no", "")), min_size=1, max_size=3)

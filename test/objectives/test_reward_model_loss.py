@@ -78,6 +78,18 @@ def test_margin_and_smoothing(pairs):
     assert smooth.loss_center is None
 
 
+def test_each_pair_may_have_a_margin_of_its_own(pairs):
+    rows, model = with_rewards(pairs, [2.0, 1.0, -1.0, 1.0, 0.5, 0.5])
+    for number, row in enumerate(rows.unbind(0)):
+        row["margin"] = torch.tensor([(0.0, 1.5, 2.0)[number // 2]])
+    output = RewardModelLoss(model, margin=0.5)(rows)
+    # Differences 1, -2 and 0, less 0.5, 2 and 2.5.
+    due = sum(math.log(1 + math.exp(-x)) for x in (0.5, -4, -2.5)) / 3
+    assert output.total().item() == pytest.approx(due)
+    assert output.accuracy.item() == pytest.approx((1 + 0 + 0.5) / 3)  # of rewards as they are
+    assert output.chosen_reward.item() == pytest.approx(0.5)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 60), st.booleans(), st.floats(0, 1))
 def test_micro_batches_hold_whole_pairs_and_add_up(limit, shared, center):
@@ -109,6 +121,7 @@ def four_pairs():
         row = TensorDict({"tokens": {"full": ids}, "masks": {"all_assistant_mask": mask}})
         row["pair_id"] = torch.tensor([number // 2])
         row["chosen"] = torch.tensor([number % 2 == 0])
+        row["margin"] = torch.tensor([number // 2 / 2])
         rows.append(row)
     return rows
 

@@ -1,4 +1,4 @@
-"""What test_preferences_over_ranks.py looks at: a run of dpo, and a reward model, on ranks."""
+"""What test_preferences_over_ranks.py looks at: runs of dpo and reward, and steps of a loss."""
 
 import json
 import os
@@ -20,13 +20,17 @@ from torchrl_modules.tiny_model import tiny_qwen3
 
 ARGUMENTS = (
     *("task=gcd", "task.num_rows=16", "task.num_demonstrations=4", "logger=none"),
-    *("evaluate.num_shown=0", "evaluate.num_prompts=2", "policy.max_new_tokens=2"),
-    *("policy.model=base", "policy.show_tool_schemas=false", "data.dataset=pairs.jsonl"),
-    *("data.num_held_out=4", "train.batch_size=5", "loss.beta=0.5", "loss.sft_coeff=0.1"),
+    *("evaluate.num_shown=0", "policy.model=base", "data.dataset=pairs.jsonl"),
+    *("data.num_held_out=4", "train.batch_size=5"),
     # Adam divides gradients by their size, so it blows rounding up.
     *("optim=sgd", "optim.learning_rate=0.05", "optim.schedule=constant", "checkpoint.every=1"),
     "optim.num_warmup_steps=0",
 )
+OF_DPO = (
+    *("evaluate.num_prompts=2", "policy.max_new_tokens=2", "policy.show_tool_schemas=false"),
+    *("loss.beta=0.5", "loss.sft_coeff=0.1"),
+)
+OF_REWARD = ("evaluate.every=1", "loss.center_coeff=0.01", "policy.lora_rank=2")
 
 
 def left_by(name):
@@ -34,18 +38,44 @@ def left_by(name):
 
 
 def run(size, *arguments):
-    run_on_ranks(size, "dpo", *ARGUMENTS, *arguments)
+    run_on_ranks(size, "dpo", *ARGUMENTS, *OF_DPO, *arguments)
+
+
+def save_pairs(**further):
+    pairs = [
+        {"prompt": f"What is {i}?", "chosen": "a" * (1 + i % 3), "rejected": f"It is {i}.", **each}
+        for i in range(16)
+        for each in [{name: i % count for name, count in further.items()}]
+    ]
+    Path("pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+
+
+def with_reward_model():
+    """Three steps of adapters: one process; shards, of which one process makes the last step."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        save_pairs(margin=3)
+        save_base()
+        own, parent = (*ARGUMENTS, *OF_REWARD), Path("outputs/reward/gcd")
+        run_on_ranks(1, "reward", *own, "name=one", "train.num_steps=3")
+        run_on_ranks(2, "reward", *own, "name=shards", "train.num_steps=2", "train.parallel=fsdp2")
+        shards = parent / "shards-001"
+        halfway = left_in(shards, "model")["model"]
+        run_on_ranks(1, "reward", *own, f"resume={shards}", "train.num_steps=3", "name=shards")
+        found = {}
+        for name in ("one", "shards"):
+            path = parent / f"{name}-001"
+            tests = [json.loads(x) for x in (path / "evaluations.jsonl").read_text().splitlines()]
+            found[name] = left_in(path, "model") | {"tests": tests}
+        os.chdir("/")
+    return found | {"halfway": halfway}
 
 
 def with_preferences():
     """Of four steps: one process; copies; shards, of which one process makes the last step."""
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        pairs = [
-            {"prompt": f"What is {i}?", "chosen": "a" * (1 + i % 3), "rejected": f"It is {i}."}
-            for i in range(16)
-        ]
-        Path("pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+        save_pairs()
         save_base()
         steps = "train.num_steps=4"
         run(1, "name=one", steps)
@@ -110,4 +140,5 @@ def of_rewards():
 
 def scenarios():
     yield "recipe with preferences", with_preferences
+    yield "recipe of a reward model", with_reward_model
     yield "reward model", of_rewards

@@ -35,3 +35,25 @@ def test_a_reward_model_of_ranks_is_that_of_one_process(found, kind):
     assert one["model"].keys() == several["model"].keys()
     for name, value in one["model"].items():
         torch.testing.assert_close(several["model"][name], value)
+
+
+def test_a_reward_model_in_shards_learns_as_in_one_process_and_goes_on(found):
+    result = found("recipe of a reward model")
+    one, shards = result["one"], result["shards"]
+    assert [step["step"] for step in shards["metrics"]] == [1, 2, 3]
+    names = ("loss", "loss_center", "accuracy", "chosen_reward", "rejected_reward", "grad_norm")
+    for ours, theirs in zip(shards["metrics"], one["metrics"], strict=True):
+        assert ours["num_pairs"] == 5
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+    tests = {n: {x["step"]: x for x in result[n]["tests"]} for n in ("one", "shards")}
+    for step in range(4):
+        for name in ("loss", "accuracy", "chosen_reward", "rejected_reward"):
+            ours, theirs = (tests[each][step][name] for each in ("shards", "one"))
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    assert tests["one"][3]["loss"] < tests["one"][0]["loss"] - 0.01
+    for name, value in one["model"].items():
+        torch.testing.assert_close(shards["model"][name], value, rtol=1e-3, atol=1e-5)
+    # Adapters are merged into what is saved, and the head is the one that was trained.
+    changed = {n for n, x in result["halfway"].items() if not torch.equal(x, one["model"][n])}
+    assert {"score.weight", "model.layers.0.self_attn.q_proj.weight"} <= changed

@@ -56,7 +56,7 @@ ARGUMENTS = (
 )
 PREPARATION = "torchrl_agents.setup"
 LOOP = "torchrl_agents.training"
-HELD_OUT = "torchrl_agents.collection.HeldOut"
+HELD_OUT = "torchrl_agents.collection.HeldOutPrompts"
 DRAW = "torchrl_agents.training.Rollouts.draw"
 GENERATE = "torchrl_modules.TransformersEngine.generate"
 

@@ -55,7 +55,7 @@ def pair_rows(number, log_prob):
 
 def sampler(script, log_prob=-1.0, *, seed=0, num_pairs=7):
     pairs = [[*pair_rows(number, log_prob)] for number in range(num_pairs)]
-    return script("dpo").PairSampler(SimpleNamespace(), pairs, 3, seed)
+    return script("dpo").ReferencedPairs(SimpleNamespace(), pairs, 3, seed)
 
 
 def drawn(data):

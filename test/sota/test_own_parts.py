@@ -392,7 +392,13 @@ def test_the_card_of_a_run_that_went_on_has_the_steps_that_it_was_given_last(run
 
 def test_names_of_other_libraries_stand_for_settings_that_there_are(script):
     known, table = set(), OmegaConf.load(command_line._ELSEWHERE)
-    recipes = {"grpo": "environment", "sft": "gcd", "dpo": "gcd", "self-play": "nim"}
+    recipes = {
+        "grpo": "environment",
+        "sft": "gcd",
+        "dpo": "gcd",
+        "reward": "gcd",
+        "self-play": "nim",
+    }
     for name, task in recipes.items():
         recipe = script(name).RECIPE
         store_task(task)

@@ -211,7 +211,7 @@ def test_tensorboard_shows_a_step_once_after_a_kill(tmp_path):
     def write(after, rewards):
         logger = TensorboardLogger("tensorboard", str(tmp_path))
         run = SimpleNamespace(loggers=[logger], folder=tmp_path)
-        parts: Any = (run, SimpleNamespace(final_answer=None))
+        parts: Any = (run, SimpleNamespace(score_name="reward"))
         recorder = Recorder(TrainingConfig(), *parts, None, None, after=after)
         for step, reward in rewards.items():
             recorder.write(step, {"reward": reward}, None, None)

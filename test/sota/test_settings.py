@@ -24,7 +24,7 @@ from collectors import Drop, LoadCap, Wait
 from torchrl_agents import optimizers, start
 from torchrl_agents.collection import staleness_of, tasks_of
 from torchrl_agents.settings import command_line, rules
-from torchrl_agents.settings.arguments import settings_text
+from torchrl_agents.settings.arguments import name_of, settings_text
 from torchrl_agents.settings.command_line import compose_config, groups, prepare
 from torchrl_agents.settings.defaults import defaults_of, fill_in
 from torchrl_agents.settings.errors import SettingsError
@@ -477,7 +477,10 @@ def test_an_evaluation_that_makes_no_sense_is_refused(script, overrides, words):
 
 # Rules of single settings.
 
-RECIPES = ("grpo", "sft", "dpo", "distillation", "evaluate", "self-play", "expert-iteration")
+RECIPES = (
+    *("grpo", "sft", "dpo", "reward", "distillation", "evaluate", "self-play"),
+    "expert-iteration",
+)
 WITHOUT_RULE = {
     "grpo": {
         "train.drop_solved_at": "DifficultyPools refuses it when the settings are tried",
@@ -544,6 +547,15 @@ REFUSED = {
         ("train.batch_size=0", "train.batch_size must be at least 1, got 0."),
         ("train.num_steps=0", "train.num_steps must be at least 1, got 0."),
     ],
+    "reward": [
+        ("train.num_steps=-1", "train.num_steps must be at least 0, got -1."),
+        ("policy.temperature=0.5", "policy.temperature=0.5 has no effect: a reward model samples"),
+        ("episodes.max_turns=3", "episodes.max_turns=3 has no effect: nothing acts in the task"),
+        ("evaluate.num_samples=2", "evaluate.num_samples=2 has no effect: data.num_held_out"),
+        ("engine.batch_invariant=true", "engine.batch_invariant=True has no effect: the model"),
+        ("policy.load_in_4bit=true", "policy.load_in_4bit=True has no effect"),
+        ("train.context_parallel_size=2", "train.context_parallel_size=2 has no effect"),
+    ],
     "evaluate": [
         ("episodes.max_turns=0", "episodes.max_turns must be at least 1, got 0."),
     ],
@@ -571,6 +583,7 @@ TAKEN = {
         "policy.top_p=1 policy.min_p=1 policy.top_k=0 evaluate.level=0.99",
         "record.max_groups_per_step=0 train.stop_at=-1 evaluate.every=1",
     ],
+    "reward": ["train.num_steps=0 loss.center_coeff=0"],
     "evaluate": ["policy.temperature=0 evaluate.num_samples=4 evaluate.ks=[1,4]"],
     "distillation": ["teacher.ema_decay=1 train.clip_epsilon=0"],
     "self-play": ["opponents.every=1 opponents.share=1 train.kl_to_ref_coeff=0"],
@@ -736,6 +749,7 @@ def test_the_settings_that_a_run_wrote_down_are_given_back_as_they_are(script, t
         "resume=auto",
         "policy.temperature=1e-5",
     ]
+    own = [each for each in own if recipe.why_unused(name_of(each)) is None]
     own = with_texts(recipe, own, partial(command_line._chosen, recipe))
     cfg = OmegaConf.to_object(compose_config(recipe, own))
     cfg.policy.chat_template = "{{ '${a}' }}\n{% for m in messages %}\\n{% endfor %}\\"

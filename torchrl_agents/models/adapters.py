@@ -49,8 +49,10 @@ def with_adapters(settings: PolicyConfig, model: Any) -> Any:
     assert settings.lora_rank is not None
     alpha: Any = settings.lora_alpha or 2 * settings.lora_rank  # PEFT divides it
     modules = list(settings.lora_target_modules) or "all-linear"
+    # Of a reward model the head is trained, too, and saved beside the adapters.
+    kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
     config = peft.LoraConfig(
-        r=settings.lora_rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM"
+        r=settings.lora_rank, lora_alpha=alpha, target_modules=modules, task_type=kind
     )
     with refusing("policy.lora_target_modules"):
         return peft.get_peft_model(model, config)

@@ -220,7 +220,8 @@ def _continuations(recipe: Recipe, word: str, composed: DictConfig) -> set[str]:
     leaves = (
         n for n in setting_names(composed) if not OmegaConf.is_dict(OmegaConf.select(composed, n))
     )
-    names = [f"{each}=" for each in (*known_groups, *leaves) if each.startswith(word)]
+    used = (each for each in (*known_groups, *leaves) if recipe.why_unused(each) is None)
+    names = [f"{each}=" for each in used if each.startswith(word)]
     return {each[: each.find(".", len(word)) + 1] or each for each in names}
 
 

@@ -69,6 +69,11 @@ class Recipe:
     """The same of a model that was given."""
     needs_groups: bool = True
     """Whether a group of one has no signal."""
+    gives_rewards: bool = False
+    """Whether a reward model is trained, and no policy: nothing samples."""
+    unused: Mapping[str, str] = field(default_factory=dict)
+    """Settings of all recipes that have no effect on this one, and are refused: why, by the path of
+    each, or of a whole group."""
     parts: Callable[[Any], Mapping[str, Callable[[], Any]]] = lambda _: {}
     """What is tried without a model, from the settings, by the group that is wrong if it fails."""
 
@@ -91,6 +96,12 @@ class Recipe:
         for group, choices in self.all_groups.items():
             for name, node in choices.items():
                 store.store(group=group, name=name, node=node)
+
+    def why_unused(self, path: str) -> str | None:
+        """Return why a setting, or all of a group, has no effect; ``None`` where it has one."""
+        parts = path.split(".")
+        begun = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        return next((self.unused[each] for each in begun if each in self.unused), None)
 
     @property
     def folders(self) -> tuple[Path, Path]:

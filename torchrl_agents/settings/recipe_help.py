@@ -40,7 +40,8 @@ def recipe_help(recipe: Recipe, cfg: DictConfig, choices: Mapping[str, Sequence[
     for name in (n for n in cfg if not isinstance(cfg._get_node(n), DictConfig)):
         lines.append(_setting(recipe, cfg, str(name), root.get(str(name), "")))
     for name in (n for n in cfg if isinstance(cfg._get_node(n), DictConfig) and n != "task"):
-        lines += ["", *_group(recipe, cfg, str(name))]
+        if recipe.why_unused(str(name)) is None:
+            lines += ["", *_group(recipe, cfg, str(name))]
     lines += ["", f"task: {cfg.task.id}"]
     said = settings_of_task(cfg.task.id)
     for key in (k for k in setting_names(cfg.task) if k not in ("id", "config")):
@@ -56,6 +57,8 @@ def _group(recipe: Recipe, cfg: DictConfig, path: str) -> Iterator[str]:
     if "." not in path:
         yield f"{path}: {described['']}"
     for key in sorted(node, key=lambda key: key not in own):  # what a group adds comes first
+        if recipe.why_unused(f"{path}.{key}") is not None:
+            continue
         inside = node._get_node(key)
         if isinstance(inside, DictConfig) and is_dataclass(OmegaConf.get_type(inside)):
             yield from _group(recipe, cfg, f"{path}.{key}")

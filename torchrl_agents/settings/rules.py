@@ -4,10 +4,11 @@ The rule of a single setting stands at its field; here are those of several that
 """
 
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from itertools import chain
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from torchrl_envs.datasets import DATA_FILES, MODEL_FILES, check_source
 
@@ -35,7 +36,8 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
         SettingsError: names the setting, what it must be, and what it is.
     """
     check_path_parts(cfg.name, cfg.task.id)
-    faults = [rule.breaches(path, attrgetter(path)(cfg)) for path, rule in recipe.rules.items()]
+    faults = [_unused_faults(recipe, cfg)]
+    faults += [rule.breaches(path, attrgetter(path)(cfg)) for path, rule in recipe.rules.items()]
     faults += [broken_rules(cfg), _policy_faults(cfg), _engine_faults(cfg), _invariance_faults(cfg)]
     faults += [_own_engine_faults(cfg), _evaluation_faults(cfg)]
     if isinstance(cfg, TrainingConfig):
@@ -47,6 +49,37 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
     # One after the other: what is looked at later may need that the rest is right.
     if (words := next(chain.from_iterable(faults), None)) is not None:
         raise SettingsError(words)
+
+
+def _unused_faults(recipe: Recipe, cfg: RecipeConfig) -> Iterator[str]:
+    """Faults of settings that all recipes have, and that have no effect on this one."""
+    usual = recipe.config()
+    for path, why in recipe.unused.items():
+        for name, value in _leaves(path, attrgetter(path)(cfg)):
+            if value != attrgetter(name)(usual):
+                yield f"{name}={value} has no effect: {why}. Leave it out."
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The settings of a group by their paths; of a single one, that one."""
+    if is_dataclass(value):
+        for each in fields(value):
+            yield from _leaves(f"{path}.{each.name}", getattr(value, each.name))
+    else:
+        yield path, value
+
+
+def reset_unused(recipe: Recipe, cfg: RecipeConfig) -> None:
+    """Give settings without an effect their defaults again, where something was filled in.
+
+    Args:
+        recipe: says which they are.
+        cfg: the settings, changed in place.
+    """
+    usual = recipe.config()
+    for path in recipe.unused:
+        group, _, name = path.rpartition(".")
+        setattr(attrgetter(group)(cfg) if group else cfg, name, attrgetter(path)(usual))
 
 
 def check_path_parts(name: str | None, task: str) -> None:

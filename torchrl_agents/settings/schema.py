@@ -382,6 +382,20 @@ class GivenDataConfig:
 
 
 @dataclass
+class PairsConfig(GivenDataConfig):
+    """Pairs of answers to one prompt: columns chosen, rejected and prompt, as TRL reads them.
+
+    Without a data set the better answer is the task's demonstration, and the other one that of
+    another question.
+    """
+
+    what: ClassVar[str] = "pairs"
+
+    shuffle_preferences: bool = False
+    """A control: which answer is the better one is drawn at random, so nothing can be learnt."""
+
+
+@dataclass
 class RecipeConfig:
     """Settings of every recipe."""
 

@@ -10,8 +10,9 @@ import torch
 
 from torchrl_data import import_package
 from torchrl_data.checks import one_of
+from torchrl_data.devices import accelerator
 from torchrl_modules import local_model
-from torchrl_modules.policies.loading import accelerator, load_policy_model
+from torchrl_modules.policies.loading import load_policy_model
 
 from .adapted_model import AdaptedModel
 from .checkpoint_folder import CheckpointFolder

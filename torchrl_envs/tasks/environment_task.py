@@ -3,12 +3,15 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from torchrl_data.checks import check_counts
 from torchrl_data.import_path import import_callable
 from torchrl_envs.concurrency.calls import accepted_arguments
 from torchrl_envs.concurrency.own_random import OwnRandom
+from torchrl_envs.datasets import MODEL_FILES, check_source
+from torchrl_envs.graders.reward_model import RewardModel
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.tools.functions import FunctionTools
 from torchrl_envs.tools.step_environments import StepEnvironments, protocol_of
@@ -58,7 +61,8 @@ def environment_task(
             with tools (``EnvironmentTools``) or steps (``StepEnvironments``), or a ``Task``.
         tools: functions that the policy can call (``FunctionTools``): one ``module:name``, or a
             list of them.
-        rewards: functions that score (``RewardFunctions``): one ``module:name``, or a list.
+        rewards: functions that score (``RewardFunctions``): one ``module:name``, or a list; a
+            folder, or a hub id with its owner, is that of a reward model (``RewardModel``).
         reward_weights: of these, in the same order; 1 each when not given.
         user: who answers what the policy says (``SimulatedUser``): a server of OpenAI's protocol,
             http://host:8000/v1, or ``module:name``, a function of questions.
@@ -160,10 +164,24 @@ def _rows(settings: Mapping[str, Any]) -> tuple[Any, Sequence[dict[str, Any]]]:
 
 def _scoring(rewards: Any, weights: list[float]) -> Callable[[], list[RewardFunctions]] | None:
     """Make of the reward functions what makes their transform; ``None`` where there are none."""
-    scores = _functions("rewards", rewards)
+    names = [rewards] if isinstance(rewards, str) else list(rewards or ())
+    scores = [_scorer(str(name)) for name in names]
     if weights and len(weights) != len(scores):
         raise ValueError(f"reward_weights={weights} are for {len(scores)} rewards.")
     return (lambda: [RewardFunctions(scores, weights=weights or None)]) if scores else None
+
+
+def _scorer(name: str) -> Callable[..., Any]:
+    """A function of the user's, or a reward model, which is loaded here."""
+    is_model = Path(name).is_dir() or (":" not in name and "/" in name)
+    if not is_model or name.endswith(".py"):
+        return import_callable("rewards", name)
+    try:
+        check_source(name, MODEL_FILES)
+        return RewardModel(name)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"rewards={name!r} is no reward model: {first}") from error
 
 
 def _tried(

@@ -198,6 +198,7 @@ class TaskEnv(EpisodeEnv):
         *,
         faults: dict[int, str] | None = None,
         only: Sequence[int] | None = None,
+        as_scored: bool = False,
     ) -> Conversations:
         """The task's demonstrations, with the very prompts that its episodes have.
 
@@ -209,6 +210,8 @@ class TaskEnv(EpisodeEnv):
             faults: is told of those that can't be encoded, by their place, and they are left out;
                 ``None`` raises for the first one.
             only: the places of those to encode; all of them when not given.
+            as_scored: as :class:`~torchrl_envs.RewardModel` reads an episode: with all that the
+                template writes at the end, and without the schemas of tools.
 
         Raises:
             ValueError: as :func:`~torchrl_data.encode_demonstrations`; or there are several
@@ -217,7 +220,8 @@ class TaskEnv(EpisodeEnv):
         task, tools, shown = self.task, self.task.demonstration_tools, None
         places = range(len(task.demonstrations)) if only is None else only
         chats: Any = [opening_messages(task.demonstrations[i], self._opening) for i in places]
-        shows = any(source.show_schemas for source in self.transforms_of(ToolSource))
+        sources = () if as_scored else self.transforms_of(ToolSource)
+        shows = any(source.show_schemas for source in sources)
         if shows and (not tools or None in tools):  # those in the prompt of an episode
             if task.parts or len(getattr(task.environment, "keys", tuple)()) > 1:
                 raise ValueError(
@@ -228,9 +232,10 @@ class TaskEnv(EpisodeEnv):
             is_held_out = len(task.held_out_rows) > 0
             with closing(TaskEnv(task, held_out=is_held_out, compute_reward=False)) as env:
                 shown = read_conversations(env.reset(), "prompt", who="TaskEnv").tools(0)
-        schemas = [(tools[i] if tools else None) or shown for i in places]
+        known: Any = [] if as_scored else tools
+        schemas = [(known[i] if known else None) or shown for i in places]
         try:
-            return encode_demonstrations(encoder, chats, tools=schemas)
+            return encode_demonstrations(encoder, chats, tools=schemas, keep_end=as_scored)
         except ToolsNotShownError:
             raise
         except (ValueError, TypeError):
@@ -239,10 +244,9 @@ class TaskEnv(EpisodeEnv):
         kept: list[Conversations] = []
         numbers = getattr(task.demonstrations, "numbers", range(len(task.demonstrations)))
         for place, chat, own in zip(places, chats, schemas, strict=True):
+            options: Any = {"first_row": numbers[place], "keep_end": as_scored}
             try:
-                kept.append(
-                    encode_demonstrations(encoder, [chat], tools=[own], first_row=numbers[place])
-                )
+                kept.append(encode_demonstrations(encoder, [chat], tools=[own], **options))
             except (ValueError, TypeError) as error:
                 if faults is None:
                     raise

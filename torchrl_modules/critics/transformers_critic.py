@@ -14,12 +14,12 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_data.checked_attributes import ChecksAttributes
+from torchrl_data.devices import accelerator
 from torchrl_data.keys import ASSISTANT_MASK, FULL, STATE_VALUE, TOKENS_FULL
 from torchrl_data.missing_entry import missing_entry
 from torchrl_data.ragged.packed import set_rows
 from torchrl_data.ragged.token_entries import TokenEntries
 from torchrl_modules.policies.base import RowsToScore
-from torchrl_modules.policies.loading import accelerator
 from torchrl_modules.policies.model_files import local_model
 from torchrl_modules.scoring.value_scorer import ValueScorer
 

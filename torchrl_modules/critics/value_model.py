@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from torchrl_data.pretrained import load_pretrained
-from torchrl_modules.policies.loading import load_causal_lm
+from torchrl_modules.policies.loading import OF_BOTH, load_causal_lm
 from torchrl_modules.scoring.value_scorer import value_head
 from torchrl_modules.scoring.wrapped_models import unwrapped
 from torchrl_modules.weights.quantized_weights import quantization_of
@@ -74,26 +74,33 @@ def _devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
-def load_value_model(path: str, **arguments: Any) -> PreTrainedModel:
+def load_value_model(path: str, *, random_head: bool = False, **arguments: Any) -> PreTrainedModel:
     """A value model from a hub id or a folder.
 
     Args:
         path: of a model for sequence classification with one label, such as a reward model of TRL
-            or a critic that a run left; or of a causal language model, which gets a head of zeros.
+            or a critic that a run left; or of a causal language model, which gets a new head.
+        random_head: of a causal language model, see :func:`value_model_of`.
         **arguments: of ``from_pretrained``, such as ``dtype``.
 
     Raises:
         ValueError: its head has several labels, weights are missing or not finite, or Transformers
             has no such class of its family.
     """
-    config = load_pretrained(AutoConfig, path)
+    place = {name: value for name, value in arguments.items() if name in OF_BOTH}
+    config = load_pretrained(AutoConfig, path, **place)
     check_value_config(config, who=f"load_value_model: {path}")
-    if _has_head(config):
+    if has_value_head(config):
         return load_causal_lm(path, AutoModelForSequenceClassification, **arguments).eval()
-    return value_model_of(load_causal_lm(path, **arguments))
+    return value_model_of(load_causal_lm(path, **arguments), random_head=random_head)
 
 
-def _has_head(config: Any) -> bool:
+def has_value_head(config: Any) -> bool:
+    """Return whether a model is one for sequence classification, by its configuration.
+
+    Args:
+        config: of Transformers.
+    """
     classes = [str(each) for each in getattr(config, "architectures", None) or ()]
     return any(each.endswith("ForSequenceClassification") for each in classes)
 
@@ -109,13 +116,13 @@ def check_value_config(config: Any, *, who: str) -> None:
     Raises:
         ValueError: its head has several labels, or Transformers has no such class of its family.
     """
-    if _has_head(config) and config.num_labels != 1:
+    if has_value_head(config) and config.num_labels != 1:
         raise ValueError(
-            f"{who} has {config.num_labels} labels, and a critic gives one number. Give a model "
-            "with num_labels=1, or a causal language model."
+            f"{who} has {config.num_labels} labels, and a critic gives one number, as a reward "
+            "model does. Give a model with num_labels=1, or a causal language model."
         )
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ValueError(
             f"{who} is a {config.model_type}, of which Transformers has no class for sequence "
-            "classification, so it can't be a critic. Give a model of another family."
+            "classification, so it can't be a critic or a reward model. Give one of another family."
         )

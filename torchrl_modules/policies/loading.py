@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from torchrl_data.devices import accelerator
 from torchrl_data.pretrained import load_pretrained
 
 OF_BOTH: Final = ("revision", "trust_remote_code", "cache_dir", "token", "local_files_only")
@@ -106,11 +107,3 @@ def load_causal_lm(
             "checkpoint whole, and the model's class that of its config?"
         )
     return model
-
-
-def accelerator() -> torch.device:
-    """The device of this process: the accelerator, if there is one."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
-        return torch.device("cpu")
-    return torch.device(found.type, torch.accelerator.current_device_index())

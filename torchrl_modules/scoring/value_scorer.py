@@ -102,6 +102,16 @@ class ValueScorer(ChecksAttributes):
         return self._reader.layout
 
     @property
+    def packed(self) -> bool:
+        """Whether rows are read without padding, beside each other."""
+        return self.layout is Layout.PACKED
+
+    @property
+    def share_prefixes(self) -> bool:
+        """Whether what sequences of a pass begin with in common is read once."""
+        return self._reader.share_prefixes
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the model's table of embeddings; ids lie below it."""
         return next(self.model.get_input_embeddings().parameters()).shape[0]
@@ -193,13 +203,15 @@ def value_head(model: PreTrainedModel, *, who: str) -> nn.Linear:
     """The head of one number, as Transformers' models for sequence classification have it.
 
     Args:
-        model: without wrappers.
+        model: without wrappers; with adapters of PEFT the head is the copy that is trained.
         who: the component that asks, named in the error.
 
     Raises:
         TypeError: it has none, or one of several numbers.
     """
     head: Any = getattr(model, "score", None)
+    if (copies := getattr(head, "modules_to_save", None)) is not None:  # of PEFT
+        head = copies[head.active_adapter]
     if isinstance(head, nn.Linear) and head.out_features == 1 and head.bias is None:
         return head
     has = "no head 'score'" if head is None else f"the head {head}"
