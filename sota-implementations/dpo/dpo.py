@@ -221,7 +221,7 @@ def main(cfg: DPOConfig, test: Setup, run: Run) -> dict:
     collector = LLMCollector(test.held_out_env, policy)
     sampler = PairSampler(collector, trained, cfg.train.batch_size, cfg.seed)
     test_loss = DPOLoss(policy, **given_options(cfg.loss, DPOOptions))
-    if not test_loss.reference_free:
+    if test_loss.options.has_reference:
         needed = [*held_out, *sampler.first_pairs(cfg.train.num_steps)]
         write_reference(cfg, run, actor, needed)
 
