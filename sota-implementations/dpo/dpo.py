@@ -30,40 +30,31 @@ if __name__ == "__main__":
     read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
 
 from collectors import LLMCollector
-from objectives import DPOLoss, DPOLossOutput, DPOOptions, SFTLoss
+from objectives import DPOLoss, DPOLossOutput, DPOOptions
 from torchrl_agents.device_defaults import DEFAULT_TOKENS
 from torchrl_agents.given_conversations import (
     GivenChats,
-    GivenRows,
     check_enough,
     encode_given,
     load_given,
     tell_seen,
 )
 from torchrl_agents.models.adapters import add_adapters
-from torchrl_agents.parallel import score_share, share_model
-from torchrl_agents.rank_jobs import RankJob, tell
-from torchrl_agents.rank_scores import spread_to_rows
+from torchrl_agents.parallel import share_model
+from torchrl_agents.referenced_rows import ReferencedRows, Unit, stacked, write_reference
 from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, build_task, load_models
 from torchrl_agents.start import run_recipe
 from torchrl_agents.training import Training, TrainingStep, learn
-from torchrl_data import PreferencePair, keys, mark_pairs, pair_of, read_pair
-from torchrl_modules import LLMWrapperBase, TransformersWrapper
-
-Pair = Sequence[TensorDictBase]
-_PAIRS_AT_ONCE = 1024
-"""Of which the reference's log-probs are computed before the log says how far that is."""
-_SAME_MODEL = 1e-2
-"""In nats: what a model says of a token on other machines differs by less."""
+from torchrl_data import PreferencePair, mark_pairs, pair_of, read_pair
+from torchrl_modules import LLMWrapperBase
 
 
 def build(recipe: Recipe, cfg: DPOConfig, settings: dict[str, Any]) -> Setup:
@@ -112,102 +103,11 @@ def _pairs_of_demonstrations(
     return pairs, kept
 
 
-def encode_pairs(cfg: DPOConfig, test: Setup, policy: LLMWrapperBase) -> list[Pair]:
+def encode_pairs(cfg: DPOConfig, test: Setup, policy: LLMWrapperBase) -> list[Unit]:
     """The pairs as rows of tokens, with the prompts that the task's episodes have."""
     found = encode_given(cfg, cfg.data, test, policy, rows_together=2)
     mark_pairs([row for rows in found.values() for row in rows])
     return list(found.values())
-
-
-class PairSampler(GivenRows):
-    """Pairs of a step, in an order that follows from the seed.
-
-    So it is known before training which pairs it will need, and the reference reads no others.
-
-    Args:
-        collector: of the policy that is tested.
-        pairs: to train on.
-        batch_size: so many in each step.
-        seed: of the order.
-    """
-
-    def __init__(
-        self, collector: LLMCollector, pairs: Sequence[Pair], batch_size: int, seed: int
-    ) -> None:
-        super().__init__(collector, pairs, batch_size)
-        self._pairs, self._seed, self._num_epochs = pairs, seed, 0
-
-    def first_pairs(self, num_steps: int) -> list[Pair]:
-        """Give the pairs that the first steps draw, each once, in their order."""
-        num_drawn = min(num_steps * self._batch_size, len(self._pairs))
-        return [self._pairs[place] for place in self._order_of(0)[:num_drawn]]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the epoch is, and what the reference says of the first step's pairs."""
-        own = {"num_epochs": self._num_epochs, "reference": self._mean_of_reference()}
-        return super().state_dict() | own
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on in the middle of an epoch.
-
-        Raises:
-            ValueError: there are other pairs, or the reference is another model.
-        """
-        super().load_state_dict(state_dict)
-        was, now = state_dict["reference"], self._mean_of_reference()
-        if (was is None) != (now is None) or abs((was or 0.0) - (now or 0.0)) > _SAME_MODEL:
-            raise ValueError(
-                f"the reference gave tokens of the first step's answers {was} nats, and gives "
-                f"{now}: policy.model is not what it was. Put the model back, or begin a new run"
-            )
-        self._num_epochs = state_dict["num_epochs"]
-
-    def _next_epoch(self) -> list[int]:
-        self._num_epochs += 1
-        return self._order_of(self._num_epochs - 1)
-
-    def _order_of(self, epoch: int) -> list[int]:
-        order = [*range(len(self._pairs))]
-        random.Random(f"{self._seed} {epoch}").shuffle(order)
-        return order
-
-    def _mean_of_reference(self) -> float | None:
-        rows = [row for pair in self.first_pairs(1) for row in pair]
-        if keys.REF_LOG_PROBS_FULL not in rows[0].keys(include_nested=True):
-            return None
-        num_tokens = sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows)
-        return sum(float(row[keys.REF_LOG_PROBS_FULL].sum()) for row in rows) / num_tokens
-
-
-def write_reference(
-    cfg: DPOConfig, run: Run, actor: TransformersWrapper, pairs: Sequence[Pair]
-) -> None:
-    """Write log-probs of the answers by the model as it is before training, which is the reference.
-
-    Each rank computes a share of them, and no second model is kept.
-
-    Args:
-        cfg: the settings.
-        run: has the ranks.
-        actor: with the model.
-        pairs: whose rows get them.
-    """
-    pack = SFTLoss(actor).pack
-    for at in range(0, len(pairs), _PAIRS_AT_ONCE):
-        some = pairs[at : at + _PAIRS_AT_ONCE]
-        with run.log.phase(f"log-probs of the reference, {at + len(some)} of {len(pairs)} pairs"):
-            packed = pack(stacked(some))
-            tell(run.ranks, RankJob.SCORE_ROWS)
-            log_probs = score_share(cfg, run.ranks, actor, packed)
-        assert log_probs is not None
-        rows = [row for pair in some for row in pair]
-        for row, own in zip(rows, spread_to_rows(packed, log_probs), strict=True):
-            row[keys.REF_LOG_PROBS_FULL] = own
-
-
-def stacked(pairs: Sequence[Pair]) -> TensorDictBase:
-    """The rows of some pairs, one after the other."""
-    return lazy_stack([row for pair in pairs for row in pair])
 
 
 def main(cfg: DPOConfig, test: Setup, run: Run) -> dict:
@@ -219,11 +119,11 @@ def main(cfg: DPOConfig, test: Setup, run: Run) -> dict:
         pairs = encode_pairs(cfg, test, actor)
     held_out, trained = pairs[: cfg.data.num_held_out], pairs[cfg.data.num_held_out :]
     collector = LLMCollector(test.held_out_env, policy)
-    sampler = PairSampler(collector, trained, cfg.train.batch_size, cfg.seed)
+    sampler = ReferencedRows(collector, trained, cfg.train.batch_size, cfg.seed)
     test_loss = DPOLoss(policy, **given_options(cfg.loss, DPOOptions))
     if test_loss.options.has_reference:
-        needed = [*held_out, *sampler.first_pairs(cfg.train.num_steps)]
-        write_reference(cfg, run, actor, needed)
+        needed = [*held_out, *sampler.first_units(cfg.train.num_steps)]
+        write_reference(cfg, run, actor, needed, cfg.data.what)
 
     @torch.no_grad()
     def held_out_scores() -> dict[str, float]:

@@ -477,7 +477,9 @@ def test_an_evaluation_that_makes_no_sense_is_refused(script, overrides, words):
 
 # Rules of single settings.
 
-RECIPES = ("grpo", "sft", "dpo", "distillation", "evaluate", "self-play", "expert-iteration")
+RECIPES = (
+    *("grpo", "sft", "dpo", "kto", "distillation", "evaluate", "self-play", "expert-iteration"),
+)
 WITHOUT_RULE = {
     "grpo": {
         "train.drop_solved_at": "DifficultyPools refuses it when the settings are tried",
@@ -543,6 +545,9 @@ REFUSED = {
         ("data.num_held_out=0", "data.num_held_out must be at least 1, got 0."),
         ("train.batch_size=0", "train.batch_size must be at least 1, got 0."),
         ("train.num_steps=0", "train.num_steps must be at least 1, got 0."),
+    ],
+    "kto": [
+        ("train.batch_size=0", "train.batch_size must be at least 1, got 0."),
     ],
     "evaluate": [
         ("episodes.max_turns=0", "episodes.max_turns must be at least 1, got 0."),
