@@ -20,7 +20,7 @@ from .templates.demonstrations import encode_demonstrations
 from .templates.encoder import ConversationEncoder
 
 _LABELS: Final = {"true": True, "1": True, "false": False, "0": False}
-"""What a label may be, as text, which a CSV file has."""
+"""Labels by their texts, which a CSV file has."""
 
 
 class LabelledAnswer(NamedTuple):

@@ -237,7 +237,7 @@ def _write_labels(
 
 
 def _told_left_out(left_out: Counter[LeftOut], num_unrecorded: int) -> str:
-    """What was left out and why, in words."""
+    """Say what was left out, and why."""
     reasons = [f"{reason}: {count}" for reason, count in left_out.most_common()]
     if num_unrecorded:
         reasons.append(

@@ -79,12 +79,12 @@ class DPOOptions(TokenOptions):
 
     @property
     def is_orpo(self) -> bool:
-        """Whether the loss goes by odds, which have no reference and come with a likelihood."""
+        """Return whether the loss goes by odds: no reference, and a likelihood beside them."""
         return self.loss_function == "orpo"
 
     @property
     def has_reference(self) -> bool:
-        """Whether the log-prob of an answer under a reference counts."""
+        """Return whether the log-prob of an answer under a reference counts."""
         return not (self.reference_free or self.is_orpo)
 
     @property

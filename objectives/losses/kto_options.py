@@ -49,5 +49,5 @@ class KTOOptions(TokenOptions):
 
     @property
     def compares_with_kl(self) -> bool:
-        """Whether mismatched answers are needed, of which the divergence is estimated."""
+        """Return whether mismatched answers are needed, of which the divergence is estimated."""
         return self.loss_function == "kto"

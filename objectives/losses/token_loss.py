@@ -329,7 +329,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         return counts._replace(**self._statistics(packed, ranks))
 
     def _counts(self, packed: PackedBatch) -> Window:
-        """What of a batch is trained."""
+        """Count what of a batch is trained."""
         return Window(packed.num_targets, packed.num_rows)
 
     def _statistics(self, batches: Sequence[PackedBatch], ranks: Ranks | None) -> dict[str, float]:
