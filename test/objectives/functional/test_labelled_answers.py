@@ -23,6 +23,9 @@ def test_by_hand():
     found = F.kto_loss(score, label, reference_kl=1.0, **options)
     expected = [2 * (1 - sigmoid(1)), 3 * (1 - sigmoid(-1)), 3 * (1 - sigmoid(1)), 1.0]
     torch.testing.assert_close(found, torch.tensor(expected))
+    usual = F.kto_loss(score, label)
+    expected = [1 - sigmoid(0.3), 1 - sigmoid(-0.3), 1 - sigmoid(0.1), 1 - sigmoid(0.1)]
+    torch.testing.assert_close(usual, torch.tensor(expected))
 
 
 @given(numbers, numbers, st.floats(0.01, 3))

@@ -20,6 +20,7 @@ def sigmoid(x):
 
 
 BY_HAND = {
+    "nothing given": ({}, [-math.log(sigmoid(0.1 * d)) for d in (1, -3, 0)]),
     "sigmoid": ({"beta": 0.5}, [-math.log(sigmoid(0.5 * d)) for d in (1, -3, 0)]),
     "sigmoid, smoothed": (
         {"beta": 2.0, "label_smoothing": 0.1},
