@@ -56,6 +56,7 @@ _RENAMED: Final = {
     "loss_sft": "loss",
     "loss_dpo": "loss",
     "loss_reward": "loss",
+    "loss_kto": "loss",
     "clip_fraction_low": "clip_fraction/negative_advantage",
     "clip_fraction_high": "clip_fraction/positive_advantage",
     "num_active_tokens": "trained_tokens",
@@ -233,11 +234,11 @@ def update_metrics(
 
     Returns:
         The mean over the optimizer steps of every entry of the outputs, with ``loss`` for
-        ``loss_objective``, ``loss_sft``, ``loss_dpo`` or ``loss_reward``, the clip fraction by the
-        sign of the advantage, ``trained_tokens`` and ``trained_rows``; ``ESS/min`` and
-        ``ratio_mean/max``, the worst of them; ``grad_norm`` (before clipping) and
-        ``grad_norm/max`` of the finite ones;
-        ``optimizer_steps`` made and ``optimizer_steps/skipped``.
+        ``loss_objective``, ``loss_sft``, ``loss_dpo``, ``loss_kto`` or ``loss_reward``, the clip
+        fraction by the sign of the advantage, ``trained_tokens`` and ``trained_rows``; ``ESS/min``
+        and ``ratio_mean/max``, the worst of them; ``grad_norm`` (before clipping) and
+        ``grad_norm/max`` of the finite ones; ``optimizer_steps`` made and
+        ``optimizer_steps/skipped``.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for output in outputs:

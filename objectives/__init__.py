@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .batching.loss_keys import DistillationLossKeys as DistillationLossKeys
     from .batching.loss_keys import DPOLossKeys as DPOLossKeys
     from .batching.loss_keys import GRPOLossKeys as GRPOLossKeys
+    from .batching.loss_keys import KTOLossKeys as KTOLossKeys
     from .batching.loss_keys import PairLossKeys as PairLossKeys
     from .batching.loss_keys import RewardModelLossKeys as RewardModelLossKeys
     from .batching.loss_keys import SFTLossKeys as SFTLossKeys
@@ -76,6 +77,9 @@ if TYPE_CHECKING:
     from .losses.grpo_presets import KPop as KPop
     from .losses.grpo_presets import OriginalGRPO as OriginalGRPO
     from .losses.grpo_presets import PolicyDistillation as PolicyDistillation
+    from .losses.kto import KTOLoss as KTOLoss
+    from .losses.kto import KTOLossOutput as KTOLossOutput
+    from .losses.kto_options import KTOOptions as KTOOptions
     from .losses.mixed import MixedLoss as MixedLoss
     from .losses.mixed import MixedLossOutput as MixedLossOutput
     from .losses.reward_model import RewardModelLoss as RewardModelLoss

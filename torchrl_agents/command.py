@@ -52,7 +52,7 @@ COMMANDS: Final = {
     ),
     "convert": (
         "collectors.record.convert:main",
-        "write rollouts as ATIF or as preference pairs, or trajectories of others as rows",
+        "write rollouts as ATIF, preference pairs or labels, or trajectories of others as rows",
     ),
     "doctor": (f"{__name__}:doctor", "tell what is installed and what is missing"),
     "explain": (

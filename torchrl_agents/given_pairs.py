@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from collectors import Estimate, LLMCollector, bootstrap_interval
+from collectors import Estimate, bootstrap_interval
 from objectives import RewardModelLoss
 from objectives.losses.pair_loss import pairs_of
 from torchrl_data import PreferencePair, keys, mark_pairs, pair_of, read_pair
@@ -21,12 +21,12 @@ from torchrl_data import PreferencePair, keys, mark_pairs, pair_of, read_pair
 from .given_conversations import (
     GivenChats,
     GivenReader,
-    GivenRows,
     check_enough,
     encode_given,
     load_given,
     tell_seen,
 )
+from .given_units import Unit, stacked
 from .held_out import HeldOut
 from .models.reward_models import ChatRewardModel
 from .parallel import reward_share
@@ -35,9 +35,6 @@ from .run import Run
 from .settings.recipe import Recipe
 from .settings.schema import PairsConfig, TrainingConfig
 from .setup import Setup, build_task
-
-Pair = Sequence[TensorDictBase]
-"""Its two rows, the better answer first."""
 
 
 class GivenPairs(GivenChats):
@@ -116,8 +113,8 @@ def _swapped(pair: PreferencePair) -> PreferencePair:
 
 def encode_pairs(
     cfg: Any, test: Setup, reader: GivenReader, *, as_scored: bool = False
-) -> list[Pair]:
-    """The pairs as rows of tokens, with the prompts that the task's episodes have.
+) -> list[Unit]:
+    """The pairs as two rows of tokens each, the better answer first, with the task's prompts.
 
     Args:
         cfg: the settings.
@@ -130,52 +127,6 @@ def encode_pairs(
     rows = [row for own in found.values() for row in own]
     mark_pairs(rows, [given.margins[place] for place in found])
     return list(found.values())
-
-
-class PairSampler(GivenRows):
-    """Pairs of a step, in an order that follows from the seed.
-
-    So it is known before training which pairs it will need.
-
-    Args:
-        collector: of the policy that is tested; ``None`` where none samples.
-        pairs: to train on.
-        batch_size: so many in each step.
-        seed: of the order.
-    """
-
-    def __init__(
-        self, collector: LLMCollector | None, pairs: Sequence[Pair], batch_size: int, seed: int
-    ) -> None:
-        super().__init__(collector, pairs, batch_size)
-        self._pairs, self._seed, self._num_epochs = pairs, seed, 0
-
-    def first_pairs(self, num_steps: int) -> list[Pair]:
-        """Give the pairs that the first steps draw, each once, in their order."""
-        num_drawn = min(num_steps * self._batch_size, len(self._pairs))
-        return [self._pairs[place] for place in self._order_of(0)[:num_drawn]]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the epoch is."""
-        return super().state_dict() | {"num_epochs": self._num_epochs}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on in the middle of an epoch.
-
-        Raises:
-            ValueError: there are other pairs.
-        """
-        super().load_state_dict(state_dict)
-        self._num_epochs = state_dict["num_epochs"]
-
-    def _next_epoch(self) -> list[int]:
-        self._num_epochs += 1
-        return self._order_of(self._num_epochs - 1)
-
-    def _order_of(self, epoch: int) -> list[int]:
-        order = [*range(len(self._pairs))]
-        random.Random(f"{self._seed} {epoch}").shuffle(order)
-        return order
 
 
 class HeldOutPairs(HeldOut):
@@ -198,7 +149,7 @@ class HeldOutPairs(HeldOut):
         run: Run,
         actor: ChatRewardModel,
         loss: RewardModelLoss,
-        pairs: Sequence[Pair],
+        pairs: Sequence[Unit],
     ) -> None:
         super().__init__(cfg)
         self._run, self._actor, self._loss, self._pairs = run, actor, loss, pairs
@@ -261,8 +212,3 @@ def _estimate(values: Tensor, cfg: TrainingConfig) -> Estimate:
         return Estimate(math.nan, math.nan, math.nan, 0)
     interval = bootstrap_interval(known, level=cfg.evaluate.level)
     return Estimate(known.mean().item(), *interval, len(known))
-
-
-def stacked(pairs: Sequence[Pair]) -> TensorDictBase:
-    """The rows of some pairs, one after the other."""
-    return lazy_stack([row for pair in pairs for row in pair])

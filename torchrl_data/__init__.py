@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from .display.terminal import show_messages as show_messages
     from .display.text_history import TextHistory as TextHistory
     from .history import History as History
+    from .labelled_answers import LabelledAnswer as LabelledAnswer
+    from .labelled_answers import kto_rows as kto_rows
+    from .labelled_answers import label_row as label_row
+    from .labelled_answers import read_labelled as read_labelled
+    from .labelled_answers import with_mismatched as with_mismatched
     from .layout import ChatHistory as ChatHistory
     from .layout import LogProbs as LogProbs
     from .layout import Masks as Masks

@@ -7,6 +7,9 @@ from torchrl_data import lazy_names
 if TYPE_CHECKING:
     from .html import write_html as write_html
     from .recorder import RolloutRecorder as RolloutRecorder
+    from .rollout_label import LabelledRollout as LabelledRollout
+    from .rollout_label import LabelsFound as LabelsFound
+    from .rollout_label import labelled_rollouts as labelled_rollouts
     from .rollout_pair import LeftOut as LeftOut
     from .rollout_pair import PairsFound as PairsFound
     from .rollout_pair import RolloutPair as RolloutPair

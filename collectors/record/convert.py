@@ -1,10 +1,11 @@
-"""The command ``torchrl-agents convert``: rollouts as ATIF or pairs, and trajectories as rows."""
+"""The command ``torchrl-agents convert``: rollouts as ATIF, pairs or labels, others' as rows."""
 
 import argparse
 import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -14,6 +15,7 @@ from collectors.record.run_record import RunRecord, runs_named
 from .atif import write_atif_episode
 from .files import json_line
 from .foreign_atif import rows_of_atif
+from .rollout_label import labelled_rollouts
 from .rollout_pair import LeftOut, preference_pairs
 from .samples import RolloutSample, StepSummary
 from .token_row import SampledTurn, TokenRow, TrajectoryError, rows_of_turns
@@ -22,16 +24,19 @@ USAGE = """\
 torchrl-agents convert RUN FOLDER      a run's recorded rollouts as ATIF, a file each
 torchrl-agents convert RUN PAIRS       pairs of a better and a worse rollout of a prompt, one a line
                                        of PAIRS (.jsonl)
+torchrl-agents convert RUN LABELS --labels X   single rollouts, desirable where the reward is X or
+                                       more, one a line of LABELS (.jsonl)
 torchrl-agents convert FILES ROWS      trajectories as rows, one a line of ROWS (.jsonl)
 
-FOLDER, PAIRS and ROWS are new: what is there is not written over.
+FOLDER, PAIRS, LABELS and ROWS are new: what is there is not written over.
 A run is the folder that a recipe leaves, evaluate among them. A pair has prompt, chosen, rejected
 and tools, as TRL's preference data have them; chosen_reward and rejected_reward; and step, group,
-chosen_sample and rejected_sample, by which torchrl-agents view finds the rollouts.
+chosen_sample and rejected_sample, by which torchrl-agents view finds the rollouts. A labelled
+rollout has prompt, completion, label and tools; reward; and step, group and sample.
 FILES is a .json, a .jsonl, or a folder of them. They may hold ATIF 1.0 to 1.8, traces of verifiers,
 or OpenEnv's TrainingTrace. A row has messages, which the recipe sft reads, and where the trajectory
 has them, token_ids, sampled, log_probs and reward."""
-_OPTIONS: Final = ("pairs", "min_difference", "drop_truncated", "steps")
+_OPTIONS: Final = ("pairs", "min_difference", "labels", "drop_truncated", "steps")
 _DIFFERENT: Final = (
     "Sample more rollouts of each prompt (collector.group_size=, or evaluate.num_samples= of "
     "evaluate), at a higher policy.temperature, or ask prompts that are neither too hard nor too "
@@ -76,6 +81,8 @@ def main(arguments: Sequence[str]) -> int:
         if record is None:
             return _write_rows(given.source, given.target)
         steps = _chosen_steps(record, given.steps)
+        if given.labels is not None:
+            return _write_labels(record, steps, given)
         if given.target.suffix == ".jsonl":
             return _write_pairs(record, steps, given)
         return _write_record(record, steps, given.target)
@@ -87,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchrl-agents convert", usage=USAGE, add_help=True)
     parser.add_argument("source", type=Path, help="RUN or FILES")
-    parser.add_argument("target", type=Path, help="FOLDER, PAIRS or ROWS")
+    parser.add_argument("target", type=Path, help="FOLDER, PAIRS, LABELS or ROWS")
     parser.add_argument(
         "--steps",
         type=int,
@@ -108,10 +115,16 @@ def _parser() -> argparse.ArgumentParser:
         help="only pairs whose rewards differ by X or more; default: by anything",
     )
     parser.add_argument(
+        "--labels",
+        type=float,
+        metavar="X",
+        help="single rollouts instead of pairs, with the label true where the reward is X or more",
+    )
+    parser.add_argument(
         "--drop-truncated",
         action="store_true",
-        help="no pair has a rollout that a limit of tokens cut; by default such a rollout is never "
-        "chosen, and may be rejected",
+        help="leave out rollouts that a limit of tokens cut; by default such a rollout is never "
+        "chosen or desirable, and may be rejected or undesirable",
     )
     return parser
 
@@ -129,9 +142,15 @@ def _check_options(given: argparse.Namespace, record: RunRecord | None) -> None:
     of_pairs = [name for name in found if name != "--steps"]
     if of_pairs and given.target.suffix != ".jsonl":
         raise TrajectoryError(
-            f"{of_pairs[0]} is for pairs, and {given.target} is a folder for ATIF: name a file "
-            "that ends in .jsonl, or leave the option out."
+            f"{of_pairs[0]} is for pairs and labels, and {given.target} is a folder for ATIF: name "
+            "a file that ends in .jsonl, or leave the option out."
         )
+    if given.labels is not None and (beside := {"--pairs", "--min-difference"} & {*found}):
+        raise TrajectoryError(
+            f"{min(beside)} is for pairs, and --labels for single rollouts: leave one of them out."
+        )
+    if given.labels is not None and not isfinite(given.labels):
+        raise TrajectoryError(f"--labels must be a finite number, got {given.labels}.")
     least = given.min_difference
     if least is not None and not 0 <= least < float("inf"):
         raise TrajectoryError(f"--min-difference must be a number from 0 on, got {least}.")
@@ -167,13 +186,7 @@ def _write_pairs(record: RunRecord, steps: Sequence[StepSummary], given: argpars
         for pair in found.pairs:
             lines.append(json_line({**pair.to_json(), "group": numbers[pair.group_id]}, str))
             differences.append(pair.chosen_reward - pair.rejected_reward)
-    reasons = [f"{reason}: {count}" for reason, count in left_out.most_common()]
-    if num_recorded < num_groups:
-        reasons.append(
-            "groups that are not recorded (record.every=, record.max_groups_per_step=): "
-            f"{num_groups - num_recorded}"
-        )
-    told = "; ".join(reasons)
+    told = _told_left_out(left_out, num_groups - num_recorded)
     if not lines:
         remedies = (_REMEDIES.get(reason) for reason, _ in left_out.most_common())
         remedy = next(filter(None, remedies), "")
@@ -187,6 +200,51 @@ def _write_pairs(record: RunRecord, steps: Sequence[StepSummary], given: argpars
     if told:
         print(f"left out: {told}")
     return _name_damage(record)
+
+
+def _write_labels(
+    record: RunRecord, steps: Sequence[StepSummary], given: argparse.Namespace
+) -> int:
+    target = _new_file(given.target)
+    lines, labels, left_out, num_unrecorded = list[bytes](), Counter[bool](), Counter[LeftOut](), 0
+    for step in steps:
+        numbers = {group.group_id: number for number, group in enumerate(step.groups)}
+        samples = list(record.samples(step.step))
+        num_unrecorded += len(step.groups) - len({sample.group_id for sample in samples})
+        found = labelled_rollouts(
+            samples, threshold=given.labels, drop_truncated=given.drop_truncated
+        )
+        left_out += found.left_out
+        for own in found.rollouts:
+            lines.append(json_line({**own.to_json(), "group": numbers[own.group_id]}, str))
+            labels[own.label] += 1
+    told = _told_left_out(left_out, num_unrecorded)
+    if len(labels) < 2:
+        raise TrajectoryError(
+            f"{record.run_folder} gives {len(lines)} labelled rollouts, of which {labels[True]} "
+            f"have a reward of {given.labels:g} or more: some have to, and others not. Give "
+            "--labels a number between the rewards that there are."
+            + (f" Left out: {told}." if told else "")
+        )
+    target.write_bytes(b"".join(lines))
+    print(
+        f"{len(lines)} rollouts in {target}; {labels[True]} are desirable, with a reward of "
+        f"{given.labels:g} or more, and {labels[False]} are not"
+    )
+    if told:
+        print(f"left out: {told}")
+    return _name_damage(record)
+
+
+def _told_left_out(left_out: Counter[LeftOut], num_unrecorded: int) -> str:
+    """Say what was left out, and why."""
+    reasons = [f"{reason}: {count}" for reason, count in left_out.most_common()]
+    if num_unrecorded:
+        reasons.append(
+            "groups that are not recorded (record.every=, record.max_groups_per_step=): "
+            f"{num_unrecorded}"
+        )
+    return "; ".join(reasons)
 
 
 def _new_file(target: Path) -> Path:

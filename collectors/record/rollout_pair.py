@@ -19,13 +19,14 @@ from .samples import RolloutSample
 
 
 class LeftOut(StrEnum):
-    """The reason that a rollout, or a group, gives no pair."""
+    """The reason that a rollout, or a group, gives no pair, or a rollout no label."""
 
     SEVERAL_ROWS = "rollouts of several rows, which are no single conversation"
     NO_REWARD = "rollouts without a reward"
     SILENT = "rollouts in which the policy says nothing"
     IMAGE = "rollouts with images, which a record only describes"
     TRUNCATED = "rollouts that a limit of tokens cut"
+    NO_PROMPT = "rollouts that begin with the policy"
     TOO_FEW = "groups with fewer than two rollouts to compare"
     EQUAL_REWARDS = "groups of equal rewards"
     TOO_CLOSE = "groups whose rewards differ by too little"
@@ -71,8 +72,11 @@ class PairsFound(NamedTuple):
     """How many rollouts, or groups, by the reason."""
 
 
-class _Rollout(NamedTuple):
+class Rollout(NamedTuple):
+    """A rollout of one conversation, with a reward."""
+
     number: int
+    """Among those of its group, from 0, as the viewer counts."""
     sample: RolloutSample
     reward: float
     messages: list[Message]
@@ -115,7 +119,7 @@ def preference_pairs(
         groups.setdefault((sample.step, sample.group_id), []).append(sample)
     pairs, left_out = list[RolloutPair](), Counter[LeftOut]()
     for group in groups.values():
-        rollouts = _comparable(group, drop_truncated, left_out)
+        rollouts = usable_rollouts(group, drop_truncated, left_out)
         found = _ordered(rollouts, min_difference)
         if isinstance(found, LeftOut):
             left_out[found] += 1
@@ -127,10 +131,16 @@ def preference_pairs(
     return PairsFound(pairs, len(groups), +left_out)
 
 
-def _comparable(
+def usable_rollouts(
     group: Sequence[RolloutSample], drop_truncated: bool, left_out: Counter[LeftOut]
-) -> list[_Rollout]:
-    """Rollouts that are one conversation and have a reward; the others are counted."""
+) -> list[Rollout]:
+    """Rollouts that are one conversation and have a reward; the others are counted.
+
+    Args:
+        group: rollouts of one prompt.
+        drop_truncated: leave out those that a limit of tokens cut.
+        left_out: counts the others, by the reason.
+    """
     several = {sample.index for sample in group if sample.num_segments > 1}
     left_out[LeftOut.SEVERAL_ROWS] += len(several)
     rollouts = []
@@ -143,38 +153,38 @@ def _comparable(
             left_out[LeftOut.SILENT] += 1
         elif any(_shows_image(message) for message in sample.messages):
             left_out[LeftOut.IMAGE] += 1
-        elif drop_truncated and _is_cut(sample):
+        elif drop_truncated and is_cut(sample):
             left_out[LeftOut.TRUNCATED] += 1
         else:
             messages = messages_to_train(sample)
             said = [_without_ids(message) for message in messages]
-            rollouts.append(_Rollout(number, sample, sample.reward, messages, said))
+            rollouts.append(Rollout(number, sample, sample.reward, messages, said))
     return rollouts
 
 
 def _ordered(
-    rollouts: Sequence[_Rollout], min_difference: float
-) -> list[tuple[_Rollout, _Rollout]] | LeftOut:
+    rollouts: Sequence[Rollout], min_difference: float
+) -> list[tuple[Rollout, Rollout]] | LeftOut:
     """Pairs of which the first is better, those that differ most before others."""
     if len(rollouts) < 2:
         return LeftOut.TOO_FEW
     pairs = [(c, r) for c in rollouts for r in rollouts if c.reward > r.reward]
     if not pairs:
         return LeftOut.EQUAL_REWARDS
-    pairs = [(c, r) for c, r in pairs if _differ(c.reward - r.reward, min_difference)]
+    pairs = [(c, r) for c, r in pairs if is_at_least(c.reward - r.reward, min_difference)]
     if not pairs:
         return LeftOut.TOO_CLOSE
-    pairs = [(c, r) for c, r in pairs if not _is_cut(c.sample)]
+    pairs = [(c, r) for c, r in pairs if not is_cut(c.sample)]
     return sorted(pairs, key=lambda p: p[1].reward - p[0].reward) or LeftOut.BEST_TRUNCATED
 
 
-def _differ(difference: float, least: float) -> bool:
-    """Return whether rewards, which are float32, differ by so much as was typed."""
+def is_at_least(difference: float, least: float) -> bool:
+    """Return whether rewards, which are float32, are or differ by so much as was typed."""
     return difference >= least or isclose(difference, least, rel_tol=1e-5)
 
 
 def _different(
-    ordered: Sequence[tuple[_Rollout, _Rollout]], all_pairs: bool
+    ordered: Sequence[tuple[Rollout, Rollout]], all_pairs: bool
 ) -> tuple[list[RolloutPair], LeftOut]:
     """Pairs that say different things after a common prompt, and why there is none."""
     pairs, known, reason = list[RolloutPair](), set[str](), LeftOut.EQUAL_TEXTS
@@ -193,7 +203,7 @@ def _different(
     return pairs, reason
 
 
-def _pair(chosen: _Rollout, rejected: _Rollout) -> RolloutPair | None:
+def _pair(chosen: Rollout, rejected: Rollout) -> RolloutPair | None:
     """Two conversations from where they part; none where that is no turn of both after a prompt."""
     both = zip(chosen.said, rejected.said, strict=False)
     at = sum(1 for _ in takewhile(lambda two: two[0] == two[1], both))
@@ -217,7 +227,7 @@ def _pair(chosen: _Rollout, rejected: _Rollout) -> RolloutPair | None:
     )
 
 
-def _is_cut(sample: RolloutSample) -> bool:
+def is_cut(sample: RolloutSample) -> bool:
     """Return whether a limit of tokens ended the last turn in the middle."""
     ends = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
     return sample.finish_reason in ends or kind_of(sample.stop_reason) == StopReason.RESPONSE_LENGTH

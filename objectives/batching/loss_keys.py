@@ -90,6 +90,18 @@ class DPOLossKeys(PairLossKeys):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KTOLossKeys(TokenKeys):
+    """The batch entries that :class:`~objectives.KTOLoss` reads."""
+
+    ref_log_probs: NestedKey = keys.REF_LOG_PROBS_FULL
+    """float32, like the tokens."""
+    label: NestedKey = keys.LABEL
+    """bool ``[B, 1]``: True where the answer is desirable."""
+    mismatched: NestedKey = keys.MISMATCHED
+    """bool ``[B, 1]``: True where the answer is one to another prompt: it is not trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistillationLossKeys(TokenKeys):
     """The batch entries that :class:`~objectives.DistillationLoss` reads."""
 

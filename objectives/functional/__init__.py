@@ -9,7 +9,8 @@ The folder can be copied whole into another codebase. What is where:
 * ``advantages``: from rewards to advantages, of an answer or of its turns;
 * ``values``: from the values of a critic to advantages, and the critic's loss;
 * ``supervised``: fine-tuning and distillation;
-* ``preferences``: of two answers, which is the better one.
+* ``preferences``: of two answers, which is the better one;
+* ``labelled_answers``: single answers, desirable or not.
 
 Tokens come padded, ``[B, T]``, or packed, ``[N]`` beside ``lengths [B]``; both give the same
 numbers. Everything that does not lie in a mask is ignored, whatever it holds. Log-probabilities,
@@ -42,10 +43,13 @@ from .kl import KL_ESTIMATORS as KL_ESTIMATORS
 from .kl import KLEstimator as KLEstimator
 from .kl import kl_between as kl_between
 from .kl import kl_estimate as kl_estimate
+from .labelled_answers import check_kto as check_kto
+from .labelled_answers import kto_loss as kto_loss
 from .log_probs import LogProbs as LogProbs
 from .log_probs import token_log_probs as token_log_probs
 from .metrics import effective_sample_fraction as effective_sample_fraction
 from .metrics import flag_fraction as flag_fraction
+from .preferences import AGAINST_REFERENCE as AGAINST_REFERENCE
 from .preferences import PREFERENCE_FUNCTIONS as PREFERENCE_FUNCTIONS
 from .preferences import PreferenceFunction as PreferenceFunction
 from .preferences import check_preference as check_preference

@@ -77,7 +77,7 @@ class DPOLoss(PairLoss[DPOLossKeys, DPOLossOutput]):
         loss = DPOLoss(policy, beta=0.1)(rows).total()
 
     Micro-batches hold whole pairs. SimPO is ``DPOLoss(actor, reference_free=True, beta=2.0,
-    margin=1.0)``; RPO has ``sft_coeff=1.0``.
+    margin=1.0)``; RPO has ``sft_coeff=1.0``; ORPO is ``DPOLoss(actor, loss_function="orpo")``.
 
     Args:
         actor_network: scores packed tokens (:class:`~torchrl_data.TokenScorer`).
@@ -93,7 +93,8 @@ class DPOLoss(PairLoss[DPOLossKeys, DPOLossOutput]):
 
     See Also:
         Rafailov et al., 2023, arXiv:2305.18290, equation 7; Meng et al., 2024 (SimPO),
-        arXiv:2405.14734; Pang et al., 2024 (RPO), arXiv:2404.19733.
+        arXiv:2405.14734; Pang et al., 2024 (RPO), arXiv:2404.19733; Hong et al., 2024 (ORPO),
+        arXiv:2403.07691, equation 6.
 
     Example:
         >>> from tensordict import lazy_stack
@@ -137,7 +138,7 @@ class DPOLoss(PairLoss[DPOLossKeys, DPOLossOutput]):
         )
 
     def _entries(self) -> Entries:
-        tokens = {} if self.options.reference_free else {"ref_log_probs": self.read.ref_log_probs}
+        tokens = {"ref_log_probs": self.read.ref_log_probs} if self.options.has_reference else {}
         return Entries(tokens, self._pair_entries())
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> DPOLossOutput:
@@ -147,7 +148,7 @@ class DPOLoss(PairLoss[DPOLossKeys, DPOLossOutput]):
         lengths = batch.target_lengths
         answer = F.sequence_mean if self.aggregation == "sequence_mean" else F.sequence_sum
         own = said = answer(log_prob, lengths=lengths)
-        if not options.reference_free:
+        if options.has_reference:
             reference = batch.entries["ref_log_probs"].to(log_prob.dtype)
             own = said - answer(reference, lengths=lengths)
         chosen, rejected = pairs_of(own)
@@ -173,8 +174,8 @@ class DPOLoss(PairLoss[DPOLossKeys, DPOLossOutput]):
             "num_sequences": log_prob.new_full((), batch.num_rows).detach(),
             "num_pairs": log_prob.new_full((), len(chosen)).detach(),
         }
-        if options.sft_coeff:
+        if options.nll_coeff:
             nll = -F.sequence_mean(log_prob, lengths=lengths)[::2].sum()
             terms["nll"] = nll.detach() / num_pairs
-            terms["loss_nll"] = options.sft_coeff * 2 * nll / window.num_sequences
+            terms["loss_nll"] = options.nll_coeff * 2 * nll / window.num_sequences
         return make_output(DPOLossOutput, terms)

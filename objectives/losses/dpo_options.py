@@ -30,24 +30,28 @@ class DPOOptions(TokenOptions):
 
     aggregation: str | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """What an answer's log-prob is: the sum over its tokens (``"sequence_sum"``), or their mean
-    (``"sequence_mean"``); None is the mean for ``"ipo"`` and where the loss is ``reference_free``,
-    and the sum otherwise."""
+    (``"sequence_mean"``); None is the mean for ``"ipo"`` and ``"orpo"`` and where the loss is
+    ``reference_free``, and the sum otherwise."""
     temperature: float | None = 1.0
     """The logits are divided by it."""
     loss_function: F.PreferenceFunction | str = "sigmoid"
-    """``"sigmoid"``, ``"hinge"``, ``"ipo"`` or ``"robust"``; see
+    """``"sigmoid"``, ``"hinge"``, ``"ipo"``, ``"robust"``, ``"exo_pair"``, ``"apo_zero"``,
+    ``"apo_down"``, ``"bco_pair"``, ``"nca_pair"``, ``"sppo_hard"`` or ``"orpo"``; see
     :func:`~objectives.functional.preference_loss`."""
     beta: float = 0.1
-    """How much a difference counts: the smaller, the further the policy goes from the reference."""
+    """How much a difference counts: the smaller, the further the policy goes from the reference;
+    for ``"orpo"`` the weight of its odds ratio."""
     label_smoothing: float = 0.0
-    """The share of pairs that are the wrong way round, for ``"sigmoid"`` and ``"robust"``."""
-    reference_free: bool = False
-    """Whether the log-prob itself is the score of an answer, and not that less the reference's."""
+    """The share of pairs that are the wrong way round, for ``"sigmoid"``, ``"robust"`` and
+    ``"exo_pair"``."""
+    reference_free: bool | None = None
+    """Whether the log-prob itself is the score of an answer, and not that less the reference's;
+    None is True for ``"orpo"``, and False otherwise."""
     margin: float = 0.0
     """By which ``beta`` times the score of the better answer has to lead, for ``"sigmoid"``."""
     sft_coeff: float | None = None
-    """Weight of the negative log-likelihood of the better answer, mean over its tokens; None or 0
-    for none."""
+    """Weight of the negative log-likelihood of the better answer, mean over its tokens; None is 1
+    for ``"orpo"``, and 0 otherwise."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,10 +60,41 @@ class DPOOptions(TokenOptions):
             self.beta, self.loss_function, self.label_smoothing, self.margin
         )
         check_numbers("", NOT_NEGATIVE, sft_coeff=self.sft_coeff)
+        self._check_scores()
+
+    def _check_scores(self) -> None:
+        """Check that the scores are those that the function is of."""
+        is_sum = self.named_aggregation == "sequence_sum"
+        if self.is_orpo and (self.reference_free is False or is_sum):
+            raise ValueError(
+                "loss_function='orpo' goes by the mean log-prob of an answer's tokens, and has no "
+                f"reference; got reference_free={self.reference_free} and "
+                f"aggregation={self.aggregation!r}: leave both out."
+            )
+        if self.reference_free and self.loss_function in objectives.functional.AGAINST_REFERENCE:
+            raise ValueError(
+                f"loss_function={self.loss_function!r} compares each answer with the reference; "
+                "with reference_free=True there is none. Leave it out, or take 'sigmoid'."
+            )
+
+    @property
+    def is_orpo(self) -> bool:
+        """Return whether the loss goes by odds: no reference, and a likelihood beside them."""
+        return self.loss_function == "orpo"
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether the log-prob of an answer under a reference counts."""
+        return not (self.reference_free or self.is_orpo)
+
+    @property
+    def nll_coeff(self) -> float:
+        """The weight of the likelihood of the better answer; 0 for none."""
+        return float(self.is_orpo) if self.sft_coeff is None else self.sft_coeff
 
     @property
     def named_aggregation(self) -> F.Aggregation:
         """See the base class."""
-        is_mean = self.loss_function == "ipo" or self.reference_free
+        is_mean = self.loss_function == "ipo" or not self.has_reference
         usual = "sequence_mean" if is_mean else "sequence_sum"
         return aggregation_name(self.aggregation or usual)

@@ -8,6 +8,7 @@ tokens of the call, or over its pairs, and ``combine`` weighs them by the number
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -30,6 +31,8 @@ class LossTerms:
 
     weighted_by: ClassVar[str] = "num_active_tokens"
     """Entry with the number of what metrics are means over."""
+    weighted_apart: ClassVar[Mapping[str, str]] = {}
+    """Metrics that are means over something else, and the entry with the number of that."""
 
     def total(self) -> Tensor:
         """The objective: the sum of the ``loss_*`` entries."""
@@ -55,25 +58,29 @@ class LossTerms:
         """
         if not outputs:
             raise ValueError("combine needs at least one output.")
-        weight: str = getattr(cls, "weighted_by")  # noqa: B009
-        terms = combined_terms(outputs, weight)
+        made: Any = cls
+        weights = made.weighted_by, made.weighted_apart
+        terms = combined_terms(outputs, *weights)
         if ranks is not None and ranks.data.size > 1:
             own = {  # its losses were divided by its share of the counts of all
                 name: value.cpu() / (ranks.data.size if name.startswith("loss_") else 1)
                 for name, value in terms.items()
             }
-            terms = combined_terms(ranks.data.gather(own), weight)
+            terms = combined_terms(ranks.data.gather(own), *weights)
         return make_output(cls, terms)
 
 
 def combined_terms(
-    outputs: Sequence[Any], weighted_by: str = "num_active_tokens"
+    outputs: Sequence[Any],
+    weighted_by: str = "num_active_tokens",
+    weighted_apart: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """The entries of a whole window by name, from the outputs of its micro-batches.
 
     Args:
         outputs: at least one.
         weighted_by: the entry with the number of what metrics are means over.
+        weighted_apart: the same of single metrics, by their names.
     """
     parts = [
         {str(key): value.detach() for key, value in output.items() if value is not None}
@@ -86,7 +93,7 @@ def combined_terms(
         if name.startswith(("loss_", "num_")):
             combined[name] = values.sum(0)
         else:
-            combined[name] = _mean(values, present, weighted_by)
+            combined[name] = _mean(values, present, weighted_apart.get(name, weighted_by))
     if "ESS" in combined:
         # ESS = mean(r)^2 / mean(r^2): recover the mean square of each part.
         ratio = torch.stack([part["ratio_mean"] for part in parts])

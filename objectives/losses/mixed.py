@@ -29,6 +29,7 @@ from torchrl_data.checks import check_type
 from torchrl_data.devices import on_device
 from torchrl_data.token_scorer import TokenScores
 
+from .kto import KTOLoss
 from .pair_loss import PairLoss
 from .token_loss import TokenLoss
 
@@ -278,6 +279,7 @@ def _check_weighable(name: str, loss: TokenLoss[Any, Any]) -> None:
         (loss.aggregation == "none", "aggregation='none' gives no number that could be added up"),
         (getattr(loss, "loss_function", "") == "minor_sft", "minor SFT goes by whole answers"),
         (isinstance(loss, PairLoss), "preferences go by pairs of whole answers"),
+        (isinstance(loss, KTOLoss), "labels go by whole answers"),
         (
             getattr(options, "skip_rows_without_signal", False),
             "skip_rows_without_signal has no effect where another stream may score the row",

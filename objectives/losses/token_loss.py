@@ -320,13 +320,17 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
         """
         parts = [batches] if isinstance(batches, TensorDictBase | PackedBatch) else batches
         packed = [self.pack(rows) for rows in parts]
-        counts = Window.of(Window(rows.num_targets, rows.num_rows) for rows in packed)
+        counts = Window.of(self._counts(rows) for rows in packed)
         if ranks is not None:
             data = ranks.data
             tokens, rows = data.sum([float(counts.num_active_tokens), float(counts.num_sequences)])
             counts = Window(tokens / data.size, rows / data.size)
         self._tell_if_empty(counts)
         return counts._replace(**self._statistics(packed, ranks))
+
+    def _counts(self, packed: PackedBatch) -> Window:
+        """Count what of a batch is trained."""
+        return Window(packed.num_targets, packed.num_rows)
 
     def _statistics(self, batches: Sequence[PackedBatch], ranks: Ranks | None) -> dict[str, float]:
         """Fields of the window that are no counts, where an option needs them."""
@@ -387,8 +391,9 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
     ) -> tuple[PackedBatch, Window]:
         """The batch, and its own counts where there is no wider window."""
         packed = self.pack(batch)
+        own = self._counts(packed)
         if window is None:
-            window = Window(packed.num_targets, packed.num_rows)
+            window = own
             if self.allow_empty:
                 self._tell_if_empty(window)
         if window.num_active_tokens == 0 and not self.allow_empty:
@@ -399,7 +404,8 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
                 "row_tensordicts(encode_demonstrations(policy.encoder, chats)) of torchrl_data. "
                 "With allow_empty=True such a batch has loss 0."
             )
-        return packed, window.check(packed.num_targets, packed.num_rows, self._get_name())
+        tokens, rows = int(own.num_active_tokens), int(own.num_sequences)
+        return packed, window.check(tokens, rows, self._get_name())
 
     def _tell_if_empty(self, window: Window) -> None:
         if not window.num_active_tokens:

@@ -29,6 +29,9 @@ class Window(NamedTuple):
     sampler_weight_mean: float | None = None
     """Over the trained tokens; ``SamplerCorrection(normalize=True)`` divides by it.
     ``GRPOLoss.measure_window`` takes it then."""
+    reference_kl: float | None = None
+    """An estimate of the KL divergence of the policy from the reference, in nats, that all answers
+    of ``KTOLoss`` are compared with. Its ``measure_window`` takes it."""
 
     @classmethod
     def of(cls, windows: Iterable[Window]) -> Window:
@@ -38,13 +41,16 @@ class Window(NamedTuple):
             windows: of the micro-batches, or of the processes.
 
         Returns:
-            The sum of their counts, and the mean of their means. Quantiles do not add up: the
-            entropy threshold is theirs where all have the same, and None where they differ.
+            The sum of their counts, and the mean of their means. Quantiles and divergences do not
+            add up: they are theirs where all have the same, and None where they differ.
         """
         windows = list(windows)
         tokens = sum(window.num_active_tokens for window in windows)
         sequences = sum(window.num_sequences for window in windows)
-        thresholds = {window.entropy_threshold for window in windows}
+        alike = []
+        for name in ("entropy_threshold", "reference_kl"):
+            values = {getattr(window, name) for window in windows}
+            alike.append(values.pop() if len(values) == 1 else None)
         weights = [w.sampler_weight_mean for w in windows if w.sampler_weight_mean is not None]
         mean = None
         if weights and len(weights) == len(windows):
@@ -52,7 +58,8 @@ class Window(NamedTuple):
                 w * each.num_active_tokens for w, each in zip(weights, windows, strict=True)
             )
             mean = total / tokens if tokens else 1.0
-        return cls(tokens, sequences, thresholds.pop() if len(thresholds) == 1 else None, mean)
+        threshold, reference_kl = alike
+        return cls(tokens, sequences, threshold, mean, reference_kl)
 
     def check(self, num_active_tokens: int, num_sequences: int, who: str) -> Window:
         """Check the counts beside those of a part of the window.

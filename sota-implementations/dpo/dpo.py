@@ -29,89 +29,21 @@ RECIPE = Recipe(
 if __name__ == "__main__":
     read_command_line(RECIPE)  # what is wrong is said before torch is imported
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import torch
 
 from collectors import LLMCollector
-from objectives import DPOLoss, DPOLossOutput, DPOOptions, SFTLoss
+from objectives import DPOLoss, DPOLossOutput, DPOOptions
 from torchrl_agents.device_defaults import DEFAULT_TOKENS
-from torchrl_agents.given_pairs import Pair, PairSampler, encode_pairs, stacked
 from torchrl_agents.given_pairs import build_pairs as build
+from torchrl_agents.given_pairs import encode_pairs
+from torchrl_agents.given_units import stacked
 from torchrl_agents.models.adapters import add_adapters
-from torchrl_agents.parallel import score_share, share_model
-from torchrl_agents.rank_jobs import RankJob, tell
-from torchrl_agents.rank_scores import spread_to_rows
+from torchrl_agents.parallel import share_model
+from torchrl_agents.referenced_rows import ReferencedRows, write_reference
 from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, load_models
 from torchrl_agents.start import run_recipe
 from torchrl_agents.training import Training, TrainingStep, learn
-from torchrl_data import keys
-from torchrl_modules import TransformersWrapper
-
-_PAIRS_AT_ONCE = 1024
-"""Of which the reference's log-probs are computed before the log says how far that is."""
-_SAME_MODEL = 1e-2
-"""In nats: what a model says of a token on other machines differs by less."""
-
-
-class ReferencedPairs(PairSampler):
-    """Pairs of a step, whose rows have log-probs of the reference, which is one and the same.
-
-    See :class:`.PairSampler`.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the epoch is, and what the reference says of the first step's pairs."""
-        return super().state_dict() | {"reference": self._mean_of_reference()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on in the middle of an epoch.
-
-        Raises:
-            ValueError: there are other pairs, or the reference is another model.
-        """
-        super().load_state_dict(state_dict)
-        was, now = state_dict["reference"], self._mean_of_reference()
-        if (was is None) != (now is None) or abs((was or 0.0) - (now or 0.0)) > _SAME_MODEL:
-            raise ValueError(
-                f"the reference gave tokens of the first step's answers {was} nats, and gives "
-                f"{now}: policy.model is not what it was. Put the model back, or begin a new run"
-            )
-
-    def _mean_of_reference(self) -> float | None:
-        rows = [row for pair in self.first_pairs(1) for row in pair]
-        if keys.REF_LOG_PROBS_FULL not in rows[0].keys(include_nested=True):
-            return None
-        num_tokens = sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows)
-        return sum(float(row[keys.REF_LOG_PROBS_FULL].sum()) for row in rows) / num_tokens
-
-
-def write_reference(
-    cfg: DPOConfig, run: Run, actor: TransformersWrapper, pairs: Sequence[Pair]
-) -> None:
-    """Write log-probs of the answers by the model as it is before training, which is the reference.
-
-    Each rank computes a share of them, and no second model is kept.
-
-    Args:
-        cfg: the settings.
-        run: has the ranks.
-        actor: with the model.
-        pairs: whose rows get them.
-    """
-    pack = SFTLoss(actor).pack
-    for at in range(0, len(pairs), _PAIRS_AT_ONCE):
-        some = pairs[at : at + _PAIRS_AT_ONCE]
-        with run.log.phase(f"log-probs of the reference, {at + len(some)} of {len(pairs)} pairs"):
-            packed = pack(stacked(some))
-            tell(run.ranks, RankJob.SCORE_ROWS)
-            log_probs = score_share(cfg, run.ranks, actor, packed)
-        assert log_probs is not None
-        rows = [row for pair in some for row in pair]
-        for row, own in zip(rows, spread_to_rows(packed, log_probs), strict=True):
-            row[keys.REF_LOG_PROBS_FULL] = own
 
 
 def main(cfg: DPOConfig, test: Setup, run: Run) -> dict:
@@ -123,11 +55,11 @@ def main(cfg: DPOConfig, test: Setup, run: Run) -> dict:
         pairs = encode_pairs(cfg, test, actor)
     held_out, trained = pairs[: cfg.data.num_held_out], pairs[cfg.data.num_held_out :]
     collector = LLMCollector(test.held_out_env, policy)
-    sampler = ReferencedPairs(collector, trained, cfg.train.batch_size, cfg.seed)
+    sampler = ReferencedRows(collector, trained, cfg.train.batch_size, cfg.seed)
     test_loss = DPOLoss(policy, **given_options(cfg.loss, DPOOptions))
-    if not test_loss.reference_free:
-        needed = [*held_out, *sampler.first_pairs(cfg.train.num_steps)]
-        write_reference(cfg, run, actor, needed)
+    if test_loss.options.has_reference:
+        needed = [*held_out, *sampler.first_units(cfg.train.num_steps)]
+        write_reference(cfg, run, actor, needed, cfg.data.what)
 
     @torch.no_grad()
     def held_out_scores() -> dict[str, float]:

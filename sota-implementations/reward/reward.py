@@ -36,8 +36,9 @@ from typing import Any, cast
 import torch
 
 from objectives import RewardModelLoss, RewardModelOptions
-from torchrl_agents.given_pairs import HeldOutPairs, Pair, PairSampler, encode_pairs
+from torchrl_agents.given_pairs import HeldOutPairs, encode_pairs
 from torchrl_agents.given_pairs import build_pairs as build
+from torchrl_agents.given_units import GivenUnits, Unit
 from torchrl_agents.models.reward_models import check_beginning, load_reward_model
 from torchrl_agents.parallel import share_reward_model
 from torchrl_agents.run import Run
@@ -48,7 +49,7 @@ from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.transformers import TransformersEngine
 
 
-def rehearse(cfg: RewardConfig, test: Setup, policy: LLMWrapperBase) -> list[Pair]:
+def rehearse(cfg: RewardConfig, test: Setup, policy: LLMWrapperBase) -> list[Unit]:
     """Check the model, which has no weights, and encode the pairs."""
     check_beginning(cfg, cast("TransformersEngine", policy.engine).inside.config)
     return encode_pairs(cfg, test, policy, as_scored=True)
@@ -66,7 +67,7 @@ def main(cfg: RewardConfig, test: Setup, run: Run) -> dict[str, Any]:
     test_loss = RewardModelLoss(actor, **given_options(cfg.loss, RewardModelOptions))
     training = Training(
         *(cfg, run, test, actor, actor),
-        PairSampler(None, trained, cfg.train.batch_size, cfg.seed),
+        GivenUnits(None, trained, cfg.train.batch_size, cfg.seed),
         held_out=HeldOutPairs(cfg, run, actor, test_loss, held_out),
         curves={
             "loss": "loss of a pair",

@@ -50,6 +50,8 @@ TESTS = {
         *("test_mc_advantage.py", "test_advantage_estimators.py", "test_unfit_rows.py"),
         "algorithms/test_roles_and_lengths.py",
     ),
+    "preferences.py": ("functional/test_preferences.py",),
+    "labelled_answers.py": ("functional/test_labelled_answers.py",),
     "streams.py": ("algorithms/test_streams.py",),
     "non_finite_gate.py": ("test_non_finite_gate.py",),
 }

@@ -198,3 +198,21 @@ def test_the_prompt_of_a_pair_is_read_once(chatml_tokenizer, make_tiny_model):
     assert prompt > 40
     # Of each row what comes before its last trained token.
     assert read == [sum(own[-1] for own in trained) - prompt]
+
+
+def test_orpo_has_no_reference_and_comes_with_a_likelihood(make_scorer, pairs):
+    scorer = make_scorer()
+    output = DPOLoss(scorer, loss_function="orpo", beta=0.3)(pairs.exclude(("next",)))
+    means = [own for own, _ in scores_of(scorer, pairs, torch.mean)]
+    chosen, rejected = torch.stack(means[::2]), torch.stack(means[1::2])
+    odds = [(p.exp() / (1 - p.exp())).log() for p in (chosen, rejected)]
+    expected = -0.3 * torch.nn.functional.logsigmoid(odds[0] - odds[1]).mean()
+    torch.testing.assert_close(output.loss_dpo, expected)
+    torch.testing.assert_close(output.loss_nll, -chosen.mean())
+    bare = DPOLoss(scorer, loss_function="orpo", sft_coeff=0.0)(pairs)
+    assert bare.loss_nll is None
+    for wrong in ({"reference_free": False}, {"aggregation": "sequence_sum"}):
+        with pytest.raises(ValueError, match=r"'orpo' goes by the mean .*leave both out"):
+            DPOLoss(scorer, loss_function="orpo", **wrong)
+    with pytest.raises(ValueError, match="'apo_zero' compares each answer with the reference"):
+        DPOLoss(scorer, loss_function="apo_zero", reference_free=True)

@@ -19,6 +19,7 @@ CASES = (
     "grpo, rows without a signal",
     "sft",
     "preferences",
+    "labels",
     "distillation",
     "lora",
     "activation checkpointing",

@@ -23,6 +23,7 @@ from objectives import (
     DistillationLoss,
     DPOLoss,
     GRPOLoss,
+    KTOLoss,
     NonFiniteGate,
     Ranks,
     SFTLoss,
@@ -46,6 +47,7 @@ CASES = {
     "grpo, rows without a signal": (GRPOLoss, {"skip_rows_without_signal": True}, 6),
     "sft": (SFTLoss, {"allow_empty": True}, 5),
     "preferences": (DPOLoss, {"sft_coeff": 0.5, "allow_empty": True}, 6),
+    "labels": (KTOLoss, {"allow_empty": True}, 5),
     "distillation": (DistillationLoss, {"allow_empty": True}, 3),
     "lora": (GRPOLoss, {}, 5),
     "activation checkpointing": (GRPOLoss, {}, 5),
@@ -121,6 +123,8 @@ def rows_of(step, count):
             "advantage": advantage if index % 3 else torch.zeros_like(advantage),
             "pair_id": torch.tensor([index // 2]),
             "chosen": torch.tensor([index % 2 == 0]),
+            "label": torch.tensor([index % 3 == 0]),
+            "mismatched": torch.tensor([index % 2 == 1]),
         }
         rows.append(TensorDict(entries))
     return lazy_stack(rows)

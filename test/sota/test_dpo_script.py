@@ -40,7 +40,7 @@ def test_rows_that_are_no_pairs_are_refused_by_their_number_or_left_out(run_scri
     assert "1 of 11 pairs can't be encoded, and are left out" in left.stderr
     assert "5 pairs to train on, 4 held out" in left.stdout
     wrong = done(more=("loss.loss_function=ipo", "loss.label_smoothing=0.1"))
-    assert "label_smoothing=0.1 goes with loss_function 'sigmoid' or 'robust'" in wrong.stderr
+    assert "label_smoothing=0.1 goes with loss_function 'sigmoid', 'robust'" in wrong.stderr
 
 
 def pair_rows(number, log_prob):
@@ -55,7 +55,7 @@ def pair_rows(number, log_prob):
 
 def sampler(script, log_prob=-1.0, *, seed=0, num_pairs=7):
     pairs = [[*pair_rows(number, log_prob)] for number in range(num_pairs)]
-    return script("dpo").ReferencedPairs(SimpleNamespace(), pairs, 3, seed)
+    return script("dpo").ReferencedRows(SimpleNamespace(), pairs, 3, seed)
 
 
 def drawn(data):
@@ -66,13 +66,13 @@ def drawn(data):
 
 def test_the_order_follows_from_the_seed_and_goes_on(script):
     data = sampler(script)
-    needed = [pair[0]["pair_id"].item() for pair in data.first_pairs(2)]
+    needed = [pair[0]["pair_id"].item() for pair in data.first_units(2)]
     steps = [drawn(data) for _ in range(5)]
     assert steps[0] + steps[1] == needed
     told = [number for step in steps for number in step]
     assert sorted(told[:7]) == sorted(told[7:14]) == [*range(7)]
     assert told[:7] != told[7:14]
-    assert len(data.first_pairs(5)) == 7
+    assert len(data.first_units(5)) == 7
     assert [drawn(sampler(script, seed=1)) for _ in range(1)] != steps[:1]
     begun, again = sampler(script), sampler(script)
     assert [drawn(begun) for _ in range(3)] == steps[:3]

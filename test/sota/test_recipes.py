@@ -1,13 +1,15 @@
 """Recipes on rows in a file: is a number odd?
 
 Weekly: fine-tuning learns it, and its control learns the format and guesses. The others (expert
-iteration, with adapters too, preferences, distillation, GRPO that streams) go on from a model that
-was stopped while it guessed; their controls learn nothing. With every change: fine-tuning that is
-killed goes on, and a step of expert iteration trains what it says that it trains.
+iteration, with adapters too, preferences, labels, distillation, GRPO that streams) go on from a
+model that was stopped while it guessed; their controls learn nothing. With every change:
+fine-tuning that is killed goes on, and a step of expert iteration trains what it says that it
+trains.
 """
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -157,6 +159,28 @@ def test_preferences(run, folder):
     assert learnt["held_out_after"] > 0.75
     assert learnt["held_out_accuracy"] > 0.9
     control = run("dpo", "experiment=control", *more)
+    assert control["held_out_after"] < 0.68
+    assert control["held_out_accuracy"] < 0.7
+
+
+@pytest.mark.weekly
+@pytest.mark.usefixtures("half_trained")
+def test_labels(run, folder):
+    """Each number has one answer, a right and desirable one or a wrong one, and no number both."""
+    options = {"dataset": str(folder / "rows.jsonl"), "system_prompt": None, "num_held_out": 48}
+    said, coin, rows = "<think>look</think><answer>{}</answer>".format, random.Random(0), []
+    for row in make_task("gsm8k", **options).train_rows:
+        label, right = coin.random() < 0.5, int(row["answer"][-1])
+        answer = {"completion": said(right if label else 1 - right), "label": label}
+        rows.append({"prompt": row["question"], **answer})
+    (folder / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    more = ("data.dataset=labels.jsonl", "data.num_held_out=48", "train.num_steps=120")
+    more += (*HALF_TRAINED[:4], "optim.learning_rate=1e-3", "loss.beta=0.5")
+    learnt = run("kto", *more)
+    assert abs(learnt["held_out_before"] - GUESSING) < 0.15
+    assert learnt["held_out_after"] > 0.75
+    assert learnt["held_out_accuracy"] > 0.8
+    control = run("kto", "experiment=control", *more)
     assert control["held_out_after"] < 0.68
     assert control["held_out_accuracy"] < 0.7
 

@@ -478,7 +478,7 @@ def test_an_evaluation_that_makes_no_sense_is_refused(script, overrides, words):
 # Rules of single settings.
 
 RECIPES = (
-    *("grpo", "sft", "dpo", "reward", "distillation", "evaluate", "self-play"),
+    *("grpo", "sft", "dpo", "kto", "reward", "distillation", "evaluate", "self-play"),
     "expert-iteration",
 )
 WITHOUT_RULE = {
@@ -555,6 +555,9 @@ REFUSED = {
         ("engine.batch_invariant=true", "engine.batch_invariant=True has no effect: the model"),
         ("policy.load_in_4bit=true", "policy.load_in_4bit=True has no effect"),
         ("train.context_parallel_size=2", "train.context_parallel_size=2 has no effect"),
+    ],
+    "kto": [
+        ("train.batch_size=0", "train.batch_size must be at least 1, got 0."),
     ],
     "evaluate": [
         ("episodes.max_turns=0", "episodes.max_turns must be at least 1, got 0."),

@@ -19,7 +19,7 @@ from torchrl_agents.settings.recipe import BASELINES
 from .rollout_texts import RolloutTexts, texts_of
 from .run_finding import RolloutId
 
-WITHOUT_GROUPS: Final = ("distillation", "dpo", "reward", "self_play", "sft")
+WITHOUT_GROUPS: Final = ("distillation", "dpo", "kto", "reward", "self_play", "sft")
 """Recipes that do not compare the rollouts of a prompt with each other."""
 _TOOL_ROLES: Final = ("tool", "function", "ipython")
 _NUM_STEPS_READ: Final = 8

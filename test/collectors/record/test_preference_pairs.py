@@ -9,17 +9,31 @@ from itertools import chain
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from made_records import sample, write_record
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
-from collectors.record import LeftOut, RolloutRecorder, RunRecord, SampleTokens, preference_pairs
+from collectors.record import (
+    LeftOut,
+    RolloutRecorder,
+    RunRecord,
+    SampleTokens,
+    labelled_rollouts,
+    preference_pairs,
+)
 from collectors.record.convert import main
 from collectors.record.sampled_messages import messages_to_train
 from collectors.record.samples import RecordedToolCall, TokenSpan
-from torchrl_data import ConversationEncoder, check_messages, preference_rows, read_pair
+from torchrl_data import (
+    ConversationEncoder,
+    check_messages,
+    preference_rows,
+    read_labelled,
+    read_pair,
+)
 from torchrl_envs import ChatEnv, DataLoadingPrimer, FunctionTools, RewardFunctions, load_rows
 
 ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2?"}]
@@ -408,7 +422,11 @@ def test_the_command_tells_what_it_wrote_and_what_it_left_out(tmp_path, capsys):
          "gives no pair of 1 groups. Left out: groups whose rewards differ by too little: 1. Give a smaller --min-difference."),
         (["none.jsonl", "--min-difference", "nan"], "--min-difference must be a number from 0 on, got nan"),
         (["none.jsonl", "--steps", "4", "5"], "--steps 4 5 names no step of"),
-        (["none", "--pairs", "all"], "--pairs is for pairs, and none is a folder for ATIF"),
+        (["none", "--pairs", "all"], "--pairs is for pairs and labels, and none is a folder for ATIF"),
+        (["none", "--labels", "1"], "--labels is for pairs and labels, and none is a folder for ATIF"),
+        (["none.jsonl", "--labels", "1", "--pairs", "all"], "--pairs is for pairs, and --labels for single rollouts"),
+        (["none.jsonl", "--labels", "nan"], "--labels must be a finite number, got nan"),
+        (["none.jsonl", "--labels", "2"], "2 labelled rollouts, of which 0 have a reward of 2 or more"),
         (["none", "--min-difference", "0"], "--min-difference is for pairs"),
     ],
 )  # fmt: skip
@@ -445,3 +463,52 @@ def test_a_record_of_which_nothing_can_be_read_is_named(tmp_path, capsys):
     (tmp_path / "run/rollouts/step-000001.jsonl.gz").write_bytes(b"")
     assert main([str(tmp_path / "run"), str(tmp_path / "none.jsonl")]) == 1
     assert "nothing of the record can be read: step-000001.jsonl.gz" in capsys.readouterr().err
+
+
+def test_single_rollouts_get_a_label_by_their_reward():
+    """0.3 is a float32 of the record; a cut one is undesirable, or in no file."""
+    half = float(torch.tensor(0.3))
+    group = [
+        rollout(0, half, says("8?"), answers("lower"), says("4"), answers("found"), step=2),
+        rollout(1, 0.0, says("5"), step=2),
+        rollout(2, 1.0, says("because of th"), step=2, **CUT),
+        rollout(3, 0.1, says("and and"), step=2, **CUT),
+        rollout(4, None, says("?"), step=2),
+        rollout(5, 1.0, says("Hello."), asked=[], step=2),
+    ]
+    found = labelled_rollouts(group, threshold=0.3)
+    assert [(own.sample, own.label) for own in found.rollouts] == [
+        (0, True),
+        (1, False),
+        (3, False),
+    ]
+    assert found.left_out == {LeftOut.TRUNCATED: 1, LeftOut.NO_REWARD: 1, LeftOut.NO_PROMPT: 1}
+    first = found.rollouts[0].to_json()
+    assert first == {
+        "prompt": ASKED,
+        "completion": [says("8?"), answers("lower"), says("4")],
+        "label": True,
+        "reward": half,
+        "step": 2,
+        "group_id": "0/0",
+        "sample": 0,
+        "stop_reason": "answered",
+    }
+    (answer,) = read_labelled(first)
+    assert (answer.num_prompt, answer.label) == (2, True)
+    whole = labelled_rollouts(group, threshold=0.3, drop_truncated=True)
+    assert [own.sample for own in whole.rollouts] == [0, 1]
+
+
+def test_the_command_writes_labels(tmp_path, capsys):
+    run, out = str(tmp_path / "run"), str(tmp_path / "labels.jsonl")
+    write_record(tmp_path / "run", [[two(1, (1.0, None)), two(1, group=1)], [two(2, (0.5, 1.0))]])
+    assert main([run, out, "--labels", "0.5"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"5 rollouts in {out}; 4 are desirable, with a reward of 0.5 or more, and 1 are not",
+        "left out: rollouts without a reward: 1",
+    ]
+    rows = load_rows(out)
+    assert [(row["step"], row["group"], row["sample"], row["label"]) for row in rows] == [
+        *((1, 0, 0, True), (1, 1, 0, False), (1, 1, 1, True), (2, 0, 0, True), (2, 0, 1, True))
+    ]
