@@ -3,16 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from objectives import SFTLoss
+from objectives.losses.token_loss import TokenLoss
 from torchrl_data import keys
 from torchrl_modules import TransformersWrapper
 
+from .device_defaults import DEFAULT_TOKENS
 from .given_units import GivenUnits, Unit, stacked
 from .parallel import score_share
 from .rank_jobs import RankJob, tell
 from .rank_scores import spread_to_rows
 from .run import Run
 from .settings.schema import TrainingConfig
+from .training import TrainingStep
 
 _UNITS_AT_ONCE = 1024
 """Of which the reference's log-probs are computed before the log says how far that is."""
@@ -77,3 +82,34 @@ def write_reference(
         rows = [row for unit in some for row in unit]
         for row, own in zip(rows, spread_to_rows(packed, log_probs), strict=True):
             row[keys.REF_LOG_PROBS_FULL] = own
+
+
+class HeldOutUnits:
+    """What the loss and the accuracy are on rows that are not trained on.
+
+    Args:
+        cfg: the settings.
+        loss: of the policy that is tested.
+        units: that are held out.
+    """
+
+    def __init__(self, cfg: TrainingConfig, loss: TokenLoss[Any, Any], units: Sequence[Unit]) -> None:
+        self._cfg, self._loss, self._rows = cfg, loss, loss.pack(stacked(units))
+
+    @torch.no_grad()
+    def scores(self) -> dict[str, float]:
+        """Return ``held_out_loss`` and ``held_out_accuracy`` of the policy as it is."""
+        most = self._cfg.train.micro_batch_tokens or DEFAULT_TOKENS
+        parts = [*self._rows.micro_batches(max_tokens=most)]
+        window = self._loss.measure_window(parts)
+        outputs = [self._loss(part, window=window) for part in parts]
+        output: Any = type(outputs[0]).combine(outputs)
+        return {
+            "held_out_loss": float(output.total()),
+            "held_out_accuracy": float(output.accuracy),
+        }
+
+    def measure(self, step: TrainingStep) -> dict[str, float]:
+        """Return the same about twenty times in a run, and nothing after its other steps."""
+        is_time = step.number % max(1, self._cfg.train.num_steps // 20) == 0
+        return self.scores() if is_time else {}

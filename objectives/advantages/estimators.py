@@ -114,6 +114,24 @@ class AdvantageEstimator(ChecksAttributes):
         return len(valid) < 2 or min(valid) == max(valid)
 
 
+class EstimatorOver(AdvantageEstimator):
+    """Base of estimators that go by another one, their :attr:`estimator`, which remembers."""
+
+    estimator: AdvantageEstimator
+
+    def is_flat(self, group: RewardedGroup) -> bool:
+        """See the base class; as the estimator within finds."""
+        return self.estimator.is_flat(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the base class; that of the estimator within."""
+        return self.estimator.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See the base class."""
+        self.estimator.load_state_dict(state)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupMean(AdvantageEstimator):
     """GRPO: ``(R - mean) / (std + 1e-4)``, see :func:`~objectives.functional.group_advantage`.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from tensordict import NestedKey
@@ -19,6 +18,7 @@ from .estimators import (
     WHO,
     AdvantageEstimator,
     DecoupledSources,
+    EstimatorOver,
     GroupMean,
     MaxRL,
     PassAtK,
@@ -31,7 +31,7 @@ from .tree_credit import TREE_CREDITS
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthPenalty(AdvantageEstimator):
+class LengthPenalty(EstimatorOver):
     """Takes ``coeff`` times a row's share of its group's longest output off its return.
 
     The share is that of sampled tokens, of all rows of an episode, so that the price follows the
@@ -96,11 +96,3 @@ class LengthPenalty(AdvantageEstimator):
     def is_flat(self, group: RewardedGroup) -> bool:
         """See the base class; equal rewards of different length are none."""
         return self.estimator.is_flat(self._penalised(group))
-
-    def state_dict(self) -> dict[str, Any]:
-        """See the base class."""
-        return self.estimator.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See the base class."""
-        self.estimator.load_state_dict(state)

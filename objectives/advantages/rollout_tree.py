@@ -5,9 +5,9 @@ Shape legend: T tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -19,6 +19,7 @@ from torchrl_data.checks import one_of
 from .estimators import (
     WHO,
     AdvantageEstimator,
+    EstimatorOver,
     GroupMean,
     LeaveOneOut,
     MaxRL,
@@ -103,7 +104,7 @@ def _pieces(rollouts: Sequence[_Rollout]) -> list[list[_Piece]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutTreeCredit(AdvantageEstimator):
+class RolloutTreeCredit(EstimatorOver):
     r"""Each token by the rewards of all rollouts that come after it, in a tree of rollouts.
 
     With :class:`~torchrl_envs.BranchRollouts` the rollouts of a group share beginnings, whose
@@ -165,15 +166,3 @@ class RolloutTreeCredit(AdvantageEstimator):
                 base = base if self.baseline == "siblings" else 0.0
                 advantage[piece.begin : piece.end] = sum(plain[i] - base for i in members)
             yield list(advantage.split(rollout.lengths))
-
-    def is_flat(self, group: RewardedGroup) -> bool:
-        """See the base class; by the returns of the rollouts."""
-        return self.estimator.is_flat(group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See the base class."""
-        return self.estimator.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See the base class."""
-        self.estimator.load_state_dict(state)

@@ -6,7 +6,7 @@ Shape legend: T tokens of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +20,7 @@ from .estimators import (
     WHO,
     AdvantageEstimator,
     DecoupledSources,
+    EstimatorOver,
     GroupMean,
     LeaveOneOut,
     MaxRL,
@@ -165,7 +166,7 @@ class BranchCredit(_UnitCredit):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionCredit(AdvantageEstimator):
+class FunctionCredit(EstimatorOver):
     """Credit by a function of yours, of the tree of an episode and the episode's advantage.
 
     Args:
@@ -227,18 +228,6 @@ class FunctionCredit(AdvantageEstimator):
     @property
     def _name(self) -> str:
         return f"credit={getattr(self.function, '__name__', self.function)!s:.60}"
-
-    def is_flat(self, group: RewardedGroup) -> bool:
-        """See the base class; by the returns of the episodes."""
-        return self.estimator.is_flat(group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See the base class."""
-        return self.estimator.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See the base class."""
-        self.estimator.load_state_dict(state)
 
 
 TREE_CREDITS: Final = (AgentCredit, BranchCredit, FunctionCredit, RolloutTreeCredit)

@@ -32,18 +32,16 @@ if __name__ == "__main__":
 import torch
 
 from collectors import LLMCollector
-from objectives import DPOLoss, DPOLossOutput, DPOOptions
-from torchrl_agents.device_defaults import DEFAULT_TOKENS
+from objectives import DPOLoss, DPOOptions
 from torchrl_agents.given_pairs import build_pairs as build
 from torchrl_agents.given_pairs import encode_pairs
-from torchrl_agents.given_units import stacked
 from torchrl_agents.models.adapters import add_adapters
 from torchrl_agents.parallel import share_model
-from torchrl_agents.referenced_rows import ReferencedRows, write_reference
+from torchrl_agents.referenced_rows import HeldOutUnits, ReferencedRows, write_reference
 from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, load_models
 from torchrl_agents.start import run_recipe
-from torchrl_agents.training import Training, TrainingStep, learn
+from torchrl_agents.training import Training, learn
 
 
 def main(cfg: DPOConfig, test: Setup, run: Run) -> dict:
@@ -61,32 +59,17 @@ def main(cfg: DPOConfig, test: Setup, run: Run) -> dict:
         needed = [*held_out, *sampler.first_units(cfg.train.num_steps)]
         write_reference(cfg, run, actor, needed, cfg.data.what)
 
-    @torch.no_grad()
-    def held_out_scores() -> dict[str, float]:
-        batch = test_loss.pack(stacked(held_out))
-        window = test_loss.measure_window(batch)
-        most = cfg.train.micro_batch_tokens or DEFAULT_TOKENS
-        parts = [test_loss(part, window=window) for part in batch.micro_batches(max_tokens=most)]
-        output = DPOLossOutput.combine(parts)
-        return {
-            "held_out_loss": float(output.total()),
-            "held_out_accuracy": float(output.accuracy),
-        }
-
-    def measure(step: TrainingStep) -> dict[str, float]:
-        is_time = step.number % max(1, cfg.train.num_steps // 20) == 0
-        return held_out_scores() if is_time else {}
-
+    test_of_rows = HeldOutUnits(cfg, test_loss, held_out)
     training = Training(
         *(cfg, run, test, actor, policy, sampler),
-        measure=measure,
+        measure=test_of_rows.measure,
         curves={
             "accuracy": "pairs in the right order",
             "held_out_accuracy": "the same, held out",
             "loss": "loss of a pair",
         },
     )
-    return learn(training) | held_out_scores()
+    return learn(training) | test_of_rows.scores()
 
 
 if __name__ == "__main__":

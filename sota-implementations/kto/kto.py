@@ -39,8 +39,7 @@ from typing import Any
 import torch
 
 from collectors import LLMCollector
-from objectives import KTOLoss, KTOLossOutput, KTOOptions
-from torchrl_agents.device_defaults import DEFAULT_TOKENS
+from objectives import KTOLoss, KTOOptions
 from torchrl_agents.given_conversations import (
     GivenChats,
     check_enough,
@@ -48,15 +47,15 @@ from torchrl_agents.given_conversations import (
     load_given,
     tell_seen,
 )
-from torchrl_agents.given_units import Unit, stacked
+from torchrl_agents.given_units import Unit
 from torchrl_agents.models.adapters import add_adapters
 from torchrl_agents.parallel import share_model
-from torchrl_agents.referenced_rows import ReferencedRows, write_reference
+from torchrl_agents.referenced_rows import HeldOutUnits, ReferencedRows, write_reference
 from torchrl_agents.run import Run
 from torchrl_agents.settings.errors import SettingsError, refusing
 from torchrl_agents.setup import Setup, build_task, load_models
 from torchrl_agents.start import run_recipe
-from torchrl_agents.training import Training, TrainingStep, learn
+from torchrl_agents.training import Training, learn
 from torchrl_data import LabelledAnswer, label_row, read_labelled, with_mismatched
 from torchrl_modules import LLMWrapperBase
 
@@ -171,31 +170,17 @@ def main(cfg: KTOConfig, test: Setup, run: Run) -> dict:
     write_reference(cfg, run, actor, needed, cfg.data.what)
     test_loss = KTOLoss(policy, **given_options(cfg.loss, KTOOptions))
 
-    @torch.no_grad()
-    def held_out_scores() -> dict[str, float]:
-        most = cfg.train.micro_batch_tokens or DEFAULT_TOKENS
-        parts = [*test_loss.pack(stacked(held_out)).micro_batches(max_tokens=most)]
-        window = test_loss.measure_window(parts)
-        output = KTOLossOutput.combine([test_loss(part, window=window) for part in parts])
-        return {
-            "held_out_loss": float(output.total()),
-            "held_out_accuracy": float(output.accuracy),
-        }
-
-    def measure(step: TrainingStep) -> dict[str, float]:
-        is_time = step.number % max(1, cfg.train.num_steps // 20) == 0
-        return held_out_scores() if is_time else {}
-
+    test_of_rows = HeldOutUnits(cfg, test_loss, held_out)
     training = Training(
         *(cfg, run, test, actor, policy, sampler),
-        measure=measure,
+        measure=test_of_rows.measure,
         curves={
             "accuracy": "answers on the right side",
             "held_out_accuracy": "the same, held out",
             "loss": "loss of an answer",
         },
     )
-    return learn(training) | held_out_scores()
+    return learn(training) | test_of_rows.scores()
 
 
 if __name__ == "__main__":
