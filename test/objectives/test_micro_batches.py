@@ -294,7 +294,7 @@ def test_a_batch_without_rows_has_loss_0(make_scorer, make_batch, loss, ragged):
     batch = make_batch()[:0] if ragged else TensorDict({("tokens", "full"): torch.ones(0, 5)}, [0])
     packed = module.pack(batch)
     window = module.measure_window(batch)
-    assert tuple(window) == (0, 0, None, None)
+    assert tuple(window) == (0, 0, None, None, None)
     assert list(packed.micro_batches(num_rows=2)) == []
     for output in (module(batch), module(packed, window=window)):
         output.total().backward()
