@@ -35,7 +35,7 @@ DEFECTS = {
     "no solution": ("unsolvable", {"solution/solve.sh": None}),
     "any file": ("constants", {"tests/test.sh": test_script(f"[ -s /app/out.txt ]; echo $((1 - $?)) > {WRITES}")}),
     "grep": ("echo", {"tests/test.sh": test_script(f"grep -qw hi /app/out.txt; echo $((1 - $?)) > {WRITES}")}),
-    "shared": ("tampering", {"task.toml": "[verifier]\ntimeout_sec = 20.0\n"}),
+    "shared": ("tampering", {"task.toml": "[verifier]\ntimeout_sec = 120.0\n"}),
     "chance": ("random", {"tests/test.sh": test_script(f"echo $RANDOM > {WRITES}")}),
     "clock": (
         "clock",
