@@ -93,7 +93,9 @@ class HeldOutUnits:
         units: that are held out.
     """
 
-    def __init__(self, cfg: TrainingConfig, loss: TokenLoss[Any, Any], units: Sequence[Unit]) -> None:
+    def __init__(
+        self, cfg: TrainingConfig, loss: TokenLoss[Any, Any], units: Sequence[Unit]
+    ) -> None:
         self._cfg, self._loss, self._rows = cfg, loss, loss.pack(stacked(units))
 
     @torch.no_grad()
