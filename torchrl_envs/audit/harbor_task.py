@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchrl_envs.harbor.folders import HarborTask
-from torchrl_envs.harbor.machines import MachineError
+from torchrl_envs.harbor.machines import CommandResult, MachineError
 from torchrl_envs.harbor.trial import NoRewardError, Trial
 
 from .findings import Finding, Report
@@ -80,7 +80,7 @@ def audit_task(task: HarborTask, *, machine: str = "bubblewrap", repeats: int = 
     audit.reward("constants", audit.writes("1\n"))
     audit.reward("constants, true", audit.writes("true\n"))
     audit.reward("echo", audit.writes(None))
-    audit.reward("tampering", lambda trial: trial.machine.run(_TAMPER, timeout_s=_COMMAND_S))
+    audit.reward("tampering", lambda trial: _run(trial, _TAMPER))
     audit.carry_over()
     audit.judge(nothing, solved)
     return audit.report()
@@ -95,6 +95,7 @@ class _Audit:
         self.findings: list[Finding] = []
         self.starts: list[float] = []
         self.tests: list[float] = []
+        self.not_asked: dict[str, str] = {**NOT_ASKED}
 
     def find(self, defect: str, what: str) -> None:
         self.findings.append(Finding(self.task.name, defect, what))
@@ -120,6 +121,8 @@ class _Audit:
         except (NoRewardError, MachineError, KeyError) as error:
             if agent in ("nothing", "solution") and agent not in self.rewards:
                 self.find("broken", f"the agent {agent!r} got no reward: {error}")
+            elif isinstance(error, MachineError):
+                self.not_asked[agent] = f"the machine failed: {error}"
         finally:
             trial.stop()
         self.rewards[agent] = found
@@ -133,12 +136,12 @@ class _Audit:
             said = instruction if text is None else text
             for path in dict.fromkeys(p.rstrip(".") for p in _PATH.findall(instruction)):
                 quoted, folder = shlex.quote(path), shlex.quote(str(Path(path).parent))
-                trial.machine.run(
+                _run(
+                    trial,
                     f"[ -e {quoted} ] || "
                     f"(mkdir -p {folder} && printf %s {shlex.quote(said)} > {quoted})",
-                    timeout_s=_COMMAND_S,
                 )
-            trial.machine.run(f"printf %s {shlex.quote(said)}", timeout_s=_COMMAND_S)
+            _run(trial, f"printf %s {shlex.quote(said)}")
 
         return act
 
@@ -148,9 +151,7 @@ class _Audit:
         def act(trial: Trial) -> None:
             trial.solve()
             where = shlex.quote(trial.machine.workdir)
-            trial.machine.run(
-                f"find {where} -xdev -type f -exec touch -d {date} {{}} +", timeout_s=_COMMAND_S
-            )
+            _run(trial, f"find {where} -xdev -type f -exec touch -d {date} {{}} +")
 
         return act
 
@@ -166,7 +167,7 @@ class _Audit:
         trial = self.begun()
         try:
             for path in ("/tests", "/solution"):
-                if trial.machine.run(f"ls -A {path}", timeout_s=_COMMAND_S).stdout.strip():
+                if _run(trial, f"ls -A {path}").stdout.strip():
                     self.find("leak", f"the agent can read {path} before it begins")
             for where in dict.fromkeys((trial.machine.workdir, "/root", "/tmp", "/opt")):
                 data = trial.machine.download(where) if where != "/" else None
@@ -182,12 +183,12 @@ class _Audit:
         paths = [f"{folder}/{name}" for folder in (self.task.place.workdir or "/root", "/tmp")]
         first = self.begun()
         try:
-            first.machine.run(f"touch {' '.join(paths)}", timeout_s=_COMMAND_S)
+            _run(first, f"touch {' '.join(paths)}")
         finally:
             first.stop()
         second = self.begun()
         try:
-            if second.machine.run(f"ls {' '.join(paths)}", timeout_s=_COMMAND_S).stdout.strip():
+            if _run(second, f"ls {' '.join(paths)}").stdout.strip():
                 self.find("carry-over", "a rollout sees files that another one left")
         finally:
             second.stop()
@@ -220,7 +221,19 @@ class _Audit:
         tests = sum(self.tests) / len(self.tests) if self.tests else 0.0
         start = sum(self.starts) / len(self.starts)
         times = {"reset": start, "reward": tests}
-        return Report(self.task.name, self.rewards, self.findings, times, NOT_ASKED)
+        return Report(self.task.name, self.rewards, self.findings, times, self.not_asked)
+
+
+def _run(trial: Trial, command: str) -> CommandResult:
+    """Run a command of an agent or of a check, whatever its status is.
+
+    Raises:
+        MachineError: it did not end in time, so that what it would have done is not known.
+    """
+    result = trial.machine.run(command, timeout_s=_COMMAND_S)
+    if result.status is None:
+        raise MachineError(f"a command did not end within {_COMMAND_S:g} seconds: {command:.60}")
+    return result
 
 
 def _files_of(data: bytes | None) -> list[tuple[str, bytes]]:

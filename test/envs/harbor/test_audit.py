@@ -145,3 +145,17 @@ def test_the_tests_of_the_twenty_can_not_be_talked_into_passing(twenty, code):
         assert "wrote no reward" in str(error)  # noqa: PT017
     finally:
         trial.stop()
+
+
+@pytest.mark.slow
+def test_an_agent_that_did_not_end_in_time_is_not_taken_for_one_that_failed(tmp_path, monkeypatch):
+    """That nothing was found says nothing where nothing was tried."""
+    monkeypatch.setattr("torchrl_envs.audit.harbor_task._TAMPER", "sleep 60")
+    monkeypatch.setattr("torchrl_envs.audit.harbor_task._COMMAND_S", 2.0)
+    defect, changed = DEFECTS["shared"]
+    task = read_task(write_task(tmp_path / "one", **{"task.toml": SEPARATE, **changed}))
+    report = audit_task(task)
+    assert defect not in {finding.defect for finding in report.findings}
+    assert report.not_asked["tampering"] == (
+        "the machine failed: a command did not end within 2 seconds: sleep 60"
+    )
