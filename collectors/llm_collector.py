@@ -13,7 +13,7 @@ Shape legend: B rows of the environment, T tokens of a trajectory (ragged).
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -207,7 +207,7 @@ class LLMCollector(Collector):
         roots = active.clone()
         roots[[row for _, _, others in plans for row in others]] = False
         trails: dict[int, list[TurnPoint]] = {row: [] for row in roots.nonzero().view(-1).tolist()}
-        batch, ended = self._run_episodes(batch, roots, trails.__getitem__)
+        batch, ended = self._run_episodes(batch, roots, trails)
         turns: dict[int, Sequence[TurnPoint]] = {}
         episodes = read_episodes(one_dimension(batch))
         for part, first, others in plans:
@@ -237,9 +237,9 @@ class LLMCollector(Collector):
         self,
         batch: TensorDictBase,
         active: Tensor,
-        trail: Callable[[int], list[TurnPoint]] | None = None,
+        trails: Mapping[int, list[TurnPoint]] | None = None,
     ) -> tuple[TensorDictBase, _Ended]:
-        """Run episodes to their ends, as :meth:`_run_groups`; ``trail`` takes turns, by the row."""
+        """Run episodes to their ends, as :meth:`_run_groups`; ``trails`` get turns, by the row."""
         shape, further = self.env.batch_size, self.env.reward_entries
         by_episode: _Ended = {}
         for _ in range(self.max_turns):
@@ -247,9 +247,9 @@ class LLMCollector(Collector):
                 break
             batch.set(STEP_MASK, active.view(shape))
             turn = self.policy(batch)
-            if trail is not None:
+            if trails is not None:
                 for row, point in _points(turn, active):
-                    trail(row).append(point)
+                    trails[row].append(point)
             batch = self.env.step(turn).get("next")
             finished = active & batch.get(DONE).view(-1)
             indices = finished.nonzero().squeeze(-1).tolist()

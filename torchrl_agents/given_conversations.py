@@ -6,6 +6,7 @@ A step draws units of rows: a conversation, or the two of a pair.
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -160,6 +161,21 @@ def user_texts(prompt: str | Sequence[Any]) -> list[str]:
         if isinstance(one, Mapping) and one.get("role") == "user"
     ]
     return [text for text in said if isinstance(text, str)]
+
+
+def with_given(
+    test: Setup, given: Sequence[Any], tools: Sequence[Sequence[dict[str, Any]] | None]
+) -> Setup:
+    """The task with other demonstrations, which the environment that tests encodes from then on.
+
+    Args:
+        test: has the task, and the environment.
+        given: conversations to learn from.
+        tools: JSON schemas that each of them shows.
+    """
+    task = replace(test.task, demonstrations=given, demonstration_tools=tools)
+    test.held_out_env.task = task
+    return test._replace(task=task)
 
 
 def encode_given(

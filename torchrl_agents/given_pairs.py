@@ -4,7 +4,6 @@ import hashlib
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from collectors import Estimate, bootstrap_interval
 from objectives import RewardModelLoss
-from objectives.losses.pair_loss import pairs_of
+from objectives.losses.pair_loss import is_ahead, pairs_of
 from torchrl_data import PreferencePair, keys, mark_pairs, pair_of, read_pair
 
 from .given_conversations import (
@@ -25,6 +24,7 @@ from .given_conversations import (
     encode_given,
     load_given,
     tell_seen,
+    with_given,
 )
 from .given_units import Unit, stacked
 from .held_out import HeldOut
@@ -82,13 +82,8 @@ def build_pairs(recipe: Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
     if data.shuffle_preferences:
         swaps = random.Random(cfg.seed)
         pairs = [_swapped(pair) if swaps.random() < 0.5 else pair for pair in pairs]
-    task = replace(
-        test.task,
-        demonstrations=GivenPairs(pairs, numbers),
-        demonstration_tools=[schemas for schemas in tools for _ in range(2)],
-    )
-    test.held_out_env.task = task
-    return test._replace(task=task)
+    twice = [schemas for schemas in tools for _ in range(2)]
+    return with_given(test, GivenPairs(pairs, numbers), twice)
 
 
 def _pairs_of_demonstrations(
@@ -169,7 +164,7 @@ class HeldOutPairs(HeldOut):
         """See the base class: ``accuracy``, of equal rewards one half, and the mean rewards."""
         chosen, rejected = rows["chosen_reward"].double(), rows["rejected_reward"].double()
         difference = chosen - rejected
-        right = (difference > 0).double() + 0.5 * (difference == 0).double()
+        right = is_ahead(difference)
         right[difference.isnan()] = math.nan
         values = {"accuracy": right, "chosen_reward": chosen, "rejected_reward": rejected}
         estimates = {name: _estimate(each, self.cfg) for name, each in values.items()}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torchrl_data.checks import check_numbers
 from torchrl_data.messages import Message
 
-from .rollout_pair import LeftOut, is_at_least, is_cut, usable_rollouts
+from .rollout_pair import LeftOut, groups_of, is_at_least, is_cut, usable_rollouts
 from .sampled_messages import sampled_messages
 from .samples import RolloutSample
 
@@ -67,11 +67,8 @@ def labelled_rollouts(
         >>> found = labelled_rollouts(record.samples(1), threshold=0.5)  # doctest: +SKIP
     """
     check_numbers("labelled_rollouts", "(-inf, inf)", threshold=threshold)
-    groups: dict[tuple[int, str], list[RolloutSample]] = {}
-    for sample in samples:
-        groups.setdefault((sample.step, sample.group_id), []).append(sample)
     found, left_out = list[LabelledRollout](), Counter[LeftOut]()
-    for group in groups.values():
+    for group in groups_of(samples):
         for rollout in usable_rollouts(group, drop_truncated, left_out):
             sample, label = rollout.sample, is_at_least(rollout.reward, threshold)
             first = min(sampled_messages(sample))

@@ -114,11 +114,8 @@ def preference_pairs(
         >>> found = preference_pairs(record.samples(1), min_difference=0.5)  # doctest: +SKIP
     """
     check_numbers("preference_pairs", "[0, inf)", min_difference=min_difference)
-    groups: dict[tuple[int, str], list[RolloutSample]] = {}
-    for sample in samples:
-        groups.setdefault((sample.step, sample.group_id), []).append(sample)
-    pairs, left_out = list[RolloutPair](), Counter[LeftOut]()
-    for group in groups.values():
+    pairs, left_out, groups = list[RolloutPair](), Counter[LeftOut](), groups_of(samples)
+    for group in groups:
         rollouts = usable_rollouts(group, drop_truncated, left_out)
         found = _ordered(rollouts, min_difference)
         if isinstance(found, LeftOut):
@@ -129,6 +126,18 @@ def preference_pairs(
         if not own:
             left_out[reason] += 1
     return PairsFound(pairs, len(groups), +left_out)
+
+
+def groups_of(samples: Iterable[RolloutSample]) -> list[list[RolloutSample]]:
+    """The samples of each group, told by their step and ``group_id``.
+
+    Args:
+        samples: of a :class:`~collectors.record.RunRecord`.
+    """
+    groups: dict[tuple[int, str], list[RolloutSample]] = {}
+    for sample in samples:
+        groups.setdefault((sample.step, sample.group_id), []).append(sample)
+    return list(groups.values())
 
 
 def usable_rollouts(

@@ -187,11 +187,11 @@ class GroupRunner:
     async def _run(self, group: RunningGroup) -> None:
         part, num_roots = waiting_rollouts(self._branching, group.episodes)
         roots, others = group.episodes[:num_roots], group.episodes[num_roots:]
-        keeps = part is not None
+        trails: list[list[TurnPoint]] = [[] for _ in roots]
         try:
-            trails = await run_together(
-                self._run_episode(group, number, episode, keeps=keeps)
-                for number, episode in enumerate(roots)
+            await run_together(
+                self._run_episode(group, number, root, trail=None if part is None else trail)
+                for number, (root, trail) in enumerate(zip(roots, trails, strict=True))
             )
             if part is not None:
                 left = [t for t, each in zip(trails, roots, strict=True) if each.is_scorable]
@@ -201,7 +201,7 @@ class GroupRunner:
                     for number, (episode, turns) in enumerate(chosen, num_roots)
                 )
         finally:
-            for episode in roots if keeps else ():
+            for episode in roots if part is not None else ():
                 self._policy.engine.end_session(episode.id)
         with self._timeline.span("score", group.track, self._group_size):
             group.rows = await self._in_thread(
@@ -215,20 +215,19 @@ class GroupRunner:
         episode: Episode,
         *,
         after: Sequence[TurnPoint] = (),
-        keeps: bool = False,
-    ) -> Sequence[TurnPoint]:
-        """Take an episode to its end; what was read for it is kept for others, if it is to be."""
+        trail: list[TurnPoint] | None = None,
+    ) -> None:
+        """Take an episode to its end; with a trail what was read for it is kept for others."""
         try:
             async with self._slots:
                 with self._timeline.span("episode", group.track, number):
                     start_s = time.monotonic()
                     policy = _TimedPolicy(self._policy, self._timeline, group.track, number)
-                    turns = await self.episodes.run(episode, policy, after=after)
+                    await self.episodes.run(episode, policy, after=after, trail=trail)
                     others_s = time.monotonic() - start_s - policy.generated_s
                     self._timeline.count("environment", others_s)
-                    return turns
         finally:
-            if not keeps:
+            if trail is None:
                 self._policy.engine.end_session(episode.id)
             self.num_open -= 1
             group.num_open -= 1
@@ -287,18 +286,15 @@ def scored_rows(
     return [row for rows in by_episode for row in rows]
 
 
-async def run_together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run coroutines at once; when one fails the others are cancelled and waited for.
-
-    Returns:
-        What each gave, in order.
 
     Raises:
         Exception: what the first one raised.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
-        return await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()

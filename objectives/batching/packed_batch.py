@@ -93,6 +93,14 @@ class PackedBatch:
         """B, rows without trained tokens included."""
         return len(self.lengths)
 
+    def row_entry(self, name: str) -> Tensor:
+        """Return an entry of whole rows, each of which has a trained token, ``[B, ...]``.
+
+        Args:
+            name: of the entry, which all trained tokens of a row have alike.
+        """
+        return self.entries[name][self.target_lengths.cumsum(0) - self.target_lengths]
+
     def targets_on(self, device: torch.device) -> PackedBatch:
         """The same, with what is computed with the scores of the trained tokens on a device.
 

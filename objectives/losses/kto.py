@@ -21,6 +21,7 @@ from torchrl_data.token_scorer import TokenScorer, TokenScores
 
 from .kto_options import KTOOptions
 from .loss_output import LossTerms, loss_output, make_output
+from .pair_loss import share_ahead
 from .token_loss import TokenLoss, takes
 from .window import Window
 
@@ -244,7 +245,7 @@ class KTOLoss(TokenLoss[KTOLossKeys, KTOLossOutput]):
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> KTOLossOutput:
         """See the base class; none of the rows is mismatched."""
         options, point = self.options, window.reference_kl or 0.0
-        label = batch.entries["label"].bool()[batch.target_lengths.cumsum(0) - batch.target_lengths]
+        label = batch.row_entry("label").bool()
         said, score = self._log_ratios(batch, scores)
         num_desirable = int(label.sum())
         nums = {"chosen": num_desirable, "rejected": len(label) - num_desirable}
@@ -258,7 +259,6 @@ class KTOLoss(TokenLoss[KTOLossKeys, KTOLossOutput]):
             undesirable_weight=options.undesirable_weight,
         )
         lead = torch.where(label, score - point, point - score).detach()
-        right = (lead > 0).to(score.dtype) + 0.5 * (lead == 0).to(score.dtype)
         counts = {
             "num_active_tokens": batch.num_targets,
             "num_sequences": batch.num_rows,
@@ -268,7 +268,7 @@ class KTOLoss(TokenLoss[KTOLossKeys, KTOLossOutput]):
         }
         terms = {name: score.new_full((), value).detach() for name, value in counts.items()}
         terms["loss_kto"] = per_answer.sum() / window.num_sequences
-        terms["accuracy"] = right.sum() / max(batch.num_rows, 1)
+        terms["accuracy"] = share_ahead(lead)
         for name, rows in (("chosen", label), ("rejected", ~label)):
             if nums[name]:
                 of_rows = rows.to(score.dtype) / nums[name]

@@ -53,9 +53,17 @@ def pairs_of(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def pair_accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
     """The share of pairs in the right order, ``[]``; of equal values one half, of no pairs 0."""
-    difference = (chosen - rejected).detach()
-    right = (difference > 0).to(chosen.dtype) + 0.5 * (difference == 0).to(chosen.dtype)
-    return right.sum() / max(len(difference), 1)
+    return share_ahead((chosen - rejected).detach())
+
+
+def share_ahead(lead: Tensor) -> Tensor:
+    """The share of answers that lead, ``[]``, from ``[P]``; of a lead of 0 one half, of none 0."""
+    return is_ahead(lead).sum() / max(len(lead), 1)
+
+
+def is_ahead(lead: Tensor) -> Tensor:
+    """1 where an answer leads, one half where the lead is 0, and 0 elsewhere, ``[P]``."""
+    return (lead > 0).to(lead.dtype) + 0.5 * (lead == 0).to(lead.dtype)
 
 
 def _check_pairs(batch: PackedBatch, *, who: str) -> None:
@@ -76,8 +84,7 @@ def _check_pairs(batch: PackedBatch, *, who: str) -> None:
             f"{who}: row {int(empty[0])} has no trained token, so that its pair can't be compared. "
             "The assistant mask says which tokens are its answer; leave the pair out."
         )
-    first = batch.target_lengths.cumsum(0) - batch.target_lengths
-    by_row = (batch.entries[name][first] for name in ("pair_id", "chosen"))
+    by_row = map(batch.row_entry, ("pair_id", "chosen"))
     pair, chosen = (each.view(batch.num_rows // 2, 2) for each in by_row)
     wrong = (pair[:, 0] != pair[:, 1]) | ~(chosen.bool() == torch.tensor([True, False])).all(1)
     if bool(wrong.any()):

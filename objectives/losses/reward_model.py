@@ -192,8 +192,6 @@ class RewardModelLoss(PairLoss[RewardModelLossKeys, RewardModelLossOutput]):
 
 def margins_of(batch: PackedBatch, like: Tensor) -> Tensor:
     """By how much each pair of a batch says that the better answer has to lead, ``[P]``; or 0."""
-    margin = batch.entries.get("margin")
-    if margin is None or not len(like):
+    if "margin" not in batch.entries or not len(like):
         return torch.zeros_like(like)
-    first = batch.target_lengths.cumsum(0) - batch.target_lengths
-    return pairs_of(margin[first])[0].to(like)
+    return pairs_of(batch.row_entry("margin"))[0].to(like)

@@ -33,7 +33,6 @@ if __name__ == "__main__":
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ from torchrl_agents.given_conversations import (
     encode_given,
     load_given,
     tell_seen,
+    with_given,
 )
 from torchrl_agents.given_units import Unit
 from torchrl_agents.models.adapters import add_adapters
@@ -105,10 +105,7 @@ def build(recipe: Recipe, cfg: KTOConfig, settings: dict[str, Any]) -> Setup:
     _tell_weights(cfg, labels[data.num_held_out :])
     if data.dataset is not None:
         tell_seen(data.num_held_out, [answer.messages for answer in answers], test.held_out_env)
-    shown = LabelledChats(answers, numbers, labels)
-    task = replace(test.task, demonstrations=shown, demonstration_tools=tools)
-    test.held_out_env.task = task
-    return test._replace(task=task)
+    return with_given(test, LabelledChats(answers, numbers, labels), tools)
 
 
 def _tell_weights(cfg: KTOConfig, labels: Sequence[bool]) -> None:

@@ -5,7 +5,7 @@ torchrl-agents sft data.dataset=chats.jsonl policy.model=Qwen/Qwen3-0.6B task=gs
 torchrl-agents sft experiment=control                       # the answers of other questions
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_agents.settings.command_line import read_command_line
@@ -82,6 +82,7 @@ from torchrl_agents.given_conversations import (
     encode_given,
     load_given,
     tell_seen,
+    with_given,
 )
 from torchrl_agents.models.adapters import add_adapters
 from torchrl_agents.parallel import share_model
@@ -109,10 +110,7 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Setup:
         chats = [[*a[:-1], chats[i][-1]] for a, i in zip(chats, order, strict=True)]
     if cfg.data.dataset is not None:
         tell_seen(cfg.data.num_held_out, chats, test.held_out_env)
-    shown = GivenChats(chats, numbers, num_prompt)
-    task = replace(test.task, demonstrations=shown, demonstration_tools=tools)
-    test.held_out_env.task = task
-    return test._replace(task=task)
+    return with_given(test, GivenChats(chats, numbers, num_prompt), tools)
 
 
 def conversation_of(

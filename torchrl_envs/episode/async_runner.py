@@ -111,8 +111,13 @@ class AsyncEpisodeRunner:
         return episodes
 
     async def run(
-        self, episode: Episode, policy: TurnTaker, *, after: Sequence[TurnPoint] = ()
-    ) -> list[TurnPoint]:
+        self,
+        episode: Episode,
+        policy: TurnTaker,
+        *,
+        after: Sequence[TurnPoint] = (),
+        trail: list[TurnPoint] | None = None,
+    ) -> None:
         """Take a drawn episode to its end; it is not scored yet, and holds what it holds.
 
         Args:
@@ -120,15 +125,12 @@ class AsyncEpisodeRunner:
             policy: takes its turns.
             after: turns of another one of its draw, of which it takes the last one anew; none for
                 an episode that begins with its prompt.
-
-        Returns:
-            The turns that it has taken, those that it took over left out.
+            trail: gets the turns that it takes.
 
         Raises:
             EngineDied: the engine of the policy is gone.
         """
         drive, events = self._runner.drive, self._runner
-        turns: list[TurnPoint] = []
         await drive(events.start, episode)
         try:
             base: Any = self._env.base_env
@@ -142,7 +144,8 @@ class AsyncEpisodeRunner:
             conversation, finish_reason = await policy.take_turn(
                 episode.conversation, max_new_tokens=episode.max_new_tokens, session=episode.id
             )
-            turns.append(TurnPoint.of(episode, conversation, finish_reason))
+            if trail is not None:
+                trail.append(TurnPoint.of(episode, conversation, finish_reason))
             episode.conversation = conversation
             if events.took_turn(episode, finish_reason):
                 await drive(events.answer, episode)
@@ -150,7 +153,6 @@ class AsyncEpisodeRunner:
             await drive(events.before_turn, episode)
         episode.settle()
         events.over([episode])
-        return turns
 
     def finish(self, episodes: Sequence[Episode]) -> TensorDictBase:
         """Score the episodes of a group, and give back what they hold; may take its time.

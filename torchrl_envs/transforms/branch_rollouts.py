@@ -175,18 +175,21 @@ class BranchRollouts(EpisodeTransform):
         """
         # The first turn would be a root; in a rewritten past the turns before are other rows.
         known = [[turn for turn in trail[1:] if not turn.before.segments] for trail in trails]
-        roots = [(trail, turns) for trail, turns in zip(trails, known, strict=True) if turns]
+        roots = [
+            (trail, self._shares(turns))
+            for trail, turns in zip(trails, known, strict=True)
+            if turns
+        ]
         if not roots:
             return [()] * len(rollouts)
-        weights = {id(turns): self._weights(turns) for _, turns in roots}
         chosen: list[Sequence[TurnPoint]] = []
-        for rollout, (trail, turns) in zip(rollouts, cycle(roots), strict=False):
+        for rollout, (trail, shares) in zip(rollouts, cycle(roots), strict=False):
             numbers = np.random.default_rng(stream_number(rollout.stream or 0, "branch"))
-            place = int(numbers.choice(len(turns), p=weights[id(turns)]))
+            place = int(numbers.choice(len(shares), p=shares))
             chosen.append(trail[: place + 2])
         return chosen
 
-    def _weights(self, turns: Sequence[TurnPoint]) -> np.ndarray:
+    def _shares(self, turns: Sequence[TurnPoint]) -> np.ndarray:
         """The share of each turn."""
         given: Any = self._weigh(turns)
         weights = np.asarray([float(weight) for weight in given])
