@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrl_envs.processes.capped_output import CappedOutput
 from torchrl_envs.sandbox import Sandbox, SandboxLimits, SandboxSession, UnsandboxedCodeWarning
-from torchrl_envs.sandbox.capped_output import CappedOutput
 
 KIB = 1024
 

@@ -83,11 +83,13 @@ class BubblewrapMachine:
             missing.
     """
 
+    has_own_programs = False
+
     def __init__(
         self, place: Place, *, endpoint: str | None = None, readable: Sequence[str] = ()
     ) -> None:
         self.place = place
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._readable = tuple(readable)
         self._process: subprocess.Popen[bytes] | None = None
         self._door: tempfile.TemporaryDirectory[str] | None = None
@@ -103,6 +105,8 @@ class BubblewrapMachine:
     def _check(self) -> None:
         """Refuse by name what a sandbox can't be."""
         place = self.place
+        if place.compose is not None:
+            self._refuse("the task needs several containers")
         if place.network in ("public", "allowlist"):
             self._refuse(
                 f"the task says network_mode={place.network}, and a sandbox has no network"
@@ -201,17 +205,17 @@ class BubblewrapMachine:
             command += ["--ro-bind", prefix, prefix]
             self._variables["PATH"] = f"{_PATH}:{prefix}/bin"
         door, outside, socket = None, list[str](), ""
-        if self._endpoint is not None:
+        if self.endpoint is not None:
             self._door = tempfile.TemporaryDirectory(prefix="door-")
             if self._user is not None:
                 os.chmod(self._door.name, 0o711)
             socket = f"{self._door.name}/policy"
-            door = [urlsplit(f"//{self._endpoint}").port, "/run/door/policy"]
+            door = [urlsplit(f"//{self.endpoint}").port, "/run/door/policy"]
             command += ["--ro-bind", self._door.name, "/run/door"]
-            outside = relayed_command(socket, self._endpoint, [])
+            outside = relayed_command(socket, self.endpoint, [])
         limits: dict[str, int] = {"RLIMIT_NPROC": _NUM_PROCESSES, "RLIMIT_CORE": 0}
         limits["RLIMIT_FSIZE"] = size
-        if self.place.memory_mb is not None and self._endpoint is None:  # Node maps far more
+        if self.place.memory_mb is not None and self.endpoint is None:  # Node maps far more
             limits["RLIMIT_AS"] = max(self.place.memory_mb, 256) * _MIB
         settings = json.dumps({"limits": limits, "door": door})
         command += ["--proc", "/proc", "--dev", "/dev", "--", self._python, "-I", "-S", "-c"]

@@ -1,36 +1,34 @@
-"""Machines by the command lines of docker and podman."""
+"""Machines by docker and podman."""
 
-import contextlib
-import functools
 import os
-import shutil
-import signal
-import subprocess
-import threading
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
-from torchrl_envs.processes.worker_process import kept_command
+from torchrl_envs.containers.compose import ComposeProject, compose_command
+from torchrl_envs.containers.container import Container, HeldContainer
+from torchrl_envs.containers.door import Door, closed_network
+from torchrl_envs.containers.engine import ContainerEngine, ContainerError
 
 from .folders import Place, digest_of_place, resolved
 from .machines import MAX_OUTPUT_BYTES, CommandResult, MachineError, packed
 
-_ASK_S: Final = 30.0
-_building: Final = threading.Lock()
+_NUM_PROCESSES: Final = 4096
+_FOLDERS: Final = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 
 
 class DockerMachine:
-    """A container, made of the task's Dockerfile or image.
+    """A container of the task's Dockerfile or image, or the containers of its services.
 
-    Its first process waits for the end of its standard input, which is a pipe of this process: when
-    this process is gone, however it ended, the container ends and is removed.
+    It ends with this process, however that ends. With ``cpus``, ``memory_mb`` and ``gpus`` as the
+    task has them, and 4096 processes at most; ``storage_mb`` has no effect, as engines bound files
+    on few file systems alone.
 
     Args:
         place: what it has to be.
-        endpoint: ``host:port`` that is reached inside under the same address, by the network of
-            the host.
+        endpoint: ``host:port`` of the policy. A task without a network then reaches this machine,
+            and nothing else.
         readable: has no effect: agents are installed inside.
 
     Raises:
@@ -39,99 +37,127 @@ class DockerMachine:
     """
 
     program: ClassVar[str] = "docker"
+    has_own_programs = True
 
     def __init__(
         self, place: Place, *, endpoint: str | None = None, readable: Sequence[str] = ()
     ) -> None:
         del readable
         self.place = place
-        self._endpoint = endpoint
         self.workdir = place.workdir or "/"
-        self._name = f"harbor-{uuid.uuid4().hex[:16]}"
-        self._holder: subprocess.Popen[bytes] | None = None
-        if reason := _reason_against(self.program):
+        self.endpoint: str | None = None
+        self._asked_for = endpoint
+        self._engine = ContainerEngine(self.program)
+        self._project: ComposeProject | None = None
+        self._container: Container | None = None
+        self._door: Door | None = None
+        if reason := self._engine.reason_against():
             raise MachineError(f"machine={self.program}: {reason}")
         if place.network == "allowlist":
             raise MachineError(f"machine={self.program}: network_mode=allowlist can't be kept to.")
-        if endpoint is not None and place.network == "no-network":
-            raise MachineError(f"machine={self.program}: an agent needs a network to the policy.")
-        if place.dockerfile is None and place.image is None:
+        with self._told():
+            if place.compose is not None:
+                compose_command(self._engine)
+            elif endpoint is not None and place.network == "no-network":
+                closed_network(self._engine)
+        if place.dockerfile is None and place.image is None and place.compose is None:
             raise MachineError(f"{place.folder}: there is neither a Dockerfile nor an image.")
 
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Say which machine an error is of."""
+        try:
+            yield
+        except ContainerError as error:
+            raise MachineError(f"machine={self.program}: {error}") from error
+
     def start(self) -> None:
-        """Build the image, which docker keeps, and start a container of it.
+        """Build or fetch the image, which the engine keeps, and start a container of it.
 
         Raises:
             MachineError: either fails.
         """
-        image = self.place.image or self._build()
-        command = [self.program, "run", "--rm", "-i", "--init", "--name", self._name]
-        if self.place.cpus is not None:
-            command += ["--cpus", str(self.place.cpus)]
-        if self.place.memory_mb is not None:
-            command += ["--memory", f"{self.place.memory_mb}m"]
-        if self.place.gpus:
-            command += ["--gpus", str(self.place.gpus)]
-        if self.place.network == "no-network":
-            command += ["--network", "none"]
-        elif self._endpoint is not None:
-            command += ["--network", "host"]
         try:
             variables = resolved(self.place.variables, os.environ)
         except KeyError as error:
             raise MachineError(str(error.args[0])) from error
-        for name, value in variables.items():
-            command += ["--env", f"{name}={value}"]
-        command += ["--entrypoint", "sh", image, "-c", "echo ready; cat > /dev/null"]
-        self._holder = subprocess.Popen(
-            kept_command(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        assert self._holder.stdout is not None
-        said = self._holder.stdout.readline().decode(errors="replace").strip()
-        if said != "ready":
-            self.stop()
-            raise MachineError(f"{self.program} can't start {image}: {said}")
-        if self.place.workdir is None:
-            self.workdir = self._call(["exec", self._name, "pwd"]).stdout.decode().strip() or "/"
-        self._must(f"mkdir -p '{self.workdir}' /logs/agent /logs/verifier /logs/artifacts")
-
-    def _build(self) -> str:
-        tag = f"harbor-{digest_of_place(self.place)[:32]}"
-        with _building:
-            found = self._call(["image", "inspect", tag])
-            if found.returncode != 0:
-                words = ["build", "-q", "-t", tag, str(self.place.folder)]
-                done = self._call(words, timeout_s=self.place.build_timeout_s)
-                if done.returncode != 0:
-                    said = done.stderr.decode(errors="replace").strip()[-300:]
-                    raise MachineError(f"{self.program} build failed: {said}")
-        return tag
-
-    def _call(
-        self, words: Sequence[str], *, data: bytes = b"", timeout_s: float = _ASK_S
-    ) -> "subprocess.CompletedProcess[bytes]":
-        command = kept_command([self.program, *words])
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
         try:
-            out, err = process.communicate(data, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)
-            process.communicate()
+            with self._told():
+                make = self._single if self.place.compose is None else self._several
+                self._container = make(variables)
+                if self.place.workdir is None:
+                    self.workdir = self._container.workdir
+                self._container.make_folders([self.workdir, *_FOLDERS])
+                self._container.workdir = self.workdir
+                if self._asked_for is not None:
+                    self._door = Door(self._container, self._asked_for)
+                    self.endpoint = self._door.address
+        except BaseException:
+            self.stop()
             raise
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
 
-    def _must(self, command: str, data: bytes = b"") -> None:
-        words = ["exec", "-i", "-u", "0", self._name, "sh", "-c", command]
-        done = self._call(words, data=data, timeout_s=10 * _ASK_S)
-        if done.returncode != 0:
-            said = done.stderr.decode(errors="replace").strip()[-300:]
-            raise MachineError(f"`{command:.80}` failed: {said}")
+    def _single(self, variables: Mapping[str, str]) -> Container:
+        place, options = self.place, ["--pids-limit", str(_NUM_PROCESSES)]
+        image = place.image
+        if image is None:
+            image = self._tag
+            self._engine.had_image_of(place.folder, image, timeout_s=place.build_timeout_s)
+        else:
+            self._engine.had_image(image, timeout_s=place.build_timeout_s)
+        if place.cpus is not None:
+            options += ["--cpus", str(place.cpus)]
+        if place.memory_mb is not None:
+            options += ["--memory", f"{place.memory_mb}m"]
+        options += self._gpus(place.gpus)
+        if place.network == "no-network":
+            closed = "none" if self._asked_for is None else closed_network(self._engine)
+            options += ["--network", closed]
+        for name, value in variables.items():
+            options += ["--env", f"{name}={value}"]
+        container = HeldContainer(self._engine, prefix="harbor")
+        container.start(image, options, timeout_s=place.build_timeout_s)
+        return container
+
+    def _several(self, variables: Mapping[str, str]) -> Container:
+        place = self.place
+        assert place.compose is not None
+        main: dict[str, Any] = {"command": ["sh", "-c", "sleep infinity"]}
+        if place.image is not None:
+            main["image"] = place.image
+        elif place.dockerfile is not None:
+            main |= {"image": self._tag, "build": {"context": str(place.folder)}}
+        over: dict[str, Any] = {"environment": dict(variables)}
+        if place.cpus is not None:
+            over["cpus"] = float(place.cpus)
+        if place.memory_mb is not None:
+            over["mem_limit"] = f"{place.memory_mb}m"
+        if place.gpus:
+            device = {"driver": "nvidia", "count": place.gpus, "capabilities": ["gpu"]}
+            over["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+        self._project = ComposeProject(
+            self._engine,
+            place.compose,
+            self._tag,
+            main=main,
+            over=over,
+            is_closed=place.network == "no-network",
+            variables=variables,
+        )
+        return self._project.start(build_timeout_s=place.build_timeout_s)
+
+    @property
+    def _tag(self) -> str:
+        return f"harbor-{digest_of_place(self.place)[:32]}"
+
+    @staticmethod
+    def _gpus(number: int) -> list[str]:
+        return ["--gpus", str(number)] if number else []
+
+    @property
+    def _running(self) -> Container:
+        if self._container is None:
+            raise MachineError("the machine is stopped")
+        return self._container
 
     def run(
         self,
@@ -142,11 +168,11 @@ class DockerMachine:
         workdir: str | None = None,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
     ) -> CommandResult:
-        """Run a command by bash.
+        """Run a command by bash, as the image's user; what it leaves running goes on.
 
         Args:
             command: one or several lines.
-            timeout_s: after so long it is killed inside.
+            timeout_s: after so long it is killed inside, with its process group.
             variables: environment variables beside the machine's.
             workdir: where it runs; the machine's when not given.
             max_output_bytes: how much of each stream is kept.
@@ -154,19 +180,14 @@ class DockerMachine:
         Raises:
             MachineError: the container is gone.
         """
-        words = ["exec", "-w", workdir or self.workdir]
-        for name, value in (variables or {}).items():
-            words += ["-e", f"{name}={value}"]
-        # `timeout` inside kills what runs there; the client alone can be killed from outside.
-        limited = ["timeout", "-s", "KILL", f"{timeout_s:.3f}", "bash", "-c", command]
-        try:
-            done = self._call([*words, self._name, *limited], timeout_s=timeout_s + _ASK_S)
-        except subprocess.TimeoutExpired:
-            return CommandResult("", "", None)
-        if self._holder is None or self._holder.poll() is not None:
-            raise MachineError("the container is gone")
-        out, err = (_cut(each, max_output_bytes) for each in (done.stdout, done.stderr))
-        return CommandResult(out, err, None if done.returncode == 137 else done.returncode)
+        with self._told():
+            return self._running.run(
+                command,
+                timeout_s=timeout_s,
+                variables=variables,
+                workdir=workdir,
+                max_output_bytes=max_output_bytes,
+            )
 
     def upload(self, source: Path, target: str) -> None:
         """Copy a folder's contents, or a file, to a path of the container.
@@ -174,6 +195,9 @@ class DockerMachine:
         Args:
             source: here.
             target: there.
+
+        Raises:
+            MachineError: it can't be put there.
         """
         path = PurePosixPath(target)
         if source.is_dir():
@@ -187,43 +211,34 @@ class DockerMachine:
         Args:
             data: the ``.tar``.
             target: the folder, which is made.
+
+        Raises:
+            MachineError: it can't be unpacked there.
         """
-        self._must(f"mkdir -p '{target}' && tar -xf - --no-same-owner -C '{target}'", data)
+        with self._told():
+            self._running.upload_tar(data, target)
 
     def download(self, source: str) -> bytes | None:
         """Return what a path of the container holds, as a ``.tar``; nothing if it is not there.
 
         Args:
             source: there.
+
+        Raises:
+            MachineError: it is larger than 1 GiB.
         """
-        path = PurePosixPath(source)
-        words = [
-            "exec",
-            "-u",
-            "0",
-            self._name,
-            "tar",
-            "-cf",
-            "-",
-            "-C",
-            str(path.parent),
-            path.name,
-        ]
-        done = self._call(words, timeout_s=10 * _ASK_S)
-        return done.stdout if done.returncode == 0 else None
+        with self._told():
+            return self._running.download(source)
 
     def stop(self) -> None:
-        """End the container, which removes it."""
-        holder, self._holder = self._holder, None
-        if holder is None:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._call(["rm", "-f", self._name])
-        for pipe in (holder.stdin, holder.stdout):
-            if pipe is not None:
-                pipe.close()
-        holder.terminate()
-        holder.wait()
+        """End the container, which removes it; a second time it does nothing."""
+        container, self._container = self._container, None
+        if self._door is not None:
+            self._door.close()
+        if self._project is not None:
+            self._project.stop()
+        elif isinstance(container, HeldContainer):
+            container.stop()
 
 
 class PodmanMachine(DockerMachine):
@@ -231,27 +246,6 @@ class PodmanMachine(DockerMachine):
 
     program = "podman"
 
-
-@functools.cache
-def _reason_against(program: str) -> str | None:
-    """Return why containers can't be had by a program; nothing where they can."""
-    if shutil.which(program) is None:
-        return f"{program} is not installed."
-    try:
-        done = subprocess.run(
-            [program, "info"], capture_output=True, text=True, timeout=_ASK_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"`{program} info` does not answer."
-    said = done.stderr.strip().rpartition("\n")[2]
-    return (
-        f"`{program} info` fails: {said}" if done.returncode or "Cannot connect" in said else None
-    )
-
-
-def _cut(data: bytes, most: int) -> str:
-    if len(data) > most:
-        left_out = len(data) - most
-        mark = b"\n[%d bytes are left out]\n" % left_out
-        data = data[: most // 2] + mark + data[len(data) - most // 2 :]
-    return data.decode("utf-8", errors="replace")
+    @staticmethod
+    def _gpus(number: int) -> list[str]:
+        return [word for i in range(number) for word in ("--device", f"nvidia.com/gpu={i}")]

@@ -73,6 +73,12 @@ class Place:
         path = self.folder / "Dockerfile"
         return path if path.is_file() else None
 
+    @property
+    def compose(self) -> Path | None:
+        """The file of its services, if it has several containers; ``main`` is the agent's."""
+        paths = (self.folder / name for name in _COMPOSE)
+        return next((path for path in paths if path.is_file()), None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tests:
@@ -435,7 +441,7 @@ class _Reader:
             hooks.append((command, self._number(hook, "timeout_sec", "a collect hook") or 60.0))
         return hooks
 
-    def _place(  # noqa: C901
+    def _place(
         self,
         table: dict[str, Any],
         where: str,
@@ -450,9 +456,6 @@ class _Reader:
         for name in ("mcp_servers", "skills_dir", "tpu"):
             if table.get(name):
                 raise self.error(f"[{where}] {name} is not supported here.")
-        compose = next((name for name in _COMPOSE if (folder / name).exists()), None)
-        if compose is not None:
-            raise self.error(f"{folder.name}/{compose}: tasks of several containers can't be run.")
         network = table.get("network_mode")
         if network is None and table.get("allow_internet") is not None:  # its name before 1.2
             network = "public" if table["allow_internet"] else "no-network"

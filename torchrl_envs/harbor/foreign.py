@@ -37,7 +37,9 @@ def foreign_machine(path: str) -> type[Any]:
         ) from error
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise ValueError(f"harbor: machine={path!r} is no environment of Harbor's: {cls!r:.80}.")
-    return functools.partial(ForeignMachine, cls)  # type: ignore[return-value]
+    made: Any = functools.partial(ForeignMachine, cls)
+    made.has_own_programs = True
+    return made
 
 
 class ForeignMachine:
@@ -55,6 +57,9 @@ class ForeignMachine:
     Raises:
         MachineError: an endpoint is wanted, or the class refuses the task.
     """
+
+    has_own_programs = True
+    endpoint: str | None = None
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class Kept:
 
     def whole(self):
         """Text that was kept, with a mark where something is missing."""
-        mark = b"\n[%d bytes are left out]\n" % self.dropped if self.dropped else b""
+        mark = b"\n[... %d bytes were cut ...]\n" % self.dropped if self.dropped else b""
         return bytes(self.start) + mark + bytes(self.end)
 
 

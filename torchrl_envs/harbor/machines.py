@@ -5,12 +5,13 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import Final, NamedTuple, Protocol
+from typing import ClassVar, Final, Protocol
+
+from torchrl_envs.containers.container import MAX_OUTPUT_BYTES as MAX_OUTPUT_BYTES
+from torchrl_envs.containers.container import CommandResult as CommandResult
 
 from .folders import Place
 
-MAX_OUTPUT_BYTES: Final = 1 << 16
-"""How much of a command's output is kept, its start and its end, where nobody says otherwise."""
 MACHINES: Final = {
     "bubblewrap": "bubblewrap:BubblewrapMachine",
     "docker": "containers:DockerMachine",
@@ -23,21 +24,15 @@ class MachineError(RuntimeError):
     """A machine can't be made, or was lost; the message says why."""
 
 
-class CommandResult(NamedTuple):
-    """The result of a command."""
-
-    stdout: str
-    stderr: str
-    status: int | None
-    """Its exit status; the negative number of a signal; ``None`` where it was stopped as late."""
-
-
 class Machine(Protocol):
     """Files and processes of one rollout, apart from all others.
 
     Whoever makes one calls :meth:`start` first and :meth:`stop` at the end. All of it ends with
     this process, too, however that ends.
     """
+
+    has_own_programs: ClassVar[bool]
+    """The programs inside are those of an image, and not those of this machine."""
 
     def __init__(
         self, place: Place, *, endpoint: str | None = None, readable: Sequence[str] = ()
@@ -56,6 +51,11 @@ class Machine(Protocol):
     @property
     def workdir(self) -> str:
         """Folder in which commands run."""
+        ...
+
+    @property
+    def endpoint(self) -> str | None:
+        """``host:port`` by which programs inside reach the policy, once it is started."""
         ...
 
     def start(self) -> None:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ _LOOK_S: Final = 0.25
 """How often one looks whether a worker is alive whose socket somebody keeps open."""
 _END_S: Final = 5.0
 _KEEPER: Final = Path(__file__).with_name("keeper.py")
+_AFTERWARDS: Final = _KEEPER.with_name("afterwards.py")
 RELAY: Final = _KEEPER.with_name("relay.py")
 _PROGRAM: Final = (
     "import json, sys; descriptor, path = sys.argv[1:]; sys.path[:] = json.loads(path); "
@@ -37,6 +38,26 @@ def kept_command(command: Sequence[str], *, user: int | None = None) -> list[str
 def relayed_command(door: object, place: object, command: Sequence[str]) -> list[str]:
     """A command beside a door to another place; each a ``host:port`` or a path: ``relay.py``."""
     return [sys.executable, "-I", "-S", str(RELAY), str(door), str(place), *command]
+
+
+def run_afterwards(
+    command: Sequence[str], *, folder: str = "", variables: Mapping[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
+    """A process that runs a command when its standard input is closed, or this process is gone.
+
+    Args:
+        command: what cleans up.
+        folder: that is removed after it.
+        variables: its environment; this process's own when not given.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_AFTERWARDS), folder, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=variables,
+        start_new_session=True,
+    )
 
 
 class ToolProcessError(RuntimeError):

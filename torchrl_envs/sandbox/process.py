@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from torchrl_envs.processes import kept_command
+from torchrl_envs.processes.capped_output import CappedOutput
 
-from .capped_output import CappedOutput
 from .errors import SandboxStartError
 from .inside.frames import framed_bytes
 from .interpreter import inside_program

@@ -26,6 +26,8 @@ SYSTEM_PROMPT: Final = (
 _log: Final = logging.getLogger(__name__)
 _SHOWN_BYTES: Final = 8192
 _DAY_S: Final = 86400.0
+_SOME_ENDPOINT: Final = "127.0.0.1:1"
+"""For the question whether an agent could reach one; nobody is asked there."""
 _SCORE_S: Final = 60.0
 """Beside the tests' own limit, for what copies files and starts a machine."""
 
@@ -134,7 +136,8 @@ def harbor_task(
     if agent is None and ignored_parameters:
         raise ValueError("ignored_parameters are of an agent's requests: set agent, too.")
     found, _ = load_tasks(dataset, skip_bad=skip_bad_tasks)
-    tasks = {str(task.folder): task for task in _runnable(found, machine, skip_bad=skip_bad_tasks)}
+    left = _runnable(found, machine, has_agent=agent is not None, skip_bad=skip_bad_tasks)
+    tasks = {str(task.folder): task for task in left}
     rows = [
         {"prompt": task.steps[0].instruction, "task": folder, "name": task.name}
         for folder, task in tasks.items()
@@ -183,16 +186,20 @@ def _terminal_parts(make: Any, settings: dict[str, Any], shown: bool) -> list[En
     return [EnvironmentTools(make, show_schemas=shown, **settings)]
 
 
-def _runnable(tasks: Sequence[HarborTask], machine: str, *, skip_bad: bool) -> list[HarborTask]:
+def _runnable(
+    tasks: Sequence[HarborTask], machine: str, *, has_agent: bool, skip_bad: bool
+) -> list[HarborTask]:
     """Those that a kind of machine can run.
 
     Raises:
         ValueError: there is no such kind, or it can't run one of them and none is left out.
     """
     kind, kept, faults = machine_type(machine), [], []
+    endpoint = _SOME_ENDPOINT if has_agent else None
     for task in tasks:
-        places = [task.place, *(s.tests.place for s in task.steps if s.tests.place is not None)]
+        places = [s.tests.place for s in task.steps if s.tests.place is not None]
         try:
+            kind(task.place, endpoint=endpoint)
             for place in places:
                 kind(place)
         except MachineError as error:
@@ -230,8 +237,9 @@ def named_program(
         ValueError: there is no such agent.
         FileNotFoundError: it is not installed.
     """
-    known = find_agent(agent)
-    program, readable = installed(known)
+    known, kind = find_agent(agent), machine_type(machine)
+    own: tuple[str, tuple[str, ...]] = (known.program, ())
+    program, readable = own if kind.has_own_programs else installed(known)
 
     def run_all(endpoint: AgentEndpoint, task: str) -> float:
         url = urlsplit(endpoint.base_url)
@@ -239,8 +247,9 @@ def named_program(
         trial = Trial(tasks[task], machine=machine, endpoint=place, readable=readable)
         try:
             instruction: str | None = trial.start()
+            inside = endpoint._replace(base_url=_moved(endpoint.base_url, trial.machine.endpoint))
             while instruction is not None:
-                how = started(known, endpoint, instruction, program)
+                how = started(known, inside, instruction, program)
                 for path, text in how.files.items():
                     quoted = shlex.quote(f"/root/{path}")
                     trial.machine.run(
@@ -254,7 +263,9 @@ def named_program(
                     variables=how.variables,
                 )
                 if done.status in (126, 127):
-                    raise AgentProgramError(f"{agent} can't be started: {done.stderr[-300:]}")
+                    where = f": `{known.install}` in the image" if kind.has_own_programs else ""
+                    said = done.stderr.strip()[-300:]
+                    raise AgentProgramError(f"{agent} can't be started: {said}{where}")
                 _log.debug("%s said %s", agent, done)
                 instruction = trial.finish_step()
             return trial.reward(reward_key)
@@ -263,3 +274,8 @@ def named_program(
 
     run_all.__name__ = agent.replace("-", "_")
     return run_all
+
+
+def _moved(url: str, place: str | None) -> str:
+    """Return the same page of another ``host:port``."""
+    return url if place is None else urlsplit(url)._replace(netloc=place).geturl()

@@ -103,7 +103,6 @@ def test_a_data_set(tmp_path, kind):
         pytest.param(
             {"task.toml": "multi_step_reward_strategy = 'max'"}, "mean or final", id="strategy"
         ),
-        pytest.param({"environment/docker-compose.yaml": ""}, "several containers", id="compose"),
         pytest.param({"trajectory.json": "{}"}, "can't be loaded", id="prior context"),
         pytest.param({"task.toml": "artifacts = ['../x']"}, "an artifact", id="artifact"),
         pytest.param(

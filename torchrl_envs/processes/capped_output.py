@@ -25,6 +25,10 @@ class CappedOutput:
         """Whether anything was dropped."""
         return self._num_bytes > self._head_size + self._tail_size
 
+    def whole(self) -> bytes | None:
+        """All of it; nothing where something was dropped."""
+        return None if self.truncated else bytes(self._head + self._tail)
+
     def text(self) -> str:
         """What was kept, decoded as UTF-8 with replacement characters, with a mark at the cut."""
         if not self.truncated:
