@@ -191,22 +191,41 @@ def load_tasks(
             faults[str(folder.relative_to(top)) if folder != top else folder.name] = str(error)
             continue
         if kept is not None:
-            weakref.finalize(task, _hold, kept)
+            weakref.finalize(task, hold, kept)
         tasks.append(task)
+    told_faults(faults, len(folders), f"tasks of {path}", skip_bad=skip_bad)
+    return tasks, faults
+
+
+def told_faults(faults: Mapping[str, str], number: int, what: str, *, skip_bad: bool) -> None:
+    """Say which tasks can't be read.
+
+    Args:
+        faults: why, by what names the task.
+        number: of all of them.
+        what: they are.
+        skip_bad: they are left out, as long as there are others.
+
+    Raises:
+        TaskFolderError: there are such, and they are not left out, or no others.
+    """
     if faults and not skip_bad:
         told = "\n".join(f"  {error}" for error in [*faults.values()][:10])
         more = f"\n  and {len(faults) - 10} more" if len(faults) > 10 else ""
         raise TaskFolderError(
-            f"harbor: {len(faults)} of {len(folders)} tasks of {path} can't be read. Mend them, or "
-            f"leave them out with skip_bad_tasks=true:\n{told}{more}"
+            f"harbor: {len(faults)} of {number} {what} can't be read. Mend them, or leave them out "
+            f"with skip_bad_tasks=true:\n{told}{more}"
         )
-    if not tasks:
-        raise TaskFolderError(f"harbor: none of the {len(folders)} tasks of {path} can be read.")
-    return tasks, faults
+    if len(faults) == number:
+        raise TaskFolderError(f"harbor: none of the {number} {what} can be read.")
 
 
-def _hold(kept: "_Unpacked") -> None:
-    """Keep an archive's files for as long as a task of it is there."""
+def hold(kept: "TaskFolder") -> None:
+    """Keep a folder for as long as a task of it is there: what a task's finalizer refers to.
+
+    Args:
+        kept: the folder.
+    """
     del kept
 
 
@@ -218,16 +237,16 @@ def _folders_of_tasks(top: Path) -> list[Path]:
     return found
 
 
-class _Unpacked:
-    """The folder of an archive, which goes with the last task that is in it."""
+class TaskFolder:
+    """A folder of tasks that goes with the last task that is in it."""
 
     def __init__(self) -> None:
         self.name = tempfile.mkdtemp(prefix="harbor-")
         self._end = weakref.finalize(self, shutil.rmtree, self.name, ignore_errors=True)
 
 
-def _unpacked(path: Path) -> _Unpacked:
-    kept = _Unpacked()
+def _unpacked(path: Path) -> TaskFolder:
+    kept = TaskFolder()
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,11 @@ from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_envs.agents.agent_command import AgentEndpoint, AgentProgramError
 from torchrl_envs.agents.agent_program import AgentProgram
 from torchrl_envs.agents.known import find_agent, installed, started
+from torchrl_envs.datasets import DATA_FILES
+from torchrl_envs.datasets.loading import load_rows
 from torchrl_envs.harbor.folders import HarborTask, load_tasks
 from torchrl_envs.harbor.machines import MachineError, machine_type
+from torchrl_envs.harbor.rows import tasks_of_rows
 from torchrl_envs.harbor.trial import Trial
 from torchrl_envs.tools.environments import EnvironmentTools
 
@@ -93,7 +97,8 @@ class HarborSteps(HarborTerminal):
 
 def harbor_task(
     *,
-    dataset: str | None = None,
+    dataset: Any = None,
+    split: str | None = None,
     machine: str = "bubblewrap",
     agent: str | None = None,
     reward_key: str = "reward",
@@ -108,7 +113,10 @@ def harbor_task(
     """Tasks in Harbor's format, scored by their own tests.
 
     Args:
-        dataset: a folder or an archive of tasks.
+        dataset: a folder or an archive of tasks; or rows, each of which is a task (see
+            :func:`~torchrl_envs.harbor.rows.tasks_of_rows`): a data file, what ``save_to_disk``
+            wrote, with ``split`` an id on the hub, or the rows themselves.
+        split: of rows that have several.
         machine: bubblewrap, docker, podman, or package.module:class of one of Harbor's
             environments.
         agent: claude-code, codex, mini-swe-agent, opencode or qwen-code, which runs inside the
@@ -132,20 +140,22 @@ def harbor_task(
     check_counts("harbor", max_turns=max_turns, max_new_tokens=max_new_tokens)
     check_numbers("harbor", POSITIVE, command_timeout_s=command_timeout_s, timeout_s=timeout_s)
     if dataset is None:
-        raise ValueError("harbor needs a dataset: a folder or an archive of tasks.")
+        raise ValueError("harbor needs a dataset: a folder or an archive of tasks, or rows.")
     if agent is None and ignored_parameters:
         raise ValueError("ignored_parameters are of an agent's requests: set agent, too.")
-    found, _ = load_tasks(dataset, skip_bad=skip_bad_tasks)
+    found = _tasks(dataset, split, skip_bad=skip_bad_tasks)
     left = _runnable(found, machine, has_agent=agent is not None, skip_bad=skip_bad_tasks)
-    tasks = {str(task.folder): task for task in left}
+    # Where an archive or rows are unpacked differs between processes; the paths in there do not.
+    top = os.path.commonpath([task.folder.parent for task in left])
+    tasks = {str(task.folder.relative_to(top)): task for task in left}
     rows = [
-        {"prompt": task.steps[0].instruction, "task": folder, "name": task.name}
-        for folder, task in tasks.items()
+        {"prompt": task.steps[0].instruction, "task": key, "name": task.name}
+        for key, task in tasks.items()
     ]
     if not 0 <= num_held_out < len(rows):
         raise ValueError(
-            f"harbor: {dataset} has {len(rows)} tasks, too few to hold {num_held_out} out. Hold "
-            "fewer out: num_held_out, or evaluate.num_prompts of a recipe."
+            f"harbor: {dataset!s:.80} has {len(rows)} tasks, too few to hold {num_held_out} out. "
+            "Hold fewer out: num_held_out, or evaluate.num_prompts of a recipe."
         )
     tests_s = max(s.tests.timeout_s for task in tasks.values() for s in task.steps) + _SCORE_S
     build_s = max(task.place.build_timeout_s for task in tasks.values()) + _SCORE_S
@@ -184,6 +194,18 @@ def _agent_parts(run: Any, settings: dict[str, Any], shown: bool) -> list[AgentP
 
 def _terminal_parts(make: Any, settings: dict[str, Any], shown: bool) -> list[EnvironmentTools]:
     return [EnvironmentTools(make, show_schemas=shown, **settings)]
+
+
+def _tasks(dataset: Any, split: str | None, *, skip_bad: bool) -> list[HarborTask]:
+    """Tasks of folders, an archive or rows."""
+    path = Path(dataset).expanduser() if isinstance(dataset, str | Path) else None
+    is_table = path is None or split is not None or path.suffix in DATA_FILES
+    if path is not None and not is_table:
+        is_table = any((path / f"dataset_{kind}.json").exists() for kind in ("info", "dict"))
+    if not is_table:
+        return load_tasks(dataset, skip_bad=skip_bad)[0]
+    rows = load_rows(dataset, split=split, skip_bad_rows=skip_bad)
+    return tasks_of_rows(rows, skip_bad=skip_bad)[0]
 
 
 def _runnable(
