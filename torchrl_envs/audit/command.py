@@ -12,8 +12,9 @@ from typing import Any, Final
 import yaml
 
 from torchrl_data.output_file import output_file
-from torchrl_envs.harbor.folders import TaskFolderError, load_tasks
+from torchrl_envs.harbor.folders import TaskFolderError
 from torchrl_envs.harbor.machines import MachineError
+from torchrl_envs.harbor.rows import found_tasks
 
 from .checks import audit
 from .findings import Finding, Report
@@ -94,9 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         "words",
         nargs="*",
         metavar="TASK",
-        help="a folder or an archive of tasks in Harbor's format; gymnasium:NAME; openenv:URL; "
-        "verifiers:TASKSET; module:name of what makes an environment or a task; a name of "
-        "the registry (gcd, catch, ...). "
+        help="a folder, an archive or a file of rows of Harbor's tasks; gymnasium:NAME; "
+        "openenv:URL; verifiers:TASKSET; module:name of what makes an environment or a task; a "
+        "name of the registry (gcd, catch, ...). "
         "Settings of the task, and of the model, as in a recipe: task.KEY=VALUE",
     )
     parser.add_argument(
@@ -151,7 +152,11 @@ def _audited(
                     f"{name}: Harbor's tasks {has}: leave task.KEY and --solution out."
                 )
             for made in _harbor(name, given):
-                (reports if isinstance(made, Report) else wrong).append(made)  # type: ignore[arg-type]
+                if isinstance(made, Finding):
+                    wrong.append(made)
+                else:
+                    reports.append(made)
+                    print(_row(made), flush=True)
             continue
         task = audited_task(name, settings, solution=given.solution)
         level = logging.root.manager.disable
@@ -168,7 +173,7 @@ def _audited(
 
 
 def _harbor(dataset: str, given: argparse.Namespace) -> Iterator[Report | Finding]:
-    tasks, faults = load_tasks(dataset, skip_bad=True)
+    tasks, faults = found_tasks(dataset, skip_bad=True)
     yield from (Finding(name, "broken", what) for name, what in faults.items())
     for task in tasks:
         try:

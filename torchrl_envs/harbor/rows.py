@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from torchrl_envs.datasets import DATA_FILES
+from torchrl_envs.datasets.loading import load_rows
+
 from .folders import (
     CONFIG,
     HarborTask,
     TaskFolder,
     TaskFolderError,
     hold,
+    load_tasks,
     read_task,
     told_faults,
 )
@@ -35,7 +39,7 @@ _OF_ENVIRONMENT: Final = (
 )
 _SETTINGS: Final = {
     "agent": {"timeout_sec": "timeout_s"},
-    "verifier": {"timeout_sec": "tests_timeout_s"},
+    "verifier": {"timeout_sec": "tests_timeout_s", "environment_mode": "environment_mode"},
     "environment": {name: name for name in _OF_ENVIRONMENT},
 }
 """Columns by table and name of ``task.toml``."""
@@ -55,7 +59,9 @@ def tasks_of_rows(
             that are run once, when the image is made), ``files`` (texts by their path in the
             working directory), ``solution`` (a script), ``workdir``, ``network_mode``,
             ``timeout_s`` of the agent and ``tests_timeout_s``, ``cpus``, ``memory_mb``,
-            ``storage_mb``, ``gpus`` and ``name``. Other columns have no effect.
+            ``storage_mb``, ``gpus`` and ``name``. With ``environment_mode`` ``"separate"`` the
+            tests run in a fresh machine that gets the working directory alone. Other columns have
+            no effect.
         skip_bad: leave out rows that are no task.
 
     Returns:
@@ -81,6 +87,36 @@ def tasks_of_rows(
     return tasks, faults
 
 
+def found_tasks(
+    dataset: Any, *, split: str | None = None, skip_bad: bool = False
+) -> tuple[list[HarborTask], dict[str, str]]:
+    """The tasks of folders, of an archive or of rows.
+
+    Args:
+        dataset: a folder or an archive of tasks; or rows: a data file, what ``save_to_disk``
+            wrote, with ``split`` an id on the hub, or the rows themselves.
+        split: of rows that have several.
+        skip_bad: leave out what is no task.
+
+    Returns:
+        The tasks, and why others were left out.
+
+    Raises:
+        FileNotFoundError: there is no such path.
+        ValueError: there is no task, or one is broken and ``skip_bad`` is false.
+    """
+    path = Path(dataset).expanduser() if isinstance(dataset, str | Path) else None
+    is_table = path is None or split is not None or path.suffix in DATA_FILES
+    if path is not None and not is_table:
+        is_table = any((path / f"dataset_{kind}.json").exists() for kind in ("info", "dict"))
+    if path is not None and not is_table:
+        return load_tasks(path, skip_bad=skip_bad)
+    rows = load_rows(
+        path if path and path.exists() else dataset, split=split, skip_bad_rows=skip_bad
+    )
+    return tasks_of_rows(rows, skip_bad=skip_bad)
+
+
 def _write(folder: Path, row: Mapping[str, Any], whose: str) -> None:
     """Write a row's folder.
 
@@ -103,9 +139,16 @@ def _write(folder: Path, row: Mapping[str, Any], whose: str) -> None:
     is_built = bool(texts["setup"] or files or not texts["image"])
     if is_built:
         _write_environment(folder / "environment", texts, files, whose)
-    lines = ["[task]", f"name = {_toml(texts['name'] or whose)}"]
+    mode, artifacts = _text(row, "environment_mode", whose), list[str]()
+    if mode == "separate":
+        artifacts = [texts["workdir"] or ("" if texts["image"] or texts["dockerfile"] else "/app")]
+        if not artifacts[0]:
+            what = "environment_mode=separate needs workdir, which the tests are to see"
+            raise TaskFolderError(f"{whose}: {what}.")
+    lines = [f"artifacts = {_toml(artifacts)}", "[task]", f"name = {_toml(texts['name'] or whose)}"]
     values: dict[str, Any] = {"docker_image": "" if is_built else texts["image"]}
     values |= {"workdir": texts["workdir"], "network_mode": _text(row, "network_mode", whose)}
+    values["environment_mode"] = mode
     values |= {name: _number(row, name, whose) for name in NUMBERS}
     for table, settings in _SETTINGS.items():
         lines.append(f"[{table}]")

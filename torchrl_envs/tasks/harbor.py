@@ -13,11 +13,9 @@ from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 from torchrl_envs.agents.agent_command import AgentEndpoint, AgentProgramError
 from torchrl_envs.agents.agent_program import AgentProgram
 from torchrl_envs.agents.known import find_agent, installed, started
-from torchrl_envs.datasets import DATA_FILES
-from torchrl_envs.datasets.loading import load_rows
-from torchrl_envs.harbor.folders import HarborTask, load_tasks
+from torchrl_envs.harbor.folders import HarborTask
 from torchrl_envs.harbor.machines import MachineError, machine_type
-from torchrl_envs.harbor.rows import tasks_of_rows
+from torchrl_envs.harbor.rows import found_tasks
 from torchrl_envs.harbor.trial import Trial
 from torchrl_envs.tools.environments import EnvironmentTools
 
@@ -143,7 +141,7 @@ def harbor_task(
         raise ValueError("harbor needs a dataset: a folder or an archive of tasks, or rows.")
     if agent is None and ignored_parameters:
         raise ValueError("ignored_parameters are of an agent's requests: set agent, too.")
-    found = _tasks(dataset, split, skip_bad=skip_bad_tasks)
+    found, _ = found_tasks(dataset, split=split, skip_bad=skip_bad_tasks)
     left = _runnable(found, machine, has_agent=agent is not None, skip_bad=skip_bad_tasks)
     # Where an archive or rows are unpacked differs between processes; the paths in there do not.
     top = os.path.commonpath([task.folder.parent for task in left])
@@ -194,18 +192,6 @@ def _agent_parts(run: Any, settings: dict[str, Any], shown: bool) -> list[AgentP
 
 def _terminal_parts(make: Any, settings: dict[str, Any], shown: bool) -> list[EnvironmentTools]:
     return [EnvironmentTools(make, show_schemas=shown, **settings)]
-
-
-def _tasks(dataset: Any, split: str | None, *, skip_bad: bool) -> list[HarborTask]:
-    """Tasks of folders, an archive or rows."""
-    path = Path(dataset).expanduser() if isinstance(dataset, str | Path) else None
-    is_table = path is None or split is not None or path.suffix in DATA_FILES
-    if path is not None and not is_table:
-        is_table = any((path / f"dataset_{kind}.json").exists() for kind in ("info", "dict"))
-    if not is_table:
-        return load_tasks(dataset, skip_bad=skip_bad)[0]
-    rows = load_rows(dataset, split=split, skip_bad_rows=skip_bad)
-    return tasks_of_rows(rows, skip_bad=skip_bad)[0]
 
 
 def _runnable(

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrl_envs.audit.command import main as audit_command
 from torchrl_envs.harbor.folders import TaskFolderError
 from torchrl_envs.harbor.rows import tasks_of_rows
 from torchrl_envs.harbor.trial import Trial
@@ -43,6 +44,13 @@ def test_files_setup_and_workdir_make_the_place():
     said, _ = scored(row, "pwd; cat a/b.txt made.txt; ./run; ls /tests /tmp/setup.sh; cat seen.txt")
     assert said == "/srv/x\ntextmade\nran\na\nmade.txt\nrun\nseen.txt\n"
     assert scored({**row, "files": json.dumps(row["files"])}, "cat a/b.txt")[0] == "text"
+
+
+def test_tests_in_a_machine_of_their_own_see_the_working_directory_alone():
+    row = {**ROW, "environment_mode": "separate", "files": {"given.txt": "x"}}
+    row["tests"] = "[ ! -e /tmp/other ] && [ -e given.txt ] && ! pgrep -x sleep && " + row["tests"]
+    left = "echo hi > out.txt; touch /tmp/other; sleep 99 > /dev/null 2>&1 &"
+    assert scored(row, left)[1] == 1.0
 
 
 def test_settings_are_those_of_the_columns():
@@ -90,6 +98,16 @@ def test_a_row_that_is_no_task_is_named_or_left_out(row, what):
     tasks, faults = tasks_of_rows([ROW, {**ROW, **row}], skip_bad=True)
     assert [task.name for task in tasks] == ["row 0"]
     assert [*faults] == ["row 1"]
+
+
+def test_the_audit_takes_a_file_of_rows_and_prints_each_as_it_is_done(tmp_path, capsys):
+    sound = {**ROW, "environment_mode": "separate", "solution": "echo hi > out.txt"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(sound)}\n{json.dumps({'prompt': 'x'})}\n")
+    assert audit_command([str(path), "--repeats", "1"]) == 1
+    _, row, broken, *_ = capsys.readouterr().out.splitlines()
+    assert row.split() == ["row", "0", "0", "1", "0", *row.split()[5:-1], "none"]
+    assert broken.startswith("row 1: broken: row 1: a task needs the column tests")
 
 
 NAMES = st.text(string.ascii_letters + ".-_ '\"$\\", min_size=1, max_size=12)
