@@ -65,8 +65,9 @@ class Container:
         variables: Mapping[str, str] | None = None,
         workdir: str | None = None,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
+        user: str | int | None = None,
     ) -> CommandResult:
-        """Run a command by bash, as the image's user; what it leaves running goes on.
+        """Run a command by bash; what it leaves running goes on.
 
         Args:
             command: one or several lines.
@@ -74,11 +75,13 @@ class Container:
             variables: environment variables beside the container's.
             workdir: where it runs; the container's when not given.
             max_output_bytes: how much of each stream is kept.
+            user: who runs it; the image's when not given.
 
         Raises:
             ContainerError: the container is gone.
         """
         words = ["exec", "-w", workdir or self.workdir]
+        words += [] if user is None else ["-u", str(user)]
         for name, value in (variables or {}).items():
             words += ["-e", f"{name}={value}"]
         # The engine waits for everybody who holds the streams; a line of its own says that the
@@ -111,7 +114,7 @@ class Container:
         return found is not None and bool(found["State"]["Running"])
 
     def make_folders(self, folders: Sequence[str]) -> None:
-        """Make folders in which everybody can write.
+        """Make folders in which everybody can write, where there are none.
 
         Args:
             folders: absolute paths.
@@ -119,11 +122,12 @@ class Container:
         Raises:
             ContainerError: they can't be made.
         """
-        paths = shlex.join(folders)
-        words = ["exec", "-u", "0", "-w", "/", self.name, "sh", "-c"]
-        done = self.engine.ask([*words, f"mkdir -p {paths} && chmod a+rwX {paths}"])
+        made = 'for p in "$@"; do [ -d "$p" ] || { mkdir -p "$p" && chmod 777 "$p"; }; done'
+        words = ["exec", "-u", "0", "-w", "/", self.name, "sh", "-ec", made, "sh"]
+        done = self.engine.ask([*words, *folders])
         if not done.is_good:
-            raise ContainerError(f"{paths} can't be made in {self.name}: {done.said}")
+            what = ", ".join(folders)
+            raise ContainerError(f"{what} can't be made in {self.name}: {done.said}")
 
     def upload_tar(self, data: bytes, target: str) -> None:
         """Unpack a ``.tar`` in a folder of the container.

@@ -167,8 +167,9 @@ class DockerMachine:
         variables: Mapping[str, str] | None = None,
         workdir: str | None = None,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
+        user: str | int | None = None,
     ) -> CommandResult:
-        """Run a command by bash, as the image's user; what it leaves running goes on.
+        """Run a command by bash; what it leaves running goes on.
 
         Args:
             command: one or several lines.
@@ -176,6 +177,7 @@ class DockerMachine:
             variables: environment variables beside the machine's.
             workdir: where it runs; the machine's when not given.
             max_output_bytes: how much of each stream is kept.
+            user: who runs it; the image's when not given.
 
         Raises:
             MachineError: the container is gone.
@@ -187,6 +189,7 @@ class DockerMachine:
                 variables=variables,
                 workdir=workdir,
                 max_output_bytes=max_output_bytes,
+                user=user,
             )
 
     def upload(self, source: Path, target: str) -> None:

@@ -16,7 +16,7 @@ import unicodedata
 import weakref
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
@@ -66,6 +66,8 @@ class Place:
     health: Health | None = None
     has_tests: bool = False
     """The image of the tests brings its own ``/tests``."""
+    users: tuple[str | int, ...] = ()
+    """Who runs commands in it, where the task names somebody."""
 
     @property
     def dockerfile(self) -> Path | None:
@@ -94,6 +96,8 @@ class Tests:
     """A machine of their own; ``None`` runs them in the agent's."""
     artifacts: tuple[str, ...] = ()
     """Absolute paths that are copied from the agent's machine to that of the tests."""
+    user: str | int | None = None
+    """Who runs them; the image's user when not given."""
     collect: tuple[tuple[str, float], ...] = ()
     """Commands of the agent's machine before that, each with a deadline in seconds."""
 
@@ -107,6 +111,8 @@ class Step:
     tests: Tests
     timeout_s: float | None = None
     """Longest time of the agent."""
+    user: str | int | None = None
+    """Who the agent is; the image's user when not given."""
     solution: Path | None = None
     """The folder of the reference solution, which holds ``solve.sh``."""
     workdir: Path | None = None
@@ -306,11 +312,15 @@ class _Reader:
         strategy = self.config.get("multi_step_reward_strategy") or "mean"
         if strategy not in ("mean", "final"):
             raise self.error(f"multi_step_reward_strategy must be mean or final, got {strategy!r}.")
+        made = self._steps(steps, place) if steps else (self._single(place),)
+        users = [step.user for step in made]
+        users += [step.tests.user for step in made if step.tests.place is None]
+        named = tuple(dict.fromkeys(user for user in users if user is not None))
         return HarborTask(
             folder=self.folder,
             name=name,
-            place=place,
-            steps=self._steps(steps, place) if steps else (self._single(place),),
+            place=replace(place, users=named),
+            steps=made,
             strategy=strategy,
             metadata=self._table(self.config, "metadata", CONFIG),
             solution_variables=self._variables(self.config, "solution"),
@@ -349,9 +359,6 @@ class _Reader:
             raise self.error(f"instruction.md of {where} is empty.")
         agents = [self._table(x, "agent", where) for x in (own, self.config)]
         limits = [self._number(x, "timeout_sec", f"[agent] of {where}") for x in agents]
-        for agent in agents:
-            if agent.get("user") not in (None, "root", 0):
-                raise self.error(f"[agent] user={agent['user']!r}: agents run as root here.")
         solutions = [path / "solution" for path in dict.fromkeys((folder, self.folder))]
         solution = next((path for path in solutions if (path / "solve.sh").is_file()), None)
         given: Any = own.get("min_reward")
@@ -368,6 +375,7 @@ class _Reader:
             instruction=instruction,
             tests=self._tests(folder, own, place, where),
             timeout_s=next((limit for limit in limits if limit is not None), None),
+            user=self._user(agents, f"[agent] of {where}"),
             solution=solution,
             workdir=files if name and files.is_dir() else None,
             min_reward=least or {},
@@ -392,9 +400,9 @@ class _Reader:
         variables: dict[str, str] = {}
         for holder in (self.config, own) if is_step else (self.config,):
             variables |= self._variables(holder, "verifier")
-        for table in tables:
-            if table.get("user") not in (None, "root", 0):
-                raise self.error(f"[verifier] user={table['user']!r}: tests run as root here.")
+        user = self._user(tables, f"[verifier] of {where}")
+        if separate is not None and user is not None:
+            separate = replace(separate, users=(user,))
         return Tests(
             folders=() if separate is not None and separate.has_tests else tuple(found),
             script="test.sh",
@@ -402,8 +410,19 @@ class _Reader:
             variables=variables,
             place=separate,
             artifacts=self._artifacts(own, where),
+            user=user,
             collect=tuple(hook for table in tables for hook in self._hooks(table, where)),
         )
+
+    def _user(self, tables: Sequence[dict[str, Any]], where: str) -> str | int | None:
+        """Return the first user that is named."""
+        for table in tables:
+            user = table.get("user")
+            if isinstance(user, bool) or not isinstance(user, str | int | None) or user == "":
+                raise self.error(f"user of {where} must be a name or a number, got {user!r}.")
+            if user is not None:
+                return user
+        return None
 
     def _mode(self, tables: Sequence[dict[str, Any]], where: str) -> str:
         for table in tables:

@@ -127,6 +127,7 @@ class ForeignMachine:
         variables: Mapping[str, str] | None = None,
         workdir: str | None = None,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
+        user: str | int | None = None,
     ) -> CommandResult:
         """Run a command there.
 
@@ -136,6 +137,7 @@ class ForeignMachine:
             variables: environment variables beside the machine's.
             workdir: where it runs.
             max_output_bytes: how much of each stream is kept, at its start.
+            user: who runs it.
 
         Raises:
             MachineError: it is lost.
@@ -143,6 +145,7 @@ class ForeignMachine:
         limit = max(1, -int(-timeout_s // 1))
         cwd = workdir or (self.workdir if self.workdir != "/" else None)
         given: dict[str, Any] = {"cwd": cwd, "env": dict(variables or {})}
+        given |= {} if user is None else {"user": user}
         work = self._environment.exec(command=command, timeout_sec=limit, **given)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:

@@ -73,6 +73,7 @@ class Machine(Protocol):
         variables: Mapping[str, str] | None = None,
         workdir: str | None = None,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
+        user: str | int | None = None,
     ) -> CommandResult:
         """Run a command by bash.
 
@@ -82,6 +83,7 @@ class Machine(Protocol):
             variables: environment variables beside the machine's.
             workdir: where it runs; the machine's when not given.
             max_output_bytes: how much of each stream is kept.
+            user: who runs it: ``"root"``, or one of the place's; the image's when not given.
 
         Raises:
             MachineError: the machine is lost.

@@ -79,7 +79,9 @@ class Trial:
         if step.workdir is not None:
             self.machine.upload(step.workdir, self.machine.workdir)
             if (step.workdir / "setup.sh").is_file():
-                done = self.machine.run("bash setup.sh", timeout_s=self.task.place.build_timeout_s)
+                done = self.machine.run(
+                    "bash setup.sh", timeout_s=self.task.place.build_timeout_s, user=step.user
+                )
                 if done.status != 0:
                     said = done.stderr.strip()[-300:]
                     raise NoRewardError(f"setup.sh of the step {step.name} failed: {said}")
@@ -105,7 +107,7 @@ class Trial:
         if left <= 0:
             raise TimeoutError(f"the task's time ({self.step.timeout_s:g} s) is over")
         limits = {"timeout_s": min(timeout_s, left), "max_output_bytes": max_output_bytes}
-        return self.machine.run(command, **limits)  # type: ignore[arg-type]
+        return self.machine.run(command, user=self.step.user, **limits)  # type: ignore[arg-type]
 
     def solve(self) -> CommandResult:
         """Run the reference solution of this step in the agent's place.
@@ -120,6 +122,7 @@ class Trial:
         return self.machine.run(
             _runs("/solution/solve.sh"),
             timeout_s=min(self.time_left_s, 3600.0),
+            user=self.step.user,
             variables=resolved(self.task.solution_variables, os.environ),
         )
 
@@ -142,7 +145,7 @@ class Trial:
             self.is_over = True
             return None
         if step.tests.place is None:  # the next step must not see what scored this one
-            self.machine.run(f"rm -rf /tests {_LOGS}; mkdir -p {_LOGS}", timeout_s=_START_S)
+            _made_anew(self.machine, f"rm -rf /tests {_LOGS}")
         self._number += 1
         return self._begin()
 
@@ -203,7 +206,7 @@ class Trial:
         wanted = "" if tests.place is not None and tests.place.has_tests else "/tests"
         # What an agent has put in the place of these goes: a link, or a file of rewards.
         links = f"for path in /logs {_LOGS}; do [ -L $path ] && rm -f -- $path; done"
-        machine.run(f"{links}; rm -rf -- {wanted} {names}; mkdir -p {_LOGS}", timeout_s=_START_S)
+        _made_anew(machine, f"{links}; rm -rf -- {wanted} {names}")
         for folder in tests.folders:
             machine.upload(folder, "/tests")
         script = f"/tests/{tests.script}"
@@ -211,6 +214,7 @@ class Trial:
             f"({_runs(script)}) > {_LOGS}/test-stdout.txt 2>&1",
             timeout_s=tests.timeout_s,
             variables=resolved(tests.variables, os.environ),
+            user=tests.user,
         )
         if done.status is None:
             raise NoRewardError(f"{whose}: the tests did not end within {tests.timeout_s:g} s")
@@ -221,6 +225,11 @@ class Trial:
                 return read_rewards(name, data, whose)
         said = (file_of(found, "test-stdout.txt") or b"").decode(errors="replace").strip()[-300:]
         raise NoRewardError(f"{whose}: the tests wrote no {' and no '.join(REWARD_FILES)}: {said}")
+
+
+def _made_anew(machine: Machine, cleared: str) -> None:
+    """Clear what an agent may have left, and have the folder of the rewards, for any user."""
+    machine.run(f"{cleared}; mkdir -p {_LOGS}; chmod 777 {_LOGS}", timeout_s=_START_S, user="root")
 
 
 def _runs(script: str) -> str:

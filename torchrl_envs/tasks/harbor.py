@@ -259,16 +259,17 @@ def named_program(
             while instruction is not None:
                 how = started(known, inside, instruction, program)
                 for path, text in how.files.items():
-                    quoted = shlex.quote(f"/root/{path}")
+                    folder, own = (shlex.quote(str(p)) for p in (Path(path).parent, path))
                     trial.machine.run(
-                        f"mkdir -p {shlex.quote(str(Path('/root', path).parent))} && "
-                        f"printf %s {shlex.quote(text)} > {quoted}",
+                        f"cd && mkdir -p {folder} && printf %s {shlex.quote(text)} > {own}",
                         timeout_s=10.0,
+                        user=trial.step.user,
                     )
                 done = trial.machine.run(
                     f"{shlex.join(how.command)} < /dev/null",
                     timeout_s=min(trial.time_left_s, _DAY_S),
                     variables=how.variables,
+                    user=trial.step.user,
                 )
                 if done.status in (126, 127):
                     where = f": `{known.install}` in the image" if kind.has_own_programs else ""

@@ -158,10 +158,32 @@ def test_an_entry_point_of_the_image_goes_on_and_its_words_are_read(begun):
     assert said(trial, "cat /tmp/started; pgrep -xc yes") == "1\n1\n"
 
 
-def test_a_user_of_the_image_can_work_and_be_scored(begun):
-    dockerfile = f"FROM {BASE}\nUSER nobody\nWORKDIR /app\n"
-    trial = begun(**{"environment/Dockerfile": dockerfile})
-    assert said(trial, "id -un; echo hi > out.txt") == "nobody\n"
+USER = f"FROM {BASE}\nWORKDIR /app\nRUN chown nobody /app && umask 77 && echo secret > /root.txt\n"
+NOBODY = f"{USER}USER nobody\n"
+WHO = "echo $(id -un) $(cat /root.txt 2> /dev/null)"
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "table", "agent", "tests"),
+    [
+        (NOBODY, "", "nobody", "nobody"),
+        (USER, "[agent]\nuser = 'nobody'\n", "nobody", "root secret"),
+        (
+            f"{USER}USER nobody\n",
+            "[agent]\nuser = 0\n[verifier]\nuser = 65534\n",
+            "root secret",
+            "nobody",
+        ),
+    ],
+)
+def test_agent_and_tests_are_the_users_of_the_task(begun, dockerfile, table, agent, tests):
+    """The tests are cleared and brought by root, whoever runs them."""
+    test = f"#!/bin/bash\n[ \"$({WHO})\" = '{tests}' ] && [ -e /app/out.txt ]\n"
+    test += "echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+    files = {"environment/Dockerfile": dockerfile, "task.toml": table, "tests/test.sh": test}
+    trial = begun(**files)
+    assert said(trial, f"touch out.txt; {WHO}") == f"{agent}\n"
+    said(trial, "echo 1 > /logs/verifier/reward.json; chmod 000 /logs/verifier/reward.json")
     trial.finish_step()
     assert trial.reward() == 1.0
 

@@ -111,6 +111,7 @@ def test_a_continued_line_goes_on_after_comments_and_empty_lines_and_ends_with_t
         ("network_mode = 'public'", "a sandbox has no network"),
         ("gpus = 1", "needs a GPU"),
         ("docker_image = 'x/y:1'", "needs the image x/y:1"),
+        ("[agent]\nuser = 'bob'", "the task has the user bob, and a sandbox has one, root"),
     ],
 )
 def test_settings_that_a_sandbox_can_not_keep_are_refused(started, setting, said):
