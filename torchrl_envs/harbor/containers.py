@@ -121,7 +121,7 @@ class DockerMachine:
     def _several(self, variables: Mapping[str, str]) -> Container:
         place = self.place
         assert place.compose is not None
-        main: dict[str, Any] = {"command": ["sh", "-c", "sleep infinity"]}
+        main: dict[str, Any] = {"command": ["sh", "-c", "while :; do sleep 3600; done"]}
         if place.image is not None:
             main["image"] = place.image
         elif place.dockerfile is not None:

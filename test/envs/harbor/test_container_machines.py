@@ -82,10 +82,13 @@ def test_output_is_kept_in_bounded_memory_and_late_commands_are_killed(begun, pr
     assert trial.run("kill -9 $$", timeout_s=20) == ("", "", 137)  # early: it was not late
 
 
-def test_a_command_that_kills_who_watches_it_costs_itself_alone(begun):
-    trial = begun()
-    done = trial.run("echo a; kill -9 $(pgrep -P 0 -x sh | grep -vx 1); sleep 5", timeout_s=20)
-    assert (done.stdout, done.status) == ("a\n", 137)
+@pytest.mark.parametrize("others", ["$(pgrep -P 0 -x sh | grep -vx 1)", "-1"])
+@pytest.mark.parametrize("files", ["one", "several"])
+def test_a_command_that_kills_who_watches_it_costs_itself_alone(begun, others, files):
+    trial = begun(**(services() if files == "several" else {}))
+    done = trial.run(f"echo a; kill -9 {others}; exit 3", timeout_s=20)
+    assert done.stdout == "a\n"
+    assert done.status in (3, 137)
     assert said(trial, "echo alive") == "alive\n"
 
 
