@@ -29,8 +29,8 @@ _SAID: Final = 400
 _READ_BYTES: Final = 1 << 12
 _READY: Final = "container-is-ready"
 _MISSING: Final = "container-lacks"
-# Of `sh`, which nobody inside can kill as it is the first process, and which buries orphans while it
-# waits for the end of its input; who kills what it waits by gets another one.
+# Of `sh`, which nobody inside can kill, as it is the first process, and which buries orphans while
+# it waits for the end of its input; who kills what it waits by gets another one.
 _WAITS: Final = (
     f'for p in {" ".join(NEEDED)}; do command -v $p > /dev/null || echo "{_MISSING} $p"; done; '
     f'echo "{_READY} $PWD"; until cat > /dev/null; do :; done; exit 0'

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from .capped_output import CappedOutput
-from .worker_process import kept_command
 
 _READ_BYTES: Final = 1 << 16
 _GRACE_S: Final = 0.2
@@ -40,7 +39,7 @@ def captured(
     mark: bytes | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Captured:
-    """Run a command that ends with this process, in bounded memory.
+    """Run a command, in bounded memory; it is asked to end where it is late.
 
     Args:
         command: the program and its arguments.
@@ -55,7 +54,7 @@ def captured(
         OSError: there is no such program.
     """
     process = subprocess.Popen(
-        kept_command(command),
+        list(command),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -152,7 +151,7 @@ def _written(descriptor: int, view: memoryview) -> memoryview:
 def _stop(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is not None:
         return
-    process.send_signal(signal.SIGTERM)  # the keeper kills the others first
+    process.send_signal(signal.SIGTERM)
     try:
         process.wait(timeout=_END_S)
     except subprocess.TimeoutExpired:

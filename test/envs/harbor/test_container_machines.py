@@ -20,6 +20,7 @@ from torchrl_data.keys import PROMPT
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, StepCounter
 from torchrl_envs.agents.known import find_agent
 from torchrl_envs.containers import ContainerEngine
+from torchrl_envs.containers.door import CLOSED_NETWORK
 from torchrl_envs.harbor.folders import load_tasks, read_task
 from torchrl_envs.harbor.machines import MachineError, file_of
 from torchrl_envs.harbor.trial import Trial
@@ -272,6 +273,8 @@ def test_without_a_network_it_reaches_the_policy_alone(begun, served):
     tried = [f"timeout 3 bash -c ': < /dev/tcp/{address}/8000'" for address in addresses]
     assert [closed.run(each, timeout_s=20).status for each in tried] == [124, 124]
     assert open_.run(tried[1], timeout_s=20).status == 0
+    found = ContainerEngine("docker").inspected("network", CLOSED_NETWORK)
+    assert found["Internal"]  # and so the engine passes nothing on to the outside
 
 
 def test_a_policy_that_can_not_be_reached_is_named_at_the_start(begun, served, monkeypatch):
