@@ -15,6 +15,7 @@ from torchrl_envs.graders.reward_model import RewardModel
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.tools.functions import FunctionTools
 from torchrl_envs.tools.step_environments import StepEnvironments, protocol_of
+from torchrl_envs.transforms.simulated_user import SimulatedUser
 
 from .task import Task, load_task_rows
 from .users import simulated_user
@@ -33,6 +34,7 @@ def environment_task(
     user_model: str | None = None,
     user_instructions: str | None = None,
     user_opens: bool = False,
+    user_tools: Any = (),
     arguments: Any = None,
     row_argument: str | None = None,
     reset_columns: Sequence[str] = (),
@@ -70,6 +72,8 @@ def environment_task(
         user_instructions: what the user is told, with ``{names}`` of columns; when not given, a
             text with the column ``scenario``.
         user_opens: whether the user begins; its words take the place of the prompt.
+        user_tools: functions that the user can call, and the policy can't: one ``module:name``, or
+            a list; beside methods of the factory's class that ``user_tool`` marks.
         arguments: that the factory is called with, by name.
         row_argument: the argument that gets the row of the data, if one does.
         reset_columns: columns that are ``options`` of ``reset``, of environments with steps.
@@ -134,9 +138,7 @@ def environment_task(
         parts["tools"] = lambda shown: [source(show_schemas=shown) for source in sources]
     if scoring:
         parts["rewards"] = scoring
-    of_user = {"model": user_model, "instructions": user_instructions, "opens": user_opens}
-    parts["user"] = functools.partial(simulated_user, user, **of_user)
-    parts["user"]()  # what is wrong with it is said now
+    parts["user"] = _user(settings)
     return Task(
         name="environment",
         train_rows=rows[0],
@@ -145,6 +147,15 @@ def environment_task(
         **{name: settings[name] for name in _OF_TASK},
         **parts,
     )
+
+
+def _user(settings: Mapping[str, Any]) -> Callable[[], SimulatedUser | None]:
+    """Return what makes the user; what is wrong with its settings is said now."""
+    of_user = {name: settings[f"user_{name}"] for name in ("model", "instructions", "opens")}
+    tools = _functions("user_tools", settings["user_tools"])
+    make = functools.partial(simulated_user, settings["user"], **of_user, tools=tools)
+    make()
+    return make
 
 
 def _functions(setting: str, given: Any) -> list[Callable[..., Any]]:

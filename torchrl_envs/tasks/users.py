@@ -1,5 +1,8 @@
 """The simulated user of a task, as settings name it: a server, or a function of one's own."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from torchrl_data.import_path import import_callable
 from torchrl_envs.answerers.answerer import Answerer
 from torchrl_envs.answerers.chat_completions import ChatCompletions
@@ -12,6 +15,7 @@ def simulated_user(
     model: str | None = None,
     instructions: str | None = None,
     opens: bool = False,
+    tools: Sequence[Callable[..., Any]] = (),
 ) -> SimulatedUser | None:
     """The simulated user that settings ask for; ``None`` where they ask for none.
 
@@ -21,6 +25,7 @@ def simulated_user(
         model: its name at the server.
         instructions: see :class:`~torchrl_envs.SimulatedUser`; the usual ones when not given.
         opens: whether the user begins.
+        tools: functions that the user alone can call.
 
     Raises:
         ValueError: a setting has no effect, or a server has no model.
@@ -28,11 +33,12 @@ def simulated_user(
     """
     if user is None:
         given = {"user_model": model, "user_instructions": instructions, "user_opens": opens}
+        given |= {"user_tools": tools}
         if without := [name for name, value in given.items() if value]:
             raise ValueError(f"{without[0]} has no effect: give user=, who plays the user.")
         return None
     said = INSTRUCTIONS if instructions is None else instructions
-    return SimulatedUser(_answerer(user, model), instructions=said, opens=opens)
+    return SimulatedUser(_answerer(user, model), instructions=said, opens=opens, tools=tools)
 
 
 def _answerer(user: str, model: str | None) -> Answerer:
