@@ -21,6 +21,7 @@ from torchrl_modules.weights.quantized_weights import quantization_of
 from .device_defaults import default_autocast, describe, settle_micro_batches
 from .models.adapters import add_adapters
 from .models.policies import build_policies
+from .models.user_model import user_models, with_user_models
 from .models.warm_start import drawn_demonstrations, warm_start
 from .origin import Origin, origin_of
 from .run import Run
@@ -165,7 +166,8 @@ def _make_task(
     if is_embedded and settings.get("level", "") is None:
         cfg.task.level = settings["level"] = "easy"
         _LOG.info("what the embedded model is asked is easy: task.level=easy")
-    task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **settings)
+    given = with_user_models(settings, cfg.policy, seed=cfg.seed)
+    task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **given)
     defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained, origin=origin.model)
     if is_embedded:
         defaults["policy.max_new_tokens"] = task.max_new_tokens
@@ -230,6 +232,9 @@ def load_models(cfg: RecipeConfig, setup: Setup, run: Run) -> tuple[Any, Any]:
             set_limits(setup, cfg.limits, policy)
         if isinstance(cfg, TrainingConfig):
             settle_micro_batches(cfg, actor)
+    for user in user_models(setup.envs):
+        with run.log.phase("loading the simulated user's model"):
+            user.load()
     return actor, policy
 
 

@@ -21,6 +21,7 @@ from .task import Task, load_task_rows
 from .users import simulated_user
 
 PROMPT: Final = "Act in the environment: each of your messages is one action."
+_OF_USER: Final = ("model", "temperature", "max_tokens", "instructions", "opens")
 _OF_TASK: Final = ("prompt_column", "skip_bad_rows", "system_prompt", "max_turns", "max_new_tokens")
 
 
@@ -32,6 +33,8 @@ def environment_task(
     reward_weights: Sequence[float] = (),
     user: str | None = None,
     user_model: str | None = None,
+    user_temperature: float = 0.0,
+    user_max_tokens: int | None = None,
     user_instructions: str | None = None,
     user_opens: bool = False,
     user_tools: Any = (),
@@ -67,8 +70,12 @@ def environment_task(
             folder, or a hub id with its owner, is that of a reward model (``RewardModel``).
         reward_weights: of these, in the same order; 1 each when not given.
         user: who answers what the policy says (``SimulatedUser``): a server of OpenAI's protocol,
-            http://host:8000/v1, or ``module:name``, a function of questions.
+            http://host:8000/v1; ``module:name``, a function of questions; or a model of this
+            process, a hub id or a folder, which is not trained.
         user_model: its name at the server.
+        user_temperature: of a server's or a model's answers.
+        user_max_tokens: most tokens of such an answer; 512 of a model of this process, and what a
+            server takes, when not given.
         user_instructions: what the user is told, with ``{names}`` of columns; when not given, a
             text with the column ``scenario``.
         user_opens: whether the user begins; its words take the place of the prompt.
@@ -136,9 +143,7 @@ def environment_task(
         )
     if sources:
         parts["tools"] = lambda shown: [source(show_schemas=shown) for source in sources]
-    if scoring:
-        parts["rewards"] = scoring
-    parts["user"] = _user(settings)
+    parts |= {"rewards": scoring, "user": _user(settings)}
     return Task(
         name="environment",
         train_rows=rows[0],
@@ -151,7 +156,7 @@ def environment_task(
 
 def _user(settings: Mapping[str, Any]) -> Callable[[], SimulatedUser | None]:
     """Return what makes the user; what is wrong with its settings is said now."""
-    of_user = {name: settings[f"user_{name}"] for name in ("model", "instructions", "opens")}
+    of_user = {name: settings[f"user_{name}"] for name in _OF_USER}
     tools = _functions("user_tools", settings["user_tools"])
     make = functools.partial(simulated_user, settings["user"], **of_user, tools=tools)
     make()
