@@ -10,6 +10,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from collectors.checkpoint.format import Encoder, known_tensorclasses
+from collectors.composition_checks import check_agents
 from torchrl_data.import_path import import_callable
 from torchrl_envs import BranchRollouts, DataLoadingPrimer, RewardErrorLimit, TokenBudget
 from torchrl_envs.rewards.metrics import names_that_solve
@@ -99,6 +100,9 @@ def build_task(recipe: Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
         size = cfg.collector.group_size
         env = TaskEnv(task, num_envs=cfg.collector.num_prompts * size, repeats=size, **common)
         _let_branch(env, cfg.collector)
+        loss = getattr(cfg, "loss", None)
+        if getattr(loss, "advantage", "gae") != "gae":  # a critic pays by token
+            check_agents(env, getattr(loss, "credit", None), who="loss.credit")
         return Setup(task, env, held_out_env)
 
 
