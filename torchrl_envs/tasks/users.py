@@ -53,13 +53,25 @@ def simulated_user(
         )
         return None
     said = INSTRUCTIONS if instructions is None else instructions
-    answerer = _answerer(user, model, temperature, max_tokens)
+    answerer = answerer_of(user, model=model, temperature=temperature, max_tokens=max_tokens)
     return SimulatedUser(answerer, instructions=said, opens=opens, tools=tools)
 
 
-def _answerer(
-    user: str | Answerer, model: str | None, temperature: float, max_tokens: int | None
+def answerer_of(
+    user: str | Answerer, *, model: str | None, temperature: float, max_tokens: int | None
 ) -> Answerer:
+    """Return who answers for a user, as settings name it.
+
+    Args:
+        user: see :func:`simulated_user`, and so are the others.
+        model: the same.
+        temperature: the same.
+        max_tokens: the same.
+
+    Raises:
+        ValueError: a setting has no effect, or a server has no model.
+        ImportError: a package is missing.
+    """
     if not (isinstance(user, str) and user.startswith(("http://", "https://"))):
         drawing = {"user_temperature": temperature, "user_max_tokens": max_tokens}
         _refuse(f"user={user!r:.80} is no server.", user_model=model, **drawing)

@@ -79,9 +79,9 @@ class SimulatedUser(OpenedTurns, EpisodeTransform):
             tools, whose JSON schemas it gets as ``tools``, a list for each question, if it names
             them.
         instructions: the system prompt of the user's conversation: a text whose ``{names}`` are
-            columns of the data (``{end}`` is ``end``), or a function of a row of the data.
-        end: the user has done when it says this; its words in that message are left out, and the
-            episode ends with the stop reason ``environment_done: user``.
+            columns of the data (``{end}`` is ``end``, or the first), or a function of a row of it.
+        end: the user has done when it says this, or one of several; its words in that message are
+            left out, and the episode ends with the stop reason ``environment_done: user``.
         opens: whether the user begins, with a message that it makes up, the same one in all
             rollouts of a draw. The column of the prompts is replaced by it, and may be the scenario
             (``instructions="... {prompt}"``). Otherwise the data's prompt is what the user said.
@@ -115,7 +115,7 @@ class SimulatedUser(OpenedTurns, EpisodeTransform):
         user: Answerer,
         *,
         instructions: str | Callable[[Mapping[str, Any]], str] = INSTRUCTIONS,
-        end: str = END,
+        end: str | Sequence[str] = END,
         opens: bool = False,
         greeting: str = "Hello! How can I help you?",
         tools: Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]] | ToolSource = (),
@@ -133,9 +133,10 @@ class SimulatedUser(OpenedTurns, EpisodeTransform):
                 "SimulatedUser: instructions are a text or a function of a row, got "
                 f"{instructions!r:.80}."
             )
-        for name, text in {"end": end, "greeting": greeting}.items():
-            if not (isinstance(text, str) and text.strip()):
-                raise ValueError(f"SimulatedUser: {name} must be a text, got {text!r:.80}.")
+        ends = [end] if isinstance(end, str) else list(end)
+        for name, texts in {"end": ends, "greeting": [greeting]}.items():
+            if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+                raise ValueError(f"SimulatedUser: {name} must be a text, got {texts!r:.80}.")
         check_numbers("SimulatedUser", POSITIVE, timeout_s=timeout_s)
         check_counts("SimulatedUser", max_calls=max_calls)
         if not isinstance(tools, ToolSource):
@@ -143,7 +144,7 @@ class SimulatedUser(OpenedTurns, EpisodeTransform):
         self._own_tools = (tools,)  # no submodule, which would be a part of the environment
         self.max_calls = max_calls
         self.instructions = instructions
-        self.end = end
+        self.ends = tuple(ends)
         self.opens = opens
         self.greeting = greeting
         self.timeout_s = timeout_s
@@ -324,7 +325,7 @@ class SimulatedUser(OpenedTurns, EpisodeTransform):
                     f"SimulatedUser: instructions(row) must return a text, got {text!r:.80}."
                 )
         else:
-            text = self.instructions.format_map({**row, "end": self.end})
+            text = self.instructions.format_map({**row, "end": self.ends[0]})
         return {"role": "system", "content": text}
 
     def _read(self, said: Message) -> tuple[str, bool]:
@@ -335,7 +336,7 @@ class SimulatedUser(OpenedTurns, EpisodeTransform):
         """
         whole = text_of_message(said)
         text = whole.rpartition("</think>")[2].strip()
-        if self.end in text:
+        if any(end in text for end in self.ends):
             return "", True
         if not text:
             raise ValueError(f"the simulated user says nothing: {whole!r:.80}")
