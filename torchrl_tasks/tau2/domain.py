@@ -33,7 +33,7 @@ def load_domain(name: str) -> "Domain":
 
 
 class Domain:
-    """What is the same in all episodes of a domain.
+    """A domain: all that is the same in its episodes.
 
     Args:
         name: see :func:`load_domain`.
@@ -130,7 +130,7 @@ def _is_played(task: Any) -> bool:
 
 
 def _guidelines(*, has_tools: bool) -> str:
-    """What tau2 tells every simulated user."""
+    """Guidelines of tau2 for every simulated user."""
     folder = import_module("tau2.utils").DATA_DIR / "tau2" / "user_simulator"
     name = "simulation_guidelines_tools.md" if has_tools else "simulation_guidelines.md"
     return (folder / name).read_text(encoding="utf-8")

@@ -112,7 +112,7 @@ def _number_of(row: Mapping[str, Any]) -> str:
 
 
 def _scenario(domain: Domain, row: Mapping[str, Any]) -> str:
-    """What tau2 tells its simulated user."""
+    """Instructions of tau2 for its simulated user."""
     told = domain.tasks[str(row[TASK_COLUMN])].user_scenario
     return f"{domain.guidelines}\n\n<scenario>\n{told}\n</scenario>"
 

@@ -179,7 +179,7 @@ class _Running:
             return False
 
     def _of_words(self, actions: bool, words: bool, said: Sequence[str]) -> float:
-        """What tau2 gives for the calls that were made, and for what the user was told."""
+        """Rewards of tau2 for the calls that were made, and for what the user was told."""
         form = import_module("tau2.data_model.message").AssistantMessage
         turns = [form(role="assistant", content=text) for text in said if text.strip()]
         if self.calls:
