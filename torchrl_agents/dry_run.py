@@ -65,8 +65,8 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> Any:
                 short_enough(shown, policy.engine.max_model_len)
         if recipe.rehearse is not None:
             rehearsed = recipe.rehearse(cfg, setup, policy)
-    for user in user_models(setup.envs):
-        user.check()
+    for user, has_tools in user_models(setup.envs).items():
+        user.check(has_tools=has_tools)
     if isinstance(cfg, TrainingConfig):
         check_loggers(cfg, recipe.name)
         if cfg.push_to_hub is not None:

@@ -236,9 +236,9 @@ def load_models(cfg: RecipeConfig, setup: Setup, run: Run) -> tuple[Any, Any]:
             set_limits(setup, cfg.limits, policy)
         if isinstance(cfg, TrainingConfig):
             settle_micro_batches(cfg, actor)
-    for user in user_models(setup.envs):
+    for user, has_tools in user_models(setup.envs).items():
         with run.log.phase("loading the simulated user's model"):
-            user.load()
+            user.load(has_tools=has_tools)
     return actor, policy
 
 

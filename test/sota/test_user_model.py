@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_one_model_plays_in_all_environments_of_a_task(folder):
     sizes = {"num_rows": 8, "num_held_out": 4, "num_demonstrations": 0}
     task = make_task("ordering", **settings, **sizes)
     envs = [TaskEnv(task), TaskEnv(task, held_out=True)]
-    assert user_models(envs) == [settings["user"]]
+    assert user_models(envs) == {settings["user"]: False}
     for env in envs:
         env.close()
 
@@ -107,6 +108,42 @@ def test_who_can_not_be_loaded_is_told_before_it_is_asked(folder):
     given = {"user": "smollm2", "user_model": "a"}
     with pytest.raises(SettingsError, match=r"task\.user_model=a is for a server"):
         with_user_models(given, POLICY, seed=0)
+
+
+def test_a_template_that_shows_no_tools_is_refused_where_the_user_has_some(folder, tmp_path):
+    mute = tmp_path / "mute"
+    shutil.copytree(folder / "user", mute)
+    config = json.loads((mute / "tokenizer_config.json").read_text())
+    config["chat_template"] = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (mute / "tokenizer_config.json").write_text(json.dumps(config))
+    (mute / "chat_template.jinja").unlink(missing_ok=True)
+    given = {"user": str(mute), "user_tools": f"{__name__}:look_up"}
+    settings = with_user_models(given, POLICY, seed=0)
+    own = {
+        "rewards": f"{__name__}:no_reward",
+        "dataset": str(folder / "rows.jsonl"),
+        "num_held_out": 2,
+    }
+    env = TaskEnv(make_task("environment", **own, **settings))
+    assert user_models([env]) == {settings["user"]: True}
+    env.close()
+    for ask in (settings["user"].check, settings["user"].load):
+        with pytest.raises(SettingsError, match="this user has tools, and the chat template"):
+            ask(has_tools=True)
+    settings["user"].check(has_tools=False)
+    UserModel(str(folder / "user"), POLICY, seed=0).check(has_tools=True)
+
+
+def look_up() -> str:
+    """Look something up."""
+    return "seven"
+
+
+def no_reward(completions):
+    return [0.0] * len(completions)
 
 
 def words_of(run, step):

@@ -3,10 +3,11 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from torchrl_agents.settings.errors import SettingsError, refusing
 from torchrl_agents.settings.schema import PolicyConfig
+from torchrl_data import ConversationEncoder, ToolsNotShownError
 from torchrl_data.messages import Message
 from torchrl_envs import PolicyAnswers, SimulatedUser
 from torchrl_envs.datasets import MODEL_FILES, check_source
@@ -18,6 +19,8 @@ from torchrl_modules.policies.loading import load_causal_lm
 from .loading import load_model
 from .outline import outline
 from .sources import path_of
+
+_TOOL: Final = {"type": "function", "function": {"name": "a_tool", "parameters": {}}}
 
 
 class UserModel:
@@ -63,11 +66,14 @@ class UserModel:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "_lock": threading.Lock()})
 
-    def load(self) -> PolicyAnswers:
+    def load(self, *, has_tools: bool = False) -> PolicyAnswers:
         """Load the model, the first time.
 
+        Args:
+            has_tools: the user may call some.
+
         Raises:
-            SettingsError: it can't be loaded.
+            SettingsError: it can't be loaded, or its chat template shows no tools.
         """
         with self._lock:
             if self._answers is None:
@@ -77,16 +83,30 @@ class UserModel:
                     tokenizer=tokenizer,
                     generate_kwargs=self.sampling,
                 )
+                self._check_tools(wrapper.encoder, has_tools)
                 self._answers = PolicyAnswers(wrapper)
             return self._answers
 
-    def check(self) -> None:
+    def check(self, *, has_tools: bool = False) -> None:
         """Check that the model can be loaded, without its weights.
 
+        Args:
+            has_tools: the user may call some.
+
         Raises:
-            SettingsError: it can't.
+            SettingsError: it can't, or its chat template shows no tools.
         """
-        self._loaded(outline, device="meta")
+        _, tokenizer = self._loaded(outline, device="meta")
+        self._check_tools(ConversationEncoder(tokenizer), has_tools)
+
+    def _check_tools(self, encoder: ConversationEncoder, has_tools: bool) -> None:
+        try:
+            encoder.check_tools([_TOOL] if has_tools else None)
+        except ToolsNotShownError as error:
+            raise SettingsError(
+                f"task.user={self.source}: this user has tools, and the chat template of the model "
+                "does not show any. Take a model whose template does, or a server."
+            ) from error
 
     def __call__(
         self,
@@ -146,11 +166,14 @@ def with_user_models(
     return changed
 
 
-def user_models(envs: Iterable[TaskEnv]) -> list[UserModel]:
-    """Models that play the users of some environments, each once.
+def user_models(envs: Iterable[TaskEnv]) -> dict[UserModel, bool]:
+    """Models that play the users of some environments, and which of these have tools.
 
     Args:
         envs: which.
     """
-    users = [part.user for env in envs for part in env.transforms_of(SimulatedUser)]
-    return list(dict.fromkeys(user for user in users if isinstance(user, UserModel)))
+    found: dict[UserModel, bool] = {}
+    for part in (part for env in envs for part in env.transforms_of(SimulatedUser)):
+        if isinstance(user := part.user, UserModel):
+            found[user] = found.get(user, False) or part.has_tools
+    return found

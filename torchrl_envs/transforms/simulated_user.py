@@ -157,6 +157,13 @@ class SimulatedUser(OpenedTurns, EpisodeTransform):
         """Answers for the user."""
         return self._questions.answerer
 
+    @property
+    def has_tools(self) -> bool:
+        """True where it may call functions of its own, or what an environment has for it."""
+        others = self.env_transforms(ToolSource)
+        own = self._own_tools[0].tool_names()
+        return bool(own) or any(source.user_tool_names() for source in others)
+
     def extra_repr(self) -> str:
         """Who the user is, who begins, and the functions that are its tools."""
         name = getattr(self.user, "__name__", type(self.user).__name__)
