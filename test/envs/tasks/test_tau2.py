@@ -1,5 +1,6 @@
 """tau2-bench, with the real package: what is played, who sees what, and what tau2 itself pays."""
 
+import pickle
 from importlib import import_module
 
 import pytest
@@ -94,6 +95,25 @@ def test_only_what_is_right_and_comes_to_its_end_is_paid(
     texts = [turn if isinstance(turn, str) else call_text(turn[0], **turn[1]) for turn in turns]
     env = env_of("create_task_1", user=f"{__name__}:content", max_turns=2)
     assert ended(play, scripted(texts), env)[:2] == (reward, reason)
+
+
+@pytest.mark.parametrize(
+    ("turns", "reward"),
+    [
+        (["Polyester or cotton."], 1.0),
+        (["Polyester."], 0.0),
+        (["<think>Polyester or cotton?</think>Well."], 0.0),
+        (["Polyester or cotton. {call}", "Well."], 0.0),
+    ],
+    ids=["told", "half of it", "thought", "beside a call"],
+)
+def test_the_customer_is_told_what_it_hears(scripted, play, call_text, turns, reward):
+    """Task 24 of retail changes nothing, and is paid for two words."""
+    call = call_text("calculate", expression="1 + 1")
+    texts = [text.format(call=call) for text in turns]
+    domain = {"domain": "retail", "split": "base"}
+    env = env_of("24", **domain, held_out_split="base", user=f"{__name__}:content")
+    assert ended(play, scripted(texts), env)[:2] == (reward, "environment_done: user")
 
 
 TASKS = [
@@ -228,3 +248,11 @@ def test_tasks_that_begin_in_the_middle_are_left_out():
     begun = {t.id for t in every if t.initial_state and t.initial_state.message_history}
     assert begun
     assert {*domain.tasks} == {task.id for task in every} - begun
+
+
+def test_a_domain_of_ones_own_is_a_module_and_each_process_reads_it_once():
+    mock, own = load_domain("mock"), load_domain("tau2.domains.mock.environment")
+    assert (own.rules, {*own.tasks}) == (mock.rules, {*mock.tasks})
+    assert pickle.loads(pickle.dumps(mock)) is mock
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        load_domain("nowhere.to_be_found")
