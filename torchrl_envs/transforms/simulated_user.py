@@ -88,7 +88,7 @@ class SimulatedUser(OpenedTurns, EpisodeTransform):
         greeting: what the assistant seems to have said before the user's first words: the first
             message that the user reads.
         tools: functions that the user alone may call, as :class:`FunctionTools` takes them, or a
-            :class:`ToolSource` of yours that stands nowhere else.
+            :class:`ToolSource` of yours that stands nowhere else, whose events don't run.
         max_calls: most calls of tools between two words of the user; with more the episode is lost.
         timeout_s: deadline of one answer, in seconds, with what it waits for others.
 
