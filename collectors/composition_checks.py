@@ -261,19 +261,33 @@ def check_credit(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> N
                 "one for the whole episode. Give RewardFunctions([...], level='turn'), or take "
                 "credit='episode'."
             )
-        programs = [p for p in given if isinstance(p, AgentProgram)]
-        named = [p.agents for p in programs if p.agents]
-        if credit in OF_EPISODES and named:
-            raise ValueError(
-                f"{who}: the agents {list(named[0])} have rewards of their own, and "
-                f"credit={credit!r} pays all of them alike. Take credit='agent' (of a recipe "
-                "loss.credit=agent)."
-            )
-        if credit == "agent" and not programs:
-            raise ValueError(
-                f"{who}: credit='agent' compares each agent of a program with itself, and the "
-                "environment has no AgentProgram. Take credit='episode'."
-            )
+        check_agents(env, credit, who=who)
+
+
+def check_agents(env: EpisodeEnv, credit: Any, *, who: str) -> None:
+    """Check that agents with rewards of their own are paid by themselves, and no others are.
+
+    Args:
+        env: of the rollouts.
+        credit: who is paid, see :class:`~objectives.MCAdvantage`.
+        who: the component, named in errors.
+
+    Raises:
+        ValueError: they are not, or there is no program.
+    """
+    programs = list(env.transforms_of(AgentProgram))
+    named = [program.agents for program in programs if program.agents]
+    if credit in OF_EPISODES and named:
+        raise ValueError(
+            f"{who}: the agents {list(named[0])} have rewards of their own, and "
+            f"credit={credit!r} pays all of them alike. Take credit='agent' (of a recipe "
+            "loss.credit=agent)."
+        )
+    if credit == "agent" and not programs:
+        raise ValueError(
+            f"{who}: credit='agent' compares each agent of a program with itself, and the "
+            "environment has no AgentProgram. Take credit='episode'."
+        )
 
 
 def check_branching(env: EpisodeEnv, parts: Sequence[Any], *, who: str) -> None:

@@ -26,6 +26,7 @@ from .models.own_engine import engine_factory
 from .models.policies import build_policies, check_images, check_split
 from .models.policy_arguments import wrapper_arguments
 from .models.sources import model_source, name_of_model
+from .models.user_model import user_models
 from .models.vllm_policy import vllm_policy
 from .models.warm_start import drawn_demonstrations, short_enough
 from .settings.errors import SettingsError, refusing
@@ -64,6 +65,8 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> Any:
                 short_enough(shown, policy.engine.max_model_len)
         if recipe.rehearse is not None:
             rehearsed = recipe.rehearse(cfg, setup, policy)
+    for user, has_tools in user_models(setup.envs).items():
+        user.check(has_tools=has_tools)
     if isinstance(cfg, TrainingConfig):
         check_loggers(cfg, recipe.name)
         if cfg.push_to_hub is not None:

@@ -10,6 +10,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from collectors.checkpoint.format import Encoder, known_tensorclasses
+from collectors.composition_checks import check_agents
 from torchrl_data.import_path import import_callable
 from torchrl_envs import BranchRollouts, DataLoadingPrimer, RewardErrorLimit, TokenBudget
 from torchrl_envs.rewards.metrics import names_that_solve
@@ -21,6 +22,7 @@ from torchrl_modules.weights.quantized_weights import quantization_of
 from .device_defaults import default_autocast, describe, settle_micro_batches
 from .models.adapters import add_adapters
 from .models.policies import build_policies
+from .models.user_model import user_models, with_user_models
 from .models.warm_start import drawn_demonstrations, warm_start
 from .origin import Origin, origin_of
 from .run import Run
@@ -98,6 +100,9 @@ def build_task(recipe: Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
         size = cfg.collector.group_size
         env = TaskEnv(task, num_envs=cfg.collector.num_prompts * size, repeats=size, **common)
         _let_branch(env, cfg.collector)
+        loss = getattr(cfg, "loss", None)
+        if getattr(loss, "advantage", "gae") != "gae":  # a critic pays by token
+            check_agents(env, getattr(loss, "credit", None), who="loss.credit")
         return Setup(task, env, held_out_env)
 
 
@@ -165,7 +170,8 @@ def _make_task(
     if is_embedded and settings.get("level", "") is None:
         cfg.task.level = settings["level"] = "easy"
         _LOG.info("what the embedded model is asked is easy: task.level=easy")
-    task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **settings)
+    given = with_user_models(settings, cfg.policy, seed=cfg.seed)
+    task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **given)
     defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained, origin=origin.model)
     if is_embedded:
         defaults["policy.max_new_tokens"] = task.max_new_tokens
@@ -230,6 +236,9 @@ def load_models(cfg: RecipeConfig, setup: Setup, run: Run) -> tuple[Any, Any]:
             set_limits(setup, cfg.limits, policy)
         if isinstance(cfg, TrainingConfig):
             settle_micro_batches(cfg, actor)
+    for user, has_tools in user_models(setup.envs).items():
+        with run.log.phase("loading the simulated user's model"):
+            user.load(has_tools=has_tools)
     return actor, policy
 
 

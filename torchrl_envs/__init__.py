@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from .tasks.math_problems import MATHEnv as MATHEnv
     from .testing.environment_rules import EnvironmentRuleError as EnvironmentRuleError
     from .testing.environment_rules import check_env as check_env
+    from .tool_schemas import user_tool as user_tool
     from .tools.browser import BrowserTransform as BrowserTransform
     from .tools.environments import EnvironmentTools as EnvironmentTools
     from .tools.functions import FunctionTools as FunctionTools

@@ -20,6 +20,8 @@ from .schema_checks import DEADLINE_S, SlowSchemaError, make_validator, now
 RESERVED: Final = frozenset({"reset", "get_reward", "close"})
 """The lifecycle of an environment; never offered to the model."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_OF_USER: Final = "_is_tool_of_user"
+"""The attribute of a method that is a tool of the simulated user's."""
 _UNREADABLE: Final = (
     chat_template_utils.DocstringParsingException,
     chat_template_utils.TypeHintParsingException,
@@ -104,8 +106,46 @@ def _typed(text: Any, schema: Any) -> Any:
         return text
 
 
-def environment_tools(environment: type | object) -> dict[str, Tool]:
-    """The public methods of an environment, as tools."""
+def user_tool(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a method of an environment as a tool of the simulated user, and not of the policy.
+
+    Args:
+        method: public, with type hints and a docstring as any tool.
+
+    Raises:
+        TypeError: it is no function.
+
+    Example:
+        >>> class Phone:
+        ...     def reset(self, **row):
+        ...         self.is_on = False
+        ...     def line_is_up(self) -> bool:  # a tool of the policy's
+        ...         '''Say whether the line is up.'''
+        ...         return self.is_on
+        ...     @user_tool
+        ...     def switch_on(self) -> str:
+        ...         '''Switch the phone on.'''
+        ...         self.is_on = True
+        ...         return "on"
+        >>> [*environment_tools(Phone)], [*environment_tools(Phone, of_user=True)]
+        (['line_is_up'], ['switch_on'])
+    """
+    if not isinstance(method, types.FunctionType):
+        raise TypeError(
+            f"user_tool marks a method of an environment, got {type(method).__name__}: "
+            f"{method!r:.80}. Write @user_tool directly above def."
+        )
+    setattr(method, _OF_USER, True)
+    return method
+
+
+def environment_tools(environment: type | object, *, of_user: bool = False) -> dict[str, Tool]:
+    """The public methods of an environment, as tools.
+
+    Args:
+        environment: its class, or an object of it.
+        of_user: those that :func:`user_tool` marks; when not given, the others.
+    """
     # As with TRL: methods and class methods, inherited ones included, but for `reset`,
     # `get_reward` and `close`; properties and static methods are none.
     cls = environment if isinstance(environment, type) else type(environment)
@@ -116,7 +156,9 @@ def environment_tools(environment: type | object) -> dict[str, Tool]:
             if name.startswith("_") or name in RESERVED:
                 continue
             method = static.__func__ if isinstance(static, classmethod) else static
-            if isinstance(method, types.FunctionType):
+            if not isinstance(method, types.FunctionType):
+                continue
+            if getattr(method, _OF_USER, False) == of_user:
                 bound = types.MethodType(method, object())
                 tools[name] = function_tool(bound, owner=cls.__name__)
     return tools

@@ -89,6 +89,7 @@ def ordering_task(
     *,
     user: str | None = None,
     user_model: str | None = None,
+    user_temperature: float = 0.0,
     num_rows: int = 4096,
     num_held_out: int = 256,
     num_demonstrations: int = 8192,
@@ -100,9 +101,10 @@ def ordering_task(
     asks for what is missing, and no more, gets 0.8 on average.
 
     Args:
-        user: who plays the customer: a server, http://host:8000/v1, or module:name, a function of
-            yours; one that is written here when not given.
+        user: who plays the customer: a server, http://host:8000/v1; module:name, a function of
+            yours; or a hub id or folder of a model; one that is written here when not given.
         user_model: its name at the server.
+        user_temperature: of a server's or a model's answers.
         num_rows: training rows, each an order.
         num_held_out: rows of the test, drawn independently.
         num_demonstrations: conversations for the warm start.
@@ -129,7 +131,7 @@ def ordering_task(
     return Task(
         name="ordering",
         environment=Orders,
-        user=lambda: simulated_user(name, model=user_model),
+        user=lambda: simulated_user(name, model=user_model, temperature=user_temperature),
         train_rows=train,
         held_out_rows=held_out,
         system_prompt=SYSTEM_PROMPT,

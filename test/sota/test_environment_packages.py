@@ -285,3 +285,22 @@ def test_is_trained_on(module, num_steps, gain, there, run_script):
         for sample in samples:
             is_there = "[G]" in sample.messages[-1]["content"]
             assert sample.reward == float(is_there)
+
+
+def test_tau2_is_trained_on(tmp_path, run_script):
+    """Each rollout is scored, and paid only where its customer was content."""
+    right = call("create_task", user_id="user_1", title="Important Meeting")
+    wrong = call("create_task", user_id="user_1", title="Meeting")
+    save_actor(tmp_path / "actor", (right, wrong, "Done."))
+    words = ["task=tau2", "task.domain=mock", "task.split=base", "task.held_out_split=base"]
+    words += [*FAST, "policy.model=actor", "policy.max_new_tokens=40", "task.max_turns=4"]
+    words += ["train.num_steps=2", "hydra.run.dir=run"]
+    done = run_script(*words, cwd=tmp_path, name="grpo")
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = RunRecord(tmp_path / "run")
+    samples = [sample for step in record.steps for sample in record.samples(step.step)]
+    assert len(samples) == 2 * 2 * 8
+    assert {sample.reward for sample in samples} == {0.0, 1.0}
+    for sample in samples:
+        assert "<policy>" in sample.messages[0]["content"]
+        assert sample.stop_reason == "environment_done: user" or sample.reward == 0.0

@@ -233,3 +233,31 @@ def test_a_package_that_was_imported_in_part_has_all_its_generators(monkeypatch)
 
 def test_every_backend_that_is_a_choice_can_be_opened():
     assert tuple(LOGGERS) == BACKENDS
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            "task=agent task.program=mine:play task.agents=[a,b] evaluate.solved_by=reward",
+            "pays all of them alike. Take",
+        ),
+        ("task.rewards=mine:score loss.credit=agent", "the environment has no AgentProgram"),
+    ],
+)
+def test_agents_that_the_loss_does_not_know_are_told_before_a_model_is_loaded(
+    run_script, tmp_path, settings, words
+):
+    (tmp_path / "mine.py").write_text(
+        "def play(endpoint):\n    ...\n\ndef score(completions):\n    ...\n"
+    )
+    rows = "".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(8))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "model").mkdir()  # without a model, which would be the next thing to say
+    own = ["task.dataset=rows.jsonl", "policy.model=model", "evaluate.num_prompts=2"]
+    own += ["evaluate.solved_by=reward"]
+    done = run_script(*settings.split(), *own, cwd=tmp_path, name="grpo")
+    assert done.returncode == 1
+    assert words in done.stderr
+    done = run_script("task.rewards=mine:score", *own, cwd=tmp_path, name="grpo")
+    assert "holds no model" in done.stderr

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from torchrl_data.messages import Message
 
 from .records import ToolCall
+from .strict_json import read_json
 
 
 def message_with_calls(
@@ -28,3 +29,39 @@ def message_with_calls(
         for call in calls
     ]
     return {**message, "content": before.removesuffix("\n"), "tool_calls": tool_calls}
+
+
+def calls_of_message(message: Mapping[str, object]) -> list[tuple[ToolCall, str]]:
+    """The calls of a message of the assistant, each with what is wrong with its arguments, if any.
+
+    Args:
+        message: its ``tool_calls`` are as OpenAI's chat completions have them; the arguments are a
+            dictionary or the JSON text of one.
+
+    Raises:
+        ValueError: ``tool_calls`` have another form.
+
+    Example:
+        >>> call = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+        >>> calls_of_message({"role": "assistant", "tool_calls": [call]})
+        [(ToolCall(name='add', arguments={'a': 1}, id='1', is_text=False), '')]
+    """
+    found = []
+    given: object = message.get("tool_calls") or []
+    for entry in given if isinstance(given, Sequence) else [given]:
+        function = entry.get("function") if isinstance(entry, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not (isinstance(entry, Mapping) and isinstance(function, Mapping) and name):
+            raise ValueError(
+                "each of tool_calls is {'id': ..., 'function': {'name': ..., 'arguments': {...}}}, "
+                f"got {entry!r:.80}."
+            )
+        arguments, error = function.get("arguments") or {}, ""
+        try:
+            read = read_json(arguments) if isinstance(arguments, str) else arguments
+            if not isinstance(read, Mapping):
+                raise ValueError(f"the arguments are no object: {arguments!r:.80}")
+        except ValueError as wrong:
+            read, error = {}, str(wrong)
+        found.append((ToolCall(str(name), dict(read), entry.get("id")), error))
+    return found

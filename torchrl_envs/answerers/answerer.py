@@ -3,18 +3,21 @@
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from torchrl_data.messages import Message
-from torchrl_envs.concurrency.calls import is_async
+from torchrl_envs.concurrency.calls import accepted_arguments, is_async
 from torchrl_envs.concurrency.outcome import guarded
 from torchrl_envs.concurrency.threads import DaemonThreads
 
-Answers = list[str | Exception]
-"""What was answered to each question, or why there is no answer."""
-Answerer = Callable[[Sequence[Sequence[Message]]], Answers | Awaitable[Answers]]
-"""Answers questions, each a list of messages; may be ``async``, and be called in any thread."""
+Answers = list[str | Message | Exception]
+"""What was answered to each question, or why there is no answer. A message of the assistant is for
+who is offered tools: its ``tool_calls`` are what is called."""
+Answerer = Callable[..., Answers | Awaitable[Answers]]
+"""Answers questions, each a list of messages; may be ``async``, and be called in any thread. It is
+given what it names of ``tools``, the JSON schemas of what each question may call, and ``streams``,
+the number by which the random numbers of each are told apart."""
 
 
 def as_exception(error: BaseException) -> Exception:
@@ -30,13 +33,22 @@ def as_exception(error: BaseException) -> Exception:
     return made
 
 
-async def ask(answerer: Answerer, questions: Sequence[Sequence[Message]], *, who: str) -> Answers:
+async def ask(
+    answerer: Answerer,
+    questions: Sequence[Sequence[Message]],
+    *,
+    who: str,
+    tools: Sequence[Sequence[dict[str, Any]]] = (),
+    streams: Sequence[int | None] = (),
+) -> Answers:
     """Ask all questions at once; a function that is not ``async`` runs on a thread of its own.
 
     Args:
         answerer: is called once.
         questions: messages each.
         who: is asked, named in the error.
+        tools: JSON schemas of what the answer to each may call; none when not given.
+        streams: names the random numbers of each answer, see :func:`~torchrl_data.stream_number`.
 
     Returns:
         An answer to each, or why there is none.
@@ -46,12 +58,13 @@ async def ask(answerer: Answerer, questions: Sequence[Sequence[Message]], *, who
         TypeError: it gives something else than a list.
         ValueError: it gives more or fewer answers than there are questions.
     """
+    given = _accepted(answerer, {"tools": tools, "streams": streams})
     if is_async(answerer):
-        answers: Any = answerer(questions)
+        answers: Any = answerer(questions, **given)
     else:
         # One that hangs must not hold up the end of the program.
         thread = DaemonThreads(1)
-        answering = thread.submit(functools.partial(guarded, lambda: answerer(questions)))
+        answering = thread.submit(functools.partial(guarded, lambda: answerer(questions, **given)))
         thread.close()
         outcome = await asyncio.wrap_future(answering)
         if outcome.error is not None:
@@ -68,3 +81,11 @@ async def ask(answerer: Answerer, questions: Sequence[Sequence[Message]], *, who
     if len(answers) != len(questions):
         raise ValueError(f"{who} gave {len(answers)} answers to {len(questions)} questions")
     return list(answers)
+
+
+def _accepted(answerer: Answerer, more: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Arguments that go with the questions, as far as an answerer names them."""
+    try:
+        return accepted_arguments(answerer, {name: each for name, each in more.items() if each})
+    except ValueError:  # a function that is not written in Python has no signature
+        return {}

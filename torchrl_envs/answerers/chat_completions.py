@@ -1,6 +1,7 @@
 """A model behind OpenAI's protocol that answers questions."""
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -64,34 +65,57 @@ class ChatCompletions:
             timeout=timeout_s,
         )
 
-    async def __call__(self, questions: Sequence[Sequence[Message]]) -> Answers:
+    async def __call__(
+        self,
+        questions: Sequence[Sequence[Message]],
+        *,
+        tools: Sequence[Sequence[dict[str, Any]]] | None = None,
+    ) -> Answers:
         """Ask all at once.
 
         Args:
             questions: messages each.
+            tools: JSON schemas of what each answer may call; such an answer is a message.
         """
         free = asyncio.Semaphore(self.max_concurrent)
         # A client belongs to the event loop that it was first used on.
         async with self._client() as client:
 
-            async def ask(messages: Sequence[Message]) -> str | Exception:
-                chat: Any = list(messages)
+            async def ask(
+                messages: Sequence[Message], schemas: Sequence[dict[str, Any]]
+            ) -> str | Message | Exception:
+                chat: Any = [_as_sent(message) for message in messages]
+                offered: Any = {"tools": list(schemas)} if schemas else {}
                 complete = client.chat.completions.create
                 async with free:
                     try:
                         async with asyncio.timeout(self.timeout_s):
                             reply = await complete(
-                                model=self.model, messages=chat, **self.generation
+                                model=self.model, messages=chat, **offered, **self.generation
                             )
                         if not reply.choices:
                             raise ValueError(f"{self.model} gave no answer at all")
                         choice = reply.choices[0]
                         if choice.finish_reason == "length":
                             raise ValueError(f"{self.model}: the answer was cut; raise max_tokens")
+                        if schemas and choice.message.tool_calls:
+                            return choice.message.model_dump(exclude_none=True)
                         return choice.message.content or ""
                     except TimeoutError:
                         return TimeoutError(f"{self.model}: no answer within {self.timeout_s:g} s")
                     except Exception as error:  # whatever the server does is this rollout's error
                         return error
 
-            return list(await asyncio.gather(*map(ask, questions)))
+            offers = [()] * len(questions) if tools is None else tools
+            return list(await asyncio.gather(*map(ask, questions, offers)))
+
+
+def _as_sent(message: Message) -> Message:
+    """A message as a server takes it: the arguments of calls are JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [{**call, "function": {**call["function"]}} for call in message["tool_calls"]]
+    for function in (call["function"] for call in calls):
+        if not isinstance(function.get("arguments"), str):
+            function["arguments"] = json.dumps(function.get("arguments") or {})
+    return {**message, "tool_calls": calls}

@@ -3,8 +3,8 @@
 import asyncio
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from torchrl_data.messages import Message
 from torchrl_envs.concurrency.calls import is_async
@@ -13,6 +13,14 @@ from .answerer import Answerer, ask
 
 _PAUSE_S: Final = 0.001
 """As long as questions come at this pace, they are asked together."""
+
+
+class _Question(NamedTuple):
+    """A question, and what goes with it."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]]
+    stream: int | None
 
 
 class GatheredQuestions:
@@ -41,19 +49,27 @@ class GatheredQuestions:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["answerer"], who=state["who"])
 
-    async def ask(self, question: Sequence[Message]) -> str:
+    async def ask(
+        self,
+        question: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        stream: int | None = None,
+    ) -> str | Message:
         """Ask one question, and wait for its answer.
 
         Args:
             question: messages.
+            tools: JSON schemas of what the answer may call; then it may be a message.
+            stream: names the random numbers of the answer, see :func:`ask`.
 
         Raises:
             Exception: why there is none, as the answerer gave or raised it.
-            TypeError: the answer is no text.
+            TypeError: the answer is no text, nor a message where there are tools.
         """
         with self._lock:
             waiting = self._of_loop.setdefault(asyncio.get_running_loop(), _Waiting(self))
-        return await waiting.ask(question)
+        return await waiting.ask(_Question(question, tools, stream))
 
 
 class _Waiting:
@@ -62,12 +78,12 @@ class _Waiting:
     def __init__(self, owner: GatheredQuestions) -> None:
         self._answerer, self._who = owner.answerer, owner.who
         self._in_turn = not is_async(owner.answerer)
-        self._asked: list[tuple[Sequence[Message], asyncio.Future[str]]] = []
+        self._asked: list[tuple[_Question, asyncio.Future[str | Message]]] = []
         self._gathering: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def ask(self, question: Sequence[Message]) -> str:
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    async def ask(self, question: _Question) -> str | Message:
+        answer: asyncio.Future[str | Message] = asyncio.get_running_loop().create_future()
         self._asked.append((question, answer))
         if self._gathering is None:
             self._gathering = asyncio.create_task(self._gather())
@@ -92,17 +108,20 @@ class _Waiting:
         self._gathering = None
 
     async def _ask_all(
-        self, asked: Sequence[tuple[Sequence[Message], asyncio.Future[str]]]
+        self, asked: Sequence[tuple[_Question, asyncio.Future[str | Message]]]
     ) -> None:
         answers: Sequence[Any]
         try:
-            answers = await ask(self._answerer, [each for each, _ in asked], who=self._who)
+            questions, tools, streams = map(list, zip(*(each for each, _ in asked), strict=True))
+            more: Any = {"tools": tools} if any(tools) else {}
+            more |= {"streams": streams} if streams != [None] * len(streams) else {}
+            answers = await ask(self._answerer, questions, who=self._who, **more)
         except Exception as error:
             answers = [error] * len(asked)
-        for answer, (_, waits) in zip(answers, asked, strict=True):
+        for answer, (question, waits) in zip(answers, asked, strict=True):
             if waits.done():  # nobody waits any more
                 continue
-            if isinstance(answer, str):
+            if isinstance(answer, str) or (question.tools and isinstance(answer, Mapping)):
                 waits.set_result(answer)
             elif isinstance(answer, BaseException):
                 waits.set_exception(answer)

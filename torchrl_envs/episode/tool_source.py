@@ -148,6 +148,24 @@ class ToolSource(EpisodeTransform):
         """A call of one of the episode's tools, ready to run; its arguments fit the schema."""
         raise NotImplementedError(f"{type(self).__name__} offers tools but has no bind().")
 
+    # Tools of the simulated user ------------------------------------------------------------------
+
+    def user_tool_names(self) -> Mapping[str, str]:
+        """Every tool that any simulated user may call here, and who owns it."""
+        return {}
+
+    def user_tools_of(self, episode: Episode) -> Mapping[str, "Tool"]:
+        """Tools that an episode's simulated user may call here, and the policy may not; by name.
+
+        Called before ``begin``, too: it goes by the row of the data.
+        """
+        del episode
+        return {}
+
+    def bind_user(self, episode: Episode, call: ToolCall) -> Job:
+        """A call of the simulated user's, ready to run; its arguments fit the schema."""
+        return self.bind(episode, call)
+
     def extra_repr(self) -> str:
         """Tools of the source, and its rewards if it has any."""
         tools = [f"tools={list(self.tool_names())}"] if self.tool_names() else []
@@ -239,9 +257,10 @@ class ToolDispatcher(EpisodeTransform):
             if source.only_for is None or source.only_for(episode):
                 tools[number] = source.tools_of(episode)
         if any(tools.values()):
+            offers = {n: (own, self.sources[n].bind) for n, own in tools.items()}
             _, calls, places = self.parse(text)
             for call, at in zip(calls, places or [0] * len(calls), strict=True):
-                items.append(self._bind(tools, episode, call, at))
+                items.append(bind_call(offers, episode, call, at))
         for number in tools:
             source = self.sources[number]
             for item in source.read_turn(episode, text):
@@ -285,32 +304,50 @@ class ToolDispatcher(EpisodeTransform):
         if end is not None:
             (episode.truncate if end.is_truncation else episode.terminate)(end.stop_reason)
 
-    def _bind(
-        self,
-        tools: Mapping[int, Mapping[str, "Tool"]],
-        episode: Episode,
-        call: ToolCall | MalformedCall,
-        position: int,
-    ) -> Job | Answer:
-        """A call that is ready to run, or what is wrong with it; ``tools`` of each source."""
-        if isinstance(call, MalformedCall):
-            return _refusal(None, f"malformed tool call: {call.error}", position)
-        for number, own in tools.items():
-            tool = own.get(call.name)
-            if tool is not None:
-                if call.is_text:
-                    call = call._replace(arguments=tool.typed(call.arguments), is_text=False)
-                error = tool.argument_error(call.arguments)
-                if error is not None:
-                    return _refusal(call, f"{call.name}: {error}", position)
-                job = self.sources[number].bind(episode, call)
-                lane = None if job.lane is None else (number, job.lane)
-                return Job(job.call, job.phrase, job.timeout_s, lane, position, call.name)
-        names = [name for own in tools.values() for name in own]
-        return _refusal(call, f"unknown tool {call.name!r:.80}; the tools are {names}", position)
+
+CallBinder = Callable[[Episode, ToolCall], Job]
+"""Makes a call of a tool ready to run."""
 
 
-def _refusal(call: ToolCall | None, error: str, position: int) -> Answer:
+def bind_call(
+    offers: Mapping[Any, tuple[Mapping[str, "Tool"], CallBinder]],
+    episode: Episode,
+    call: ToolCall | MalformedCall,
+    position: int = 0,
+) -> Job | Answer:
+    """A call that is ready to run, or what is wrong with it.
+
+    Args:
+        offers: the tools of each source, and how it binds a call; its key begins the lanes.
+        episode: in which something is called.
+        call: as it was read.
+        position: see :class:`Job`.
+    """
+    if isinstance(call, MalformedCall):
+        return refuse_call(None, f"malformed tool call: {call.error}", position)
+    for number, (own, bind) in offers.items():
+        tool = own.get(call.name)
+        if tool is not None:
+            if call.is_text:
+                call = call._replace(arguments=tool.typed(call.arguments), is_text=False)
+            error = tool.argument_error(call.arguments)
+            if error is not None:
+                return refuse_call(call, f"{call.name}: {error}", position)
+            job = bind(episode, call)
+            lane = None if job.lane is None else (number, job.lane)
+            return Job(job.call, job.phrase, job.timeout_s, lane, position, call.name)
+    names = [name for own, _ in offers.values() for name in own]
+    return refuse_call(call, f"unknown tool {call.name!r:.80}; the tools are {names}", position)
+
+
+def refuse_call(call: ToolCall | None, error: str, position: int = 0) -> Answer:
+    """The answer to a call that is not run.
+
+    Args:
+        call: what it answers; ``None`` for one that could not be read.
+        error: why it is not.
+        position: see :class:`Job`.
+    """
     tool = "" if call is None else call.name
     message = tool_message(call, error_text(error))
     return Answer(message, is_error=True, position=position, tool=tool)

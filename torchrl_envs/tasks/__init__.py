@@ -34,6 +34,7 @@ TASKS: Final[dict[str, str]] = {
     "openenv": "torchrl_envs.tasks.openenv:openenv_task",
     "ordering": "torchrl_tasks.ordering:ordering_task",
     "search": "torchrl_tasks.search.search:search_task",
+    "tau2": "torchrl_tasks.tau2.tau2:tau2_task",
     "terminal": "torchrl_tasks.terminal:make_task",
     "wordle": "torchrl_tasks.wordle:wordle_task",
 }

@@ -15,11 +15,13 @@ from torchrl_envs.graders.reward_model import RewardModel
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.tools.functions import FunctionTools
 from torchrl_envs.tools.step_environments import StepEnvironments, protocol_of
+from torchrl_envs.transforms.simulated_user import SimulatedUser
 
 from .task import Task, load_task_rows
 from .users import simulated_user
 
 PROMPT: Final = "Act in the environment: each of your messages is one action."
+_OF_USER: Final = ("model", "temperature", "max_tokens", "instructions", "opens")
 _OF_TASK: Final = ("prompt_column", "skip_bad_rows", "system_prompt", "max_turns", "max_new_tokens")
 
 
@@ -31,8 +33,11 @@ def environment_task(
     reward_weights: Sequence[float] = (),
     user: str | None = None,
     user_model: str | None = None,
+    user_temperature: float = 0.0,
+    user_max_tokens: int | None = None,
     user_instructions: str | None = None,
     user_opens: bool = False,
+    user_tools: Any = (),
     arguments: Any = None,
     row_argument: str | None = None,
     reset_columns: Sequence[str] = (),
@@ -65,11 +70,17 @@ def environment_task(
             folder, or a hub id with its owner, is that of a reward model (``RewardModel``).
         reward_weights: of these, in the same order; 1 each when not given.
         user: who answers what the policy says (``SimulatedUser``): a server of OpenAI's protocol,
-            http://host:8000/v1, or ``module:name``, a function of questions.
+            http://host:8000/v1; ``module:name``, a function of questions; or a model of this
+            process, a hub id or a folder, which is not trained.
         user_model: its name at the server.
+        user_temperature: of a server's or a model's answers.
+        user_max_tokens: most tokens of such an answer; 512 of a model of this process, and what a
+            server takes, when not given.
         user_instructions: what the user is told, with ``{names}`` of columns; when not given, a
             text with the column ``scenario``.
         user_opens: whether the user begins; its words take the place of the prompt.
+        user_tools: functions that the user can call, and the policy can't: one ``module:name``, or
+            a list; beside methods of the factory's class that ``user_tool`` marks.
         arguments: that the factory is called with, by name.
         row_argument: the argument that gets the row of the data, if one does.
         reset_columns: columns that are ``options`` of ``reset``, of environments with steps.
@@ -132,11 +143,7 @@ def environment_task(
         )
     if sources:
         parts["tools"] = lambda shown: [source(show_schemas=shown) for source in sources]
-    if scoring:
-        parts["rewards"] = scoring
-    of_user = {"model": user_model, "instructions": user_instructions, "opens": user_opens}
-    parts["user"] = functools.partial(simulated_user, user, **of_user)
-    parts["user"]()  # what is wrong with it is said now
+    parts |= {"rewards": scoring, "user": _user(settings)}
     return Task(
         name="environment",
         train_rows=rows[0],
@@ -145,6 +152,15 @@ def environment_task(
         **{name: settings[name] for name in _OF_TASK},
         **parts,
     )
+
+
+def _user(settings: Mapping[str, Any]) -> Callable[[], SimulatedUser | None]:
+    """Return what makes the user; what is wrong with its settings is said now."""
+    of_user = {name: settings[f"user_{name}"] for name in _OF_USER}
+    tools = _functions("user_tools", settings["user_tools"])
+    make = functools.partial(simulated_user, settings["user"], **of_user, tools=tools)
+    make()
+    return make
 
 
 def _functions(setting: str, given: Any) -> list[Callable[..., Any]]:

@@ -31,7 +31,8 @@ class EnvironmentTools(OpenedTurns, ToolSource, RewardSource):
     (all of them if it takes ``**kwargs``), and ``seed``, the group's seed, if it names it; what it
     returns, a string or a list of content parts, is added to the last user message (a string after
     a blank line), or becomes a user message if there is none. Every other public method is a tool
-    (class methods too, static ones not, as with TRL).
+    (class methods too, static ones not, as with TRL), but for those that ``user_tool`` marks: they
+    are called by the :class:`SimulatedUser`, and the policy does not see them.
     ``get_reward()`` is asked once, when the episode ends; it gets ``messages``, the whole
     conversation, if it names it, and ``None`` from it means that it does not apply. ``close()`` is
     always called. All may be ``async``.
@@ -111,6 +112,9 @@ class EnvironmentTools(OpenedTurns, ToolSource, RewardSource):
             known_as = cls.__name__ if name is None else name
             self.factories[known_as], self.types[known_as] = make, cls
         self.tools = {name: environment_tools(cls) for name, cls in self.types.items()}
+        self.user_tools = {
+            name: environment_tools(cls, of_user=True) for name, cls in self.types.items()
+        }
 
     # Composition --------------------------------------------------------------------------------
 
@@ -172,8 +176,11 @@ class EnvironmentTools(OpenedTurns, ToolSource, RewardSource):
 
     def _has_environment(self, name: str, row: Mapping[str, Any]) -> bool:
         """Return whether the episodes that start from a row have an environment of that name."""
-        its = row.get(self.route_column) if self.is_routed else name
-        return its == name and self.takes_part_in_row(row)
+        return self._name_for(row) == name and self.takes_part_in_row(row)
+
+    def _name_for(self, row: Mapping[str, Any]) -> Any:
+        """The name of the environment that a row has, which may be none of them."""
+        return row.get(self.route_column) if self.is_routed else next(iter(self.factories))
 
     # Lifecycle ----------------------------------------------------------------------------------
 
@@ -196,7 +203,7 @@ class EnvironmentTools(OpenedTurns, ToolSource, RewardSource):
             EpisodeStartError: it can't be made or reset; that ends this episode alone.
         """
         columns = dict(episode.example or {})
-        name = columns.get(self.route_column) if self.is_routed else next(iter(self.factories))
+        name = self._name_for(columns)
         if name not in self.factories:
             unknown = f"there is no such environment; there are {sorted(self.factories)}"
             raise EpisodeStartError(f"{name}: route") from ValueError(unknown)
@@ -212,14 +219,20 @@ class EnvironmentTools(OpenedTurns, ToolSource, RewardSource):
 
     def tool_names(self) -> dict[str, str]:
         """Every tool of every environment."""
-        return {
-            tool: f"the environment {name}" for name, tools in self.tools.items() for tool in tools
-        }
+        return _owners(self.tools)
+
+    def user_tool_names(self) -> dict[str, str]:
+        """Every method of an environment that is a tool of the simulated user's."""
+        return _owners(self.user_tools)
 
     def tools_of(self, episode: Episode) -> Mapping[str, Tool]:
         """The tools of the environment that an episode has."""
         instance = episode.resources.get(self)
         return {} if instance is None else self.tools[instance.name]
+
+    def user_tools_of(self, episode: Episode) -> Mapping[str, Tool]:
+        """The methods of the episode's environment that are tools of the simulated user's."""
+        return self.user_tools.get(self._name_for(episode.example or {}), {})
 
     def bind(self, episode: Episode, call: ToolCall) -> Job:
         """A call of a method of the episode's environment."""
@@ -241,6 +254,11 @@ class EnvironmentTools(OpenedTurns, ToolSource, RewardSource):
         ask = functools.partial(get_reward, **arguments)
         (outcome,) = await self.call(ask, timeout_s=self.timeout_s)
         episode.score.add_outcome(instance.name, outcome, who=f"{instance.name}.get_reward")
+
+
+def _owners(tools: Mapping[str, Mapping[str, Tool]]) -> dict[str, str]:
+    """The environment that has a tool, by the tool's name."""
+    return {tool: f"the environment {name}" for name, own in tools.items() for tool in own}
 
 
 def _environment_type(factory: Factory, timeout_s: float) -> type:

@@ -61,3 +61,21 @@ def test_answers_do_not_depend_on_what_is_remembered(max_remembered, asked):
     copy = pickle.loads(pickle.dumps(few))
     assert ask_all(few) == ask_all(copy) == ask_all(PolicyAnswers(says_all))
     assert len(few._known) <= max_remembered
+
+
+def test_conversations_of_two_streams_are_two(scripted):
+    """Where the same was said in both, each goes on with random numbers of its own."""
+    streams = []
+
+    def policy(batch):
+        chats = read_conversations(batch, PROMPT, who="test")
+        streams.append([chats.stream(row) for row in range(len(chats))])
+        return says_all(batch)
+
+    answers = PolicyAnswers(policy)
+    said_twice = answers([[user("a")]] * 2, streams=[7, 8])
+    known = [[user("a"), said(text), user("b")] for text in said_twice]
+    answers(known[::-1], streams=[8, 7])
+    answers(known[:1], streams=[9])
+    answers(known[:1])
+    assert streams == [[7, 8], [8, 7], [9], [None]]

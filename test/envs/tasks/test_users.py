@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from torchrl_data.batched_object import read_objects
+from torchrl_data.conversation_io import read_conversations
 from torchrl_envs import ChatCompletions, SimulatedUser
 from torchrl_envs.tasks.by_name import make_task
 from torchrl_envs.tasks.combined import combine_tasks
@@ -20,6 +21,17 @@ def polite(completions):
 
 def shy(questions):
     return ["I'd rather not say." if len(question) < 6 else "###STOP###" for question in questions]
+
+
+def look_up() -> str:
+    """Look the number up."""
+    return "seven"
+
+
+def careful(questions):
+    """Looks up what it says."""
+    look = {"tool_calls": [{"function": {"name": "look_up"}}]}
+    return [look if q[-1]["role"] == "user" else q[-1]["content"] for q in questions]
 
 
 ROWS = [{"prompt": f"Eggs {i}.", "scenario": f"You want {i}."} for i in range(8)]
@@ -45,6 +57,7 @@ def test_who_plays_the_user_is_a_server_or_a_function():
         ({"user_model": "a"}, "user_model has no effect"),
         ({"user_opens": True}, "user_opens has no effect"),
         ({"user_instructions": "Be brief."}, "user_instructions has no effect"),
+        ({"user_tools": f"{HERE}:look_up"}, "user_tools has no effect"),
     ],
 )
 def test_settings_of_a_user_that_can_not_be_are_refused(settings, words):
@@ -61,6 +74,16 @@ def test_a_task_of_ones_own_has_a_user(scripted, play):
     env.close()
     assert read_objects(end, "stop_reason") == ["environment_done: user"]
     assert end["reward"].item() == 1.0
+
+
+def test_functions_by_name_are_the_tools_of_a_user(scripted, play):
+    own = {"user": f"{HERE}:careful", "user_tools": f"{HERE}:look_up"}
+    task = environment_task(rewards=f"{HERE}:polite", dataset=ROWS, num_held_out=2, **own)
+    env = TaskEnv(task, max_steps=2)
+    (end,) = play(env, scripted(["How many?"]))
+    env.close()
+    said = read_conversations(end, "prompt", who="test").messages(0)
+    assert [m["content"] for m in said[1:3]] == ["How many?", "seven"]
 
 
 def order(call_text, **arguments):

@@ -336,3 +336,34 @@ def test_an_environment_adds_to_what_the_user_says_first(scripted, play):
         ("user", "Hello! How can I help you?"),
         ("assistant", "Good day."),
     ]
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_each_rollout_has_random_numbers_of_its_own_and_a_draw_begins_with_the_same(
+    scripted, opens
+):
+    def streams_of_a_run():
+        given = {}
+
+        def user(questions, *, streams):
+            for question, stream in zip(questions, streams, strict=True):
+                given.setdefault((question[0]["content"], len(question)), []).append(stream)
+            return [END if len(question) > 4 else "Eggs." for question in questions]
+
+        rows = [{"prompt": "a"}, {"prompt": "b"}]
+        told = {"instructions": "{prompt}", "opens": opens}
+        env = env_of(user, reward, rows=rows, num=4, group_size=2, **told)
+        LLMCollector(env, scripted(["How many?", "Here."])).collect()
+        env.close()
+        return given
+
+    reward = RewardFunctions(lambda completions: [0.0] * len(completions))
+    first = streams_of_a_run()
+    assert first == streams_of_a_run(), "they follow from the data's seed"
+    if opens:
+        assert [len(first.pop((prompt, 2))) for prompt in "ab"] == [1, 1]
+    numbers = [first[key] for key in sorted(first)]
+    turns = [{*each} for each in numbers]
+    assert {len(each) for each in turns} == {2}
+    assert not turns[0] & turns[-1], "nor does another draw repeat them"
+    assert None not in turns[0] | turns[-1]
