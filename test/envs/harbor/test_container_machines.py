@@ -314,6 +314,9 @@ def test_services_of_a_task_are_reached_by_name_and_nothing_else_is(begun, serve
     assert said(trial, f"pwd; cat data.txt; {ASKS}", 60) == "/app\nsome data\nb'42\\n'\n"
     assert said(trial, ASKED.format(trial.machine.endpoint)) == "b'/hi'\n"
     other = begun()
+    engine, name = ContainerEngine("docker"), trial.machine._container.name
+    (network,) = engine.inspected("container", name)["NetworkSettings"]["Networks"]
+    assert engine.inspected("network", network)["Internal"]
     address = said(other, SERVES).strip()
     assert trial.run(f"timeout 3 bash -c ': < /dev/tcp/{address}/8000'", timeout_s=20).status == 124
     said(trial, "echo hi > out.txt")
