@@ -271,9 +271,11 @@ def _check_choice(recipe: Recipe, known: Mapping[str, Sequence[str]], override: 
             store_task(choice)
         elif choice not in (*known[group], None):
             own = f" A file of your own is given as it is: {recipe.program} {choice}.yaml"
+            settings = {*setting_names(compose_config(recipe, [])), *known}
+            guess = _guess(f"{group}={choice}", (), settings) or _guess(str(choice), known[group])
             raise SettingsError(
-                f"{group} has no choice {choice!r}.{_guess(str(choice), known[group])} There "
-                f"are {', '.join(known[group])}.{own if group in FILES else ''}"
+                f"{group} has no choice {choice!r}.{guess} There are {', '.join(known[group])}."
+                f"{own if group in FILES else ''}"
             )
 
 
@@ -347,7 +349,9 @@ def _guess(name: str, known: Collection[str], settings: Collection[str] = ()) ->
     for theirs, ours in OmegaConf.load(_ELSEWHERE).items() if settings else ():
         if f".{name}".endswith(f".{theirs}"):
             for text in ours:
-                if text.split()[0] in settings or text.startswith(("task.", "hydra.")):
+                if text.split()[0].partition("=")[0] in settings or text.startswith(
+                    ("task.", "hydra.")
+                ):
                     return f" Here it is {text}."
     close = _similar(name, known)
     return f" Did you mean {' or '.join(close)}?" if close else ""
