@@ -148,6 +148,10 @@ def run_fork(light_forks, tmp_path):
         ),
         ("grpo resume=nowhere", "resume=nowhere: it holds no run"),
         ("grpo hydra/launcher=nosuch", "Could not find 'hydra/launcher/nosuch' Available options"),
+        (
+            "grpo hydra.run.dir=/dev/null/run",
+            "hydra.run.dir: /dev/null/run can't be a folder: /dev/null is a file.",
+        ),
         ("grpo hydra.run.dirr=x", "hydra.run.dirr: Key 'dirr' not in 'RunDir'"),
         ("grpo name=../../../../x", "name='../../../../x' can't be the name of a folder: it needs"),
         ("evaluate task=textarena/../../x", "task='..' can't be the name of a folder"),

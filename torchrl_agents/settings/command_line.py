@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -20,6 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_data.output_file import output_folder
 from torchrl_envs.tasks import TASKS
 
 from . import escape_what_the_output_lacks
@@ -35,6 +37,8 @@ from .setting_files import with_files
 from .task_settings import store_task, task_settings
 from .text_arguments import with_texts
 
+_FOLDERS: Final = ("hydra.run.dir", "hydra.sweep.dir")
+"""Settings that are folders, which Hydra would make."""
 _ELSEWHERE: Final = Path(__file__).with_name("elsewhere.yaml")
 """What other libraries call settings."""
 _OF_OWN_PARTS: Final = ("task.factory", "task.tools", "task.rewards")
@@ -287,6 +291,11 @@ def _check_setting(
     own_parts: Sequence[str] = (),
 ) -> None:
     key = override.key_or_group
+    if key in _FOLDERS and isinstance(folder := override.value(), str) and "$" not in folder:
+        try:
+            output_folder(folder)
+        except ArgumentTypeError as error:
+            raise SettingsError(f"{key}: {error}") from error
     if override.is_delete():
         raise SettingsError(f"{key} can't be taken out: give it a value, null for none.")
     inside = [name for name in known if name.startswith(f"{key}.")]
