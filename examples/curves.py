@@ -64,7 +64,8 @@ def draw_run(axes, folder, name, colour):
     """Draw a run; gives its first and its last test."""
     history = rewards(folder, name)
     tests = [x for x in lines_of(folder, "evaluations.jsonl") if x.get(name) is not None]
-    points = sorted((test["step"], test[name]) for test in tests)
+    if not (points := sorted((test["step"], test[name]) for test in tests)):
+        sys.exit(f"curves.py: {folder} has no test of a {name}, which recipes of rollouts make.")
     steps, is_short = range(1, len(history) + 1), len(history) < SMOOTHED_FROM
     axes.plot(steps, history, color=colour, lw=1, alpha=0.5 if is_short else 0.25)
     if not is_short:
@@ -78,7 +79,7 @@ def draw_run(axes, folder, name, colour):
 
 
 if __name__ == "__main__":
-    plots = plots_of(list(map(Path, sys.argv[2:])))
+    plots = plots_of(list(map(Path, sys.argv[2:]))) or sys.exit("curves.py PICTURE RUN [RUN ...]")
     wide = min(4, len(plots))
     high, options = -(-len(plots) // wide), {"squeeze": False, "sharey": True}
     size = (max(2.8, 5.6 / wide) * wide, 2.4 * high)

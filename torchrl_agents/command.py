@@ -77,6 +77,21 @@ COMMANDS: Final = {
 called, gets the arguments and gives the status; and one line for the help."""
 
 
+_USAGES: Final = {
+    "completion": (
+        "usage: torchrl-agents completion bash|zsh\n\n"
+        "Prints what completes the names of commands, settings and their values. It goes into the\n"
+        'file that the shell reads first, as: eval "$(torchrl-agents completion bash)"'
+    ),
+    "doctor": (
+        "usage: torchrl-agents doctor [--import]\n\n"
+        "Tells what is installed, and what is missing for which feature. With --import each\n"
+        "package is imported, which takes a minute, and what it lacks itself is told."
+    ),
+}
+"""The help of the commands whose functions are here."""
+
+
 FEATURES: Final = tomllib.loads(Path(__file__).with_name("features.toml").read_text("utf-8"))
 """What ``doctor`` looks for, by what one does with it; the first is needed whatever one does."""
 
@@ -181,11 +196,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     escape_what_the_output_lacks()
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     scripts = recipes()
-    if name in ("--help", "-h", "help"):
+    if name in ("--help", "-h") or (name == "help" and not rest):
         print(help_text(scripts))
         return 0
     if name == "--version":
         print(_version())
+        return 0
+    if name == "help":  # help NAME
+        name, rest = rest[0], ["--help"]
+    if name in _USAGES and rest in (["--help"], ["-h"]):
+        print(_USAGES[name])
         return 0
     if name in COMMANDS:
         module, _, function = COMMANDS[name][0].partition(":")

@@ -26,13 +26,13 @@ from torchrl_modules import (
     TransformersCritic,
     TransformersWrapper,
     load_value_model,
+    local_model,
     value_model_of,
 )
 from torchrl_modules.critics.value_model import check_value_config
 from torchrl_modules.engines.transformers import TransformersEngine
 
 from .device_defaults import DEFAULT_TOKENS
-from .models.sources import path_of
 from .optimizers import build_optimizer, set_learning_rate
 from .rank_jobs import RankJob, tell
 from .rank_scores import spread_to_rows, target_scores
@@ -64,7 +64,7 @@ def first_critic(cfg: TrainingConfig, actor: TransformersWrapper) -> PreTrainedM
         with refusing("loss.advantage=gae"):
             return _for_training(cfg, value_model_of(actor.model))
     with refusing(f"critic.model={settings.model!r}", foreign=True):
-        loaded: Any = load_value_model(path_of(settings.model), dtype=engine.inside.dtype)
+        loaded: Any = load_value_model(local_model(settings.model), dtype=engine.inside.dtype)
     return _for_training(cfg, loaded.to(engine.inside.device))
 
 
@@ -93,7 +93,7 @@ def check_critic(cfg: TrainingConfig, config: Any, *, reads_images: bool) -> Non
         return
     who = f"critic.model={settings.model!r}"
     with refusing(who, foreign=True):
-        own = load_pretrained(AutoConfig, path_of(settings.model))
+        own = load_pretrained(AutoConfig, local_model(settings.model))
         check_value_config(own, who="it")
     size, due = (each.get_text_config().vocab_size for each in (own, config))
     if size < due:

@@ -1,6 +1,7 @@
 """A dry run: all that a run would refuse later is checked, but for what weights alone can tell."""
 
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> Any:
         SettingsError: as the run would, or in place of what it would break with.
     """
     rehearsed = None
-    if (policy := _policy_without_weights(cfg, setup.task)) is not None:
+    if (policy := _policy_without_weights(recipe, cfg, setup.task)) is not None:
         with refusing(f"task={cfg.task.id}"):
             set_limits(setup, cfg.limits, policy)
             for env in setup.envs:
@@ -74,7 +75,7 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> Any:
     return rehearsed
 
 
-def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
+def _policy_without_weights(recipe: Recipe, cfg: RecipeConfig, task: Task) -> Any:
     """Build a policy without weights; nothing, where an engine alone could say more."""
     if cfg.engine.name == "chat":
         return build_policies(cfg, task)[1]
@@ -99,7 +100,8 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
             policy = None
         else:
             settings = replace(cfg.policy, device="meta")
-            model, tokenizer = load_model(settings, source, load=outline, images=True)
+            load = partial(outline, any_head=recipe.gives_rewards)
+            model, tokenizer = load_model(settings, source, load=load, images=True)
             processor = load_processor(cfg.policy, source)
             check_images(cfg, processor)
             check_split(cfg, model)

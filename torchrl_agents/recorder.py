@@ -29,6 +29,8 @@ from torchrl_data.batched_object import read_objects
 from torchrl_data.display.terminal import show_conversation
 from torchrl_data.display.text import message_text, message_title
 from torchrl_data.keys import ADVANTAGE, FULL, REWARD, STOP_REASON
+from torchrl_envs.entries.rewards import REWARD_ERRORS, kinds_of
+from torchrl_envs.entries.whole_episodes import rows_by_episode, whole_episode
 from torchrl_envs.graders.answers import final_text
 
 from .held_out import HeldOut
@@ -173,6 +175,7 @@ class Recorder:
                     self.held_out[step] = main
                 words = "held-out %s after step %d: %.3f (%.3f to %.3f)"
                 _LOG.info(words, name, step, *main[:3])
+                tell_unscored(point.trajectories)
                 names = {k: k.replace("@", "_at_").replace("^", "_hat_") for k in scores}
                 shown = {f"held_out/{names[k]}": scores[k] for k in scores}  # some take no other
                 self._to_each(lambda logger, m=shown, s=step: logger.log_metrics(m, s))
@@ -270,6 +273,19 @@ def show_rollouts(tests: Mapping[str, TensorDictBase | None], count: int) -> Non
         for row in trajectories.unbind(0)[:count]:
             conversation = read_conversations(row, FULL, who="The recipe")
             show_conversation(conversation, 0, reward=row.get(REWARD).sum(), console=console)
+
+
+def tell_unscored(trajectories: TensorDictBase) -> None:
+    """Warn of rollouts of a test that failed, which its means leave out.
+
+    Args:
+        trajectories: of all prompts.
+    """
+    rows = [whole_episode(own) for own in rows_by_episode(trajectories.unbind(0))]
+    told = [str(read_objects(row, REWARD_ERRORS, "")[0]) for row in rows]
+    if errors := [error for error in told if error]:
+        words = "%d of the %d rollouts of this test failed, and no mean has them: %s"
+        _LOG.warning(words, len(errors), len(rows), "; ".join(kinds_of(errors)))
 
 
 def scores_of(

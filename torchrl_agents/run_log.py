@@ -170,6 +170,12 @@ def tell_of_no_signal(metrics: Mapping[str, float], num_steps: int) -> None:
             f"truncated_fraction ({metrics.get('truncated_fraction', 0):.0%} of the rollouts), and "
             "at the other filters of the loss."
         )
+    elif (failed := metrics.get("reward/error_fraction", 0)) > 0:
+        why = (
+            f"{failed:.0%} of the rollouts failed and have no reward, and those of a group that "
+            f"have one have the same (mean {metrics['reward']:.3g}), so no update was made. Mend "
+            "what failed first; rollouts/ has the stop_reason and reward_errors of each."
+        )
     elif metrics.get("groups/solve_all_fraction") == 1:
         level, what = logging.INFO, "Nothing left to learn"
         why = (

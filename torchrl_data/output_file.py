@@ -1,6 +1,7 @@
 """Files that a command writes when its work is done, tried before the work begins."""
 
 import argparse
+import os
 from pathlib import Path
 
 
@@ -37,9 +38,12 @@ def output_folder(text: str) -> Path:
         text: the path.
 
     Raises:
-        argparse.ArgumentTypeError: it, or what it would lie in, is a file.
+        argparse.ArgumentTypeError: it, or what it would lie in, is a file, or takes none.
     """
     path = Path(text)
-    if files := [each for each in (path, *path.parents) if each.is_file()]:
-        raise argparse.ArgumentTypeError(f"{path} can't be a folder: {files[0]} is a file.")
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} can't be a folder: {there} is a file.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{path}: nothing can be written in {there}.")
     return path

@@ -5,6 +5,7 @@ Shape legend: P pairs, B rows, two of each pair.
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
@@ -81,16 +82,20 @@ def read_pair(row: Mapping[str, Any], *, number: int | None = None) -> Preferenc
 
 
 def _margin_of(value: Any, who: str) -> float | None:
-    """Read the column ``margin``, which may be empty."""
+    """Read the column ``margin``, which may be empty; in a file of CSV it is a text."""
     if value is None:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:
+    number = value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            number = float(value)
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not math.isfinite(number) or number < 0:
         raise ValueError(
             f"{who} of the preferences: 'margin' says by how much the better answer is to lead, a "
             f"finite number of at least 0, got {value!r}."
         )
-    return float(value)
+    return float(number)
 
 
 def pair_of(

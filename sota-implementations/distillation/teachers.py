@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from torchrl_agents.settings.errors import SettingsError, refusing
 from torchrl_agents.settings.schema import PolicyConfig
 from torchrl_data import ConversationEncoder, SpanAligner
 from torchrl_data.token_scorer import TokenScorer, TokenScores
-from torchrl_modules import LLMWrapperBase, TransformersWrapper
+from torchrl_modules import LLMWrapperBase, TransformersWrapper, local_model
 from torchrl_modules.engines.json_client import JSONClient
 from torchrl_modules.policies.loading import load_causal_lm
 from torchrl_modules.vllm.access_control import TOKEN_VARIABLE
@@ -124,7 +123,7 @@ def teacher_encoder(
     assert cfg.model is not None
     name = cfg.model if cfg.tokenizer == "own" else cfg.tokenizer
     with refusing(f"teacher.tokenizer={cfg.tokenizer}"):
-        source = str(Path(name) / "model") if (Path(name) / "model").is_dir() else name
+        source = local_model(name)
         settings = replace(policy, chat_template=None, chat_template_name=cfg.chat_template_name)
         tokenizer = load_tokenizer(settings, source)
         if tokenizer.get_vocab() == student.tokenizer.get_vocab():

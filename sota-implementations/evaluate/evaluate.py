@@ -62,7 +62,7 @@ from collectors import Estimate, LLMCollector, RunState, rollout_metrics
 from collectors.record import RolloutRecorder
 from collectors.record.files import finite
 from torchrl_agents.checkpoints import Checkpoints
-from torchrl_agents.recorder import scores_of, show_rollouts
+from torchrl_agents.recorder import scores_of, show_rollouts, tell_unscored
 from torchrl_agents.run import Run
 from torchrl_agents.setup import Setup, load_models
 from torchrl_agents.start import run_recipe
@@ -111,6 +111,7 @@ def evaluate(cfg: EvaluationConfig, test: Setup, run: Run) -> dict[str, Any]:
     _, estimates = scores_of(trajectories, cfg.evaluate, task.final_answer)
     show_rollouts({"held-out prompts": trajectories}, cfg.evaluate.num_shown)
     show_table(estimates, cfg)
+    tell_unscored(trajectories)
     result = {
         "task": cfg.task.id,
         "model": cfg.policy.model,

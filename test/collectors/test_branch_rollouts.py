@@ -368,8 +368,9 @@ def test_what_can_not_branch_is_refused(make, build, said):
         build(make)
 
 
-def test_weights_that_are_none_are_refused(make):
-    collector, _ = make(at=lambda _: [1.0], answers=0.0)
+@pytest.mark.parametrize("given", [[1.0], 1.0, ["late"] * 4, [float("nan")] * 4])
+def test_weights_that_are_none_are_refused(make, given):
+    collector, _ = make(at=lambda _: given, answers=0.0)
     with pytest.raises(ValueError, match="a weight of at least 0 for each of 4 turns"):
         collector.collect()
 

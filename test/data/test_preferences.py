@@ -43,6 +43,7 @@ def test_forms(name):
     assert read_pair(row) == (*expected, None)
     for margin in (None, 0, 2.5):
         assert read_pair({**row, "margin": margin}).margin == margin
+    assert read_pair({**row, "margin": "2.5"}).margin == 2.5  # as a file of CSV has it
 
 
 REFUSED = {
@@ -71,8 +72,12 @@ REFUSED = {
         r"Message 0 of row 3 has the unknown role 'judge'",
     ),
     "a margin that is a text": (
-        {"prompt": "?", "chosen": "4", "rejected": "5", "margin": "1"},
-        "row 3 .* 'margin' .* a finite number of at least 0, got '1'",
+        {"prompt": "?", "chosen": "4", "rejected": "5", "margin": "much"},
+        "row 3 .* 'margin' .* a finite number of at least 0, got 'much'",
+    ),
+    "a margin that is no number, in CSV": (
+        {"prompt": "?", "chosen": "4", "rejected": "5", "margin": "nan"},
+        "row 3 .* 'margin' .* a finite number of at least 0, got 'nan'",
     ),
     "a margin below 0": (
         {"prompt": "?", "chosen": "4", "rejected": "5", "margin": -1.0},

@@ -323,6 +323,15 @@ def test_a_folder_of_adapters_is_refused_by_name_with_what_to_do(tmp_path):
         local_model(str(adapter))
 
 
+def test_the_folder_of_a_run_is_its_model(tmp_path):
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    assert local_model(str(run)) == str(run), "nothing is in it yet"
+    (run / "model/config.json").write_text("{}")
+    assert local_model(str(run)) == str(run / "model")
+    assert local_model(str(run / "model")) == str(run / "model")
+
+
 # A folder that brings code.
 
 CODE = """

@@ -122,6 +122,17 @@ def test_settings_are_those_of_the_recipe_and_of_what_was_chosen_before(home):
     assert words("torchrl-agents grpo 'task.x=[a, ", home) == []
 
 
+@pytest.mark.parametrize("asked", [["--help"], ["-h"], None])
+@pytest.mark.parametrize("name", ["doctor", "completion"])
+def test_commands_without_a_parser_have_help(capsys, name, asked):
+    from torchrl_agents.command import main
+
+    assert main(["help", name] if asked is None else [name, *asked]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"usage: torchrl-agents {name} ")
+    assert said.err == ""
+
+
 def test_other_shells_are_refused(capsys):
     from torchrl_agents.command import main
 

@@ -45,6 +45,10 @@ def late(completions, **_):
     return [1.0] * len(completions)
 @row_reward
 def never(completion): return None
+@row_reward
+def picky(completion, answer):
+    if int(answer) % 2: raise LookupError("odd")
+    return 1.0
 def heat(completions, **_): return [2.0] * len(completions)
 @reads(heat=("rewards", "heat"))
 def patient(log_ratio, advantage, heat): return clipped_surrogate(log_ratio / heat, advantage)
@@ -175,6 +179,21 @@ def test_a_reward_that_never_applies_is_told_of_before_and_after_the_first_step(
     assert "No signal in the first test: no rollout could be scored" in before
     assert "A reward function that gives None does not apply" in before
     assert "No signal in 1 step(s): no rollout could be scored" in after
+
+
+def test_rollouts_that_failed_are_told_of_beside_the_means_that_leave_them_out(run):
+    done = run(*OWN, "task.rewards=mine:picky")
+    before, after = done.stderr.split("grpo step 1/1")
+    result = json.loads(done.stdout.splitlines()[-1])
+    tests = (run.folder / result["output_dir"] / "evaluations.jsonl").read_text().splitlines()
+    num_scored = json.loads(tests[0])["estimates"]["reward"]["num_prompts"]
+    assert 0 < num_scored < 8
+    failed = f"{8 - num_scored} of the 8 rollouts of this test failed, and no mean has them: "
+    assert f"{failed}{8 - num_scored} x picky raised LookupError: odd" in before
+    share = json.loads((run.folder / result["output_dir"] / "metrics.jsonl").read_text())
+    assert share["reward/error_fraction"] > 0
+    told = f"{share['reward/error_fraction']:.0%} of the rollouts failed and have no reward"
+    assert f"No signal in 1 step(s): {told}" in after
 
 
 def test_a_filter_that_leaves_nothing_is_told_of(run):

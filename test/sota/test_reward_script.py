@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 from safetensors.torch import load_file
 from torch import equal
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from torchrl_envs import RewardModel
 
@@ -60,7 +61,7 @@ def runs(forks, tmp_path_factory):
 
 
 def test_the_folder_gives_the_rewards_that_the_run_told(runs):
-    folder, _, first, again = runs
+    folder, run, first, again = runs
     own = folder / "outputs/reward/spell_backward/tiny-001"
     points = points_in(own)
     assert [test["step"] for test in points] == [0, 1, 2, 3]
@@ -77,6 +78,8 @@ def test_the_folder_gives_the_rewards_that_the_run_told(runs):
     right = [a > b for a, b in zip(found["chosen"], found["rejected"], strict=True)]
     assert first["held_out_after"] == again["held_out_after"] == fmean(right)
     assert again["steps"] == 0
+    untrained = ("policy.model=outputs/reward/spell_backward/tiny", "train.num_steps=1")
+    assert run("reward", *PAIRS, *untrained, "dry_run=true").returncode == 0
     assert not (folder / "outputs/reward/spell_backward/again-001/model").exists()
     loaded = AutoModelForSequenceClassification.from_pretrained(own / "model")
     assert loaded.config.num_labels == 1
@@ -90,6 +93,9 @@ def test_the_folder_gives_the_rewards_that_the_run_told(runs):
 def test_its_folder_gives_rewards_and_begins_a_critic(runs):
     folder, run, *_ = runs
     own = "outputs/reward/spell_backward/tiny"
+    whole = folder / own / "model"
+    shutil.copytree(whole, folder / "speaks")  # the tokens that the reward model knows
+    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(folder / "speaks")
     save(folder / "prompts.jsonl", [{"prompt": pair(n)["prompt"]} for n in range(40)])
     (folder / "mine.py").write_text(
         "def long(completions, **_):\n    return [9.0 for _ in completions]\n"
@@ -100,7 +106,7 @@ def test_its_folder_gives_rewards_and_begins_a_critic(runs):
         "evaluate.num_prompts=4",
         "evaluate.solved_by=RewardModel",
     )
-    more += (f"policy.model={own}", "warm_start.num_steps=0", "policy.max_new_tokens=4")
+    more += ("policy.model=speaks", "warm_start.num_steps=0", "policy.max_new_tokens=4")
     more += ("loss.advantage=gae", f"critic.model={own}", "critic.num_warmup_steps=1")
     result = result_of(run("grpo", *more, "train.num_steps=1", "name=user"))
     metrics = json.loads((folder / result["output_dir"] / "metrics.jsonl").read_text())
@@ -111,6 +117,8 @@ def test_its_folder_gives_rewards_and_begins_a_critic(runs):
 
 def test_what_can_not_be_a_reward_model_or_has_no_effect_is_refused(runs):
     folder, run, *_ = runs
+    no_policy = ("task=spell_backward", "policy.model=outputs/reward/spell_backward/tiny")
+    speaks_not = "is a reward model or a critic (Qwen3ForSequenceClassification), which gives"
     save(folder / "bad.jsonl", [pair(0), pair(1) | {"margin": "much"}, pair(2)])
     for name, arguments, words in (
         (
@@ -126,6 +134,8 @@ def test_what_can_not_be_a_reward_model_or_has_no_effect_is_refused(runs):
             ["task=environment", "task.rewards=outputs/reward", "task.dataset=pairs.jsonl"],
             "rewards='outputs/reward' is no reward model: RewardModel: the folder",
         ),
+        ("sft", [*no_policy, "train.num_steps=1"], speaks_not),
+        ("dpo", [*no_policy, "dry_run=true"], speaks_not),
     ):
         refused = run(name, *arguments)
         assert refused.returncode == 1

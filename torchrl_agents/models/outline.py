@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from torchrl_data.pretrained import load_pretrained
+from torchrl_modules.policies.loading import check_head
 
 _FILES: Final = ("model.safetensors", "pytorch_model.bin")
 _ELSEWHERE: Final = {"gguf_file", "subfolder", "variant"}
@@ -31,6 +32,7 @@ def outline(
     *,
     dtype: torch.dtype,
     check: bool = True,
+    any_head: bool = False,
     **arguments: Any,
 ) -> PreTrainedModel:
     """A language model on the meta device; the files of its weights have to be there.
@@ -40,16 +42,19 @@ def outline(
         auto: which of Transformers' loaders.
         dtype: of the weights that it has not got.
         check: whether a folder has to have the files of the weights, too.
+        any_head: whether the model may be a reward model, whose head is left away.
         **arguments: of ``from_pretrained``.
 
     Raises:
-        ValueError: there is no such model, as from ``from_pretrained``.
+        ValueError: there is no such model, as from ``from_pretrained``; or it is a reward model.
         OSError: it has no config, or its weights are not there or broken off.
         TypeError: no model and no config has such an argument.
     """
     config, rest = load_pretrained(AutoConfig, path, return_unused_kwargs=True, **arguments)
     if unknown := sorted(set(rest) - _OF_LOADING):
         raise TypeError(f"from_pretrained takes no {', '.join(unknown)}")
+    if not any_head:
+        check_head(config, auto, path)
     names = ("attn_implementation", "trust_remote_code")
     own = {"trust_remote_code": False} | {n: arguments[n] for n in names if n in arguments}
     with torch.device("meta"):

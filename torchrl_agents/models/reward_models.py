@@ -12,8 +12,9 @@ from torchrl_data.pretrained import load_pretrained
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import TransformersCritic, load_value_model
-from torchrl_modules.critics.value_model import check_value_config, has_value_head
+from torchrl_modules.critics.value_model import check_value_config
 from torchrl_modules.engines.readers import num_positions
+from torchrl_modules.policies.loading import has_value_head
 
 from .loading import load_model, place_of
 from .sources import model_source, name_of_model

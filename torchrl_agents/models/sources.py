@@ -67,19 +67,7 @@ def model_folder(source: str) -> str:
     """
     with refusing(f"policy.model={source}"):
         check_source(source, MODEL_FILES)
-        return path_of(source)
-
-
-def path_of(source: str) -> str:
-    """Hub id or folder to load a model from; of the folder of a run that of its model.
-
-    Raises:
-        ValueError: see :func:`~torchrl_modules.local_model`.
-        OSError: the same.
-        ImportError: the same.
-    """
-    of_run = Path(source) / "model"
-    return str(of_run) if (of_run / "config.json").is_file() else local_model(source)
+        return local_model(source)
 
 
 @contextmanager

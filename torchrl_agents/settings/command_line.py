@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -20,6 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_data.output_file import output_folder
 from torchrl_envs.tasks import TASKS
 
 from . import escape_what_the_output_lacks
@@ -35,6 +37,8 @@ from .setting_files import with_files
 from .task_settings import store_task, task_settings
 from .text_arguments import with_texts
 
+_FOLDERS: Final = ("hydra.run.dir", "hydra.sweep.dir")
+"""Settings that are folders, which Hydra would make."""
 _ELSEWHERE: Final = Path(__file__).with_name("elsewhere.yaml")
 """What other libraries call settings."""
 _OF_OWN_PARTS: Final = ("task.factory", "task.tools", "task.rewards")
@@ -271,9 +275,11 @@ def _check_choice(recipe: Recipe, known: Mapping[str, Sequence[str]], override: 
             store_task(choice)
         elif choice not in (*known[group], None):
             own = f" A file of your own is given as it is: {recipe.program} {choice}.yaml"
+            settings = {*setting_names(compose_config(recipe, [])), *known}
+            guess = _guess(f"{group}={choice}", (), settings) or _guess(str(choice), known[group])
             raise SettingsError(
-                f"{group} has no choice {choice!r}.{_guess(str(choice), known[group])} There "
-                f"are {', '.join(known[group])}.{own if group in FILES else ''}"
+                f"{group} has no choice {choice!r}.{guess} There are {', '.join(known[group])}."
+                f"{own if group in FILES else ''}"
             )
 
 
@@ -285,6 +291,11 @@ def _check_setting(
     own_parts: Sequence[str] = (),
 ) -> None:
     key = override.key_or_group
+    if key in _FOLDERS and isinstance(folder := override.value(), str) and "$" not in folder:
+        try:
+            output_folder(folder)
+        except ArgumentTypeError as error:
+            raise SettingsError(f"{key}: {error}") from error
     if override.is_delete():
         raise SettingsError(f"{key} can't be taken out: give it a value, null for none.")
     inside = [name for name in known if name.startswith(f"{key}.")]
@@ -347,7 +358,9 @@ def _guess(name: str, known: Collection[str], settings: Collection[str] = ()) ->
     for theirs, ours in OmegaConf.load(_ELSEWHERE).items() if settings else ():
         if f".{name}".endswith(f".{theirs}"):
             for text in ours:
-                if text.split()[0] in settings or text.startswith(("task.", "hydra.")):
+                if text.split()[0].partition("=")[0] in settings or text.startswith(
+                    ("task.", "hydra.")
+                ):
                     return f" Here it is {text}."
     close = _similar(name, known)
     return f" Did you mean {' or '.join(close)}?" if close else ""

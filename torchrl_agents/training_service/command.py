@@ -5,8 +5,8 @@
     torchrl-agents serve-training smollm2 --engine vllm --engine-kwarg max_lora_rank=64
 
 Clients of Tinker (the package `tinker`) train and sample adapters of the models that are named
-here, several runs at once. A model is a hub id, a folder, or NAME=MODEL, where NAME is what clients
-ask for.
+here, several runs at once. A model is a hub id, a folder, also that of a run, or NAME=MODEL, where
+NAME is what clients ask for.
 """
 
 import argparse

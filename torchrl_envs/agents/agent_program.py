@@ -1,6 +1,5 @@
 """An agent that owns its loop is trained as it is: its requests are the episode's turns."""
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries.rewards import RewardSource
 from torchrl_envs.episode.episode import Episode, ToolCallRecord
 from torchrl_envs.episode.episode_transform import EpisodeEnvironment, EpisodeStartError
+from torchrl_envs.episode.lost_episodes import tell_lost
 from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.tool_results import environment_error
 from torchrl_envs.transforms.fold_context import FoldContext
@@ -35,7 +35,6 @@ from .session import AgentSession, ProgramEnd
 
 _SPEAKERS: Final = (ToolSource, FoldContext, AddThinkingPrompt)
 """What else writes into a conversation."""
-_log = logging.getLogger(__name__)
 
 
 class AgentProgram(ToolSource, RewardSource):
@@ -294,7 +293,7 @@ class AgentProgram(ToolSource, RewardSource):
             elif agent.end is not None:
                 episode.terminate(StopReason.ENVIRONMENT_DONE)
         except Exception as error:  # which is of this episode: the others of a batch go on
-            _log.warning("An episode ends: %s failed", self.name, exc_info=error)
+            tell_lost("An episode", f"{self.name} failed", error)
             self._fail(episode, error)
 
     def over(self, episode: Episode) -> None:

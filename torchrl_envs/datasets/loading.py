@@ -44,8 +44,9 @@ def load_rows(
 
     Raises:
         ValueError: a file is empty or can't be read, and the message names the first bad line of
-            a file of JSON lines, CSV or TSV; no split is given and there are several, none of them
-            ``"train"``; or an option does not apply to the source.
+            a file of JSON lines, CSV or TSV; a folder has no data, or no such as go together; no
+            split is given and there are several, none of them ``"train"``; or an option does not
+            apply to the source.
 
     Example:
         >>> import tempfile
@@ -83,7 +84,22 @@ def load_rows(
             return _pick_split(_load_file(path, builder, options, rows), split)
         return _whole_file(path, rows, streaming=streaming)
     check_source(source, DATA_FILES)
+    if path.is_dir():
+        return _pick_split(_load_folder(path, options), split)
     return _pick_split(import_module("datasets").load_dataset(str(source), **options), split)
+
+
+def _load_folder(path: Path, options: Mapping[str, Any]) -> Any:
+    """What ``datasets`` makes of a folder of files."""
+    refused = import_module("datasets.exceptions").DatasetsError
+    try:  # of "." it would take no name
+        return import_module("datasets").load_dataset(str(path.resolve()), **options)
+    except (refused, ValueError) as error:
+        why = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"The folder {path} can't be read as a data set: {why}. Give one file, or a folder "
+            f"with files of one kind alone ({', '.join(sorted(DATA_FILES))})."
+        ) from error
 
 
 def _whole_file(path: Path, rows: LazyRows, *, streaming: bool) -> Any:

@@ -10,7 +10,6 @@ loop.
 
 import asyncio
 import itertools
-import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -28,6 +27,7 @@ from torchrl_envs.tool_results import environment_error
 
 from .episode import Episode
 from .episode_transform import EpisodeStartError, EpisodeTransform, overrides
+from .lost_episodes import tell_lost
 from .pending_calls import EventCoroutine, PendingCall, PendingCalls
 from .resources import Resources, close_left_open, close_resources
 from .tool_source import ToolDispatcher, ToolSource
@@ -43,7 +43,6 @@ _EVENTS: Final = {
     "finish": ("finish", "finish_batch"),
 }
 """Each event with the methods that take part in it."""
-_log = logging.getLogger(__name__)
 
 
 class EpisodeRunner:
@@ -446,6 +445,6 @@ def fail(episode: Episode, error: BaseException, part: Any, event: str) -> None:
     where = "tools" if isinstance(part, ToolDispatcher) else type(part).__name__
     if isinstance(error, EpisodeStartError):
         where, error = error.where, error.__cause__ or error
-    _log.warning("Row %d ends: %s failed in %s", episode.row, where, event, exc_info=error)
+    tell_lost(f"Row {episode.row}", f"{where} failed in {event}", error)
     episode.stop_reason = ""
     episode.truncate(environment_error(error, where))

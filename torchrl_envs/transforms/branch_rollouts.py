@@ -192,7 +192,10 @@ class BranchRollouts(EpisodeTransform):
     def _shares(self, turns: Sequence[TurnPoint]) -> np.ndarray:
         """The share of each turn."""
         given: Any = self._weigh(turns)
-        weights = np.asarray([float(weight) for weight in given])
+        try:
+            weights = np.asarray([float(weight) for weight in given])
+        except (TypeError, ValueError):  # no list, or not of numbers
+            weights = np.empty(0)
         if len(weights) != len(turns) or not all(math.isfinite(w) and w >= 0 for w in weights):
             raise ValueError(
                 f"BranchRollouts: at must give a weight of at least 0 for each of {len(turns)} "

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from torchrl_data.pretrained import load_pretrained
-from torchrl_modules.policies.loading import OF_BOTH, load_causal_lm
+from torchrl_modules.policies.loading import OF_BOTH, has_value_head, load_causal_lm
 from torchrl_modules.scoring.value_scorer import value_head
 from torchrl_modules.scoring.wrapped_models import unwrapped
 from torchrl_modules.weights.quantized_weights import quantization_of
@@ -93,16 +93,6 @@ def load_value_model(path: str, *, random_head: bool = False, **arguments: Any) 
     if has_value_head(config):
         return load_causal_lm(path, AutoModelForSequenceClassification, **arguments).eval()
     return value_model_of(load_causal_lm(path, **arguments), random_head=random_head)
-
-
-def has_value_head(config: Any) -> bool:
-    """Return whether a model is one for sequence classification, by its configuration.
-
-    Args:
-        config: of Transformers.
-    """
-    classes = [str(each) for each in getattr(config, "architectures", None) or ()]
-    return any(each.endswith("ForSequenceClassification") for each in classes)
 
 
 def check_value_config(config: Any, *, who: str) -> None:

@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
@@ -82,7 +83,8 @@ def load_causal_lm(
         **arguments: those of ``from_pretrained``.
 
     Raises:
-        ValueError: weights are missing, of another shape or not finite; or are pickled objects.
+        ValueError: weights are missing, of another shape or not finite; or are pickled objects; or
+            it is a reward model, and something else is asked for.
     """
     takes_any_shape = arguments.pop("ignore_mismatched_sizes", False)
     options = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -93,6 +95,7 @@ def load_causal_lm(
             f"The weights of {path!r} are a pickle that holds more than tensors, and reading it "
             "could run any program. Save them as safetensors."
         ) from error
+    check_head(model.config, auto, path)
     wrong = [f"{name} is missing" for name in sorted(found["missing_keys"])]
     if not takes_any_shape:
         shapes = sorted((name, tuple(has), tuple(to)) for name, has, to in found["mismatched_keys"])
@@ -107,3 +110,36 @@ def load_causal_lm(
             "checkpoint whole, and the model's class that of its config?"
         )
     return model
+
+
+def has_value_head(config: Any) -> bool:
+    """Return whether a model is one for sequence classification, by its configuration.
+
+    Args:
+        config: of Transformers.
+    """
+    classes = [str(each) for each in getattr(config, "architectures", None) or ()]
+    return any(each.endswith("ForSequenceClassification") for each in classes)
+
+
+def check_head(config: Any, auto: Any, path: str) -> None:
+    """Check that no reward model is taken for a language model.
+
+    Its weights would load where the embeddings are the language head, too, and what it then says
+    is nothing that it learnt.
+
+    Args:
+        config: of the model.
+        auto: which of Transformers' loaders is to load it.
+        path: hub id or folder.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if auto is AutoModelForSequenceClassification or not has_value_head(config):
+        return
+    raise ValueError(
+        f"{path!r} is a reward model or a critic ({config.architectures[0]}), which gives numbers "
+        "and says nothing. Give the language model that it began as. A reward model is given as "
+        "task.rewards= or critic.model= of a recipe, or to RewardModel(...)."
+    )

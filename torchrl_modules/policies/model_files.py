@@ -46,12 +46,12 @@ def local_model(source: str) -> str:
     """Return what ``from_pretrained`` can load: a hub id or a folder.
 
     Args:
-        source: a hub id, a folder, a ``.gguf`` file, which is converted, or a name in
-            :data:`PACKAGED`: the hub's model where the hub answers (or has been asked before), or
-            else that of the installed package.
+        source: a hub id, a folder, that of a recipe's run, a ``.gguf`` file, which is converted, or
+            a name in :data:`PACKAGED`: the hub's model where the hub answers (or has been asked
+            before), or else that of the installed package.
 
     Returns:
-        ``source`` itself, but for a file and a name.
+        ``source`` itself, but for a run, of which it is the model, a file and a name.
 
     Raises:
         ValueError: the file is no GGUF file, breaks off, or has a model that Transformers can't
@@ -74,6 +74,9 @@ def local_model(source: str) -> str:
         if not _HUB_ID.fullmatch(source):
             raise ValueError(f"There is no file or folder {source}, from {Path.cwd()}.")
         return source
+    if (path / "model/config.json").is_file():  # what a run leaves
+        path = path / "model"
+        source = str(path)
     _refuse_adapter(path)
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))

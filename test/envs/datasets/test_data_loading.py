@@ -120,6 +120,20 @@ def test_what_can_only_be_a_path_is_not_asked_of_the_hub(path, monkeypatch):
         DataLoadingPrimer(path)
 
 
+def test_a_folder_of_files_is_read_from_inside_of_it_too_and_one_without_data_is_named(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    monkeypatch.chdir(own)
+    assert list(load_rows(".")) == list(load_rows(own)) == ROWS
+    (own / "rows.jsonl").rename(own / "rows.md")
+    with pytest.raises(ValueError, match=r"The folder \. can't be read as a data set: .*Give one"):
+        load_rows(".")
+
+
 def test_a_file_is_streamed(on_disk, tmp_path):
     rows = load_rows(
         str(on_disk / "rows.jsonl"), streaming=True, load_options={"cache_dir": str(tmp_path)}
