@@ -13,12 +13,11 @@ from torchrl_envs import PolicyAnswers, SimulatedUser
 from torchrl_envs.datasets import MODEL_FILES, check_source
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_envs.tasks.users import names_model
-from torchrl_modules import SamplingParameters, TransformersWrapper
+from torchrl_modules import SamplingParameters, TransformersWrapper, local_model
 from torchrl_modules.policies.loading import load_causal_lm
 
 from .loading import load_model
 from .outline import outline
-from .sources import path_of
 
 _TOOL: Final = {"type": "function", "function": {"name": "a_tool", "parameters": {}}}
 
@@ -129,7 +128,7 @@ class UserModel:
         own = {"gradient_checkpointing": False, "add_control_tokens": False}
         own |= {"chat_template": None, "chat_template_name": None}
         with refusing(f"task.user={self.source}"):
-            source = path_of(self.source)
+            source = local_model(self.source)
         settings = replace(self.policy, **own, **changed)
         return load_model(settings, source, who="task.user", load=load)
 

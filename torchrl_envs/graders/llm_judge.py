@@ -111,9 +111,11 @@ class LLMJudge:
         answers = await ask(self.judge, questions, who="the judge")
         return [self._score(answer) for answer in answers]
 
-    def _score(self, answer: str | Exception) -> float | Exception:
+    def _score(self, answer: str | Message | Exception) -> float | Exception:
         if isinstance(answer, Exception):
             return answer
+        if not isinstance(answer, str):
+            return ValueError(f"the judge calls tools, and has none: {answer!r:.200}")
         low, high = self.bounds
         try:
             score = float(self.parse(answer))
