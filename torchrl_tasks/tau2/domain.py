@@ -1,11 +1,13 @@
 """A domain of tau2-bench: its rules, tools, databases and tasks, from the package ``tau2``."""
 
+import ast
 import logging
 import pickle
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
 from torchrl_data import import_package
@@ -57,6 +59,8 @@ class Domain:
         # Each episode has a copy, which takes less time than to read and check it anew.
         self._database = pickle.dumps(environment.tools.db)
         self.rules: str = environment.get_policy()
+        self.instructions = _instructions(self.rules)
+        """The system prompt of tau2's own agent, with the rules."""
         self.tools = _tools(environment.get_tools())
         has_user_tools = environment.user_tools is not None
         self.user_tools = _tools(environment.get_user_tools()) if has_user_tools else {}
@@ -127,6 +131,19 @@ def _is_played(task: Any) -> bool:
     begun = initial is not None and initial.message_history
     basis = [] if criteria is None else [each.value for each in criteria.reward_basis]
     return not begun and _JUDGED not in basis
+
+
+def _instructions(rules: str) -> str:
+    """Instructions of tau2 for its agent."""
+    # Read from its source: the module would import the package litellm.
+    path = Path(import_module("tau2").__path__[0], "agent", "llm_agent.py")
+    texts: dict[str, str] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found = (each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant))
+            texts[node.targets[0].id] = str(next(found, "")).strip()
+    filled = {"agent_instruction": texts["AGENT_INSTRUCTION"], "domain_policy": rules}
+    return texts["SYSTEM_PROMPT"].format(**filled)
 
 
 def _guidelines(*, has_tools: bool) -> str:

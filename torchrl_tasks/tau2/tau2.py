@@ -16,21 +16,6 @@ from .tools import REWARD, TASK_COLUMN, Tau2Environments
 GREETING: Final = "Hi! How can I help you today?"
 ENDS: Final = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
 """What a customer says who has done, is handed on, or has no answer in the scenario."""
-SYSTEM_PROMPT: Final = """
-<instructions>
-You are a customer service agent that helps the user according to the <policy> provided below.
-In each turn you can either:
-- Send a message to the user.
-- Make a tool call.
-You cannot do both at the same time.
-
-Try to be helpful and always follow the policy. Always make sure you generate valid JSON only.
-</instructions>
-<policy>
-{rules}
-</policy>
-""".strip()
-"""That of tau2's own agent."""
 
 
 def tau2_task(
@@ -83,7 +68,7 @@ def tau2_task(
         train_rows=_rows(its, "split", split),
         held_out_rows=_rows(its, "held_out_split", held_out_split)[:num_held_out],
         columns=(TASK_COLUMN,),
-        system_prompt=SYSTEM_PROMPT.format(rules=its.rules),
+        system_prompt=its.instructions,
         solved_by=(REWARD,),
         max_turns=max_turns,
         max_new_tokens=max_new_tokens,
