@@ -12,6 +12,7 @@ from torch import equal
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from torchrl_envs import RewardModel
+from torchrl_modules import vLLMWrapper
 
 SCRIPTS = Path(__file__).parents[2] / "sota-implementations"
 COMMON = ("debug=tiny", "logger=none", "evaluate.num_shown=0")
@@ -113,6 +114,12 @@ def test_its_folder_gives_rewards_and_begins_a_critic(runs):
     assert metrics["rewards/long/mean"] == 9
     assert metrics["reward"] == pytest.approx(metrics["rewards/RewardModel/mean"])
     assert metrics["critic/loss"] > 0
+
+
+def test_vllm_draws_with_no_reward_model(runs):
+    own = runs[0] / "outputs/reward/spell_backward/tiny"
+    with pytest.raises(ValueError, match="which gives numbers and says nothing"):
+        vLLMWrapper(str(own))
 
 
 def test_what_can_not_be_a_reward_model_or_has_no_effect_is_refused(runs):

@@ -17,7 +17,7 @@ from torchrl_modules.vllm.requests import check_reported
 from torchrl_modules.vllm.server_engine import VLLMServerEngine
 
 from .base import LLMWrapperBase
-from .loading import sees_images
+from .loading import check_head, sees_images
 from .model_files import local_model
 
 
@@ -104,6 +104,7 @@ class vLLMWrapper(LLMWrapperBase):
             place = {"trust_remote_code": bool(settings.get("trust_remote_code"))}
             tokenizer = tokenizer or load_pretrained(AutoTokenizer, model, **place)
             config = load_pretrained(AutoConfig, model, **place)
+            check_head(config, None, model)
             sees = sees_images(config, is_asked=False) and not settings.get("language_model_only")
             if processor is None and sees:
                 processor = load_pretrained(AutoProcessor, model, **place)
