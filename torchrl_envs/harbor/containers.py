@@ -11,6 +11,7 @@ from torchrl_envs.containers.container import Container, HeldContainer
 from torchrl_envs.containers.door import Door, closed_network
 from torchrl_envs.containers.engine import ContainerEngine, ContainerError
 
+from .allowed_network import AllowedNetwork, ListedHosts
 from .folders import Place, digest_of_place, resolved
 from .machines import MAX_OUTPUT_BYTES, CommandResult, MachineError, packed
 
@@ -28,7 +29,7 @@ class DockerMachine:
     Args:
         place: what it has to be.
         endpoint: ``host:port`` of the policy. A task without a network then reaches this machine,
-            and nothing else.
+            and nothing else; one with listed hosts reaches those by a proxy that variables name.
         readable: has no effect: agents are installed inside.
 
     Raises:
@@ -50,15 +51,21 @@ class DockerMachine:
         self._engine = ContainerEngine(self.program)
         self._project: ComposeProject | None = None
         self._container: Container | None = None
-        self._door: Door | None = None
+        self._doors: list[Door] = []
+        self._allowed: AllowedNetwork | None = None
+        self._proxies: dict[str, str] = {}
         if reason := self._engine.reason_against():
             raise MachineError(f"machine={self.program}: {reason}")
-        if place.network == "allowlist":
-            raise MachineError(f"machine={self.program}: network_mode=allowlist can't be kept to.")
+        self._is_closed = place.network in ("no-network", "allowlist")
+        self._needs_door = endpoint is not None or place.network == "allowlist"
+        try:
+            ListedHosts(place.allowed_hosts)
+        except ValueError as error:
+            raise MachineError(f"{place.folder.parent.name}: {error}") from error
         with self._told():
             if place.compose is not None:
                 compose_command(self._engine)
-            elif endpoint is not None and place.network == "no-network":
+            elif self._is_closed and self._needs_door:
                 closed_network(self._engine)
         if place.dockerfile is None and place.image is None and place.compose is None:
             raise MachineError(f"{place.folder}: there is neither a Dockerfile nor an image.")
@@ -90,11 +97,19 @@ class DockerMachine:
                 self._container.make_folders([self.workdir, *_FOLDERS])
                 self._container.workdir = self.workdir
                 if self._asked_for is not None:
-                    self._door = Door(self._container, self._asked_for)
-                    self.endpoint = self._door.address
+                    self.endpoint = self._opened(self._asked_for)
+                if self.place.network == "allowlist":
+                    self._allowed = AllowedNetwork(self.place.allowed_hosts)
+                    place = self._opened(self._allowed.endpoint)
+                    self._proxies = self._allowed.variables(place, [place.rpartition(":")[0]])
         except BaseException:
             self.stop()
             raise
+
+    def _opened(self, endpoint: str) -> str:
+        """Return where a server of this machine is reached inside."""
+        self._doors.append(Door(self._running, endpoint))
+        return self._doors[-1].address
 
     def _single(self, variables: Mapping[str, str]) -> Container:
         place, options = self.place, ["--pids-limit", str(_NUM_PROCESSES)]
@@ -109,8 +124,8 @@ class DockerMachine:
         if place.memory_mb is not None:
             options += ["--memory", f"{place.memory_mb}m"]
         options += self._gpus(place.gpus)
-        if place.network == "no-network":
-            closed = "none" if self._asked_for is None else closed_network(self._engine)
+        if self._is_closed:
+            closed = closed_network(self._engine) if self._needs_door else "none"
             options += ["--network", closed]
         for name, value in variables.items():
             options += ["--env", f"{name}={value}"]
@@ -140,7 +155,7 @@ class DockerMachine:
             self._tag,
             main=main,
             over=over,
-            is_closed=place.network == "no-network",
+            is_closed=self._is_closed,
             variables=variables,
         )
         return self._project.start(build_timeout_s=place.build_timeout_s)
@@ -186,7 +201,7 @@ class DockerMachine:
             return self._running.run(
                 command,
                 timeout_s=timeout_s,
-                variables=variables,
+                variables={**self._proxies, **(variables or {})},
                 workdir=workdir,
                 max_output_bytes=max_output_bytes,
                 user=user,
@@ -236,8 +251,10 @@ class DockerMachine:
     def stop(self) -> None:
         """End the container, which removes it; a second time it does nothing."""
         container, self._container = self._container, None
-        if self._door is not None:
-            self._door.close()
+        for door in self._doors:
+            door.close()
+        if self._allowed is not None:
+            self._allowed.close()
         if self._project is not None:
             self._project.stop()
         elif isinstance(container, HeldContainer):

@@ -63,6 +63,8 @@ class Place:
     gpus: int = 0
     network: NetworkMode | None = None
     """``None`` where the task does not say, which Harbor reads as ``"public"``."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Of ``"allowlist"``."""
     health: Health | None = None
     has_tests: bool = False
     """The image of the tests brings its own ``/tests``."""
@@ -494,13 +496,6 @@ class _Reader:
         for name in ("mcp_servers", "skills_dir", "tpu"):
             if table.get(name):
                 raise self.error(f"[{where}] {name} is not supported here.")
-        network = table.get("network_mode")
-        if network is None and table.get("allow_internet") is not None:  # its name before 1.2
-            network = "public" if table["allow_internet"] else "no-network"
-        if network not in (None, "no-network", "public", "allowlist"):
-            raise self.error(
-                f"[{where}] network_mode must be no-network, public or allowlist, got {network!r}."
-            )
         image, workdir = table.get("docker_image"), table.get("workdir")
         for name, value in (("docker_image", image), ("workdir", workdir)):
             if not isinstance(value, str | None):
@@ -519,11 +514,27 @@ class _Reader:
             build_timeout_s=self._number(table, "build_timeout_sec", f"[{where}]") or 600.0,
             cpus=self._number(table, "cpus", f"[{where}]"),
             gpus=int(self._number(table, "gpus", f"[{where}]", least=0) or 0),
-            network=network,
+            **self._network(table, where),
             health=self._health(table, where),
             has_tests=has_tests,
             **sizes,
         )
+
+    def _network(self, table: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return what of the network a place may reach."""
+        network = table.get("network_mode")
+        if network is None and table.get("allow_internet") is not None:  # its name before 1.2
+            network = "public" if table["allow_internet"] else "no-network"
+        if network not in (None, "no-network", "public", "allowlist"):
+            raise self.error(
+                f"[{where}] network_mode must be no-network, public or allowlist, got {network!r}."
+            )
+        hosts = self._list(table, "allowed_hosts")
+        if not all(isinstance(host, str) and host.strip() for host in hosts):
+            raise self.error(f"[{where}] allowed_hosts must be names or addresses, got {hosts!r}.")
+        if hosts and network != "allowlist":
+            raise self.error(f"[{where}] allowed_hosts are for network_mode = 'allowlist'.")
+        return {"network": network, "allowed_hosts": tuple(hosts)}
 
     def _health(self, table: dict[str, Any], where: str) -> Health | None:
         given = self._table(table, "healthcheck", where)

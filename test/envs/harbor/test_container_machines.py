@@ -283,6 +283,24 @@ def test_a_policy_that_can_not_be_reached_is_named_at_the_start(begun, served, m
         begun(endpoint=served)
 
 
+LISTED = "[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['127.0.0.2']\n"
+OPENED = "python3 -c 'import urllib.request as r; print(r.urlopen(\"http://{}/hi\").status)'"
+
+
+def test_listed_hosts_are_reached_and_no_others(begun):
+    with http.server.ThreadingHTTPServer(("0.0.0.0", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        trial, other = begun(**{"task.toml": LISTED}), begun()
+        asked = [OPENED.format(f"127.0.0.{i}:{server.server_port}") for i in (2, 3)]
+        assert said(trial, asked[0]) == "200\n"
+        assert "HTTP Error 403: Forbidden" in trial.run(asked[1], timeout_s=20).stderr
+        address = said(other, SERVES).strip()
+        tried = f"timeout 3 bash -c ': < /dev/tcp/{address}/8000'"
+        assert trial.run(tried, timeout_s=20).status == 124
+        trial.stop()
+        server.shutdown()
+
+
 # Several containers -----------------------------------------------------------------------------
 
 SERVICES = """\
