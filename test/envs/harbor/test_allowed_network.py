@@ -39,5 +39,5 @@ def test_none_is_allowed_where_none_is_listed():
     "host", ["http://x.org", "x.org:80", "a b", "*", "x.*.org", "10.0.0.1/8", ""]
 )
 def test_what_is_no_host_is_named(host):
-    with pytest.raises(ValueError, match="allowed_hosts: .* is no name"):
+    with pytest.raises(ValueError, match=r"allowed_hosts: .* is no name"):
         ListedHosts([host])

@@ -97,6 +97,16 @@ def test_a_data_set(tmp_path, kind):
             "network_mode must be",
             id="network",
         ),
+        pytest.param(
+            {"task.toml": "[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = [1]"},
+            "allowed_hosts must be names or addresses, got",
+            id="hosts",
+        ),
+        pytest.param(
+            {"task.toml": "[environment]\nallowed_hosts = ['x.org']"},
+            "allowed_hosts are for network_mode = 'allowlist'",
+            id="hosts without the mode",
+        ),
         pytest.param({"task.toml": "[environment]\nos = 'windows'"}, "only Linux", id="windows"),
         pytest.param({"task.toml": "[[steps]]\nname = '../x'"}, "needs a name", id="step out"),
         pytest.param({"task.toml": "[[steps]]\nname = 'x'"}, "no folder steps/x", id="no step"),
