@@ -15,7 +15,7 @@ import tomllib
 import unicodedata
 import weakref
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -27,6 +27,23 @@ _STEP_NAME: Final = re.compile(r'[^<>:"/\\|?*\x00-\x1f\x7f]{1,255}')
 _VARIABLE: Final = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _COMPOSE: Final = ("docker-compose.yaml", "docker-compose.yml")
 NetworkMode = Literal["no-network", "public", "allowlist"]
+_PHASE: Final = ("timeout_sec", "user", "network_mode", "allowed_hosts")
+_KEYS: Final = {
+    "": (
+        *("schema_version", "version", "task", "metadata", "verifier", "agent", "environment"),
+        *("solution", "source", "multi_step_reward_strategy", "steps", "artifacts"),
+    ),
+    "agent": _PHASE,
+    "verifier": (*_PHASE, "env", "environment_mode", "environment", "collect"),
+    "environment": (
+        *("build_timeout_sec", "docker_image", "os", "cpus", "memory_mb", "memory", "storage_mb"),
+        *("storage", "gpus", "gpu_types", "tpu", "mcp_servers", "env", "skills_dir", "healthcheck"),
+        *("workdir", "allow_internet", "network_mode", "allowed_hosts"),
+    ),
+    "solution": ("env",),
+    "steps": ("name", "agent", "verifier", "min_reward", "healthcheck", "artifacts"),
+}
+"""Keys of ``task.toml`` by table, whatever comes of them here."""
 
 
 class TaskFolderError(ValueError):
@@ -100,8 +117,8 @@ class Tests:
     """Absolute paths that are copied from the agent's machine to that of the tests."""
     user: str | int | None = None
     """Who runs them; the image's user when not given."""
-    collect: tuple[tuple[str, float], ...] = ()
-    """Commands of the agent's machine before that, each with a deadline in seconds."""
+    collect: tuple[tuple[str, float, str | int | None], ...] = ()
+    """Commands of the agent's machine before that, each with a deadline in seconds and its user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +154,8 @@ class HarborTask:
     """How the rewards of several steps become one."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     solution_variables: Mapping[str, str] = field(default_factory=dict)
+    unknown_keys: tuple[str, ...] = ()
+    """Keys of ``task.toml`` that Harbor does not have either: slips, most often."""
 
     @property
     def has_steps(self) -> bool:
@@ -316,7 +335,9 @@ class _Reader:
             raise self.error(f"multi_step_reward_strategy must be mean or final, got {strategy!r}.")
         made = self._steps(steps, place) if steps else (self._single(place),)
         users = [step.user for step in made]
-        users += [step.tests.user for step in made if step.tests.place is None]
+        for tests in (step.tests for step in made):
+            users += [user for _, _, user in tests.collect]
+            users += [tests.user] if tests.place is None else []
         named = tuple(dict.fromkeys(user for user in users if user is not None))
         return HarborTask(
             folder=self.folder,
@@ -326,6 +347,7 @@ class _Reader:
             strategy=strategy,
             metadata=self._table(self.config, "metadata", CONFIG),
             solution_variables=self._variables(self.config, "solution"),
+            unknown_keys=tuple(_unknown_keys(self.config)),
         )
 
     def _single(self, place: Place) -> Step:
@@ -360,6 +382,7 @@ class _Reader:
         if not instruction.strip():
             raise self.error(f"instruction.md of {where} is empty.")
         agents = [self._table(x, "agent", where) for x in (own, self.config)]
+        self._network_of_phase(agents, f"[agent] of {where}", place)
         limits = [self._number(x, "timeout_sec", f"[agent] of {where}") for x in agents]
         solutions = [path / "solution" for path in dict.fromkeys((folder, self.folder))]
         solution = next((path for path in solutions if (path / "solve.sh").is_file()), None)
@@ -403,8 +426,12 @@ class _Reader:
         for holder in (self.config, own) if is_step else (self.config,):
             variables |= self._variables(holder, "verifier")
         user = self._user(tables, f"[verifier] of {where}")
-        if separate is not None and user is not None:
-            separate = replace(separate, users=(user,))
+        if separate is None:
+            self._network_of_phase(tables, f"[verifier] of {where}", place)
+        else:
+            own_table = next((t for t in tables if t.get("network_mode") is not None), None)
+            network = {} if own_table is None else self._network(own_table, f"verifier of {where}")
+            separate = replace(separate, users=() if user is None else (user,), **network)
         return Tests(
             folders=() if separate is not None and separate.has_tests else tuple(found),
             script="test.sh",
@@ -415,6 +442,19 @@ class _Reader:
             user=user,
             collect=tuple(hook for table in tables for hook in self._hooks(table, where)),
         )
+
+    def _network_of_phase(self, tables: Sequence[dict[str, Any]], where: str, place: Place) -> None:
+        """Refuse a network that would change within a machine's life."""
+        table = next((table for table in tables if table.get("network_mode") is not None), None)
+        if table is None:
+            return
+        own = self._network(table, where)
+        has = {"network": place.network or "public", "allowed_hosts": place.allowed_hosts}
+        if own != has:
+            raise self.error(
+                f"{where} network_mode={own['network']} is not that of [environment] "
+                f"({has['network']}): a machine keeps its network here."
+            )
 
     def _user(self, tables: Sequence[dict[str, Any]], where: str) -> str | int | None:
         """Return the first user that is named."""
@@ -468,7 +508,9 @@ class _Reader:
             paths.append(source if source.startswith("/") else f"/logs/artifacts/{source}")
         return tuple(dict.fromkeys(paths))
 
-    def _hooks(self, table: dict[str, Any], where: str) -> list[tuple[str, float]]:
+    def _hooks(
+        self, table: dict[str, Any], where: str
+    ) -> list[tuple[str, float, str | int | None]]:
         hooks = []
         for hook in self._list(table, "collect"):
             command = hook.get("command") if isinstance(hook, dict) else None
@@ -478,7 +520,8 @@ class _Reader:
                 raise self.error(
                     f"a collect hook of {where} is of the service {hook['service']!r}."
                 )
-            hooks.append((command, self._number(hook, "timeout_sec", "a collect hook") or 60.0))
+            limit_s = self._number(hook, "timeout_sec", "a collect hook") or 60.0
+            hooks.append((command, limit_s, self._user([hook], f"a collect hook of {where}")))
         return hooks
 
     def _place(
@@ -493,7 +536,7 @@ class _Reader:
         system = str(table.get("os", "linux")).lower()
         if system != "linux":
             raise self.error(f"[{where}] os={system!r}: only Linux tasks can be run.")
-        for name in ("mcp_servers", "skills_dir", "tpu"):
+        for name in ("mcp_servers", "skills_dir", "tpu", "gpu_types"):
             if table.get(name):
                 raise self.error(f"[{where}] {name} is not supported here.")
         image, workdir = table.get("docker_image"), table.get("workdir")
@@ -604,6 +647,19 @@ class _Reader:
         for path in (path for name in names for path in (self.folder / name).rglob("*")):
             if path.is_symlink() and not path.resolve().is_relative_to(self.folder):
                 raise self.error(f"{path.relative_to(self.folder)} is a link out of the task.")
+
+
+def _unknown_keys(config: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that no table of a ``task.toml`` has."""
+    tables = {name: [config.get(name)] for name in ("agent", "verifier", "environment", "solution")}
+    tables |= {"": [config], "steps": list(config.get("steps") or [])}
+    found = dict[str, None]()
+    for name, given in tables.items():
+        for table in given:
+            keys = table if isinstance(table, dict) else {}
+            prefix = f"{name}." if name else ""
+            found |= dict.fromkeys(f"{prefix}{key}" for key in keys if key not in _KEYS[name])
+    yield from found
 
 
 def without_canary(text: str) -> str:

@@ -87,6 +87,7 @@ class ForeignMachine:
         settings |= {"cpus": place.cpus, "memory_mb": place.memory_mb, "gpus": place.gpus or None}
         settings |= {"storage_mb": place.storage_mb, "env": dict(place.variables)}
         settings |= {"network_mode": place.network} if place.network else {}
+        settings |= {"allowed_hosts": list(place.allowed_hosts)} if place.allowed_hosts else {}
         name = place.folder.parent.name
         try:
             self._environment = cls(

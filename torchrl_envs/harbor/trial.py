@@ -180,8 +180,8 @@ class Trial:
 
     def _score(self, step: Step) -> dict[str, float]:
         tests = step.tests
-        for command, limit_s in tests.collect:
-            done = self.machine.run(command, timeout_s=limit_s)
+        for command, limit_s, user in tests.collect:
+            done = self.machine.run(command, timeout_s=limit_s, user=user)
             if done.status != 0:
                 raise NoRewardError(
                     f"the collect hook `{command:.80}` failed: {done.stderr[-300:]}"

@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -142,6 +143,9 @@ def harbor_task(
     if agent is None and ignored_parameters:
         raise ValueError("ignored_parameters are of an agent's requests: set agent, too.")
     found, _ = found_tasks(dataset, split=split, skip_bad=skip_bad_tasks)
+    if unknown := Counter(key for task in found for key in task.unknown_keys):
+        told = ", ".join(f"{key} (of {number} tasks)" for key, number in unknown.items())
+        _log.warning("harbor: keys of task.toml that do not exist have no effect: %s", told)
     left = _runnable(found, machine, has_agent=agent is not None, skip_bad=skip_bad_tasks)
     # Where an archive or rows are unpacked differs between processes; the paths in there do not.
     top = os.path.commonpath([task.folder.parent for task in left])

@@ -7,6 +7,7 @@ import pytest
 from tasks_for_tests import TASK, write_task
 
 from torchrl_envs.harbor.folders import TaskFolderError, load_tasks, read_task, resolved
+from torchrl_envs.tasks.by_name import make_task
 
 STEPS = """
 multi_step_reward_strategy = "final"
@@ -108,6 +109,21 @@ def test_a_data_set(tmp_path, kind):
             id="hosts without the mode",
         ),
         pytest.param({"task.toml": "[environment]\nos = 'windows'"}, "only Linux", id="windows"),
+        pytest.param(
+            {"task.toml": "[agent]\nnetwork_mode = 'no-network'"},
+            r"the task network_mode=no-network is not that of \[environment\] \(public\)",
+            id="network of the agent",
+        ),
+        pytest.param(
+            {"task.toml": "[verifier]\nnetwork_mode = 'no-network'"},
+            r"\[verifier\] of the task network_mode=no-network is not that",
+            id="network of tests",
+        ),
+        pytest.param(
+            {"task.toml": "[environment]\ngpus = 1\ngpu_types = ['H100']"},
+            "gpu_types is not supported here",
+            id="kinds of GPUs",
+        ),
         pytest.param({"task.toml": "[[steps]]\nname = '../x'"}, "needs a name", id="step out"),
         pytest.param({"task.toml": "[[steps]]\nname = 'x'"}, "no folder steps/x", id="no step"),
         pytest.param(
@@ -146,3 +162,24 @@ def test_what_is_no_data_set_is_refused(tmp_path):
     (tmp_path / "x.tar").write_text("no archive")
     with pytest.raises(TaskFolderError, match="is no folder"):
         load_tasks(tmp_path / "x.tar")
+
+
+def test_networks_of_phases_that_a_machine_can_keep(tmp_path):
+    same = "[environment]\nnetwork_mode = 'no-network'\n[agent]\nnetwork_mode = 'no-network'\n"
+    separate = "[verifier]\nenvironment_mode = 'separate'\nnetwork_mode = 'allowlist'\n"
+    separate += "allowed_hosts = ['x.org']\nuser = 'bob'\n"
+    task = read_task(write_task(tmp_path / "one", **{"task.toml": same + separate}))
+    tests = task.steps[0].tests.place
+    assert (task.place.network, task.place.users) == ("no-network", ())
+    assert (tests.network, tests.allowed_hosts, tests.users) == ("allowlist", ("x.org",), ("bob",))
+
+
+def test_keys_that_do_not_exist_are_told(tmp_path, caplog):
+    slips = "own = 1\n[agent]\ntimout_sec = 5\n[[steps]]\nname = 'a'\nagents = {}\n"
+    texts = {"task.toml": slips, "steps/a/instruction.md": "x"}
+    write_task(tmp_path / "one", **texts)
+    write_task(tmp_path / "two", **{"task.toml": "[agent]\ntimout_sec = 5\n"})
+    make_task("harbor", dataset=str(tmp_path))
+    (said,) = [record.getMessage() for record in caplog.records if "task.toml" in record.message]
+    once = "(of 1 tasks)"
+    assert said.endswith(f"agent.timout_sec (of 2 tasks), own {once}, steps.agents {once}")
