@@ -103,15 +103,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--solution", help="module:name of a function from what is shown to the right answer"
     )
-    parser.add_argument("--episodes", type=int, default=12, help="seeds, or rows, of each agent")
-    parser.add_argument("--rollouts", type=int, default=8, help="of a group, for its signal")
+    parser.add_argument(
+        "--episodes", type=int, default=12, help="seeds, or rows, of each agent (%(default)s)"
+    )
+    parser.add_argument(
+        "--rollouts", type=int, default=8, help="of a group, for its signal (%(default)s)"
+    )
     parser.add_argument(
         "--model",
         help="plays --rollouts of --episodes held-out prompts, too: what policy.model takes, or "
         "embedded; with settings of evaluate, such as policy.max_new_tokens=64",
     )
-    parser.add_argument("--machine", default="bubblewrap", help="of Harbor's tasks")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of Harbor's tasks that agree")
+    parser.add_argument("--machine", default="bubblewrap", help="of Harbor's tasks (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="runs of Harbor's tasks that agree (%(default)s)"
+    )
     parser.add_argument("--json", type=output_file, help="where the reports are written, too")
     return parser
 
