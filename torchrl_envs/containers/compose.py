@@ -17,7 +17,7 @@ import yaml
 from torchrl_envs.processes.captured import captured
 from torchrl_envs.processes.worker_process import run_afterwards
 
-from .container import NEEDED, Container
+from .container import LOOKS, Container, workdir_of
 from .engine import ASK_S, ContainerEngine, ContainerError, EngineAnswer
 
 MAIN: Final = "main"
@@ -57,7 +57,8 @@ class ComposeProject:
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self._engine, self._path, self._tag = engine, path, tag
-        self._command = compose_command(engine)
+        self._command = [*compose_command(engine)]
+        self._is_plugin = len(self._command) == 2
         self._name = f"torchrl-agents-{uuid.uuid4().hex[:16]}"
         self._document = _read(path)
         self._main, self._over, self._is_closed = dict(main), dict(over), is_closed
@@ -86,7 +87,8 @@ class ComposeProject:
             down = [*self._command, "down", "-v", "--remove-orphans", "-t", "0"]
             self._after = run_afterwards(down, folder=self._folder, variables=self._environment())
             self._build(build_timeout_s)
-            done = self._ask(["up", "-d", "--no-build", *self._waits()], build_timeout_s)
+            waits = ["--wait"] if self._is_plugin else []  # until services are healthy
+            done = self._ask(["up", "-d", "--no-build", *waits], build_timeout_s)
             if not done.is_good:
                 raise ContainerError(f"{self._path}: the services do not start: {done.said}")
             return self._main_container()
@@ -97,17 +99,11 @@ class ComposeProject:
     def _main_container(self) -> Container:
         name = self._ask(["ps", "-q", MAIN], ASK_S).stdout.decode().strip()
         container = Container(self._engine, name)
-        looked = f"for p in {' '.join(NEEDED)}; do command -v $p > /dev/null || echo $p; done"
-        words = ["exec", name, "sh", "-c", f"pwd; {looked}"]
-        done = self._engine.ask(words)
-        if not done.is_good:
+        done = self._engine.ask(["exec", name, "sh", "-c", LOOKS])
+        lines = done.stdout.decode(errors="replace").splitlines()
+        workdir = workdir_of(lines, f"the image of the service {MAIN}") if done.is_good else None
+        if workdir is None:
             raise ContainerError(f"{self._path}: the service {MAIN} does not run: {done.said}")
-        workdir, *missing = done.stdout.decode().split("\n")[:-1]
-        if missing:
-            raise ContainerError(
-                f"the image of the service {MAIN} has no {', '.join(missing)}, which commands in "
-                "it need: install it in the Dockerfile."
-            )
         container.workdir = workdir
         return container
 
@@ -148,26 +144,19 @@ class ComposeProject:
         with _building:
             if key in _built:
                 return
-            done = self._ask(["build", "-q", *self._cleans()], timeout_s)
+            cleans = [] if self._is_plugin else ["--force-rm"]  # what a failed build would leave
+            done = self._ask(["build", "-q", *cleans], timeout_s)
             if not done.is_good:
                 raise ContainerError(f"{self._path}: the build failed: {done.said}")
             _built.add(key)
 
-    def _waits(self) -> list[str]:
-        """Return what waits until services are healthy, where there is such a thing."""
-        return ["--wait"] if len(_base_command(self._engine.program)) == 2 else []
-
-    def _cleans(self) -> list[str]:
-        """Return what removes the containers of a build that fails, where they would stay."""
-        return ["--force-rm"] if len(_base_command(self._engine.program)) == 1 else []
-
     def _ask(self, words: Sequence[str], timeout_s: float) -> EngineAnswer:
-        command = [
-            "env",
-            *(f"{k}={v}" for k, v in self._environment().items() if k not in os.environ),
-        ]
-        command += [*self._command, *words]
-        done = captured(command, timeout_s=timeout_s, max_bytes=_MAX_BYTES)
+        done = captured(
+            [*self._command, *words],
+            timeout_s=timeout_s,
+            max_bytes=_MAX_BYTES,
+            variables=self._environment(),
+        )
         return EngineAnswer(done.stdout.text().encode(), done.stderr.text(), done.status)
 
     def stop(self) -> None:
@@ -185,8 +174,9 @@ class ComposeProject:
         self._folder = None
 
 
-def compose_command(engine: ContainerEngine) -> list[str]:
-    """The command line of compose.
+@functools.cache
+def compose_command(engine: ContainerEngine) -> tuple[str, ...]:
+    """The command line of compose: the engine's plugin, or a program of its own.
 
     Args:
         engine: runs the containers.
@@ -194,12 +184,8 @@ def compose_command(engine: ContainerEngine) -> list[str]:
     Raises:
         ContainerError: there is none.
     """
-    return [*_base_command(engine.program)]
-
-
-@functools.cache
-def _base_command(program: str) -> tuple[str, ...]:
-    if ContainerEngine(program).ask(["compose", "version"]).is_good:
+    program = engine.program
+    if engine.ask(["compose", "version"]).is_good:
         return program, "compose"
     if shutil.which(f"{program}-compose"):
         return (f"{program}-compose",)

@@ -1,5 +1,6 @@
 """A container that is there: commands in it, and files to it and from it."""
 
+import contextlib
 import queue
 import shlex
 import subprocess
@@ -7,7 +8,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Final, NamedTuple
 
 from torchrl_envs.processes.capped_output import CappedOutput
@@ -29,12 +30,14 @@ _SAID: Final = 400
 _READ_BYTES: Final = 1 << 12
 _READY: Final = "container-is-ready"
 _MISSING: Final = "container-lacks"
+LOOKS: Final = (
+    f'for p in {" ".join(NEEDED)}; do command -v $p > /dev/null || echo "{_MISSING} $p"; done; '
+    f'echo "{_READY} $PWD"'
+)
+"""A script of `sh` whose lines :func:`workdir_of` reads."""
 # Of `sh`, which nobody inside can kill, as it is the first process, and which buries orphans while
 # it waits for the end of its input; who kills what it waits by gets another one.
-_WAITS: Final = (
-    f'for p in {" ".join(NEEDED)}; do command -v $p > /dev/null || echo "{_MISSING} $p"; done; '
-    f'echo "{_READY} $PWD"; until cat > /dev/null; do :; done; exit 0'
-)
+_WAITS: Final = f"{LOOKS}; until cat > /dev/null; do :; done; exit 0"
 
 
 class CommandResult(NamedTuple):
@@ -44,6 +47,29 @@ class CommandResult(NamedTuple):
     stderr: str
     status: int | None
     """Its exit status; the negative number of a signal; ``None`` where it was stopped as late."""
+
+
+def workdir_of(lines: Iterable[str], whose: str) -> str | None:
+    """The working directory that an image says by :data:`LOOKS`; nothing if it does not get there.
+
+    Args:
+        lines: that it prints, perhaps after others.
+        whose: image it is, for the error.
+
+    Raises:
+        ContainerError: it lacks programs.
+    """
+    missing = []
+    for line in lines:
+        word, _, rest = line.partition(" ")
+        if word == _MISSING:
+            missing.append(rest)
+        elif word == _READY and missing:
+            what = f"{whose} has no {', '.join(missing)}, which commands in it need"
+            raise ContainerError(f"{what}: install it in the Dockerfile.")
+        elif word == _READY:
+            return rest or "/"
+    return None
 
 
 class Container:
@@ -225,23 +251,22 @@ class HeldContainer(Container):
         """Return the working directory, once it is ready; its entry point may print lines before.
 
         Raises:
-            ContainerError: it does not get ready, or lacks a program.
+            ContainerError: it does not get ready, or lacks programs.
         """
-        while True:
-            try:
+        workdir = workdir_of(self._lines_until(deadline), f"the image {image}")
+        if workdir is None:
+            self._readers[1].join(_GRACE_S)
+            said = self._errors.text().strip() or "it does not get ready"
+            raise ContainerError(f"{self.engine.program} can't start {image}: {said}")
+        return workdir
+
+    def _lines_until(self, deadline: float) -> Iterator[str]:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                line = None
-            if line is None:
-                self._readers[1].join(_GRACE_S)
-                said = self._errors.text().strip() or "it does not get ready"
-                raise ContainerError(f"{self.engine.program} can't start {image}: {said}")
-            word, _, rest = line.partition(" ")
-            if word == _MISSING:
-                what = f"the image {image} has no {rest}, which commands in it need"
-                raise ContainerError(f"{what}: install it in the Dockerfile.")
-            if word == _READY:
-                return rest or "/"
+                if line is None:
+                    return
+                yield line
 
     def _read_lines(self, stream: IO[bytes]) -> None:
         is_ready, rest = False, b""

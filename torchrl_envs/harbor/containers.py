@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Final
 
@@ -54,10 +55,10 @@ class DockerMachine:
         self._doors: list[Door] = []
         self._allowed: AllowedNetwork | None = None
         self._proxies: dict[str, str] = {}
+        self._network: str | None = None
         if reason := self._engine.reason_against():
             raise MachineError(f"machine={self.program}: {reason}")
         self._is_closed = place.network in ("no-network", "allowlist")
-        self._needs_door = endpoint is not None or place.network == "allowlist"
         try:
             ListedHosts(place.allowed_hosts)
         except ValueError as error:
@@ -65,8 +66,9 @@ class DockerMachine:
         with self._told():
             if place.compose is not None:
                 compose_command(self._engine)
-            elif self._is_closed and self._needs_door:
-                closed_network(self._engine)
+            elif self._is_closed:
+                needs_door = endpoint is not None or place.network == "allowlist"
+                self._network = closed_network(self._engine) if needs_door else "none"
         if place.dockerfile is None and place.image is None and place.compose is None:
             raise MachineError(f"{place.folder}: there is neither a Dockerfile nor an image.")
 
@@ -124,9 +126,8 @@ class DockerMachine:
         if place.memory_mb is not None:
             options += ["--memory", f"{place.memory_mb}m"]
         options += self._gpus(place.gpus)
-        if self._is_closed:
-            closed = closed_network(self._engine) if self._needs_door else "none"
-            options += ["--network", closed]
+        if self._network is not None:
+            options += ["--network", self._network]
         for name, value in variables.items():
             options += ["--env", f"{name}={value}"]
         container = HeldContainer(self._engine, prefix="harbor")
@@ -160,7 +161,7 @@ class DockerMachine:
         )
         return self._project.start(build_timeout_s=place.build_timeout_s)
 
-    @property
+    @cached_property
     def _tag(self) -> str:
         return f"harbor-{digest_of_place(self.place)[:32]}"
 
