@@ -11,7 +11,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 # Of 38,000 files tests import few, and those compile themselves: all of them take minutes of one core.
 PIP := $(BIN)/python $(INSTALL) --no-compile
-FOR_TESTS := .venv/.installed-test .venv-openenv/.installed
+FOR_TESTS := .venv/.installed-test .venv-openenv/.installed .venv-sglang/.installed
 
 .PHONY: install train control train-smollm2 control-smollm2 check test lint tests fast-tests weekly-tests mutants \
 	benchmarks gpu versions release docs docs-serve clean
@@ -51,6 +51,14 @@ $(BIN)/python:
 .venv-openenv/.installed: requirements/openenv.txt
 	"$(PYTHON)" -m venv .venv-openenv
 	.venv-openenv/bin/python $(INSTALL) --no-deps --requirement requirements/openenv.txt
+	touch $@
+
+# A server of SGLang, which needs other releases of some packages, and the rest from the environment of the tests.
+.venv-sglang/.installed: requirements/sglang.txt | .venv/.installed-test
+	"$(PYTHON)" -m venv .venv-sglang
+	.venv-sglang/bin/python $(INSTALL) --no-compile --no-deps --requirement requirements/sglang.txt
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(.venv-sglang/bin/python -c \
+		"import sysconfig; print(sysconfig.get_path('purelib'))")/environment_of_the_tests.pth
 	touch $@
 
 train: install
@@ -138,4 +146,4 @@ docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs/html $(or $(PORT),8000)
 
 clean:
-	rm -rf .venv .venv-openenv build outputs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-openenv .venv-sglang build outputs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

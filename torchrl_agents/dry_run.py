@@ -1,5 +1,6 @@
 """A dry run: all that a run would refuse later is checked, but for what weights alone can tell."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ from .models.outline import outline
 from .models.own_engine import engine_factory
 from .models.policies import build_policies, check_images, check_split
 from .models.policy_arguments import wrapper_arguments
+from .models.sglang_policy import sglang_policy
 from .models.sources import model_source, name_of_model
 from .models.user_model import user_models
 from .models.vllm_policy import vllm_policy
@@ -82,16 +84,16 @@ def _policy_without_weights(recipe: Recipe, cfg: RecipeConfig, task: Task) -> An
     on_ray, is_vllm = collects_on_ray(cfg), cfg.engine.name == "vllm"
     if cfg.engine.is_own:
         engine_factory(cfg.engine)  # it is not made
-    starts_here = is_vllm and not (cfg.engine.url or cfg.engine.urls)
+    is_library = cfg.engine.is_library
+    starts_here = is_library and not (cfg.engine.url or cfg.engine.urls)
     if on_ray and find_spec("ray") is None:
         hint = f"pip install 'torchrl-agents[ray]'; see {page('docs/clusters.md')}"
         raise SettingsError(f"collector=ray needs the package ray, which is not here: {hint}.")
-    if starts_here and not on_ray and find_spec("vllm") is None:
-        hint = f"see {page('docs/vllm.md')}, or give engine.url="
-        raise SettingsError(f"engine=vllm needs the package vllm, which is not here: {hint}.")
+    if starts_here and not on_ray:
+        _check_installed(cfg)
     with model_source(cfg, task) as source:
-        if is_vllm and not isinstance(cfg, TrainingConfig):
-            # What Transformers can't compute an engine of vLLM may.
+        if is_library and not isinstance(cfg, TrainingConfig):
+            # What Transformers can't compute an engine of a library may.
             with refusing(f"policy.model={source!r}"):
                 load_pretrained(AutoConfig, source, **place_of(cfg.policy))
                 tokenizer = load_tokenizer(cfg.policy, source)
@@ -118,7 +120,22 @@ def _policy_without_weights(recipe: Recipe, cfg: RecipeConfig, task: Task) -> An
                 with_adapters(cfg.policy, model)
         if is_vllm and not starts_here and not on_ray:
             return vllm_policy(cfg, source, tokenizer, processor)
+        if is_library and not is_vllm and not starts_here:
+            return sglang_policy(cfg, source, tokenizer)
         return policy
+
+
+def _check_installed(cfg: RecipeConfig) -> None:
+    """Check that the library of an engine that is started here can be found."""
+    name = cfg.engine.name
+    python = cfg.engine.engine_kwargs.get("python")
+    if name == "sglang" and python is not None:
+        if shutil.which(str(python)) is None:
+            raise SettingsError(f"engine.engine_kwargs.python={python!r} is no program.")
+    elif find_spec(name) is None:
+        other = "engine.url=" if name == "vllm" else "+engine.engine_kwargs.python= or engine.url="
+        hint = f"see {page(f'docs/{name}.md')}, or give {other}"
+        raise SettingsError(f"engine={name} needs the package {name}, which is not here: {hint}.")
 
 
 def summary_of(

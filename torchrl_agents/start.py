@@ -74,7 +74,11 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
         raise SettingsError(f"policy.device={device!r}, but torch finds no GPU here.")
     if isinstance(cfg, TrainingConfig) and cfg.train.cpu_offload and not torch.cuda.is_available():
         raise SettingsError("train.cpu_offload=true: torch finds no GPU here. Leave it out.")
-    if cfg.engine.colocate and not (cfg.engine.url or cfg.engine.urls):
+    runs_here = not (cfg.engine.url or cfg.engine.urls)
+    if cfg.engine.colocate and runs_here and cfg.engine.name == "sglang":
+        if not torch.cuda.is_available():
+            raise SettingsError("engine.colocate needs a GPU: SGLang lends no memory of a CPU.")
+    elif cfg.engine.colocate and runs_here:
         with refusing("engine.colocate"):
             platform = import_vllm().current_platform
         if not platform.is_sleep_mode_available():

@@ -31,11 +31,14 @@ if TYPE_CHECKING:
     from .model_splits import split_model as split_model
     from .policies.base import LLMWrapperBase as LLMWrapperBase
     from .policies.model_files import local_model as local_model
+    from .policies.sglang_wrapper import SGLangWrapper as SGLangWrapper
     from .policies.transformers_wrapper import TransformersWrapper as TransformersWrapper
     from .policies.vllm_wrapper import vLLMWrapper as vLLMWrapper
     from .sampling.parameters import SamplingParameters as SamplingParameters
     from .scoring.chunked_log_prob import chunked_log_prob as chunked_log_prob
     from .scoring.token_distribution import TokenDistribution as TokenDistribution
+    from .sglang.server import start_sglang_server as start_sglang_server
+    from .sglang.server_engine import SGLangServerEngine as SGLangServerEngine
     from .vllm.async_engine import AsyncVLLMEngine as AsyncVLLMEngine
     from .vllm.engine import VLLMEngine as VLLMEngine
     from .vllm.server import start_server as start_server

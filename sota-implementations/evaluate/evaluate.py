@@ -24,7 +24,7 @@ from torchrl_agents.settings.schema import (
     SamplesConfig,
 )
 
-ENGINES: Final = ("transformers", "vllm", "chat")
+ENGINES: Final = ("transformers", "vllm", "sglang", "chat")
 
 
 @dataclass

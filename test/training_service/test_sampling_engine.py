@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchrl_agents.training_service.command import main
 from torchrl_agents.training_service.sampling_engine import SamplingEngine
 from torchrl_modules import SamplingParameters
-from torchrl_modules.vllm.whole_batch_engine import KeptAdapters
+from torchrl_modules.engines.whole_batch_engine import KeptAdapters
 
 PARAMS = SamplingParameters()
 

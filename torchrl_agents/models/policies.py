@@ -28,6 +28,7 @@ from .chat_server_policy import ChatServerPolicy
 from .loading import load_model, load_processor, load_tokenizer
 from .own_engine import engine_factory, own_engine_policy
 from .policy_arguments import wrapper_arguments
+from .sglang_policy import sglang_policy
 from .sources import model_source, name_of_model, task_tokenizer
 from .vllm_policy import vllm_policy
 
@@ -36,7 +37,8 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
     """The actor that is trained and the policy that samples.
 
     With Transformers they are one, so that the weights are there once (a streaming collector makes
-    a copy to draw from); vLLM has its own copy, which every update replaces. On Ray collectors have
+    a copy to draw from); vLLM and SGLang have their own copies, which
+    every update replaces. On Ray collectors have
     policies of their own, and what this process samples, to test the model, it samples from that.
 
     Args:
@@ -56,10 +58,10 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
         url, model = cast("str", cfg.engine.url), cast("str", cfg.policy.model)
         with refusing("engine=chat"):
             return None, ChatServerPolicy(url, model, **arguments)
-    is_vllm = cfg.engine.name == "vllm" and not collects_on_ray(cfg)
+    is_library = cfg.engine.is_library and not collects_on_ray(cfg)
     if cfg.engine.is_own:
         engine_factory(cfg.engine)  # what is wrong with it shows before weights are loaded
-    is_elsewhere = is_vllm or cfg.engine.is_own
+    is_elsewhere = is_library or cfg.engine.is_own
     with model_source(cfg, task) as source:
         if is_elsewhere and not isinstance(cfg, TrainingConfig):
             tokenizer = load_tokenizer(cfg.policy, source)
@@ -84,6 +86,8 @@ def _sampler(
     """The policy that samples with another engine than the model itself."""
     if cfg.engine.is_own:
         return own_engine_policy(cfg, tokenizer)
+    if cfg.engine.name == "sglang":
+        return sglang_policy(cfg, source, tokenizer)
     return vllm_policy(cfg, source, tokenizer, processor)
 
 
@@ -119,6 +123,7 @@ def check_images(cfg: RecipeConfig, processor: Any) -> None:
         "policy.load_in_4bit": policy.load_in_4bit,
         "policy.add_control_tokens": policy.add_control_tokens,
         f"{num_ranks()} ranks": num_ranks() > 1,
+        "engine=sglang": cfg.engine.name == "sglang",
     }
     if isinstance(cfg, RolloutsConfig):
         collector, streams = cfg.collector, cfg.collector.mode == "streaming"

@@ -25,7 +25,10 @@ GROUPS: Final[dict[str, dict[str, Any]]] = {
         "qwen3_0.6b": PolicyConfig(model="Qwen/Qwen3-0.6B"),
         "smollm2": PolicyConfig(model="smollm2", chat_template_name="smollm"),
     },
-    "engine": {"transformers": EngineConfig(), "vllm": EngineConfig(name="vllm")},
+    "engine": {
+        "transformers": EngineConfig(),
+        **{name: EngineConfig(name=name) for name in ("vllm", "sglang")},
+    },
     "collector": {name: CollectorConfig(mode=name) for name in values_of(CollectorConfig, "mode")},
     "optim": {name: OptimConfig(name=name) for name in values_of(OptimConfig, "name")},
     "logger": {

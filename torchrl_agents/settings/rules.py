@@ -164,7 +164,7 @@ def _quantization_faults(cfg: RecipeConfig) -> Iterator[str]:
         yield f"{who}: collectors on Ray have no policy of 4 bits. Take engine=vllm."
     if not isinstance(cfg, TrainingConfig):
         if cfg.engine.name != "transformers":
-            how = "vLLM quantises by settings of its own: engine.engine_kwargs.quantization."
+            how = "Others quantise by settings of their own: engine.engine_kwargs.quantization."
             yield f"{who} is for engine=transformers. {how}"
     elif policy.lora_rank is None:
         yield f"{who}: weights of 4 bits are not trained. Train adapters: policy.lora_rank."
@@ -300,9 +300,9 @@ def _invariance_faults(cfg: RecipeConfig) -> Iterator[str]:
 
 def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
     engine, longest = cfg.engine, cfg.policy.max_model_len
-    is_vllm = engine.name == "vllm"
-    if not is_vllm and (engine.urls or engine.starts_servers):
-        yield "engine.urls, num_engines and devices are for engine=vllm."
+    is_library = engine.is_library
+    if not is_library and (engine.urls or engine.starts_servers):
+        yield "engine.urls, num_engines and devices are for engine=vllm or sglang."
     if bool(engine.url) + bool(engine.urls) + engine.starts_servers > 1:
         yield "engine.url, engine.urls, and num_engines with devices: give one of them."
     if len(engine.devices) % engine.num_engines:
@@ -310,25 +310,44 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
             f"engine.devices={engine.devices} are shared out to engine.num_engines="
             f"{engine.num_engines}: take a multiple of them of devices."
         )
-    if is_vllm and (engine.url or engine.urls) and longest:
+    if is_library and (engine.url or engine.urls) and longest:
         yield (
             f"policy.max_model_len={longest}: a server at engine.url has the length that it was "
-            "started with (--max-model-len). Leave it out."
+            "started with (--max-model-len, or SGLang's --context-length). Leave it out."
         )
     if (engine.name == "transformers" and engine.url) or (
-        not (is_vllm or engine.is_own) and engine.engine_kwargs
+        not (is_library or engine.is_own) and engine.engine_kwargs
     ):
-        yield "engine.url and engine.engine_kwargs are for engine=vllm, or an engine of yours."
+        yield (
+            "engine.url and engine.engine_kwargs are for engine=vllm or sglang, or an engine of "
+            "yours."
+        )
     in_steps = isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "sync"
-    if engine.colocate and not (is_vllm and in_steps):
-        yield "engine.colocate lends the memory of engine=vllm to a step: it needs collector=sync."
+    if engine.colocate and not (is_library and in_steps):
+        yield (
+            "engine.colocate lends the memory of engine=vllm or sglang to a step: it needs "
+            "collector=sync."
+        )
+    if engine.name == "chat" and not (engine.url and cfg.policy.model):
+        yield "engine=chat needs engine.url=http://.../v1 and policy.model=, its name there."
+    yield from _library_faults(cfg)
+
+
+def _library_faults(cfg: RecipeConfig) -> Iterator[str]:
+    """Faults of vLLM's adapters, and of SGLang."""
+    engine = cfg.engine
     own_adapters = engine.engine_kwargs.get("enable_lora")
+    if own_adapters and engine.name == "sglang":
+        yield "engine.engine_kwargs.enable_lora is for engine=vllm: SGLang is sent whole weights."
+    if engine.name == "sglang" and collects_on_ray(cfg):
+        yield (
+            "engine=sglang is for collector=sync or streaming, whose servers may be on other "
+            "machines (engine.urls=): collector=ray draws with transformers or vllm."
+        )
     if own_adapters and cfg.policy.lora_rank is None:
         yield "engine.engine_kwargs.enable_lora needs policy.lora_rank."
     if own_adapters and (engine.url or engine.urls):
         yield "engine.engine_kwargs.enable_lora: start the servers with --enable-lora instead."
-    if engine.name == "chat" and not (engine.url and cfg.policy.model):
-        yield "engine=chat needs engine.url=http://.../v1 and policy.model=, its name there."
 
 
 def _own_engine_faults(cfg: RecipeConfig) -> Iterator[str]:
@@ -356,8 +375,8 @@ def _rollout_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
     ):
         if collector.mode == "sync" and getattr(collector, name) != getattr(default, name):
             yield f"collector.{name} is for collector=streaming."
-    if collector.follow_load and cfg.engine.name != "vllm":
-        yield "collector.follow_load needs engine=vllm: other engines don't tell how full they are."
+    if collector.follow_load and not cfg.engine.is_library:
+        yield "collector.follow_load needs engine=vllm or sglang, which tell how full they are."
     if collector.mode != "ray" and (collector.num_collectors > 1 or collector.remote_config):
         yield "collector.num_collectors and remote_config are for collector=ray."
     if collects_on_ray(cfg) and cfg.engine.name == "vllm":
@@ -420,8 +439,8 @@ def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:
         )
     if cfg.policy.sampling_mask and not truncates:
         yield "policy.sampling_mask is for policy.top_k, top_p or min_p: nothing is left out."
-    if cfg.policy.sampling_mask and cfg.engine.name not in ("transformers", "vllm"):
-        yield "policy.sampling_mask needs engine=transformers or vllm: a server does not tell it."
+    if cfg.policy.sampling_mask and cfg.engine.name not in ("transformers", "vllm", "sglang"):
+        yield "policy.sampling_mask needs engine=transformers, vllm or sglang, which tell it."
     urls = cfg.engine.url or cfg.engine.urls
     served = cfg.engine.starts_servers or urls or collects_on_ray(cfg)
     if cfg.policy.sampling_mask and cfg.engine.name == "vllm" and served:

@@ -83,26 +83,29 @@ class EngineConfig:
     """The engine that draws the tokens."""
 
     name: str = "transformers"  # which there are depends on the recipe, see Recipe.rules
-    """transformers (the trained model itself), vllm, mine:Engine, an engine of yours that is called
-    with engine_kwargs (docs/policies.md), or, where nothing is trained, chat."""
+    """transformers (the trained model itself), vllm, sglang (docs/sglang.md), mine:Engine, an
+    engine of yours that is called with engine_kwargs (docs/policies.md), or, where nothing is
+    trained, chat."""
     url: str | None = None
-    """Of a vLLM server that runs already (docs/vllm.md), where none builds an engine in this
-    process; of chat, a server that speaks OpenAI's protocol, http://.../v1."""
+    """Of a server of vLLM or SGLang that runs already (docs/vllm.md), where none is started or
+    built here; of chat, a server that speaks OpenAI's protocol, http://.../v1."""
     urls: list[str] = field(default_factory=list)
-    """Of several vLLM servers that run already: one fleet of them (docs/clusters.md)."""
+    """Of several such servers that run already: one fleet of them (docs/clusters.md)."""
     num_engines: int = setting(1, AT_LEAST_1)
-    """Of vllm: more than one are servers that are started here, and again when they die."""
+    """Of vllm and sglang: more than one are servers that are started here, and again when they
+    die."""
     devices: list[int] = setting([], AT_LEAST_0)
     """Of num_engines: the GPUs of all of them, in equal shares; none: those of this process. With
     devices one engine is a server, too."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Settings of vLLM (+engine.engine_kwargs.gpu_memory_utilization=0.4), or of your engine."""
+    """Settings of vLLM (+engine.engine_kwargs.gpu_memory_utilization=0.4), of SGLang
+    (+engine.engine_kwargs.mem_fraction_static=0.4), or of your engine."""
     batch_invariant: bool = False
     """A token's log-prob does not depend on the rows beside it. transformers, in float32 on a CPU:
     what is scored is what was drawn, to the bit; vllm: its own mode, on a GPU (docs/verify.md)."""
     colocate: bool = False
-    """vLLM shares the training GPUs and frees its memory during a training step. A server at
-    engine.url has to be started with --enable-sleep-mode."""
+    """vLLM or SGLang shares the training GPUs and frees its memory during a training step. A server
+    at engine.url has to be started with --enable-sleep-mode, or SGLang's --enable-memory-saver."""
 
     @property
     def is_own(self) -> bool:
@@ -110,9 +113,15 @@ class EngineConfig:
         return ":" in self.name
 
     @property
+    def is_library(self) -> bool:
+        """Whether a library for inference draws, with weights of its own."""
+        return self.name in ("vllm", "sglang")
+
+    @property
     def starts_servers(self) -> bool:
         """Whether servers are started for the run, and ended with it."""
-        return self.num_engines > 1 or bool(self.devices)
+        is_one = self.name == "sglang" and not (self.url or self.urls)
+        return self.num_engines > 1 or bool(self.devices) or is_one
 
 
 @dataclass

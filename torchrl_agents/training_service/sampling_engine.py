@@ -10,7 +10,7 @@ from typing import Any, Final
 from torchrl_modules import SamplingParameters
 from torchrl_modules.engines.engine import Generation
 from torchrl_modules.engines.loop_thread import LoopThread
-from torchrl_modules.vllm.whole_batch_engine import KeptAdapters, WholeBatchEngine
+from torchrl_modules.engines.whole_batch_engine import KeptAdapters, WholeBatchEngine
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 
 _STUCK_S: Final = 600.0

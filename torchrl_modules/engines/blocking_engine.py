@@ -65,8 +65,10 @@ class BlockingEngine(EngineOver, ClosedOnLeaving):
             prompt: Sequence[int], budget: int, seed: int | None, own_images: Sequence[str]
         ) -> Generation:
             further: dict[str, Any] = {"images": own_images} if own_images else {}
-            seed = int(torch.randint(1 << 31, ())) if seed is None else seed
-            own = replace(params, seed=seed)  # Drawn again, it is the same.
+            own = params
+            if seed is not None or self.takes_seeds:  # Drawn again, it is the same.
+                seed = int(torch.randint(1 << 31, ())) if seed is None else seed
+                own = replace(params, seed=seed)
             for _ in range(_MAX_DEATHS):
                 with suppress(EngineDied):
                     return await self.inside.respond(prompt, own, max_new_tokens=budget, **further)

@@ -273,6 +273,11 @@ class EngineOver:
         """See `VLLMEngine.max_adapters`; 0 over an engine that takes none."""
         return getattr(self._inside, "max_adapters", 0)
 
+    @property
+    def takes_seeds(self) -> bool:
+        """Whether a seed makes a row repeat."""
+        return getattr(self._inside, "takes_seeds", True)
+
     def check_sampling(self, params: SamplingParameters) -> None:
         """Check that the engine can draw from a distribution.
 

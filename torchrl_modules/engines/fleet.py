@@ -200,6 +200,11 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
         known = [getattr(member.engine, name, None) for member in self._members]
         return min((value for value in known if value is not None), default=None)
 
+    @property
+    def takes_seeds(self) -> bool:
+        """Whether a seed makes a row repeat, with every engine."""
+        return all(getattr(member.engine, "takes_seeds", True) for member in self._members)
+
     def check_sampling(self, params: SamplingParameters) -> None:
         """Check that every engine can draw from a distribution.
 

@@ -7,13 +7,14 @@ from .batching_engine import BatchingEngine
 from .blocking_engine import BlockingEngine
 from .engine import AsyncEngine, Engine
 
-_SERVER: Final = "torchrl_modules.vllm.bridges:AsyncServerEngine"
+_SERVER: Final = "torchrl_modules.engines.server_engines:AsyncServerEngine"
 _ASYNC: Final = {
     "torchrl_modules.engines.transformers.TransformersEngine": (
         "torchrl_modules.engines.async_transformers:AsyncTransformersEngine"
     ),
     "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.async_engine:AsyncVLLMEngine",
     "torchrl_modules.vllm.server_engine.VLLMServerEngine": _SERVER,
+    "torchrl_modules.sglang.server_engine.SGLangServerEngine": _SERVER,
 }
 """By what an engine is served to asyncio; loaded when it is asked for."""
 
@@ -22,11 +23,11 @@ def open_async(engine: object, **options: Any) -> AsyncEngine:
     """Serve an engine to asyncio; it belongs to what is returned until that is closed.
 
     Args:
-        engine: a ``TransformersEngine``, ``VLLMEngine``, ``VLLMServerEngine`` or
-            ``SupervisedEngine``; the URL of a vLLM server; a list of any of these, which are served
-            as an :class:`~torchrl_modules.EngineFleet`; what is an :class:`AsyncEngine` already, or
-            was made of one; or any other :class:`Engine`, which draws in batches of those that came
-            together (:class:`BatchingEngine`).
+        engine: a ``TransformersEngine``, ``VLLMEngine``, ``VLLMServerEngine``,
+            ``SGLangServerEngine`` or ``SupervisedEngine``; the URL of a vLLM server; a list of any
+            of these, which are served as an :class:`~torchrl_modules.EngineFleet`; what is an
+            :class:`AsyncEngine` already, or was made of one; or any other :class:`Engine`, which
+            draws in batches of those that came together (:class:`BatchingEngine`).
         options: of the class that serves it, such as ``stall_timeout_s`` of
             :class:`~torchrl_modules.vllm.async_engine.AsyncVLLMEngine`, or of the client of a URL.
 

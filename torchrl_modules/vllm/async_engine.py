@@ -15,13 +15,14 @@ from torch import Tensor
 
 from torchrl_modules.engines.engine import EngineLoad, Generation
 from torchrl_modules.engines.engine_thread import EngineThread, SteppedEngine
+from torchrl_modules.engines.responding_engine import RespondingEngine
+from torchrl_modules.engines.whole_batch_engine import KeptAdapters, Row
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 
 from .engine import VLLMEngine
-from .generation_stream import Delta, GenerationStream, RespondingEngine
+from .generation_stream import Delta, GenerationStream
 from .requests import read_output
-from .whole_batch_engine import KeptAdapters, Row
 
 
 class AsyncVLLMEngine(SteppedEngine, RespondingEngine):
@@ -139,13 +140,13 @@ class AsyncVLLMEngine(SteppedEngine, RespondingEngine):
         await self._thread.call(update, spares=lambda _: not self._engine.mixed)
 
     async def keep_adapters(self, weights: AdapterWeights) -> KeptAdapters:
-        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.keep_adapters`."""
+        """See `WholeBatchEngine.keep_adapters`."""
         return await self._thread.call(
             lambda: self._engine.load_kept(weights), spares=lambda _: True
         )
 
     async def drop_adapters(self, kept: KeptAdapters) -> None:
-        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.drop_adapters`."""
+        """See `WholeBatchEngine.drop_adapters`."""
         await self._thread.call(lambda: self._engine.unload_kept(kept), spares=lambda _: True)
 
     tells_load = can_keep_caches = True

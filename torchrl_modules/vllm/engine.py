@@ -18,6 +18,7 @@ from torch import Tensor
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.engines.checked_generation import check_prompt
 from torchrl_modules.engines.engine import EngineDied, Generation
+from torchrl_modules.engines.whole_batch_engine import KeptAdapters, Row, WholeBatchEngine
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import ExpectedWeights, UpdateRefused, next_version
@@ -30,11 +31,10 @@ from .image_prompts import (
 )
 from .image_scheduler import send_whole_images
 from .releases import end_engine_core, label_weights
-from .requests import MaskSource, own_ends, read_output, sampling_fields
+from .requests import MaskSource, check_reported, own_ends, read_output, sampling_fields
 from .runtime import import_vllm, preserved_globals, request_batch_invariance
 from .settings import check_built, check_no_adapters, engine_settings, mask_settings
 from .weights import ServedAdapters, check_updatable, expected_weights, load_weights
-from .whole_batch_engine import KeptAdapters, Row, WholeBatchEngine
 
 _open: "weakref.WeakSet[VLLMEngine]" = weakref.WeakSet()
 """The engines that were built here; the last one to close ends the process group."""
@@ -88,6 +88,7 @@ class VLLMEngine(WholeBatchEngine):
     reads_in_order = True
     """An update reads each weight once, in this thread: they may be lazy."""
     has_masks = True
+    _check_reported = staticmethod(check_reported)
 
     def __init__(
         self,
@@ -192,7 +193,7 @@ class VLLMEngine(WholeBatchEngine):
         self._dead = ""
 
     def check_sampling(self, params: SamplingParameters) -> None:
-        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.check_sampling`."""
+        """See `WholeBatchEngine.check_sampling`."""
         super().check_sampling(params)
         if params.seed is not None and self._seeds_are_fatal:
             raise ValueError(_NO_SEEDS)
@@ -370,7 +371,7 @@ class VLLMEngine(WholeBatchEngine):
             self.forget_images()
 
     def keep_adapters(self, weights: AdapterWeights) -> KeptAdapters:
-        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.keep_adapters`."""
+        """See `WholeBatchEngine.keep_adapters`."""
         with self.used_by("keep_adapters"):
             return self.load_kept(weights)
 
@@ -379,7 +380,7 @@ class VLLMEngine(WholeBatchEngine):
         return self._taking_adapters("keep_adapters").keep(weights)
 
     def drop_adapters(self, kept: KeptAdapters) -> None:
-        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.drop_adapters`."""
+        """See `WholeBatchEngine.drop_adapters`."""
         with self.used_by("drop_adapters"):
             self.unload_kept(kept)
 

@@ -1,17 +1,13 @@
 """A request to vLLM, here or by HTTP: checked token ids in, tokens and log-probs out."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple
 
 from torchrl_data.sampling_masks import sets_of_ids
-from torchrl_modules.engines.checked_generation import log_prob_fault
 from torchrl_modules.engines.engine import Generation, VersionSpan
+from torchrl_modules.engines.version_labels import check_labels, version_number
 from torchrl_modules.sampling.parameters import SamplingParameters
-
-
-class StaleWeights(RuntimeError):
-    """Tokens were drawn by other weights than the engine was given."""
 
 
 class MaskSource(NamedTuple):
@@ -121,27 +117,6 @@ def check_reported(params: SamplingParameters, *, has_masks: bool = False) -> No
         )
 
 
-def finished(generation: Generation, params: SamplingParameters) -> Generation:
-    """A response as it is handed on: cut at a stop string, refused with a log-prob that is none."""
-    ids, log_probs = generation.ids, generation.log_probs
-    if generation.error is None and (fault := log_prob_fault(generation)):
-        return Generation([], [], "error", f"the response {fault}")
-    matcher = params.stop_matcher
-    kept = matcher and matcher.num_kept(ids)
-    if kept:
-        spans = [s._replace(end=min(s.end, kept)) for s in generation.versions if s.start < kept]
-        generation = generation._replace(
-            ids=ids[:kept],
-            log_probs=log_probs[:kept],
-            sampling_masks=generation.sampling_masks[:kept],
-            finish_reason="stop",
-            versions=spans,
-        )
-    if params.untempered_log_probs:  # the same, `check_reported` says
-        generation = generation._replace(untempered_log_probs=generation.log_probs)
-    return generation
-
-
 def read_output(output: Any, masks: MaskSource | None = None) -> Generation:
     """Read the news of a vLLM ``RequestOutput``; no reason until the request is finished.
 
@@ -167,25 +142,6 @@ def read_output(output: Any, masks: MaskSource | None = None) -> Generation:
     return Generation(ids, log_probs, reason, error, sampling_masks=sets)
 
 
-def version_number(label: str) -> int:
-    """The version that a server's label means; one that was given none has the first weights."""
-    return int(label) if label.isdecimal() else 0
-
-
-def check_labels(drawn_by: Collection[str], labels: Collection[str]) -> None:
-    """Check that nothing was drawn by weights that the client does not know.
-
-    Raises:
-        StaleWeights: something was.
-    """
-    if other := sorted(set(drawn_by) - set(labels)):
-        raise StaleWeights(
-            f"VLLMServerEngine: tokens were drawn by the weights {other}, not by "
-            f"{sorted(labels)}. The server was restarted, or another client updates it. Send "
-            "the weights again."
-        )
-
-
 def read_answer(answer: Any, labels: Sequence[str]) -> Generation:
     """The answer of ``/inference/v1/generate``, by weights of one of the labels.
 
@@ -201,7 +157,7 @@ def read_answer(answer: Any, labels: Sequence[str]) -> Generation:
     except (KeyError, IndexError, TypeError, ValueError) as error:
         message = f"the server's answer is no generation ({error!r}): {str(answer)[:200]}"
         return Generation([], [], "error", message)
-    check_labels({version for version, _, _ in spans}, labels)
+    check_labels({version for version, _, _ in spans}, labels, who="VLLMServerEngine")
     if not spans and ids:
         spans = [(labels[0], 0, len(ids))]
     versions = [VersionSpan(version_number(label), start, end) for label, start, end in spans]

@@ -11,15 +11,11 @@ them. ``--language-model-only`` serves it without.
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import (
-    closing,
     contextmanager,
-    suppress,
 )
 from functools import partialmethod
 from pathlib import Path
@@ -27,7 +23,8 @@ from typing import Any, Final
 
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from torchrl_modules.engines.json_client import JSONClient
+from torchrl_modules.engines.server_options import as_options
+from torchrl_modules.engines.server_process import guard_server, run_server
 
 from .access_control import TOKEN_VARIABLE
 from .runtime import (
@@ -44,7 +41,6 @@ from .settings import (
     IMAGE_SERVER,
     LORA_DEFAULTS,
     WORKER,
-    as_options,
 )
 
 _PARENT: Final = PARENT_VARIABLE
@@ -57,47 +53,6 @@ _ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-_GUARDIAN: Final = """
-import contextlib, os, shutil, signal, sys, time
-import psutil
-
-def lives(process):
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != "zombie"
-
-def end(family):
-    for each in filter(lives, list(family)):
-        with contextlib.suppress(psutil.Error):
-            family.update(each.children(recursive=True))
-    trackers = []
-    for each in filter(lives, family - {psutil.Process()}):
-        with contextlib.suppress(psutil.Error):
-            if "resource_tracker" in " ".join(each.cmdline()):
-                each.resume()  # left alone, it removes their shared memory, and ends
-                trackers.append(each)
-            else:
-                each.kill()
-    deadline = time.monotonic() + 5
-    while any(map(lives, trackers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-server, folder, parent, family = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), set()
-try:
-    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
-        process = psutil.Process(server)
-        family.add(process)
-        while os.getppid() == parent and lives(process):
-            family.update(process.children(recursive=True))
-            time.sleep(0.5)
-finally:
-    try:
-        end(family)
-    finally:
-        # Whoever would have removed it has ended; else it is there to be read, and removed then.
-        if parent == server or os.getppid() != parent:
-            shutil.rmtree(folder, ignore_errors=True)
-"""
 
 
 def main() -> None:
@@ -108,7 +63,7 @@ def main() -> None:
         sys.argv.insert(1, "--model")  # as `vllm serve MODEL` has it; its server would ignore it
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
         if _PARENT not in os.environ:  # whoever started it guards it
-            _guard(os.getpid(), folder)
+            guard_server(os.getpid(), folder)
         sys.argv += _access(_command_line_options(), folder)
         # An engine inside the process that started this one sets it to 0; here it has its own.
         os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
@@ -205,12 +160,6 @@ def _access(options: set[str], folder: str) -> list[str]:
     return words
 
 
-def _guard(server: int, folder: str) -> "subprocess.Popen[bytes]":
-    """A small process that ends a server's family, stopped or not, with the server or with us."""
-    words = [sys.executable, "-c", _GUARDIAN, str(server), folder, str(os.getpid())]
-    return subprocess.Popen(words, start_new_session=True)
-
-
 @contextmanager
 def start_server(
     model: str,
@@ -252,7 +201,7 @@ def start_server(
         True
     """
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
-        socket_path, log_path = Path(folder, "socket"), Path(folder, "log")
+        socket_path = Path(folder, "socket")
         environment = os.environ | {_PARENT: str(os.getpid()), "TMPDIR": folder}
         if batch_invariant:
             environment[BATCH_INVARIANT] = "1"
@@ -260,35 +209,18 @@ def start_server(
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
             options = {"tensor_parallel_size": max(1, len(devices))} | options
         arguments = as_options({"model": model, "uds": socket_path} | options)
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "torchrl_modules.vllm.server", *arguments],
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        guardian = _guard(process.pid, folder)
-        try:
-            url = f"unix://{socket_path}"
-            token = os.environ.get(TOKEN_VARIABLE)
-            with closing(JSONClient(url, timeout_s=5.0, token=token)) as client:
-                is_up = client.await_answer(
-                    "/health", start_timeout_s, goes_on=lambda: process.poll() is None
-                )
-            if not is_up:
-                printed = log_path.read_text(errors="replace")[-3000:]
-                raise RuntimeError(
-                    f"The vLLM server did not start (exit code {process.poll()}):\n{printed}"
-                )
+        words = [sys.executable, "-m", "torchrl_modules.vllm.server", *arguments]
+        url, token = f"unix://{socket_path}", os.environ.get(TOKEN_VARIABLE)
+        with run_server(
+            words,
+            environment,
+            folder,
+            url=url,
+            token=token,
+            start_timeout_s=start_timeout_s,
+            what="The vLLM server",
+        ):
             yield url
-        finally:
-            guardian.terminate()
-            guardian.wait()
-            # Should its guardian have been killed: its engine is a process of the same group.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
+from torchrl_modules.engines.whole_batch_engine import KeptAdapters
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import ExpectedWeights, UpdateRefused, refuse
-
-from .whole_batch_engine import KeptAdapters
 
 _WHO: Final = "VLLMServerEngine.update_weights"
 _PIECE_BYTES: Final = 16 << 20

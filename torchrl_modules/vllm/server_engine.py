@@ -21,6 +21,8 @@ from torchrl_modules.engines.json_client import AnswerTimeout, JSONClient
 from torchrl_modules.engines.loop_thread import gather_rows
 from torchrl_modules.engines.process_state import is_near, is_stopped
 from torchrl_modules.engines.progress import ProgressWatch
+from torchrl_modules.engines.version_labels import StaleWeights, check_labels, version_number
+from torchrl_modules.engines.whole_batch_engine import KeptAdapters, Row, WholeBatchEngine
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weight_transfer.file import weights_file
 from torchrl_modules.weights.adapter_weights import AdapterWeights
@@ -34,11 +36,14 @@ from .image_prompts import (
     probe_prompts,
     request_fields,
 )
-from .requests import StaleWeights, check_labels, read_answer, sampling_fields, version_number
+from .requests import (
+    check_reported,
+    read_answer,
+    sampling_fields,
+)
 from .server_adapters import Served, ServerAdapters
 from .server_routes import ServerRoutes, Turnstile
 from .settings import check_no_adapters
-from .whole_batch_engine import KeptAdapters, Row, WholeBatchEngine
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +93,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
 
     reads_in_order = True
     """An update reads each weight once, in this thread: they may be lazy."""
+    _check_reported = staticmethod(check_reported)
 
     def __init__(
         self,
@@ -212,7 +218,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         return version_number(self._labels[-1])
 
     def check_sampling(self, params: SamplingParameters) -> None:
-        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.check_sampling`."""
+        """See `WholeBatchEngine.check_sampling`."""
         super().check_sampling(params)
         if self._missing and params.min_tokens:
             raise ValueError(
@@ -269,7 +275,8 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             body = {"method": "torchrl_label_weights", "args": []}
             status, answer = await self._rows.ask("POST", "/collective_rpc", body)
             if status == 200:  # or it is broken, which the row says
-                check_labels([answer["results"][0]["label"]], self._labels[-1:])
+                label = answer["results"][0]["label"]
+                check_labels([label], self._labels[-1:], who="VLLMServerEngine")
 
     async def _ask_for(self, row: Row, params: SamplingParameters) -> Generation:
         if self._failure:
@@ -411,7 +418,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 self._updating = False
 
     def keep_adapters(self, weights: AdapterWeights) -> KeptAdapters:
-        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.keep_adapters`.
+        """See `WholeBatchEngine.keep_adapters`.
 
         Raises:
             UpdateRefused: it can't apply them.
@@ -420,7 +427,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         return self._taking_adapters("keep_adapters").keep(weights)
 
     def drop_adapters(self, kept: KeptAdapters) -> None:
-        """See :meth:`~torchrl_modules.vllm.whole_batch_engine.WholeBatchEngine.drop_adapters`.
+        """See `WholeBatchEngine.drop_adapters`.
 
         Raises:
             RuntimeError: the server has none of this name.

@@ -1,6 +1,5 @@
 """Settings of vLLM that make it the engine of a policy: in this process, and as a server."""
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -101,23 +100,6 @@ def mask_settings(*, is_cpu: bool) -> dict[str, Any]:
     if returns_sampling_masks(is_cpu=is_cpu):
         return {"return_sampling_mask": True}
     return {"max_logprobs": -1}
-
-
-def as_options(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as a command line of ``vllm serve`` holds them; a flag has no value.
-
-    Example:
-        >>> as_options({"eager": True, "chunked": False, "max_model_len": 8, "config": {"a": 1}})
-        ['--eager', '--no-chunked', '--max-model-len', '8', '--config', '{"a": 1}']
-    """
-    words: list[str] = []
-    for name, value in settings.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return words
 
 
 def check_no_adapters(max_adapters: int, *, who: str) -> None:

@@ -17,12 +17,12 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
+from torchrl_modules.engines.whole_batch_engine import KeptAdapters
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import ExpectedWeights, refuse
 
 from .releases import not_loaded
 from .runtime import import_vllm
-from .whole_batch_engine import KeptAdapters
 
 _MEMORY: Final = Path("/dev/shm")
 _WHO: Final = "VLLMEngine.update_weights"

@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -59,6 +60,7 @@ def stateless_init_process_group(
     device: torch.device | str = "cpu",
     *,
     timeout_s: float = 120.0,
+    prefixes: Sequence[str] = ("torchrl-weights",),
 ) -> BroadcastGroup:
     """Join a group without touching the default one of ``torch.distributed``.
 
@@ -73,6 +75,7 @@ def stateless_init_process_group(
         device: gloo carries tensors of the CPU, NCCL those of a CUDA device, of which each rank
             needs one of its own.
         timeout_s: for joining, and for each broadcast.
+        prefixes: under which the members find each other in the store, the outermost last.
 
     Raises:
         RuntimeError: the others did not come in time.
@@ -81,7 +84,7 @@ def stateless_init_process_group(
     if not 0 <= rank < world_size:
         raise ValueError(f"stateless_init_process_group: rank {rank} of {world_size} members.")
     device, timeout = torch.device(device), timedelta(seconds=timeout_s)
-    store = dist.TCPStore(
+    server = dist.TCPStore(
         master_address,
         master_port,
         world_size,
@@ -89,12 +92,14 @@ def stateless_init_process_group(
         timeout=timeout,
         wait_for_workers=False,
     )
-    prefix = dist.PrefixStore("torchrl-weights", store)
+    store: Any = server
+    for prefix in prefixes:
+        store = dist.PrefixStore(prefix, store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = 2 * timeout  # after `broadcast` has given up
         with torch.cuda.device(device):
-            backend: Any = dist.ProcessGroupNCCL(prefix, rank, world_size, options)
+            backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
     else:
         gloo = dist.ProcessGroupGloo._Options()
         gloo._timeout = timeout
@@ -102,8 +107,8 @@ def stateless_init_process_group(
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         own = {"interface": interface} if interface else {"hostname": own_address(master_address)}
         gloo._devices = [dist.ProcessGroupGloo.create_device(**own)]
-        backend = dist.ProcessGroupGloo(prefix, rank, world_size, gloo)
-    return BroadcastGroup(backend, store, timeout_s)
+        backend = dist.ProcessGroupGloo(store, rank, world_size, gloo)
+    return BroadcastGroup(backend, server, timeout_s)
 
 
 def own_address(host: str) -> str:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchrl_modules import AsyncEngine, Generation, SamplingParameters, VersionSpan, open_async
-from torchrl_modules.vllm.generation_stream import RespondingEngine
+from torchrl_modules.engines.responding_engine import RespondingEngine
 
 
 class Scripted:

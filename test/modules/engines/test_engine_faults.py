@@ -19,9 +19,9 @@ from torchrl_modules.engines.engine import EngineDied
 from torchrl_modules.engines.process_state import is_stopped, this_process
 from torchrl_modules.engines.progress import StallClock
 from torchrl_modules.engines.supervision import EngineState
+from torchrl_modules.engines.version_labels import StaleWeights
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.vllm import server_engine
-from torchrl_modules.vllm.requests import StaleWeights
 from torchrl_modules.vllm.server_engine import VLLMServerEngine
 from torchrl_modules.vllm.supervised_engine import SupervisedEngine
 

@@ -1,19 +1,15 @@
-"""Base of the vLLM engines: budgets and seeds of rows, what is refused, what comes back."""
+"""Engine for whole batches: budgets and seeds of rows, what is refused, what comes back."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from torchrl_data.templates.image_processor import ImageProcessor
-from torchrl_modules.engines.engine import (
-    ClosedOnLeaving,
-    EngineDied,
-    Generation,
-)
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 
-from .requests import check_reported, finished
+from .checked_generation import log_prob_fault
+from .engine import ClosedOnLeaving, EngineDied, Generation
 
 
 class KeptAdapters(NamedTuple):
@@ -22,7 +18,7 @@ class KeptAdapters(NamedTuple):
     name: str
     """What the engine calls them; no others have it."""
     request: Any = None
-    """By what vLLM knows them, of an engine of this process."""
+    """By what the engine's library knows them, of an engine of this process."""
 
 
 class Row(NamedTuple):
@@ -46,6 +42,8 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
     """Whether it tells the tokens that a truncation left."""
     images: ImageProcessor | None = None
     """What images become; ``None`` where rows with images are refused."""
+    _check_reported: ClassVar[Callable[..., None]]
+    """Checks that what is asked for of each token can be reported; takes ``has_masks=``."""
     _own_ends: frozenset[int] = frozenset()
     """Tokens that end a response by the model's own generation config."""
 
@@ -79,12 +77,12 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
             ValueError: this engine can't draw from it, or can't report of it what is asked for.
         """
         params.check_stops_are_found()
-        check_reported(params, has_masks=self.has_masks)
+        self._check_reported(params, has_masks=self.has_masks)
         ends = self._own_ends - set(params.stop_token_ids or self._own_ends)
         if params.min_tokens and ends:
             raise ValueError(
                 f"{type(self).__name__}: min_tokens leaves out the model's own end tokens, "
-                f"{sorted(ends)} too, in vLLM. They are none of stop_token_ids, so the log-probs "
+                f"{sorted(ends)} too. They are none of stop_token_ids, so the log-probs "
                 "would not be those that are scored. Add them to stop_token_ids."
             )
 
@@ -179,3 +177,24 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of what it holds. May be called twice."""
+
+
+def finished(generation: Generation, params: SamplingParameters) -> Generation:
+    """A response as it is handed on: cut at a stop string, refused with a log-prob that is none."""
+    ids, log_probs = generation.ids, generation.log_probs
+    if generation.error is None and (fault := log_prob_fault(generation)):
+        return Generation([], [], "error", f"the response {fault}")
+    matcher = params.stop_matcher
+    kept = matcher and matcher.num_kept(ids)
+    if kept:
+        spans = [s._replace(end=min(s.end, kept)) for s in generation.versions if s.start < kept]
+        generation = generation._replace(
+            ids=ids[:kept],
+            log_probs=log_probs[:kept],
+            sampling_masks=generation.sampling_masks[:kept],
+            finish_reason="stop",
+            versions=spans,
+        )
+    if params.untempered_log_probs:  # the same, the engine's check says
+        generation = generation._replace(untempered_log_probs=generation.log_probs)
+    return generation

@@ -1,0 +1,57 @@
+"""A policy over SGLang: at servers that run, or at servers started here."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_agents.settings.errors import refusing
+from torchrl_agents.settings.schema import RecipeConfig
+from torchrl_modules import EngineFleet, LLMWrapperBase, SGLangWrapper, start_sglang_server
+from torchrl_modules.sglang.own_server import OwnSGLangServer
+
+from .policy_arguments import wrapper_arguments
+from .sources import Source, files_of, folder_of
+
+
+def sglang_policy(
+    cfg: RecipeConfig, source: str, tokenizer: PreTrainedTokenizerBase
+) -> LLMWrapperBase:
+    """A policy over SGLang.
+
+    Args:
+        cfg: the settings.
+        source: hub id or folder of the model.
+        tokenizer: its tokenizer.
+
+    Raises:
+        SettingsError: no server answers, or none can be started.
+    """
+    arguments = wrapper_arguments(cfg.policy, tokenizer)
+    options = dict(cfg.engine.engine_kwargs)
+    if where := list(cfg.engine.urls) or cfg.engine.url:
+        with refusing("engine"):  # servers that run are asked
+            return SGLangWrapper(where, engine_kwargs={"model": source, **options}, **arguments)
+    if cfg.policy.max_model_len is not None:
+        options.setdefault("context_length", cfg.policy.max_model_len)
+    if cfg.engine.colocate:
+        options.setdefault("enable_memory_saver", True)
+    # The folder of an embedded model goes, and a server may be started again.
+    kept = source if cfg.policy.model is not None else files_of(source)
+    devices, count = cfg.engine.devices, cfg.engine.num_engines
+    each = len(devices) // count
+    shares: list[Sequence[int] | None] = [
+        devices[i * each : (i + 1) * each] or None for i in range(count)
+    ]
+    with refusing("engine=sglang"):
+        servers = [partial(_server, kept, devices=share, **options) for share in shares]
+        fleet = EngineFleet([partial(OwnSGLangServer, start) for start in servers])
+    return SGLangWrapper(fleet, **arguments)
+
+
+@contextmanager
+def _server(source: Source, **options: Any) -> Iterator[str]:
+    with folder_of(source) as folder, start_sglang_server(folder, **options) as url:
+        yield url

@@ -1,0 +1,1 @@
+"""Everything about SGLang: its server, started here or running, and its weights."""
