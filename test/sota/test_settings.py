@@ -280,6 +280,16 @@ def test_the_same_model_has_the_same_defaults_whatever_it_is_called(compose, tmp
             ["engine=vllm", "engine.num_engines=2", "engine.devices=[1,2,3]"],
             r"engine.devices=\[1, 2, 3\] are shared out to engine.num_engines=2",
         ),
+        (["engine=sglang", "collector=ray"], "engine=sglang is for collector=sync or streaming"),
+        (
+            ["engine=sglang", f"+{ADAPTERS_ALONE}", "policy.lora_rank=4"],
+            "enable_lora is for engine=vllm: SGLang is sent whole weights",
+        ),
+        (
+            ["engine=sglang", "engine.url=a", "policy.max_model_len=64"],
+            "SGLang's --context-length",
+        ),
+        (["engine=sglang", "engine.batch_invariant=true"], "for engine=transformers or vllm"),
         (["collector.num_collectors=2"], "num_collectors and remote_config are for collector=ray"),
         (["collector=ray", "engine=vllm", "engine.url=a"], "engine.url: on Ray each collector st"),
         (["collector=ray", "engine=vllm", "engine.devices=[1]"], "engine.devices: on Ray each"),

@@ -114,7 +114,7 @@ class EngineConfig:
 
     @property
     def is_library(self) -> bool:
-        """Whether a library for inference draws, with weights of its own."""
+        """True where a library for inference draws, with weights of its own."""
         return self.name in ("vllm", "sglang")
 
     @property

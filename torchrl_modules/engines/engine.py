@@ -275,7 +275,7 @@ class EngineOver:
 
     @property
     def takes_seeds(self) -> bool:
-        """Whether a seed makes a row repeat."""
+        """True where a seed makes a row repeat."""
         return getattr(self._inside, "takes_seeds", True)
 
     def check_sampling(self, params: SamplingParameters) -> None:

@@ -202,7 +202,7 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
 
     @property
     def takes_seeds(self) -> bool:
-        """Whether a seed makes a row repeat, with every engine."""
+        """True where a seed makes a row repeat, with every engine."""
         return all(getattr(member.engine, "takes_seeds", True) for member in self._members)
 
     def check_sampling(self, params: SamplingParameters) -> None:

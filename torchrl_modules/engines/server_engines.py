@@ -48,7 +48,7 @@ class ServerClient(Protocol):
 
     @property
     def tells_load(self) -> bool:
-        """Whether it reports its load."""
+        """True where it reports its load."""
         ...
 
     def measure_load(self) -> EngineLoad:
@@ -95,7 +95,7 @@ class AsyncServerEngine(RespondingEngine, ClosedOnLeaving):
 
     @property
     def can_keep_caches(self) -> bool:
-        """Whether `update_weights` takes ``recompute=False``."""
+        """True where `update_weights` takes ``recompute=False``."""
         return bool(getattr(self._inside, "can_keep_caches", True))
 
     async def update_weights(

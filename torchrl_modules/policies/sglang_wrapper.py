@@ -11,7 +11,7 @@ from torchrl_modules.engines.engine import Engine
 from torchrl_modules.engines.fleet import EngineFleet
 from torchrl_modules.sampling.parameters import requested_sampling
 from torchrl_modules.sglang.own_server import OwnSGLangServer
-from torchrl_modules.sglang.requests import check_reported
+from torchrl_modules.sglang.requests import check_told
 from torchrl_modules.sglang.server import start_sglang_server
 from torchrl_modules.sglang.server_engine import SGLangServerEngine
 
@@ -70,7 +70,7 @@ class SGLangWrapper(LLMWrapperBase):
                 "SGLangWrapper(generate=False): this class draws tokens alone. Score with "
                 "TransformersWrapper(model, tokenizer=..., generate=False) of the same weights."
             )
-        check_reported(
+        check_told(
             requested_sampling(
                 kwargs.get("generate_kwargs"),
                 untempered_log_probs=kwargs.get("untempered_log_probs", False),

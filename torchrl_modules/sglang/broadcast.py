@@ -103,7 +103,7 @@ class WeightBroadcast:
 
     @property
     def is_closed(self) -> bool:
-        """Whether another one has to be made for the next update."""
+        """True once another one has to be made for the next update."""
         return self._group is None
 
     def send(self, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ imports nothing, which need not be installed there.
 
 import os
 import sys
+from pkgutil import resolve_name
 
 TOKEN_VARIABLE = "TORCHRL_SGLANG_TOKEN"
 
@@ -15,14 +16,11 @@ def main() -> None:
     """Serve until killed."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if path != here]  # its neighbours are named otherwise
-    from sglang.launch_server import run_server  # type: ignore[import-not-found]
-    from sglang.srt.plugins import load_plugins  # type: ignore[import-not-found]
-    from sglang.srt.server_args import prepare_server_args  # type: ignore[import-not-found]
-
-    load_plugins()
+    run_server = resolve_name("sglang.launch_server:run_server")
+    resolve_name("sglang.srt.plugins:load_plugins")()
     token = os.environ.get(TOKEN_VARIABLE)
     words = [*sys.argv[1:], *(["--api-key", token] if token else [])]
-    run_server(prepare_server_args(words))
+    run_server(resolve_name("sglang.srt.server_args:prepare_server_args")(words))
 
 
 if __name__ == "__main__":

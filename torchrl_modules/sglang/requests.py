@@ -18,7 +18,7 @@ def asks_for_masks(params: SamplingParameters) -> bool:
     return params.truncates
 
 
-def sampling_fields(
+def sampling_settings(
     params: SamplingParameters, budget: int, seed: int | None, most_kept: int
 ) -> dict[str, Any]:
     """The fields of SGLang's ``SamplingParams``; `ValueError` if the budget is below 1.
@@ -36,7 +36,7 @@ def sampling_fields(
         "max_new_tokens": budget,
         "temperature": params.temperature,
         "top_p": params.top_p,
-        # Masks are given with a top_k alone. Where it is ours, `read_answer` sees to it that it
+        # Masks are given with a top_k alone. Where it is ours, `read_drawn` sees to it that it
         # has left out no token.
         "top_k": params.top_k or (most_kept if asks_for_masks(params) else -1),
         "min_p": params.min_p,
@@ -55,7 +55,7 @@ def sampling_fields(
     return fields
 
 
-def check_reported(params: SamplingParameters, *, has_masks: bool = True) -> None:
+def check_told(params: SamplingParameters, *, has_masks: bool = True) -> None:
     """Check that SGLang can report what is asked for.
 
     Args:
@@ -116,7 +116,7 @@ def check_drawn(params: SamplingParameters, most_kept: int, *, who: str) -> None
         )
 
 
-def read_answer(
+def read_drawn(
     answer: Any,
     labels: Sequence[str],
     params: SamplingParameters,

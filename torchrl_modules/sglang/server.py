@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import socket
 import sys
 import tempfile
@@ -72,6 +73,7 @@ def start_sglang_server(
         RuntimeError: the server ends while it starts, or takes too long; the message holds the
             last lines that it printed.
         TypeError: an option is fixed by what an engine promises.
+        ValueError: ``python`` is no program.
 
     Example:
         >>> with start_sglang_server("Qwen/Qwen3-0.6B") as url:  # doctest: +SKIP
@@ -85,6 +87,8 @@ def start_sglang_server(
     fixed = {*_FIXED, "host", "port", "api_key", "admin_api_key", "model", "model_path"}
     if clashes := sorted(fixed & set(options)):
         raise TypeError(f"start_sglang_server: {clashes} are what makes it an engine; leave them.")
+    if python is not None and shutil.which(python) is None:
+        raise ValueError(f"start_sglang_server: python={python!r} is no program.")
     is_cpu = options.get("device") == "cpu" or not torch.cuda.is_available()
     defaults = _ON_CPU if is_cpu else {"dtype": _dtype_on_gpu(model, options)}
     if devices is not None:

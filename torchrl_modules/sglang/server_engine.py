@@ -28,7 +28,7 @@ from torchrl_modules.weights.expected_weights import ExpectedWeights, UpdateRefu
 from .broadcast import WeightBroadcast
 from .launch import TOKEN_VARIABLE
 from .model_facts import ModelFacts, read_facts
-from .requests import asks_for_masks, check_drawn, check_reported, read_answer, sampling_fields
+from .requests import asks_for_masks, check_drawn, check_told, read_drawn, sampling_settings
 from .weights_folder import weights_folder
 
 _MAX_LABELS: Final = 1 << 12
@@ -80,7 +80,7 @@ class SGLangServerEngine(WholeBatchEngine):
     has_masks = True
     max_adapters = 0
     """It takes whole weights."""
-    _check_reported = staticmethod(check_reported)
+    _check_reported = staticmethod(check_told)
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class SGLangServerEngine(WholeBatchEngine):
             budget = min(row.budget, self.max_model_len - len(ids))
             body: dict[str, Any] = {
                 "input_ids": ids,
-                "sampling_params": sampling_fields(params, budget, seed, self._most_kept),
+                "sampling_params": sampling_settings(params, budget, seed, self._most_kept),
                 "return_logprob": True,
             }
         except ValueError as error:
@@ -220,7 +220,7 @@ class SGLangServerEngine(WholeBatchEngine):
         if status == 200:
             labels = self._labels
             known = labels[labels.index(first) if first in labels else 0 :]
-            return read_answer(answer, known, params, self.vocab_size, self._most_kept)
+            return read_drawn(answer, known, params, self.vocab_size, self._most_kept)
         if status >= 500:
             await asyncio.to_thread(self.check_health)
         return Generation([], [], "error", f"the server answers {status}: {_message(answer)}")
@@ -274,7 +274,7 @@ class SGLangServerEngine(WholeBatchEngine):
 
     @property
     def tells_load(self) -> bool:
-        """Whether the server reports how full its cache is (``--enable-metrics``)."""
+        """True where the server reports how full its cache is (``--enable-metrics``)."""
         return self._facts.has_metrics
 
     def measure_load(self) -> EngineLoad:

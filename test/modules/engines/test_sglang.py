@@ -257,6 +257,8 @@ def test_another_token_and_another_server_are_refused(url, model_directory):
         SGLangServerEngine(url, model=f"{model_directory}-gone")
     with pytest.raises(TypeError, match="skip_tokenizer_init"):
         start_sglang_server(model_directory, skip_tokenizer_init=False).__enter__()
+    with pytest.raises(ValueError, match="python='no-python' is no program"):
+        start_sglang_server(model_directory, python="no-python").__enter__()
 
 
 def test_no_list_of_processes_shows_the_token(url):
