@@ -7,7 +7,8 @@ import torch
 from config import DistillationConfig, TeacherConfig
 from tensordict import TensorDictBase
 
-from torchrl_agents.settings.errors import SettingsError, refusing
+from torchrl_agents.settings.errors import refusing
+from torchrl_agents.settings.started_ranks import num_ranks
 from torchrl_data.import_path import import_callable
 from torchrl_envs import (
     DataLoadingPrimer,
@@ -30,9 +31,10 @@ def check_self(cfg: TeacherConfig) -> None:
     Raises:
         ValueError: a setting is missing, or can't take effect.
     """
-    others = {"prompt": cfg.prompt, "ema_decay": cfg.ema_decay}
     if cfg.model != SELF:
-        if given := [f"teacher.{name}" for name, value in others.items() if value is not None]:
+        usual = TeacherConfig()
+        changed = [name for name in OF_SELF if getattr(cfg, name) != getattr(usual, name)]
+        if given := [f"teacher.{name}" for name in changed]:
             raise ValueError(f"{', '.join(given)}: of teacher.model=self alone.")
         return
     if cfg.prompt is None:
@@ -42,6 +44,12 @@ def check_self(cfg: TeacherConfig) -> None:
         )
     if cfg.url is not None or cfg.tokenizer is not None:
         raise ValueError("teacher.model=self is in this process, with the student's tokenizer.")
+    if num_ranks() > 1:
+        raise ValueError(
+            f"teacher.model=self asks the student with another prompt, which one process alone can "
+            f"do, and there are {num_ranks()} ranks. Start it without torchrun, or take a "
+            "teacher.model of its own."
+        )
     if cfg.prompt != "demonstration" and cfg.demonstration_column != "answer":
         raise ValueError("teacher.demonstration_column is of teacher.prompt=demonstration.")
     privileged_prompt(cfg, solved_at=1.0)
@@ -80,15 +88,10 @@ class SelfTeacher:
 
     Args:
         cfg: the settings.
-        actor: the student.
-
-    Raises:
-        SettingsError: other ranks take part in its passes.
+        actor: the student, of one process.
     """
 
     def __init__(self, cfg: DistillationConfig, actor: TransformersWrapper) -> None:
-        if actor.is_distributed:
-            raise SettingsError("teacher.model=self: a student on several ranks can't be asked.")
         self._decay = cfg.teacher.ema_decay
         self._actor = actor
         self._own = actor
