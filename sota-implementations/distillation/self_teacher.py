@@ -1,11 +1,13 @@
 """Self-distillation: the student is its own teacher, which sees another prompt."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 from config import DistillationConfig, TeacherConfig
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from torchrl_agents.settings.errors import refusing
 from torchrl_agents.settings.started_ranks import num_ranks
@@ -127,16 +129,26 @@ class SelfTeacher:
     def _follow(self) -> None:
         if self._decay is None or self._decay == 1.0:
             return
-        pairs = zip(self._own.model.parameters(), self._actor.model.parameters(), strict=True)
-        for own, new in pairs:
+        for _, own, new in self._pairs():
             if new.requires_grad:  # what is frozen, in 4 bits perhaps, is the same in both
                 own.lerp_(new.to(own.dtype), 1.0 - self._decay)
 
+    def _pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The parameters by their names: the teacher's and the student's."""
+        pairs = zip(self._own.model.named_parameters(), self._actor.model.parameters(), strict=True)
+        return ((name, own, new) for (name, own), new in pairs)
+
     def state_dict(self) -> dict[str, Any]:
         """The weights of a teacher that are not the student's."""
-        return {} if self._decay is None else dict(self._own.model.state_dict())
+        if self._decay is None:
+            return {}
+        return {name: own.detach() for name, own, new in self._pairs() if new.requires_grad}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Any) -> None:
-        """Go on from there."""
-        if self._decay is not None:
-            self._own.model.load_state_dict(state_dict)
+        """Go on from there, after the student."""
+        for name, own, new in () if self._decay is None else self._pairs():
+            if new.requires_grad:
+                own.copy_(state_dict[name])
+            elif new.is_floating_point():  # a warm start may have changed it; 4 bits it can't
+                own.copy_(new)
