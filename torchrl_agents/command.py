@@ -114,11 +114,12 @@ def doctor(arguments: Sequence[str]) -> int:
     gpu = "with a driver of NVIDIA's" if which("nvidia-smi") else "no NVIDIA GPU"
     print(f"torchrl-agents {_version()}, Python {sys.version.split()[0]}")
     print(f"this machine: {os.cpu_count()} cores, {memory:.0f} GiB of memory, {gpu}")
+    width = 2 + max(map(len, [*TESTED, *FEATURES]))
     print("releases:")
     for package, (oldest, newest) in TESTED.items():
         release = installed_release(package) or "not installed"
         word = "  NOT TESTED" if untested(package) else ""
-        print(f"  {package:<16}{release} (tested: {oldest} to {newest}){word}")
+        print(f"  {package:<{width}}{release} (tested: {oldest} to {newest}){word}")
     print("features:")
     able = True
     for feature, its in FEATURES.items():
@@ -128,7 +129,7 @@ def doctor(arguments: Sequence[str]) -> int:
         if arguments and not missing:
             told = "; ".join(_faults(feature, its)) or told
         able = able and (told == "ready" or feature != "the library")
-        print(f"  {feature:<16}{told}")
+        print(f"  {feature:<{width}}{told}")
     return 0 if able else 1
 
 

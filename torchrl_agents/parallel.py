@@ -40,7 +40,13 @@ from torchrl_modules.scoring.packed_attention import can_share
 from .checkpoints import Checkpoints
 from .critic import Critic, critic_of_config
 from .device_defaults import DEFAULT_TOKENS, settle_micro_batches
-from .models.adapters import WithoutAdapters, frozen_weights, is_adapted, with_adapters
+from .models.adapters import (
+    WithoutAdapters,
+    frozen_weights,
+    is_adapted,
+    is_over_given,
+    with_adapters,
+)
 from .models.loading import load_model
 from .models.outline import outline
 from .models.policies import transformers_policy
@@ -181,28 +187,35 @@ def saved_parts(
     actor: Actor,
     optimizer: torch.optim.Optimizer,
     critic: Critic | None = None,
-) -> tuple[dict[str, Any], dict[str, Sharded]]:
-    """Say what of the trained model and its optimizer is saved; every rank takes part.
+) -> dict[str, Sharded]:
+    """Say what of the trained model and its optimizer is saved, of which each rank has a share.
 
     Args:
         cfg: the settings.
         actor: is trained.
         optimizer: of what is trained of it.
         critic: of the run, if it has one.
-
-    Returns:
-        What a checkpoint has to have in common with this run; and the parts of which each rank has
-        a share.
     """
     # Of adapters these alone are saved where the rest can be loaded again.
-    is_given = is_adapted(actor.model) and cfg.policy.model is not None
-    identity = {"weights of policy.model": frozen_weights(actor.model)} if is_given else {}
-    sharded: dict[str, Sharded] = {
-        "model": ShardedModel(actor.model, trained_only=is_given),
+    return {
+        "model": ShardedModel(actor.model, trained_only=is_over_given(cfg, actor.model)),
         "optimizer": ShardedOptimizer(actor.model, optimizer),
         **({} if critic is None else critic.parts()),
     }
-    return identity, sharded
+
+
+def identity_of_given(cfg: TrainingConfig, ranks: Ranks, actor: Actor) -> dict[str, str]:
+    """Say what a checkpoint without the frozen weights has to have in common; rank 0 calls it.
+
+    Args:
+        cfg: the settings.
+        ranks: of the run; the others wait for their jobs.
+        actor: is trained.
+    """
+    if not is_over_given(cfg, actor.model):
+        return {}
+    tell(ranks, RankJob.DIGEST_FROZEN)
+    return {"weights of policy.model": frozen_weights(actor.model)}
 
 
 def parallel_kind(cfg: TrainingConfig, ranks: Ranks) -> str:
@@ -341,11 +354,12 @@ class Follower:
     def steps(self, loss: Any, gate: NonFiniteGate) -> Iterator[Iterator[Self]]:
         """Take part in the steps of rank 0, until it ends; see :meth:`.Training.steps`."""
         self._loss, self._gate = loss, gate
-        _, sharded = saved_parts(self.cfg, self.actor, gate.optimizer, self.critic)
+        sharded = saved_parts(self.cfg, self.actor, gate.optimizer, self.critic)
         state = RunState(identity={}, **sharded)
         with closing(Checkpoints(self.cfg.checkpoint, self.ranks, state)) as keep:
             yield self._steps(
                 {
+                    RankJob.DIGEST_FROZEN: lambda: frozen_weights(self.actor.model),
                     RankJob.OPEN_CHECKPOINTS: keep.open,
                     RankJob.LOAD_CHECKPOINT: keep.load,
                     RankJob.GIVE_WEIGHTS: lambda: contribute_weights(self.actor.model),
@@ -550,7 +564,7 @@ def _shared(cfg: TrainingConfig, ranks: Ranks, model: PreTrainedModel) -> nn.Mod
 
 def freeze_reference(
     cfg: TrainingConfig, run: Run, actor: TransformersWrapper, *, weight: float | None
-) -> tuple[TokenScorer | None, dict[str, nn.Module]]:
+) -> tuple[TokenScorer | None, dict[str, nn.Module | WithoutAdapters]]:
     """Keep the model as it is now: a copy of it, or itself with its adapters off.
 
     Args:
@@ -565,8 +579,10 @@ def freeze_reference(
     if not weight:
         return None, {}
     adapted = is_adapted(actor.model)
+    is_given = is_over_given(cfg, actor.model)  # policy.model has it, and no checkpoint
     if adapted and parallel_kind(cfg, run.ranks) != "fsdp2":
-        return WithoutAdapters(actor), {}
+        own = WithoutAdapters(actor)
+        return own, {} if is_given else {"reference": own}
     model: Any = copy.deepcopy(actor.model)
     reference = TransformersWrapper(
         (model.unload() if adapted else model).eval().requires_grad_(False),
@@ -574,4 +590,4 @@ def freeze_reference(
         generate_kwargs=actor.sampling,
         generate=False,
     )
-    return reference, {"reference": reference.model}
+    return reference, {} if is_given else {"reference": reference.model}

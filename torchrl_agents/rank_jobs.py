@@ -9,6 +9,8 @@ from objectives import Ranks
 class RankJob(Enum):
     """Jobs that all ranks of a run do together, in the order in which a run comes to them."""
 
+    DIGEST_FROZEN = auto()
+    """Of the weights that are not trained, which a checkpoint has to have in common."""
     OPEN_CHECKPOINTS = auto()
     LOAD_CHECKPOINT = auto()
     GIVE_WEIGHTS = auto()

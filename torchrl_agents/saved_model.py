@@ -11,27 +11,28 @@ from torchrl_modules import TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.weights.quantized_weights import declared_whole
 
-from .models.adapters import is_adapted
+from .models.adapters import is_adapted, is_over_given
 from .models.reward_models import ChatRewardModel
 from .models.sources import model_folder
 from .run import remove
-from .settings.schema import PolicyConfig
+from .settings.schema import TrainingConfig
 
 
 def save_model(
     folder: Path,
-    cfg: PolicyConfig,
+    cfg: TrainingConfig,
     policy: TransformersWrapper | ChatRewardModel,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Leave ``model/``, whole or not at all: it loads in Transformers and serves in vLLM.
 
     Of a model with adapters that is the merged one. Beside it, ``adapter/`` has the adapters as
-    PEFT and vLLM load them, and ``base/`` what they are of, where no ``policy.model`` has it.
+    PEFT and vLLM load them, and ``base/`` what they are of, where no ``policy.model`` has it (a
+    warm start changes it).
 
     Args:
         folder: of the run.
-        cfg: where the model is from.
+        cfg: the settings, which say where the model is from.
         policy: its model is saved, and its tokenizer with the chat template that it was used with.
         weights: of a sharded model, whole.
     """
@@ -40,13 +41,13 @@ def save_model(
     if not is_adapted(model):
         leave(folder / "model", lambda path: _save(path, plain, policy, weights))
         return
-    if cfg.model is None:
+    source = None if cfg.policy.model is None else model_folder(cfg.policy.model)
+    if source is None or not is_over_given(cfg, model):
         base = str((folder / "base").resolve())
         with model.disable_adapter():
             frozen = merged_weights(model)
         leave(Path(base), lambda path: _save(path, plain, policy, frozen))
     else:
-        source = model_folder(cfg.model)
         base = str(Path(source).resolve()) if Path(source).is_dir() else source
     for config in model.peft_config.values():
         config.base_model_name_or_path = base

@@ -46,6 +46,7 @@ from .optimizers import build_optimizer, set_learning_rate
 from .parallel import (
     Follower,
     combined,
+    identity_of_given,
     saved_parts,
     take_share,
     whole_critic,
@@ -296,7 +297,8 @@ class Training:
 
     def _open_checkpoints(self, held_out: HeldOut) -> Checkpoints:
         critic = self.critic
-        own, sharded = saved_parts(self.cfg, self.actor, self.gate.optimizer, critic)
+        sharded = saved_parts(self.cfg, self.actor, self.gate.optimizer, critic)
+        own = identity_of_given(self.cfg, self.ranks, self.actor)
         reader: Any = self.policy  # a reward model has a tokenizer and a template, too
         identity = identity_of(reader, self.actor.scorer.model) | own | held_out.identity()
         parts = {"gate": self.gate, **self.parts, **self.data.parts}
@@ -469,7 +471,7 @@ def _leave_results(
         actor, weights = whole_model(run.ranks, cfg, training.actor)
         if isinstance(actor, TransformersWrapper):
             set_generation(cfg.policy, actor)
-        save_model(run.folder, cfg.policy, actor, weights)
+        save_model(run.folder, cfg, actor, weights)
         if (critic := training.critic) is not None:
             own = whole_critic(run.ranks, critic)
             leave(run.folder / "critic", lambda path: critic.save(path, own))

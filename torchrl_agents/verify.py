@@ -355,12 +355,13 @@ def weights_of(
     where: dict[int, str] = {}
     warmed = (settings.get("warm_start") or {}).get("num_steps") or 0
     # Adapters are put on after the demonstrations, so without them the first step's model is there.
-    if of_adapters and (cfg.model is None or not warmed):
+    has_base = (folder / "base" / "config.json").is_file()
+    if of_adapters and (has_base or not warmed):
         load[1], where[1] = _no_adapters, "the model before its adapters were trained"
     elif cfg.model is not None and not warmed and not of_adapters:
         load[1] = partial(_load_first, cfg)
         where[1] = f"{cfg.model}, with which the run began"
-    is_partial = of_adapters and cfg.model is not None
+    is_partial = of_adapters and not has_base
     store = CheckpointStore(folder / CHECKPOINTS)
     for one in stored(folder / CHECKPOINTS):  # the newest first
         checkpoint = store.load(one.path)
@@ -373,7 +374,7 @@ def weights_of(
             if saved != frozen_weights(model):
                 raise SettingsError(
                     f"{folder}: its adapters were trained over other weights than {cfg.model} has "
-                    "now, and these are nowhere: a warm start changed them, say."
+                    "now, and these are nowhere. Put the model back."
                 )
         if version not in load:
             fill = partial(checkpoint.load_sharded, "model")

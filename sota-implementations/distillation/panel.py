@@ -58,7 +58,7 @@ class Panel:
             if teacher.chat_template_name is not None and teacher.tokenizer is None:
                 raise ValueError("teacher.chat_template_name needs teacher.tokenizer=own, too.")
             check_self(teacher)
-            _check_rules("teacher", teacher)
+            _check_settings("teacher", teacher)
             self.configs, self.weights = {_ONE: teacher}, {_ONE: 1.0}
             return
         if not isinstance(teachers, Mapping):
@@ -71,7 +71,7 @@ class Panel:
         weights = {name: own.pop("weight", 1.0) for name, own in given.items()}
         self.configs = {name: TeacherConfig(**own) for name, own in given.items()}
         for name, own in self.configs.items():
-            _check_rules(f"teachers.{name}", own)
+            _check_settings(f"teachers.{name}", own)
         self.weights = {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
     @property
@@ -168,14 +168,19 @@ class Panel:
         return Teachers(scoring, self.column)
 
 
-def _check_rules(path: str, settings: TeacherConfig) -> None:
-    """Check each setting of a teacher by its rule.
+def _check_settings(path: str, settings: TeacherConfig) -> None:
+    """Check each setting of a teacher by its rule, and that it can take effect.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: one is out of range, or has no effect.
     """
     for fault in broken_rules(settings, f"{path}."):
         raise ValueError(fault)
+    if settings.url is None and settings.timeout_s != TeacherConfig().timeout_s:
+        raise ValueError(
+            f"{path}.timeout_s={settings.timeout_s} is the deadline of a server, and this teacher "
+            f"is in this process: give {path}.url, too, or leave it out."
+        )
 
 
 def _check_one(name: str, own: Any, column: str | None, *, is_alone: bool) -> None:

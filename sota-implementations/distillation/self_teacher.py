@@ -1,13 +1,16 @@
 """Self-distillation: the student is its own teacher, which sees another prompt."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 from config import DistillationConfig, TeacherConfig
 from tensordict import TensorDictBase
+from torch import Tensor
 
-from torchrl_agents.settings.errors import SettingsError, refusing
+from torchrl_agents.settings.errors import refusing
+from torchrl_agents.settings.started_ranks import num_ranks
 from torchrl_data.import_path import import_callable
 from torchrl_envs import (
     DataLoadingPrimer,
@@ -30,9 +33,10 @@ def check_self(cfg: TeacherConfig) -> None:
     Raises:
         ValueError: a setting is missing, or can't take effect.
     """
-    others = {"prompt": cfg.prompt, "ema_decay": cfg.ema_decay}
     if cfg.model != SELF:
-        if given := [f"teacher.{name}" for name, value in others.items() if value is not None]:
+        usual = TeacherConfig()
+        changed = [name for name in OF_SELF if getattr(cfg, name) != getattr(usual, name)]
+        if given := [f"teacher.{name}" for name in changed]:
             raise ValueError(f"{', '.join(given)}: of teacher.model=self alone.")
         return
     if cfg.prompt is None:
@@ -42,6 +46,12 @@ def check_self(cfg: TeacherConfig) -> None:
         )
     if cfg.url is not None or cfg.tokenizer is not None:
         raise ValueError("teacher.model=self is in this process, with the student's tokenizer.")
+    if num_ranks() > 1:
+        raise ValueError(
+            f"teacher.model=self asks the student with another prompt, which one process alone can "
+            f"do, and there are {num_ranks()} ranks. Start it without torchrun, or take a "
+            "teacher.model of its own."
+        )
     if cfg.prompt != "demonstration" and cfg.demonstration_column != "answer":
         raise ValueError("teacher.demonstration_column is of teacher.prompt=demonstration.")
     privileged_prompt(cfg, solved_at=1.0)
@@ -80,15 +90,10 @@ class SelfTeacher:
 
     Args:
         cfg: the settings.
-        actor: the student.
-
-    Raises:
-        SettingsError: other ranks take part in its passes.
+        actor: the student, of one process.
     """
 
     def __init__(self, cfg: DistillationConfig, actor: TransformersWrapper) -> None:
-        if actor.is_distributed:
-            raise SettingsError("teacher.model=self: a student on several ranks can't be asked.")
         self._decay = cfg.teacher.ema_decay
         self._actor = actor
         self._own = actor
@@ -124,16 +129,26 @@ class SelfTeacher:
     def _follow(self) -> None:
         if self._decay is None or self._decay == 1.0:
             return
-        pairs = zip(self._own.model.parameters(), self._actor.model.parameters(), strict=True)
-        for own, new in pairs:
+        for _, own, new in self._pairs():
             if new.requires_grad:  # what is frozen, in 4 bits perhaps, is the same in both
                 own.lerp_(new.to(own.dtype), 1.0 - self._decay)
 
+    def _pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The parameters by their names: the teacher's and the student's."""
+        pairs = zip(self._own.model.named_parameters(), self._actor.model.parameters(), strict=True)
+        return ((name, own, new) for (name, own), new in pairs)
+
     def state_dict(self) -> dict[str, Any]:
         """The weights of a teacher that are not the student's."""
-        return {} if self._decay is None else dict(self._own.model.state_dict())
+        if self._decay is None:
+            return {}
+        return {name: own.detach() for name, own, new in self._pairs() if new.requires_grad}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Any) -> None:
-        """Go on from there."""
-        if self._decay is not None:
-            self._own.model.load_state_dict(state_dict)
+        """Go on from there, after the student."""
+        for name, own, new in () if self._decay is None else self._pairs():
+            if new.requires_grad:
+                own.copy_(state_dict[name])
+            elif new.is_floating_point():  # a warm start may have changed it; 4 bits it can't
+                own.copy_(new)

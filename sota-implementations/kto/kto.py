@@ -155,8 +155,8 @@ def encode_labelled(cfg: KTOConfig, test: Setup, policy: LLMWrapperBase) -> list
 
 def main(cfg: KTOConfig, test: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
+    torch.manual_seed(cfg.seed)  # of the adapters' first weights, too
     actor, policy = add_adapters(cfg, *load_models(cfg, test, run))
-    torch.manual_seed(cfg.seed)
     actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
     with run.log.phase("encoding the answers"):
         units = encode_labelled(cfg, test, actor)

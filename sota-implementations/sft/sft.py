@@ -148,8 +148,8 @@ def encode(cfg: SFTConfig, test: Setup, policy: LLMWrapperBase) -> Sequence[Tens
 
 def main(cfg: SFTConfig, test: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
+    torch.manual_seed(cfg.seed)  # of the adapters' first weights, too
     actor, policy = add_adapters(cfg, *load_models(cfg, test, run))
-    torch.manual_seed(cfg.seed)
     actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
     with run.log.phase("encoding the conversations"):
         rows = encode(cfg, test, actor)

@@ -88,6 +88,25 @@ def with_preferences():
     return found | {"base": base}
 
 
+def with_adapted_preferences():
+    """Adapters over a given model: one process; shards, of which one makes the last step."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        save_pairs()
+        save_base()
+        adapters, steps = ("policy.lora_rank=2", "seed=1"), "train.num_steps=4"
+        run(1, *adapters, "name=one", steps)
+        run(2, *adapters, "name=shards", "train.num_steps=3", "train.parallel=fsdp2")
+        run(1, "resume=outputs/dpo/gcd/shards-001", steps)
+        run(1, "policy.lora_rank=2", "name=other", "train.num_steps=1")
+        adapter = "adapter/adapter_model.safetensors"
+        found = {name: left_by(name) for name in ("one", "shards")}
+        for name in ("one", "other"):
+            found[f"{name} adapter"] = load_file(f"outputs/dpo/gcd/{name}-001/{adapter}")
+        os.chdir("/")
+    return found
+
+
 def pairs_of_a_step(step, count):
     generator, rows = torch.Generator().manual_seed(step), []
     for number in range(2 * count):
@@ -140,5 +159,6 @@ def of_rewards():
 
 def scenarios():
     yield "recipe with preferences", with_preferences
+    yield "recipe with preferences and adapters", with_adapted_preferences
     yield "recipe of a reward model", with_reward_model
     yield "reward model", of_rewards

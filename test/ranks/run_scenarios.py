@@ -10,6 +10,7 @@ import context_scenarios
 import critic_scenarios
 import preference_scenarios
 import recipe_scenarios
+import reference_scenarios
 import split_scenarios
 import torch
 import training_scenarios
@@ -21,6 +22,7 @@ if __name__ == "__main__":
     kinds = (
         *(training_scenarios, split_scenarios, context_scenarios),
         *(weight_scenarios, recipe_scenarios, critic_scenarios, preference_scenarios),
+        reference_scenarios,
     )
     for name, run in chain(*(kind.scenarios() for kind in kinds)):
         if not any(word in name for word in sys.argv[2:] or [name]):

@@ -24,6 +24,23 @@ def test_preferences_of_ranks_are_learnt_as_by_one_process(found, kind):
         torch.testing.assert_close(several["model"][name], value, rtol=1e-3, atol=1e-5)
 
 
+def test_adapters_in_shards_learn_preferences_as_one_process_and_go_on(found):
+    """The reference is asked before the first step, while other ranks wait for a job."""
+    result = found("recipe with preferences and adapters")
+    one, shards = result["one"], result["shards"]
+    assert [step["step"] for step in shards["metrics"]] == [1, 2, 3, 4]
+    for ours, theirs in zip(shards["metrics"], one["metrics"], strict=True):
+        for name in ("loss", "chosen_reward", "rejected_reward", "grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+    assert one["metrics"][-1]["loss"] < one["metrics"][0]["loss"] - 1e-3
+    for name, value in one["model"].items():
+        torch.testing.assert_close(shards["model"][name], value, rtol=1e-3, atol=1e-5)
+    first = [n for n in result["one adapter"] if "lora_A" in n]
+    seeds = [result[f"{name} adapter"] for name in ("one", "other")]
+    assert first
+    assert all((seeds[0][n] - seeds[1][n]).abs().max() > 1e-2 for n in first)
+
+
 @pytest.mark.parametrize("kind", ["copies", "shards"])
 def test_a_reward_model_of_ranks_is_that_of_one_process(found, kind):
     result = found("reward model")

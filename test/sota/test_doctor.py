@@ -1,6 +1,7 @@
 """``torchrl-agents doctor`` in a process of its own, where some packages can't be found."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,8 @@ def doctor(*without, arguments=(), path=None):
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
     )
     lines = done.stdout.splitlines()
-    told = {line[2:18].strip(): line[18:] for line in lines if line.startswith("  ")}
+    # A name and what is told of it are apart, however long the name is.
+    told = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in lines if line[:2] == "  ")
     return done.returncode, told, done.stderr
 
 

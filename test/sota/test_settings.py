@@ -454,6 +454,14 @@ def test_a_split_model_needs_several_ranks(check):
         check("train.tensor_parallel_size=2")
 
 
+def test_a_recipe_that_trains_nothing_is_refused_on_ranks(script, monkeypatch):
+    evaluate = script("evaluate").RECIPE
+    prepare(evaluate, ["task=gcd"])
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
+    with pytest.raises(SettingsError, match=r"evaluate trains nothing .* started 2 of them"):
+        prepare(evaluate, ["task=gcd"])
+
+
 def test_a_generators_own_settings_are_settings(compose, grpo):
     overrides = ["task=gcd", "task.config.max_value=7", "task.num_rows=30"]
     prepare(grpo.RECIPE, overrides)

@@ -9,9 +9,10 @@ from torch import nn
 from collectors.weight_update.merged_adapters import whole
 from collectors.weight_update.plain_weights import unwrapped_module
 from torchrl_agents.settings.errors import refusing
-from torchrl_agents.settings.schema import PolicyConfig, TrainingConfig
+from torchrl_agents.settings.schema import PolicyConfig, RolloutsConfig, TrainingConfig
 from torchrl_data.token_scorer import TokenScorer, TokenScores
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
+from torchrl_modules.weights.quantized_weights import quantization_of
 
 from .policies import transformers_policy
 
@@ -63,6 +64,22 @@ def is_adapted(model: Any) -> bool:
     return hasattr(unwrapped_module(model), "peft_config")
 
 
+def is_over_given(cfg: TrainingConfig, model: nn.Module) -> bool:
+    """Return whether a model has adapters over the very weights that ``policy.model`` has.
+
+    These need not be saved. A warm start changes the weights that adapters are put on, unless they
+    are of 4 bits: then it trains the adapters.
+
+    Args:
+        cfg: the settings, filled in.
+        model: with adapters or without, in wrappers or not.
+    """
+    if not is_adapted(model) or cfg.policy.model is None:
+        return False
+    is_warmed = isinstance(cfg, RolloutsConfig) and bool(cfg.warm_start.num_steps)
+    return not is_warmed or quantization_of(unwrapped_module(model)) is not None
+
+
 def frozen_weights(model: nn.Module) -> str:
     """A digest of the weights that are not trained; all ranks take part.
 
@@ -89,3 +106,13 @@ class WithoutAdapters(TokenScorer):
         model: Any = self._actor.model
         with model.disable_adapter(), torch.no_grad():
             return self._actor.score_packed(*args, images=images, **options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights of that model, by the names that it had; a checkpoint may have them."""
+        model: Any = unwrapped_module(self._actor.model)
+        weights = model.get_base_model().state_dict()
+        plain = {n: x for n, x in weights.items() if ".lora_" not in n}
+        return {name.replace(".base_layer.", "."): value for name, value in plain.items()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Nothing: they are the frozen weights of the model with adapters, which is restored."""

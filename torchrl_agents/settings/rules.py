@@ -42,6 +42,8 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
     faults += [_own_engine_faults(cfg), _evaluation_faults(cfg)]
     if isinstance(cfg, TrainingConfig):
         faults.append(_training_faults(recipe, cfg))
+    elif num_ranks() > 1:
+        faults.append(iter([_needs_one_process(recipe)]))
     if isinstance(cfg, RolloutsConfig):
         faults.append(_rollout_faults(recipe, cfg))
         faults += [_record_faults(cfg), _watch_faults(cfg)]
@@ -49,6 +51,13 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
     # One after the other: what is looked at later may need that the rest is right.
     if (words := next(chain.from_iterable(faults), None)) is not None:
         raise SettingsError(words)
+
+
+def _needs_one_process(recipe: Recipe) -> str:
+    return (
+        f"{recipe.name} trains nothing that ranks could share, and torchrun has started "
+        f"{num_ranks()} of them (WORLD_SIZE). Start it without torchrun."
+    )
 
 
 def _unused_faults(recipe: Recipe, cfg: RecipeConfig) -> Iterator[str]:

@@ -75,3 +75,19 @@ def test_a_student_that_teaches_itself(run_recipe, folder):
         )
     with pytest.raises(SystemExit, match=r"Set collector\.mode=sync"):
         run_recipe("distillation", *me, "teacher.prompt=feedback", "collector.mode=streaming")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "4 bits"])
+def test_a_teacher_that_follows_its_student_goes_on_with_it(run_recipe, folder, is_whole):
+    own = (*FAST, *TASK, *STUDENT, "teacher.model=self", "teacher.prompt=demonstration")
+    own += ("teacher.ema_decay=0.5", "checkpoint.every=1", "optim.schedule=constant")
+    own += ("optim.learning_rate=0.01", "optim.num_warmup_steps=0")
+    own += () if is_whole else ("policy.load_in_4bit=true", "policy.lora_rank=2")
+    whole = run_recipe("distillation", *own, "name=whole", "train.num_steps=3")
+    cut = run_recipe("distillation", *own, "name=cut", "train.num_steps=2")["output_dir"]
+    cut = run_recipe("distillation", f"resume={cut}", "train.num_steps=3")
+    ours, theirs = metrics(cut)[2], metrics(whole)[2]
+    for name in ("kl_to_teacher", "loss", "grad_norm"):
+        assert ours[name] == theirs[name], name
+    assert theirs["kl_to_teacher"] != pytest.approx(metrics(whole)[1]["kl_to_teacher"], abs=1e-3)

@@ -118,6 +118,21 @@ def test_each_row_has_its_own_teacher(panel):
             None,
             "in this process, with the student's tokenizer",
         ),
+        (
+            {"teacher": {"model": "A", "demonstration_column": "solution"}},
+            None,
+            "teacher.demonstration_column: of teacher.model=self",
+        ),
+        (
+            {"teacher": {"model": "A", "timeout_s": 3.0}},
+            None,
+            r"teacher.timeout_s=3.0 is the deadline of a server, .*: give teacher.url",
+        ),
+        (
+            {"teachers": {"a": {"model": "A", "timeout_s": 3.0}, "b": {"model": "B"}}},
+            None,
+            "give teachers.a.url",
+        ),
         ({"teachers": {"a": {"model": "self"}}}, None, "teachers.a: the student itself teaches"),
         ({"teachers": {"a": {"model": "A", "prompt": "feedback"}}}, None, "may have url, .*"),
         (
@@ -135,6 +150,15 @@ def test_each_row_has_its_own_teacher(panel):
 def test_a_panel_that_can_not_be(given, column, words, panel, settings):
     with pytest.raises(ValueError, match=words):
         panel.Panel(*settings(**given), column)
+
+
+def test_a_student_on_several_ranks_can_not_teach_itself(panel, settings, monkeypatch):
+    own = {"teacher": {"model": "self", "prompt": "demonstration"}}
+    assert panel.Panel(*settings(**own), None).is_self
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
+    with pytest.raises(ValueError, match=r"teacher.model=self .* there are 2 ranks"):
+        panel.Panel(*settings(**own), None)  # before a model is loaded or warmed up
+    assert not panel.Panel(*settings(teacher={"model": "A"}), None).is_self
 
 
 @pytest.mark.slow
