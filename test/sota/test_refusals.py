@@ -89,8 +89,6 @@ def run_fork(light_forks, tmp_path):
         ),
         ("grpo policy.load_in_4bit=true policy.lora_rank=4", "is for a policy.model that is loa"),
         ("evaluate policy.model=m policy.load_in_4bit=true engine=vllm", "is for engine=transform"),
-        ("grpo engine=sglang engine.colocate=true", "SGLang lends no memory of a CPU"),
-        ("grpo engine=sglang dry_run=true", "needs the package sglang, which is not here: see"),
         ("lora --multirun seed=0,1 debug=tinyy", "debug has no choice 'tinyy'. Did you mean tiny?"),
         ("grpo seed=0 --multirun debug=tinyy", "debug has no choice 'tinyy'. Did you mean tiny?"),
         ("grpo --multirun seed=0,1 resume=auto", "resume= goes on with one run: without --multi"),

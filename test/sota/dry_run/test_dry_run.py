@@ -264,6 +264,7 @@ def test_servers_are_asked(run, models):
     [
         ("grpo", "engine=vllm", "vllm"),
         ("evaluate", "engine=vllm", "vllm"),
+        ("grpo", "engine=sglang", "sglang"),
         ("grpo", "collector=ray", "ray"),
     ],
 )
@@ -271,6 +272,14 @@ def test_packages_that_are_not_there(run, models, monkeypatch, recipe, setting, 
     monkeypatch.setattr(dry_run, "find_spec", lambda name: None if name == package else name)
     with pytest.raises(SystemExit, match=f"{setting} needs the package {package}"):
         run(recipe, *TASK, STUDENT, setting, "dry_run=true")
+
+
+def test_what_an_engine_of_a_library_can_not_do_here(run, models):
+    python = "+engine.engine_kwargs.python=no-python"
+    with pytest.raises(SystemExit, match="python='no-python' is no program"):
+        run("grpo", *TASK, STUDENT, "engine=sglang", python, "dry_run=true")
+    with pytest.raises(SystemExit, match="SGLang lends no memory of a CPU"):
+        run("grpo", *TASK, STUDENT, "engine=sglang", "engine.colocate=true")
 
 
 def test_earlier_runs_stay_as_they_are(run, models):
