@@ -1,6 +1,6 @@
 """Online preference learning (online DPO): pairs are made of what the policy samples, step by step.
 
-torchrl-agents online-dpo                             # the embedded model learns to calculate
+torchrl-agents online-dpo task=spell_backward         # the embedded model
 torchrl-agents online-dpo task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B
 torchrl-agents online-dpo task=environment task.dataset=prompts.jsonl \
     task.rewards=outputs/reward/gsm8k/seed0           # a reward model orders the answers
