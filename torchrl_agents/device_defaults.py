@@ -10,6 +10,7 @@ from torchrl_modules import TransformersCritic, TransformersWrapper
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.scoring.value_scorer import ValueScorer
 from torchrl_modules.scoring.wrapped_models import evaluation_mode
+from torchrl_modules.transformers_releases import recomputes_activations
 
 from .settings.schema import TrainingConfig, critic_settings
 
@@ -110,7 +111,7 @@ def bytes_of_a_token(model: Any, scorer: PackedScorer | ValueScorer) -> float:
         found.append(sum(kept.values()))
         del scores
     num_bytes = (found[1] - found[0]) / (longest - longest // 3)
-    if not getattr(model, "is_gradient_checkpointing", False):
+    if not recomputes_activations(model):
         return num_bytes
     config = model.config.get_text_config()
     inputs = config.num_hidden_layers * config.hidden_size * model.dtype.itemsize

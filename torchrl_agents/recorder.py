@@ -28,7 +28,7 @@ from torchrl_data import read_conversations
 from torchrl_data.batched_object import read_objects
 from torchrl_data.display.terminal import show_conversation
 from torchrl_data.display.text import message_text, message_title
-from torchrl_data.keys import ADVANTAGE, FULL, REWARD, STOP_REASON
+from torchrl_data.keys import FULL, REWARD, STOP_REASON
 from torchrl_envs.entries.rewards import REWARD_ERRORS, kinds_of
 from torchrl_envs.entries.whole_episodes import rows_by_episode, whole_episode
 from torchrl_envs.graders.answers import final_text
@@ -139,8 +139,6 @@ class Recorder:
         """
         metrics |= system_metrics()
         if self._rollouts is not None and trajectories is not None:
-            if trained is not None and trained[0].get(ADVANTAGE, None) is None:
-                trained = None  # the record shows advantages, where there are some
             self._rollouts.write(step, trajectories, trained=trained, metrics=metrics)
         self._metrics.write(json.dumps({"step": step, **finite(metrics, str)}) + "\n")
         self._metrics.flush()

@@ -142,7 +142,8 @@ def has_signal(metrics: Mapping[str, float], *, needs_groups: bool) -> bool:
     """
     # NaN where no rollout was scored.
     is_flat = needs_groups and not metrics["groups/without_signal_fraction"] < 1
-    return not is_flat and metrics.get("kept_fraction") != 0
+    gave_nothing = 0 in (metrics.get("kept_fraction"), metrics.get("pair_fraction"))
+    return not is_flat and not gave_nothing
 
 
 def tell_of_no_signal(metrics: Mapping[str, float], num_steps: int) -> None:
@@ -169,6 +170,12 @@ def tell_of_no_signal(metrics: Mapping[str, float], num_steps: int) -> None:
             "a filter left nothing to train (kept_fraction is 0): look at loss.filters and "
             f"truncated_fraction ({metrics.get('truncated_fraction', 0):.0%} of the rollouts), and "
             "at the other filters of the loss."
+        )
+    elif metrics.get("pair_fraction") == 0 and metrics["groups/without_signal_fraction"] < 1:
+        why = (
+            "no group has a pair, though rewards differ: by less than train.min_difference, or the "
+            "rollouts that differ have several rows (rows_per_episode is "
+            f"{metrics['rows_per_episode']:.3g}), and a pair is of two whole rollouts of one row."
         )
     elif (failed := metrics.get("reward/error_fraction", 0)) > 0:
         why = (

@@ -28,6 +28,7 @@ from collectors import (
     identity_of,
     rollout_metrics,
 )
+from collectors.collector import PostProcessing
 from collectors.resume.run_state import Stateful
 from collectors.streaming.background_collector import BackgroundCollector
 from objectives import NonFiniteGate, Ranks, StepOutcome
@@ -198,9 +199,13 @@ class Rollouts:
     Args:
         collector: fills its buffer, of which a transform says which rows are trained; it is emptied
             in each step. ``None`` for a subclass whose rows are given, where no policy is tested.
+        before_training: what is done to the rows that are trained, and to no others.
     """
 
-    def __init__(self, collector: AnyCollector | None) -> None:
+    def __init__(
+        self, collector: AnyCollector | None, *, before_training: PostProcessing | None = None
+    ) -> None:
+        self._before_training = before_training
         self.collector = collector
         """It samples, in steps and in tests."""
         self.parts: Mapping[str, Stateful] = {"collector": collector}  # type: ignore[dict-item]
@@ -216,6 +221,8 @@ class Rollouts:
             trajectories = metrics.add_rollouts(collector.collect())
             trained = buffer[:] if len(buffer) else None
             buffer.empty()
+            if trained is not None and self._before_training is not None:
+                trained = self._before_training(trained)
         except StopRequested:
             if isinstance(collector, BackgroundCollector):
                 collector.give_up_batch()

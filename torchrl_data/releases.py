@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 TESTED: Final = {
-    "torch": ("2.11", "2.14"),
+    "torch": ("2.11", "2.15"),
     "tensordict": ("0.14", "0.15"),
     "torchrl": ("0.14", "0.14"),
     "transformers": ("5.5", "5.24"),

@@ -78,6 +78,17 @@ def with_cache(model: nn.Module, cache: Any) -> dict[str, Any]:
     return {cache_name(model): cache, "use_cache": True}
 
 
+def recomputes_activations(model: nn.Module) -> bool:
+    """Return whether a model computes its layers again in the backward pass.
+
+    Args:
+        model: of Transformers; another one does not.
+    """
+    # From 5.24 on it has this name, and the older one warns.
+    found = getattr(model, "is_activation_checkpointing", None)
+    return bool(getattr(model, "is_gradient_checkpointing", False) if found is None else found)
+
+
 class ParallelPlans(NamedTuple):
     """Modules of Transformers that split a model by the plans of its class."""
 

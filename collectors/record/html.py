@@ -23,8 +23,8 @@ from .samples import RolloutSample, StepSummary
 
 _SCRIPTS: Final = ("core", "charts", "tokens", "views", "prompts", "main")
 _COLUMNS: Final = (
-    *("group", "number", "segment", "reward", "advantage", "stop", "errors", "calls", "turns"),
-    *("tokens", "truncated", "chunk"),
+    *("group", "number", "segment", "reward", "advantage", "trained", "stop", "errors"),
+    *("calls", "turns", "tokens", "truncated", "chunk"),
 )
 """What is known of each sample without loading it."""
 _CHUNK_BYTES: Final = 1 << 20
@@ -156,7 +156,8 @@ def _write_samples(
         columns.append(
             [
                 *(places[sample.group_id], sample.index, sample.segment, sample.reward),
-                *(sample.advantage, stop, sample.num_tool_errors, len(sample.tool_calls)),
+                *(sample.advantage, sample.was_trained, stop),
+                *(sample.num_tool_errors, len(sample.tool_calls)),
                 *(sample.num_turns, sample.sampled_tokens, sample.is_truncated, num_chunks),
             ]
         )

@@ -233,7 +233,8 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
         Args:
             step: its number, from 1.
             trajectories: rows ``[B]`` as a collector gave them.
-            trained: those of them that were trained, with their advantages, in any order.
+            trained: those of them that were trained, in any order, with their advantages if they
+                have some.
             metrics: of the step.
 
         Raises:
@@ -246,9 +247,9 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
                 f"{_WHO}.write takes rows of a collector, which have {EPISODE_ID!r}; these have "
                 f"{sorted(map(str, rows[0].keys()))}."
             )
-        advantages: dict[tuple[int, int], Tensor] = {}
+        advantages: dict[tuple[int, int], Tensor | None] = {}
         for row in () if trained is None else trained.unbind(0):
-            advantages[row_key(row)] = row.get(ADVANTAGE)
+            advantages[row_key(row)] = row.get(ADVANTAGE, None)
         events = self._take_events()
         by_group: dict[str, list[TensorDictBase]] = defaultdict(list)
         for row in rows:
@@ -263,6 +264,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
             for row in by_group[group.group_id] if group.is_recorded else ():
                 index = numbers.setdefault(row_key(row)[0], len(numbers))
                 sample = self._sample(row, step, index, advantages.get(row_key(row)))
+                sample.is_trained = row_key(row) in advantages
                 sample.branched_from = numbers.get(int(row.get(BRANCHED_FROM, -1)), -1)
                 samples.append(sample)
         summary = StepSummary(
@@ -281,7 +283,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
         self,
         name: str,
         rows: Sequence[TensorDictBase],
-        advantages: Mapping[tuple[int, int], Tensor],
+        advantages: Mapping[tuple[int, int], Tensor | None],
     ) -> GroupSummary:
         opening = next((row for row in rows if opens_episode(row)), rows[0])
         prompt_id, prompt = recorded_prompt(opening)

@@ -123,8 +123,11 @@ class RolloutSample(_Recorded):
     rewards: dict[str, float | None]
     """By source; ``None`` where one does not apply."""
     reward_errors: str = ""
+    is_trained: bool | None = None
+    """Whether it was trained on; ``None`` in records that do not tell it."""
     advantage: float | None = None
-    """``None`` where it was not trained; the mean of the sampled tokens' where they differ."""
+    """The mean of the sampled tokens' where they differ; ``None`` where it was not trained, or the
+    loss compares pairs or labels instead."""
     stop_reason: str
     """See :class:`~torchrl_data.StopReason`."""
     stop_limit: int = -1
@@ -149,6 +152,11 @@ class RolloutSample(_Recorded):
     logged: dict[str, Any] = field(default_factory=dict)
     """What reward functions logged of it."""
     tokens: SampleTokens
+
+    @property
+    def was_trained(self) -> bool:
+        """Whether it was trained; where a record does not tell, whether it has an advantage."""
+        return self.advantage is not None if self.is_trained is None else self.is_trained
 
     @property
     def place(self) -> str:
@@ -177,7 +185,7 @@ class GroupSummary(_Recorded):
     rewards: list[float | None]
     """Of its episodes, in order."""
     num_trained: int
-    """Rows that have an advantage and were trained on."""
+    """Rows that were trained on."""
     is_recorded: bool
     ordinal: int | None = None
     """Number of the prompt in the order of the data, where there is a ledger."""

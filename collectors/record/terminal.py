@@ -166,7 +166,7 @@ def group_table(
             str(sample.num_tool_errors),
             visible(sample.stop_reason),
         )
-        rows.append([*map(Text, cells), _yes_no(sample.advantage is not None)])
+        rows.append([*map(Text, cells), _yes_no(sample.was_trained)])
     columns = ("sample", "reward", "advantage", "turns", "tokens", "tool errors", "stop reason")
     return RecordTable("", (*columns, "trained"), rows, keys)
 
@@ -200,7 +200,7 @@ def sample_view(sample: RolloutSample, colour: str) -> RenderableType:
     values: list[tuple[str, Any]] = [
         ("reward", number_text(sample.reward)),
         *((name, number_text(value)) for name, value in sample.rewards.items()),
-        ("advantage", "not trained" if sample.advantage is None else number_text(sample.advantage)),
+        ("advantage", number_text(sample.advantage) if sample.was_trained else "not trained"),
         ("stop reason", end_text(sample.stop_reason, sample.stop_limit)),
         ("last turn", sample.finish_reason),
         ("turns", sample.num_turns),

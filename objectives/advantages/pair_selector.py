@@ -32,8 +32,8 @@ class PairSelector(GroupSelector):
 
     Read the buffer in order, as ``buffer[:]``: rows that are drawn one by one are no pairs, which
     the loss refuses. A group whose returns are all equal gives nothing; nor does a rollout without
-    a return, or an episode of several rows, which no single row stands for. Of equal returns the
-    row that came first is taken.
+    a return or a sampled token, or an episode of several rows, which no single row stands for. Of
+    equal returns the row that came first is taken.
 
     Args:
         group_size: rows of a complete group.
@@ -107,7 +107,8 @@ class PairSelector(GroupSelector):
         return 2
 
     def _select(self, members: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-        returns = [(self._return(member), member) for member in members if num_rows(member) == 1]
+        whole = [member for member in members if num_rows(member) == 1 and _has_answer(member)]
+        returns = [(self._return(member), member) for member in whole]
         scored = [pair for pair in returns if not math.isnan(pair[0])]
         if not scored:
             return []
@@ -123,3 +124,9 @@ class PairSelector(GroupSelector):
             row[keys.PAIR_ID] = torch.tensor([group_id])
             row[keys.CHOSEN] = torch.tensor([place == 0])
         return rows
+
+
+def _has_answer(row: TensorDictBase) -> bool:
+    """Return whether the policy sampled a token; where no mask says so, it is taken to have."""
+    mask = row.get(keys.ASSISTANT_MASK, None)
+    return mask is None or bool(mask.any())

@@ -50,7 +50,7 @@ def test_minor_releases_between_oldest_and_newest_are_tested(installed, release,
 def test_one_warning_names_the_packages_and_their_ranges(installed):
     installed.update({"torch": "2.10.1", "transformers": "6.0.0", "tensordict": "0.14.3"})
     words = re.escape(
-        "torch 2.10.1 (tested with 2.11 to 2.14), transformers 6.0.0 (tested with 5.5 to 5.24)."
+        "torch 2.10.1 (tested with 2.11 to 2.15), transformers 6.0.0 (tested with 5.5 to 5.24)."
     )
     with pytest.warns(releases.UntestedReleaseWarning, match=words):
         releases.warn_untested("torch", "tensordict", "transformers")

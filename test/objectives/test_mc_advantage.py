@@ -12,6 +12,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from objectives import GroupRefill, MCAdvantage, PairSelector, PassAtK, TopKRewardSelector
+from torchrl_data.keys import ASSISTANT_MASK
 from torchrl_data.missing_entry import MissingEntryError
 
 
@@ -459,6 +460,9 @@ def test_a_pair_is_the_best_and_the_worst_of_a_group():
         assert PairSelector(2).inv(flat) is None
         assert PairSelector(2, refill=GroupRefill()).asks_again(list(flat.unbind(0)))
     assert not PairSelector(2, refill=GroupRefill()).asks_again(list(rows.unbind(0)))
+    silent = make_row(1, -1.0, name=2).set(ASSISTANT_MASK, torch.tensor([False, False]))
+    with_mask = [row.copy().set(ASSISTANT_MASK, torch.tensor([False, True])) for row in rows]
+    assert names(PairSelector(3).inv(lazy_stack([*with_mask, silent]))) == [0, 1]
 
 
 def test_an_episode_of_several_rows_is_in_no_pair():

@@ -223,7 +223,7 @@ def test_a_bad_row_has_its_number_in_the_file_and_can_be_left_out(run, tmp_path)
     assert "1 of 31 rows are left out, which can't be used" in log.read_text()  # 8 are held out
 
 
-@pytest.mark.parametrize("name", ["grpo", "expert-iteration", "sft", "evaluate"])
+@pytest.mark.parametrize("name", ["grpo", "expert-iteration", "online-dpo", "sft", "evaluate"])
 def test_a_row_without_a_column_that_a_reward_names_is_named_at_the_door(run, tmp_path, name):
     rows = [{"prompt": f"{i}?", "answer": str(i)} for i in range(40)]
     del rows[17]["answer"]

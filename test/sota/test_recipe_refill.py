@@ -38,6 +38,8 @@ def run(run_script, tmp_path):
         pytest.param("grpo", "sync", 16, id="grpo: all rows of four groups"),
         pytest.param("grpo", "streaming", 16, id="grpo beside training"),
         pytest.param("expert-iteration", "sync", 4, id="expert iteration: the best of four groups"),
+        pytest.param("online-dpo", "sync", 8, id="online DPO: a pair of each of four groups"),
+        pytest.param("online-dpo", "streaming", 8, id="online DPO beside training"),
     ],
 )
 def test_every_step_trains_a_full_batch_of_groups(run, name, mode, num_trained):

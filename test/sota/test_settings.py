@@ -497,7 +497,7 @@ def test_an_evaluation_that_makes_no_sense_is_refused(script, overrides, words):
 
 RECIPES = (
     *("grpo", "sft", "dpo", "kto", "reward", "distillation", "evaluate", "self-play"),
-    "expert-iteration",
+    *("expert-iteration", "online-dpo"),
 )
 WITHOUT_RULE = {
     "grpo": {
@@ -597,6 +597,11 @@ REFUSED = {
         ("train.keep_above=best", "must be mean, median, any or a finite nu"),
         ("train.keep_above=nan", "must be mean, median, any or a finite nu"),
     ],
+    "online-dpo": [
+        ("train.min_difference=-1", "train.min_difference must be at least 0 and finite"),
+        ("collector.group_size=1", "collector.group_size must be at least 2"),
+        ("collector.num_roots=2", "collector.num_roots: online_dpo trains whole rollouts"),
+    ],
 }
 """Settings of each recipe that break a rule, and what is said of them."""
 TAKEN = {
@@ -609,6 +614,7 @@ TAKEN = {
     "distillation": ["teacher.ema_decay=1 train.clip_epsilon=0"],
     "self-play": ["opponents.every=1 opponents.share=1 train.kl_to_ref_coeff=0"],
     "expert-iteration": ["train.keep_above=any", "train.keep_above=-0.5"],
+    "online-dpo": ["train.min_difference=0 collector.group_size=2"],
 }
 """Settings at the bounds of their rules."""
 

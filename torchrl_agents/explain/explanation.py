@@ -34,6 +34,7 @@ CHECKS: Final[tuple[Callable[[RunEvidence], RunFinding | None], ...]] = (
     rollout_checks.unread_calls,
     rollout_checks.cut,
     update_checks.nothing_trained,
+    update_checks.no_pairs,
     update_checks.learning_rate_too_small,
     update_checks.clipped_gradients,
     update_checks.clipped_tokens,

@@ -174,6 +174,8 @@ def clipped_tokens(run: RunEvidence) -> RunFinding | None:
 
 def nothing_trained(run: RunEvidence) -> RunFinding | None:
     """Tokens that filters and masks keep out of the loss."""
+    if run.values("pair_fraction"):  # pairs of whole rollouts have no filters, see no_pairs
+        return None
     kept = run.mean("kept_fraction", run.last)
     with_signal = [s for s in run.last if s.get("groups/without_signal_fraction", 0.0) < 1]
     trained = [s.get("optimizer_steps", 0.0) for s in with_signal]
@@ -202,6 +204,31 @@ def nothing_trained(run: RunEvidence) -> RunFinding | None:
         else "Look at the masks of the rows: ('masks', 'all_assistant_mask') says which tokens the "
         "policy sampled, and a filter of the loss takes out the others.",
         numbers={"kept_fraction": kept},
+    )
+
+
+def no_pairs(run: RunEvidence) -> RunFinding | None:
+    """Groups whose rewards differ, and of which no pair is trained."""
+    paired = run.mean("pair_fraction", run.last)
+    told_apart = 1 - run.mean("groups/without_signal_fraction", run.last)
+    if not (told_apart > 0 and paired <= 0.5 * told_apart):
+        return None
+    lost, rows = 1 - paired / told_apart, run.mean("rows_per_episode", run.last)
+    least = run.setting("train.min_difference", 0.0)
+    several = f"; a rollout has {rows:.2g} rows in the mean" if rows > 1 else ""
+    causes = [f"Lower train.min_difference, which is {least:g}"] if least else []
+    if rows > 1:
+        causes.append(
+            "Leave out what rewrites the past of a rollout: one of several rows is in no pair"
+        )
+    return RunFinding(
+        code="no_pairs",
+        explains=lost,
+        what=f"Of {lost:.0%} of the groups whose rewards differ no pair is trained{several}.",
+        change=f"{'. '.join(causes)}."
+        if causes
+        else "Look at the rollouts: each has to have a reward and a sampled token.",
+        numbers={"pair_fraction": paired, "min_difference": least, "rows_per_episode": rows},
     )
 
 

@@ -497,8 +497,8 @@ def _branch_faults(recipe: Recipe, cfg: RolloutsConfig) -> Iterator[str]:
             f"collector.num_roots={num_roots} of collector.group_size={collector.group_size} "
             "leaves no rollout that branches: take fewer."
         )
-    if recipe.name == "expert_iteration":
-        yield "collector.num_roots: expert_iteration trains whole rollouts. Leave it out."
+    if recipe.name in ("expert_iteration", "online_dpo"):
+        yield f"collector.num_roots: {recipe.name} trains whole rollouts. Leave it out."
     if getattr(loss, "length_penalty", 0.0):
         yield "collector.num_roots: loss.length_penalty goes by whole rollouts. Leave one out."
     if collector.mode == "streaming" and not collector.max_staleness:

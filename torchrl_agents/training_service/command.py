@@ -12,8 +12,10 @@ NAME is what clients ask for.
 import argparse
 import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,6 +49,18 @@ def main(arguments: Sequence[str]) -> int:
         import_package("tinker", who="serve-training", install=INSTALL)
         import_package("uvicorn", who="serve-training", install=INSTALL)
         urls = _engine_urls(args)
+        listening = _bound(args.host, args.port)  # a port that is taken shows before models load
+    except (ImportError, ValueError, OSError) as error:
+        return _refuse(str(error))
+    with listening:
+        return _serve(args, urls, key, listening)
+
+
+def _serve(
+    args: argparse.Namespace, urls: Sequence[str | None], key: str | None, listening: socket.socket
+) -> int:
+    """Load the models, and serve until the program is ended."""
+    try:
         models = [_model(given, args, url) for given, url in zip(args.models, urls, strict=True)]
     except (ImportError, ValueError, OSError, RuntimeError) as error:
         return _refuse(str(error))
@@ -61,23 +75,44 @@ def main(arguments: Sequence[str]) -> int:
     )
     import uvicorn
 
-    url = f"http://{args.host}:{args.port}"
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    url = f"http://{host}:{listening.getsockname()[1]}"
     print(f"Serving {', '.join(names)} at {url}; adapters are saved in {args.folder.resolve()}.")
     print(
         f"Clients: TINKER_BASE_URL={url} TINKER_API_KEY={'...' if key else 'tml-local'}", flush=True
     )
+    config = uvicorn.Config(
+        application(service, key),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=5,
+    )
     try:
-        uvicorn.run(
-            application(service, key),
-            host=args.host,
-            port=args.port,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=5,
-        )
+        with suppress(KeyboardInterrupt):  # the server has ended by then
+            uvicorn.Server(config).run([listening])
     finally:
         service.close()
     return 0
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that has the address, and does not listen yet: clients are refused until it does.
+
+    Raises:
+        OSError: another program has it, or it is none of this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that has just ended had it
+    try:
+        found.bind((host, port))
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise OSError(
+            f"--host {host} --port {port} can't be listened at: {error}. Give another --port, or 0 "
+            "for one that is free."
+        ) from error
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL", help="models to serve")
     parser.add_argument("--host", default="127.0.0.1", help="where it listens (%(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0: one that is free (%(default)s)")
     parser.add_argument(
         "--folder",
         type=Path,

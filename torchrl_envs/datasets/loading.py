@@ -91,6 +91,8 @@ def load_rows(
 
 def _load_folder(path: Path, options: Mapping[str, Any]) -> Any:
     """What ``datasets`` makes of a folder of files."""
+    if "data_files" not in options:
+        _check_one_kind(path)
     refused = import_module("datasets.exceptions").DatasetsError
     try:  # of "." it would take no name
         return import_module("datasets").load_dataset(str(path.resolve()), **options)
@@ -100,6 +102,35 @@ def _load_folder(path: Path, options: Mapping[str, Any]) -> Any:
             f"The folder {path} can't be read as a data set: {why}. Give one file, or a folder "
             f"with files of one kind alone ({', '.join(sorted(DATA_FILES))})."
         ) from error
+
+
+def _check_one_kind(path: Path) -> None:
+    """Check that the files of a folder are of one kind: of several the commonest would be read.
+
+    A few texts beside rows are taken for notes, and a ``README.md`` may say which files are data.
+
+    Raises:
+        ValueError: there are several kinds.
+    """
+    readme = path / "README.md"
+    if readme.is_file() and "\nconfigs:" in readme.read_text(encoding="utf-8", errors="replace"):
+        return
+    found: dict[str, list[str]] = {}
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path)
+        is_hidden = any(part.startswith((".", "_")) for part in name.parts)
+        kind = DATA_FILES.get(file.suffix)
+        if kind and file.is_file() and not is_hidden and file.name != "dataset_infos.json":
+            found.setdefault(kind, []).append(str(name))
+    num_rows_files = sum(len(names) for kind, names in found.items() if kind != "text")
+    if len(found.get("text", ())) < num_rows_files:
+        found.pop("text", None)
+    if len(found) > 1:
+        told = ", ".join(f"{kind} ({names[0]})" for kind, names in found.items())
+        raise ValueError(
+            f"The folder {path} has files of several kinds, of which one alone would be read: "
+            f"{told}. Give one file, or a folder with files of one kind alone."
+        )
 
 
 def _whole_file(path: Path, rows: LazyRows, *, streaming: bool) -> Any:

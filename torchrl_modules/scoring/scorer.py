@@ -32,6 +32,7 @@ from torchrl_modules.compiled_layers import settle_compilation
 from torchrl_modules.sampling.distribution import warped_head_log_prob, warped_log_prob
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.sampling.token_history import TargetHistory
+from torchrl_modules.transformers_releases import recomputes_activations
 
 from .chunked_log_prob import chunked_log_prob
 from .expert_routes import expert_counts, replayed_layers
@@ -127,7 +128,7 @@ class PackedScorer(ChecksAttributes):
                 head_dtype=head_dtype,
                 compile_layers=compile_layers,
                 images=images,
-                **{"gradient checkpointing": getattr(model, "is_gradient_checkpointing", False)},
+                **{"gradient checkpointing": recomputes_activations(model)},
             )
             check_batch_invariance(self.model)
         self.batch_invariant = batch_invariant
@@ -362,7 +363,7 @@ class PackedScorer(ChecksAttributes):
             )
         if images and any(images):
             raise ValueError("score_packed: routed_experts of rows with images are not replayed.")
-        if getattr(self.model, "is_gradient_checkpointing", False) and torch.is_grad_enabled():
+        if recomputes_activations(self.model) and torch.is_grad_enabled():
             raise ValueError(
                 f"score_packed: {name} computes its layers again in the backward pass (gradient "
                 "checkpointing), where routed_experts would not be replayed. Switch one off."

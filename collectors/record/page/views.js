@@ -9,8 +9,8 @@ function keeps(sample) {
   if (filter.tools === "error" && !sample.errors) return false;
   if (filter.tools === "called" && !sample.calls) return false;
   if (filter.tools === "none" && sample.calls) return false;
-  if (filter.trained === "yes" && sample.advantage === null) return false;
-  if (filter.trained === "no" && sample.advantage !== null) return false;
+  if (filter.trained === "yes" && !sample.trained) return false;
+  if (filter.trained === "no" && sample.trained) return false;
   return true;
 }
 
@@ -149,7 +149,7 @@ function groupBody(group, samples, again) {
     tokenTools(samples, again),
     h("div", { class: "columns" }, samples.map((sample, i) => h("section", { class: `column${i === state.selected ? " on" : ""}${keeps(group.samples[i]) ? "" : " off"}` },
       h("div", { class: "top" }, h("a", { class: "reward", href: `${base()}sample/${group.step.step}/${group.samples[i].index}` }, text(sample.reward)),
-        h("span", { class: "soft" }, `${sample.advantage === null ? "not trained" : `advantage ${text(sample.advantage, 2)}`}, ${numTokens(sample)}`), h("span", { class: "grow" }), chips(sample)),
+        h("span", { class: "soft" }, `${!sample.trained ? "not trained" : sample.advantage === null ? "trained" : `advantage ${text(sample.advantage, 2)}`}, ${numTokens(sample)}`), h("span", { class: "grow" }), chips(sample)),
       stream(sample, scale, sample.prompt_tokens)))),
   ].filter(Boolean);
 }
@@ -183,7 +183,7 @@ function fetched(run, step, wanted, body, draw) {
     (error) => body.replaceChildren(nothing(`The data of these samples are missing: ${error.message}`)));
 }
 
-function merged(values, sample) { return { ...values, reward: sample.reward, advantage: sample.advantage, stop: sample.stop, errors: sample.errors, truncated: sample.truncated }; }
+function merged(values, sample) { return { ...values, reward: sample.reward, advantage: sample.advantage, trained: sample.trained, stop: sample.stop, errors: sample.errors, truncated: sample.truncated }; }
 
 // Sample ------------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ function sidePanels(full, sample) {
   const panel = (...content) => h("section", { class: "panel" }, content);
   return [
     panel(h("div", { class: "head" }, h("span", { class: "reward" }, text(full.reward)), h("span", { class: "soft" }, `reward, ${numTokens(full)}`), h("span", { class: "grow" }), chips(full)),
-      factList([["advantage", full.advantage === null ? "not trained" : text(full.advantage)], ...full.rewards.map(([name, value]) => [name, value === null ? "does not apply" : text(value)]),
+      factList([full.advantage !== null ? ["advantage", text(full.advantage)] : ["trained", full.trained ? "yes" : "no"], ...full.rewards.map(([name, value]) => [name, value === null ? "does not apply" : text(value)]),
         ["turns", text(sample.turns)], ["prompt, all tokens", `${text(full.prompt_tokens)}, ${text(full.tokens.ids.length)}`], ["version at the start", text(full.policy_version)], ...(full.place ? [["place in the episode", full.place]] : []),
         ...full.logged.map(([name, value]) => [name, value])]),
       full.reward_errors && [h("h2", {}, "Errors of the rewards"), h("pre", {}, full.reward_errors)]),

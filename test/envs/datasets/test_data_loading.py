@@ -120,6 +120,19 @@ def test_what_can_only_be_a_path_is_not_asked_of_the_hub(path, monkeypatch):
         DataLoadingPrimer(path)
 
 
+def test_a_folder_with_files_of_several_kinds_is_refused_and_notes_beside_rows_are_not(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "more.jsonl").write_text('{"prompt": "b"}\n')
+    (tmp_path / "notes.txt").write_text("of these rows\n")
+    (tmp_path / ".hidden.csv").write_text("prompt\nc\n")
+    assert [row["prompt"] for row in load_rows(tmp_path)] == ["b", "a"]
+    (tmp_path / "late.csv").write_text("prompt\nd\n")
+    with pytest.raises(ValueError, match=r"several kinds.*csv \(late.csv\), json \(more.jsonl\)"):
+        load_rows(tmp_path)
+    chosen = {"load_options": {"data_files": ["late.csv"], "cache_dir": str(tmp_path / ".cache")}}
+    assert [row["prompt"] for row in load_rows(tmp_path, **chosen)] == ["d"]
+
+
 def test_a_folder_of_files_is_read_from_inside_of_it_too_and_one_without_data_is_named(
     tmp_path, monkeypatch
 ):
