@@ -10,8 +10,10 @@ torchrl-agents online-dpo experiment=control          # a control: shuffled rewa
 from config import OnlineDPOConfig
 
 from torchrl_agents.settings.command_line import read_command_line
+from torchrl_agents.settings.field_rules import values_of
 from torchrl_agents.settings.option_settings import given_options
 from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.settings.schema import CollectorConfig
 
 RECIPE = Recipe(
     name="online_dpo",
@@ -19,7 +21,19 @@ RECIPE = Recipe(
     "worst are a pair, step by step.",
     example="task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
     config=OnlineDPOConfig,
-    embedded={"optim.learning_rate": 1e-3, "optim.max_grad_norm": 1.0, "train.num_epochs": 2},
+    # Many prompts with few rollouts each: a group gives one pair.
+    groups={
+        "collector": {
+            mode: CollectorConfig(mode=mode, num_prompts=64, group_size=8)
+            for mode in values_of(CollectorConfig, "mode")
+        }
+    },
+    embedded={
+        "optim.learning_rate": 1e-3,
+        "optim.max_grad_norm": 1.0,
+        "train.num_epochs": 2,
+        "loss.sft_coeff": 0.2,
+    },
     parts=lambda cfg: {"train": lambda: build_pair_selector(cfg)},
     # L = - mean over pairs of log sigmoid(beta (log-ratio of the best - of the worst rollout)),
     # with the log-ratio of all sampled tokens to the model as it is before the first step.
