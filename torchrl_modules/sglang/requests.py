@@ -142,14 +142,17 @@ def read_drawn(
             return Generation([], [], "error", f"SGLang ended the request: {end.get('message')}")
         log_probs = [float(each[0]) for each in about["output_token_logprobs"]]
         ids = [int(each[1]) for each in about["output_token_logprobs"]]
-        spans = [(s["version"], s["start"], s["end"]) for s in about["weight_versions"]]
+        told = about["weight_versions"]
+        spans = [(str(span["version"]), int(span["start"]), int(span["end"])) for span in told]
         masks: list[list[int]] = []
         if asks_for_masks(params):
-            masks = about["output_token_sampling_mask"]
+            masks = [list(map(int, kept)) for kept in about["output_token_sampling_mask"]]
             log_probs = [float(value) for value in about["output_token_sampling_logprobs"]]
         if not len(ids) == len(log_probs) or (masks and len(masks) != len(ids)):
             raise ValueError(f"{len(ids)} tokens, {len(log_probs)} log-probs, {len(masks)} masks")
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+        every = masks or [range(vocab_size)] * len(ids)
+        sets = sets_of_ids(every, vocab_size) if params.sampling_mask else []
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         message = f"the server's answer is no generation ({error!r}): {str(answer)[:200]}"
         return Generation([], [], "error", message)
     check_labels({version for version, _, _ in spans}, labels, who="SGLangServerEngine")
@@ -161,10 +164,9 @@ def read_drawn(
         )
         return Generation([], [], "error", message)
     versions = [VersionSpan(version_number(label), start, end) for label, start, end in spans]
-    drawn = Generation(ids, log_probs, end["type"], versions=versions if ids else ())
+    drawn = Generation(ids, log_probs, str(end["type"]), versions=versions if ids else ())
     if params.sampling_mask:
-        every = masks or [range(vocab_size)] * len(ids)
-        drawn = drawn._replace(sampling_masks=sets_of_ids(every, vocab_size))
+        drawn = drawn._replace(sampling_masks=sets)
     if params.kept_counts:
         counts = [float(len(kept)) for kept in masks] or [float(vocab_size)] * len(ids)
         drawn = drawn._replace(kept_counts=counts)

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from sampling_reference import OPTIONS, STOPS, turn_log_probs
 
 from torchrl_data import SamplingMasks
@@ -23,6 +25,7 @@ from torchrl_modules import (
 )
 from torchrl_modules.engines.version_labels import StaleWeights
 from torchrl_modules.engines.whole_batch_engine import Row
+from torchrl_modules.sglang.requests import read_drawn
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-sglang/bin/python"
@@ -108,6 +111,36 @@ def test_the_tokens_that_a_truncation_left_come_with_the_row(engine, model):
         among = logits.masked_fill(~expected, -torch.inf).log_softmax(-1)
         own = among[torch.arange(len(row.ids)), torch.tensor(row.ids)]
         torch.testing.assert_close(torch.tensor(row.log_probs), own, rtol=0, atol=5e-5)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(max_size=4), inside),
+    max_leaves=6,
+)
+ANSWERS = JSON | st.fixed_dictionaries(
+    {
+        "meta_info": st.fixed_dictionaries(
+            {
+                "finish_reason": JSON | st.fixed_dictionaries({"type": JSON}),
+                "output_token_logprobs": JSON | st.lists(st.lists(JSON, max_size=3), max_size=3),
+                "weight_versions": JSON,
+                "output_token_sampling_mask": JSON,
+                "output_token_sampling_logprobs": JSON,
+            }
+        )
+    }
+)
+
+
+@given(ANSWERS, st.booleans())
+def test_what_is_no_answer_of_sglang_is_an_error_of_the_row(answer, truncates):
+    params = SamplingParameters(top_k=3 if truncates else 0, sampling_mask=True)
+    drawn = read_drawn(answer, ["default"], params, 337, 100)
+    if drawn.error is None:
+        assert len(drawn.ids) == len(drawn.log_probs) == len(drawn.sampling_masks)
+    else:
+        assert drawn.finish_reason == "error"
 
 
 def test_more_tokens_than_the_server_tells_are_an_error_of_the_row(engine):
