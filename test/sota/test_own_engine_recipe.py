@@ -81,7 +81,10 @@ def test_what_the_own_engine_drew_is_what_is_trained_at_every_version(run, tmp_p
         ([*ENGINE, "+engine.engine_kwargs.cap=1"], "unexpected keyword argument 'cap'"),
         ([*ENGINE, "policy.max_model_len=64"], "mine:Engine has its own max_model_len"),
         ([*ENGINE, "collector=ray"], "take collector=sync or streaming"),
-        (["engine.name=sglang"], "must be one of transformers, vllm, or mine:Engine, one of yours"),
+        (
+            ["engine.name=lmdeploy"],
+            "must be one of transformers, vllm, sglang, or mine:Engine, one of yours",
+        ),
         (["engine.name=mine:letters"], "missing a required argument: 'completions'"),
     ],
 )
@@ -103,9 +106,11 @@ def test_several_runs_draw_with_an_engine_each(run, tmp_path):
 
 
 def test_an_engine_that_no_recipe_has_is_refused_before_the_first_of_several_runs(run):
-    done = run(*TINY, *ENGINE[1:], "--multirun", "engine.name=mine:Engine,sglang")
+    done = run(*TINY, *ENGINE[1:], "--multirun", "engine.name=mine:Engine,lmdeploy")
     assert done.returncode == 1
-    words = "must be one of transformers, vllm, or mine:Engine, one of yours, got 'sglang'"
+    words = (
+        "must be one of transformers, vllm, sglang, or mine:Engine, one of yours, got 'lmdeploy'"
+    )
     assert words in done.stderr.splitlines()[-1]
 
 

@@ -649,7 +649,7 @@ def test_values_that_break_a_rule_are_refused_and_those_at_its_bound_are_taken(s
         ("hydra.sweep.dir=a,b", None),
         ("+collector.remote_config.num_gpus=1,2", None),
         ("engine.name=vllm,mine:Engine", None),
-        ("engine.name=vllm,sglang", "or mine:Engine, one of yours, got 'sglang'."),
+        ("engine.name=vllm,lmdeploy", "or mine:Engine, one of yours, got 'lmdeploy'."),
         ("evaluate.ks=[1],[0]", "evaluate.ks[0] must be at least 1, got 0."),
         ("optim.learning_rate=1e-3,0", "optim.learning_rate must be positive and finite, got 0"),
         ("optim.schedule=linear,'cosin'", "must be one of trapezoid, constant, linear, cosine"),
