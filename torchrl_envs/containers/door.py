@@ -1,6 +1,7 @@
 """The way from containers to a server of this machine."""
 
 import contextlib
+import ipaddress
 import socket
 import subprocess
 import threading
@@ -76,13 +77,30 @@ def gateway_of(engine: ContainerEngine, *networks: str) -> str:
         blocks: list[Mapping[str, Any]] = found.get("subnets") or []
         blocks += (found.get("IPAM") or {}).get("Config") or []
         for block in blocks:
-            address = block.get("gateway") or block.get("Gateway")
+            address = block.get("gateway") or block.get("Gateway") or _first_of(block)
             if address and ":" not in address:
                 return address
     raise ContainerError(
         f"this machine has no address in {engine.program}'s network {' or '.join(networks)}, so "
         "that a container in it can't reach the policy: use docker, or podman with netavark."
     )
+
+
+def _first_of(block: Mapping[str, Any]) -> str | None:
+    """The first address of a block, if it is this machine's: docker's, before it is started again.
+
+    When it has just been installed, docker does not say that address of its network.
+    """
+    subnet = ipaddress.ip_network(block.get("subnet") or block.get("Subnet") or "::/128")
+    if subnet.version == 6:
+        return None
+    address = str(subnet[min(1, subnet.num_addresses - 1)])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:  # no interface has it
+            return None
+    return address
 
 
 def closed_network(engine: ContainerEngine) -> str:

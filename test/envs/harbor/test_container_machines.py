@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from container_engines import BASE
@@ -20,7 +21,8 @@ from torchrl_data.keys import PROMPT
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, StepCounter
 from torchrl_envs.agents.known import find_agent
 from torchrl_envs.containers import ContainerEngine
-from torchrl_envs.containers.door import CLOSED_NETWORK
+from torchrl_envs.containers.door import CLOSED_NETWORK, gateway_of
+from torchrl_envs.containers.engine import ContainerError
 from torchrl_envs.harbor.folders import load_tasks, read_task
 from torchrl_envs.harbor.machines import MachineError, file_of
 from torchrl_envs.harbor.trial import Trial
@@ -439,3 +441,23 @@ def test_an_agent_that_the_image_lacks_is_named(tmp_path, engines):
     write_task(tmp_path / "one", **{"environment/Dockerfile": DOCKERFILE})
     make_task("harbor", dataset=str(tmp_path), machine="docker", agent="codex")  # asked inside
     assert find_agent("codex").install == "npm install -g @openai/codex"
+
+
+@pytest.mark.parametrize(
+    ("block", "address"),
+    [
+        ({"Subnet": "127.0.0.0/8", "Gateway": "127.0.0.9"}, "127.0.0.9"),
+        ({"Subnet": "127.0.0.0/8"}, "127.0.0.1"),  # docker, when it has just been installed
+        ({"subnet": "127.0.0.0/8"}, "127.0.0.1"),
+        ({"Subnet": "198.51.100.0/24"}, None),  # no interface of any machine has it
+        ({"Subnet": "fd00::/64", "Gateway": "fd00::1"}, None),
+        ({}, None),
+    ],
+)
+def test_the_address_of_this_machine_in_a_network(block, address):
+    engine = SimpleNamespace(program="docker", inspected=lambda *_: {"IPAM": {"Config": [block]}})
+    if address is None:
+        with pytest.raises(ContainerError, match="has no address in docker's network bridge"):
+            gateway_of(engine, "bridge")
+    else:
+        assert gateway_of(engine, "bridge") == address
