@@ -105,11 +105,11 @@ def test_a_websocket_needs_the_token_too(monkeypatch):
 
 GUARDED = """
 import os, signal, sys, tempfile
-from torchrl_modules.vllm.server import _guard
+from torchrl_modules.engines.server_process import guard_server
 
 folder = tempfile.mkdtemp(prefix="vllm-", dir=sys.argv[1])
 open(f"{folder}/socket", "w").close()
-_guard(os.getpid(), folder)
+guard_server(os.getpid(), folder)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
