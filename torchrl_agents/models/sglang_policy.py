@@ -1,19 +1,15 @@
 """A policy over SGLang: at servers that run, or at servers started here."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
-
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_agents.settings.errors import refusing
 from torchrl_agents.settings.schema import RecipeConfig
-from torchrl_modules import EngineFleet, LLMWrapperBase, SGLangWrapper, start_sglang_server
+from torchrl_modules import LLMWrapperBase, SGLangWrapper, start_sglang_server
 from torchrl_modules.sglang.own_server import OwnSGLangServer
 
 from .policy_arguments import wrapper_arguments
-from .sources import Source, files_of, folder_of
+from .sources import files_of
+from .started_fleet import started_fleet
 
 
 def sglang_policy(
@@ -41,17 +37,7 @@ def sglang_policy(
     # The folder of an embedded model goes, and a server may be started again.
     kept = source if cfg.policy.model is not None else files_of(source)
     devices, count = cfg.engine.devices, cfg.engine.num_engines
-    each = len(devices) // count
-    shares: list[Sequence[int] | None] = [
-        devices[i * each : (i + 1) * each] or None for i in range(count)
-    ]
     with refusing("engine=sglang"):
-        servers = [partial(_server, kept, devices=share, **options) for share in shares]
-        fleet = EngineFleet([partial(OwnSGLangServer, start) for start in servers])
+        start, own = start_sglang_server, OwnSGLangServer
+        fleet = started_fleet(kept, devices, count, start=start, own=own, **options)
     return SGLangWrapper(fleet, **arguments)
-
-
-@contextmanager
-def _server(source: Source, **options: Any) -> Iterator[str]:
-    with folder_of(source) as folder, start_sglang_server(folder, **options) as url:
-        yield url

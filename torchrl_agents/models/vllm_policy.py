@@ -1,8 +1,7 @@
 """A policy over vLLM: in this process, at servers that run, or at servers started here."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torchrl_modules.vllm.settings import ADAPTER_RANKS, mask_settings
 from .loading import load_tokenizer
 from .policy_arguments import wrapper_arguments
 from .sources import Source, files_of, folder_of, model_files, model_folder
+from .started_fleet import started_fleet
 
 
 def vllm_policy(
@@ -93,20 +93,11 @@ def _started_fleet(
     processor: Any = None,
 ) -> EngineFleet:
     """Servers that are started here, each on its share of the devices."""
+    from torchrl_modules import start_server
     from torchrl_modules.vllm.bridges import OwnServerEngine
 
-    each = len(devices) // count
-    shares = [devices[i * each : (i + 1) * each] or None for i in range(count)]
-    servers = [partial(_server, source, devices=share, **options) for share in shares]
-    return EngineFleet([partial(OwnServerEngine, one, processor=processor) for one in servers])
-
-
-@contextmanager
-def _server(source: Source, **options: Any) -> Iterator[str]:
-    from torchrl_modules import start_server
-
-    with folder_of(source) as folder, start_server(folder, **options) as url:
-        yield url
+    own = partial(OwnServerEngine, processor=processor)
+    return started_fleet(source, devices, count, start=start_server, own=own, **options)
 
 
 def _engine_kwargs(cfg: RecipeConfig) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""Load of an engine, as it tells it itself or in vLLM's metrics."""
+"""Load of an engine, as it tells it itself or in the metrics of its server."""
 
 from typing import Any, Final
 
 from .engine import EngineLoad
 
-_CACHE_USE: Final = "vllm:kv_cache_usage_perc"
-_PREEMPTIONS: Final = "vllm:num_preemptions_total"
+_VLLM: Final = ("vllm:kv_cache_usage_perc", "vllm:num_preemptions_total")
 
 
 def tells_load(engine: Any) -> bool:
@@ -13,8 +12,13 @@ def tells_load(engine: Any) -> bool:
     return bool(getattr(engine, "tells_load", False))
 
 
-def read_load(text: str) -> EngineLoad | None:
-    r"""Return what the metrics of a vLLM server tell of its load, of all its engines; or ``None``.
+def read_load(text: str, names: tuple[str, str] = _VLLM) -> EngineLoad | None:
+    r"""Return what the metrics of a server tell of its load, of all its engines; or ``None``.
+
+    Args:
+        text: the metrics.
+        names: with which the lines begin of the share of the cache that is in use, and of the
+            requests that were put off; vLLM's.
 
     Example:
         >>> read_load("vllm:kv_cache_usage_perc{a=1} 0.5\nvllm:num_preemptions_total 3.0")
@@ -22,7 +26,7 @@ def read_load(text: str) -> EngineLoad | None:
     """
     uses, preemptions = (
         [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)]
-        for name in (_CACHE_USE, _PREEMPTIONS)
+        for name in names
     )
     if not (uses and preemptions):
         return None

@@ -1,6 +1,5 @@
 """The trainer's end of a broadcast to the workers of a server of SGLang."""
 
-import socket
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from torchrl_modules.weight_transfer.broadcast_group import (
     BroadcastGroup,
+    free_port,
     own_address,
     stateless_init_process_group,
 )
@@ -64,10 +64,7 @@ class WeightBroadcast:
             device or ("cuda" if is_cuda and torch.cuda.is_available() else "cpu")
         )
         address = master_address or own_address(urlsplit(url).hostname or "127.0.0.1")
-        if not master_port:
-            with socket.socket() as probe:  # a free one
-                probe.bind((address, 0))
-                master_port = int(probe.getsockname()[1])
+        master_port = master_port or free_port(address)
         body = {
             "master_address": address,
             "master_port": master_port,

@@ -3,7 +3,6 @@
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from transformers import AutoConfig
 from torchrl_data.pretrained import load_pretrained
 from torchrl_modules.engines.server_options import as_options
 from torchrl_modules.engines.server_process import run_server
+from torchrl_modules.weight_transfer.broadcast_group import free_port
 
 from .launch import TOKEN_VARIABLE
 
@@ -93,7 +93,7 @@ def start_sglang_server(
     defaults = _ON_CPU if is_cpu else {"dtype": _dtype_on_gpu(model, options)}
     if devices is not None:
         defaults = {"tp_size": max(1, len(devices)), **defaults}
-    token, port = secrets.token_urlsafe(24), _free_port()
+    token, port = secrets.token_urlsafe(24), free_port()
     settings = {**_FIXED, **defaults, **options, "host": "127.0.0.1", "port": port}
     settings = {name: value for name, value in settings.items() if value is not False}
     with tempfile.TemporaryDirectory(prefix="sglang-") as folder:
@@ -123,9 +123,3 @@ def _dtype_on_gpu(model: str, options: Mapping[str, Any]) -> str:
     config = load_pretrained(AutoConfig, model, trust_remote_code=remote)
     saved = getattr(config.get_text_config(), "dtype", None)
     return "float16" if saved == torch.float16 else "bfloat16"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

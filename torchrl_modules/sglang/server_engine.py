@@ -5,7 +5,6 @@ import os
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Final, Literal, NoReturn
 from urllib.parse import urlsplit
@@ -16,11 +15,10 @@ from torch import Tensor
 from torchrl_data.checks import one_of
 from torchrl_modules.engines.checked_generation import check_prompt
 from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation
-from torchrl_modules.engines.json_client import AnswerTimeout, JSONClient
-from torchrl_modules.engines.loop_thread import gather_rows
-from torchrl_modules.engines.progress import ProgressWatch
-from torchrl_modules.engines.version_labels import version_number
-from torchrl_modules.engines.whole_batch_engine import KeptAdapters, Row, WholeBatchEngine
+from torchrl_modules.engines.engine_load import read_load
+from torchrl_modules.engines.json_client import AnswerTimeout
+from torchrl_modules.engines.rows_of_server import RowsOfServer
+from torchrl_modules.engines.whole_batch_engine import KeptAdapters, Row
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import ExpectedWeights, UpdateRefused, next_version
@@ -31,15 +29,12 @@ from .model_facts import ModelFacts, read_facts
 from .requests import asks_for_masks, check_drawn, check_told, read_drawn, sampling_settings
 from .weights_folder import weights_folder
 
-_MAX_LABELS: Final = 1 << 12
-"""So many of the last updates are known by name: more come while no row is drawn."""
 _COUNTED: Final = ("sglang:realtime_tokens_total", "sglang:generation_tokens_total")
-_CACHE_USE: Final = "sglang:token_usage"
-_RETRACTED: Final = "sglang:num_retracted_reqs"
+_LOAD: Final = ("sglang:token_usage", "sglang:num_retracted_reqs")
 _WHO: Final = "SGLangServerEngine"
 
 
-class SGLangServerEngine(WholeBatchEngine):
+class SGLangServerEngine(RowsOfServer):
     """Draws tokens with a server of SGLang, on this machine or another one.
 
     `start_sglang_server` starts one; one that runs already has to be started with
@@ -97,17 +92,17 @@ class SGLangServerEngine(WholeBatchEngine):
     ) -> None:
         one_of("weight_transfer", weight_transfer, ("auto", "file", "c10d"), who=_WHO)
         url, token = _without_token(url, token)
-        self._rows = JSONClient(url, timeout_s, token=token, num_connections=num_connections)
-        # Rows that wait while weights are replaced hold their connections, all that there are.
-        self._client = JSONClient(url, timeout_s, token=token)
-        self._prober = JSONClient(url, min(5.0, stall_timeout_s / 2), token=token)
-        self._slots = asyncio.Semaphore(num_connections)
-        self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
+        super().__init__(
+            url,
+            token=token,
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            num_connections=num_connections,
+        )
         self._weights_directory = weights_directory
         self._lock = threading.Lock()
         self._busy = self._paused = self._sleeps = False
         self._num_probes = 0
-        self._failure = ""
         self._ending: set[asyncio.Task[Any]] = set()
         self._expected: ExpectedWeights | None = None
         self._broadcast: WeightBroadcast | None = None
@@ -118,7 +113,7 @@ class SGLangServerEngine(WholeBatchEngine):
             self.close()
             raise
         facts = self._facts
-        self._labels: list[str] = [facts.weight_version]
+        self._labels = [facts.weight_version]
         self._own_ends = frozenset(facts.end_token_ids)
         is_near = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
         self._broadcasts = {"file": False, "c10d": True}.get(weight_transfer, not is_near)
@@ -135,11 +130,6 @@ class SGLangServerEngine(WholeBatchEngine):
         self.can_keep_caches: bool = not facts.overlaps
         """Whether `update_weights` takes ``recompute=False``: it does where no step is made ahead
         (``--disable-overlap-schedule``), so that it is known which weights drew which token."""
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that serve; 0 before the first update."""
-        return version_number(self._labels[-1])
 
     def check_sampling(self, params: SamplingParameters) -> None:
         """See `WholeBatchEngine.check_sampling`."""
@@ -162,35 +152,6 @@ class SGLangServerEngine(WholeBatchEngine):
                 f"{_WHO}: with --enable-deterministic-inference SGLang draws wrongly with min_p. "
                 "Leave one of the two out."
             )
-
-    def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
-        # Each has a deadline: `timeout_s`, and the watch.
-        return self._rows.loop.run(gather_rows(self._draw_row(row, params) for row in rows))
-
-    def draw_one(self, row: Row, params: SamplingParameters) -> Future[Generation]:
-        """Begin to draw one row; the server stops drawing when the future is cancelled.
-
-        Args:
-            row: what is asked for.
-            params: the distribution.
-
-        Returns:
-            The response to come, or `EngineDied`: the server is gone or stuck.
-
-        Raises:
-            RuntimeError: this is closed.
-        """
-        return self._rows.loop.submit(self._draw_row(row, params))
-
-    async def _draw_row(self, row: Row, params: SamplingParameters) -> Generation:
-        self._check_not_mixed()
-        try:
-            with self._watch.waiting():
-                async with self._slots:
-                    return await self._ask_for(row, params)
-        except ConnectionError as error:
-            reason = self._failure or error
-            raise EngineDied(f"{_WHO}: the row was lost: {reason}") from error
 
     async def _ask_for(self, row: Row, params: SamplingParameters) -> Generation:
         if self._failure:
@@ -218,8 +179,7 @@ class SGLangServerEngine(WholeBatchEngine):
         async with self._aborted_on_leaving() as name:
             status, answer = await self._rows.ask("POST", "/generate", {**body, "rid": name})
         if status == 200:
-            labels = self._labels
-            known = labels[labels.index(first) if first in labels else 0 :]
+            known = self._labels_since(first)
             return read_drawn(answer, known, params, self.vocab_size, self._most_kept)
         if status >= 500:
             await asyncio.to_thread(self.check_health)
@@ -256,11 +216,6 @@ class SGLangServerEngine(WholeBatchEngine):
         self._num_probes += 1
         return self._num_probes
 
-    def _fail(self, reason: str) -> None:
-        self._failure = reason
-        self._rows.interrupt()
-        self._client.interrupt()
-
     def check_health(self) -> None:
         """Ask the server whether it is there; ``EngineDied``, ``AnswerTimeout``: it is not."""
         try:
@@ -284,15 +239,10 @@ class SGLangServerEngine(WholeBatchEngine):
             ConnectionError: it did not answer.
             RuntimeError: it does not report that.
         """
-        text = str(self._prober.request("GET", "/metrics")[1])
-        lines = [line for line in text.splitlines() if line.startswith(_CACHE_USE)]
-        if not lines:
+        load = read_load(str(self._prober.request("GET", "/metrics")[1]), _LOAD)
+        if load is None:
             raise RuntimeError(f"{_WHO}: {self._client.url}/metrics tells no load.")
-        retracted = (line for line in text.splitlines() if line.startswith(_RETRACTED))
-        return EngineLoad(
-            max(float(line.rpartition(" ")[2]) for line in lines),
-            int(sum(float(line.rpartition(" ")[2]) for line in retracted)),
-        )
+        return load
 
     def update_weights(
         self,
@@ -366,7 +316,7 @@ class SGLangServerEngine(WholeBatchEngine):
                 who=f"{_WHO}.update_weights",
             ) as folder:
                 self._post("/update_weights_from_disk", {"model_path": folder, **options})
-        self._labels = [*self._labels[1 - _MAX_LABELS :], label]
+        self._add_label(label)
         self.mixed = self._sleeps = False
 
     @contextmanager

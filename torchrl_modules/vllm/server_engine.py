@@ -5,10 +5,9 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,12 +16,11 @@ from torchrl_data.checks import one_of
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.engines.checked_generation import check_prompt
 from torchrl_modules.engines.engine import EngineDied, Generation, VersionSpan
-from torchrl_modules.engines.json_client import AnswerTimeout, JSONClient
-from torchrl_modules.engines.loop_thread import gather_rows
+from torchrl_modules.engines.json_client import AnswerTimeout
 from torchrl_modules.engines.process_state import is_near, is_stopped
-from torchrl_modules.engines.progress import ProgressWatch
+from torchrl_modules.engines.rows_of_server import RowsOfServer
 from torchrl_modules.engines.version_labels import StaleWeights, check_labels, version_number
-from torchrl_modules.engines.whole_batch_engine import KeptAdapters, Row, WholeBatchEngine
+from torchrl_modules.engines.whole_batch_engine import KeptAdapters, Row
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weight_transfer.file import weights_file
 from torchrl_modules.weights.adapter_weights import AdapterWeights
@@ -49,11 +47,9 @@ _log = logging.getLogger(__name__)
 
 _DRAWN = "vllm:generation_tokens_total"
 _READ = "vllm:prompt_tokens_total"
-_MAX_LABELS: Final = 1 << 12
-"""So many of the last updates are known by name: more come while no row is drawn."""
 
 
-class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
+class VLLMServerEngine(ServerRoutes, RowsOfServer):
     """Draws tokens with a vLLM server, on this machine or another one.
 
     Weights are updated where ``torchrl_modules.vllm.server`` started it; a ``vllm serve
@@ -111,20 +107,20 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         images = None if processor is None else as_image_processor(processor)
         one_of("weight_transfer", weight_transfer, ("auto", "file", "c10d"), who="VLLMServerEngine")
         token = token or os.environ.get(TOKEN_VARIABLE)
-        self._rows = JSONClient(url, timeout_s, token=token, num_connections=num_connections)
-        # Rows that wait while weights are replaced hold their connections, all that there are.
-        self._client = JSONClient(url, timeout_s, token=token)
-        self._prober = JSONClient(url, min(5.0, stall_timeout_s / 2), token=token)
-        self._slots = asyncio.Semaphore(num_connections)
+        super().__init__(
+            url,
+            token=token,
+            timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            num_connections=num_connections,
+        )
         self._turnstile = Turnstile()
-        self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
         self._weights_directory = weights_directory
         self._lock = threading.Lock()
         self._updating = self._paused = False
         self._num_probes = 0
-        self._failure = ""
         self._workers: list[Any] = []
-        self._labels: list[str] = ["default"]
+        self._labels = ["default"]
         self._is_processed = self._tells_versions = True
         try:
             self._prober.await_answer("/health", wait_s, goes_on=lambda: not self._failure)
@@ -212,11 +208,6 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         self._is_processed = read_answer(drawn, self._labels).log_probs == [0.0]
         return {"vocab_size": None, "max_model_len": answer["data"][0]["max_model_len"]}
 
-    @property
-    def version(self) -> int:
-        """Version of the weights that serve; 0 before the first update."""
-        return version_number(self._labels[-1])
-
     def check_sampling(self, params: SamplingParameters) -> None:
         """See `WholeBatchEngine.check_sampling`."""
         super().check_sampling(params)
@@ -232,36 +223,6 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 "with --logprobs-mode processed_logprobs, or by `python -m "
                 "torchrl_modules.vllm.server`."
             )
-
-    def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
-        # Each has a deadline: `timeout_s`, and the watch.
-        calls = (self._draw_row(row, params) for row in rows)
-        return self._rows.loop.run(gather_rows(calls))
-
-    def draw_one(self, row: Row, params: SamplingParameters) -> Future[Generation]:
-        """Begin to draw one row; the server stops drawing when the future is cancelled.
-
-        Args:
-            row: what is asked for.
-            params: the distribution.
-
-        Returns:
-            The response to come, or `EngineDied`: the server is gone or stuck.
-
-        Raises:
-            RuntimeError: this is closed.
-        """
-        return self._rows.loop.submit(self._draw_row(row, params))
-
-    async def _draw_row(self, row: Row, params: SamplingParameters) -> Generation:
-        self._check_not_mixed()
-        try:
-            with self._watch.waiting():
-                async with self._slots, self._by_known_weights():
-                    return await self._ask_for(row, params)
-        except ConnectionError as error:
-            reason = self._failure or error
-            raise EngineDied(f"VLLMServerEngine: the row was lost: {reason}") from error
 
     @asynccontextmanager
     async def _by_known_weights(self) -> AsyncIterator[None]:
@@ -308,8 +269,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                     check_expanded(ids, answer.get("prompt_token_ids"))
                 except ValueError as error:
                     return Generation([], [], "error", str(error))
-            labels = self._labels
-            return read_answer(answer, labels[labels.index(first) if first in labels else 0 :])
+            return read_answer(answer, self._labels_since(first))
         return await self._refused(status, answer)
 
     async def _prompt_fields(self, ids: list[int], images: Sequence[str]) -> dict[str, Any]:
@@ -364,11 +324,10 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         return self._num_probes
 
     def _fail(self, reason: str) -> None:
-        self._failure = reason
+        self._failure = reason  # before those go on who wait for weights
         with suppress(RuntimeError):  # it was closed meanwhile
             self._release()
-        self._rows.interrupt()
-        self._client.interrupt()
+        super()._fail(reason)
 
     def update_weights(
         self,
@@ -474,7 +433,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             self._post("/wake_up")
             self._sleeps = False
         self._adapters.load(state_dict, label)
-        self._labels = [*self._labels[1 - _MAX_LABELS :], label]
+        self._add_label(label)
         self.mixed = False
 
     def _load_whole(self, state_dict: Mapping[str, Tensor], label: str, recompute: bool) -> None:
@@ -516,7 +475,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 self._post("/update_weight_version", {"new_version": label})
             else:
                 self._rpc("torchrl_label_weights", label)
-            self._labels = [*self._labels[1 - _MAX_LABELS :], label]
+            self._add_label(label)
             self.mixed = False
 
     @contextmanager

@@ -111,6 +111,17 @@ def stateless_init_process_group(
     return BroadcastGroup(backend, server, timeout_s)
 
 
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port of an address of this machine on which nobody listens.
+
+    Args:
+        address: of this machine.
+    """
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
 def own_address(host: str) -> str:
     """The address of this machine on the way to another one, or to itself.
 

@@ -1,6 +1,5 @@
 """The trainer's end of a broadcast to the workers of an engine, whose end is `vLLMWorker`."""
 
-import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from torchrl_modules.weights.expected_weights import ExpectedWeights
 from torchrl_modules.weights.lazy_weights import shells
 
-from .broadcast_group import BroadcastGroup, stateless_init_process_group
+from .broadcast_group import BroadcastGroup, free_port, stateless_init_process_group
 from .layout import WeightLayout
 
 
@@ -44,10 +43,7 @@ class C10dWeightTransfer:
         self._dtype = getattr(torch, limits.get("dtype", ""), None)
         is_cuda = limits.get("device") == "cuda" and torch.cuda.is_available()
         self._device = torch.device(device or ("cuda" if is_cuda else "cpu"))
-        if not master_port:
-            with socket.socket() as probe:  # a free one
-                probe.bind((master_address, 0))
-                master_port = int(probe.getsockname()[1])
+        master_port = master_port or free_port(master_address)
         size = 1 + limits["num_workers"]
         meeting = [master_address, master_port, size, self._device.type, timeout_s]
         joined = self._threads.submit(rpc, "torchrl_join", *meeting)

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchrl_modules.engines import rows_of_server
 from torchrl_modules.engines.engine import EngineDied
 from torchrl_modules.engines.process_state import is_stopped, this_process
 from torchrl_modules.engines.progress import StallClock
 from torchrl_modules.engines.supervision import EngineState
 from torchrl_modules.engines.version_labels import StaleWeights
 from torchrl_modules.sampling.parameters import SamplingParameters
-from torchrl_modules.vllm import server_engine
 from torchrl_modules.vllm.server_engine import VLLMServerEngine
 from torchrl_modules.vllm.supervised_engine import SupervisedEngine
 
@@ -309,7 +309,7 @@ def test_an_update_in_flight_is_stamped_token_by_token(start):
 
 
 def test_a_client_knows_a_bounded_number_of_updates(start, monkeypatch):
-    monkeypatch.setattr(server_engine, "_MAX_LABELS", 3)
+    monkeypatch.setattr(rows_of_server, "_MAX_LABELS", 3)
     with connected(start({"token_s": 0.05})) as engine:
         for _ in range(5):
             engine.update_weights(FIRST)
