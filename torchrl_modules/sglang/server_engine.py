@@ -30,7 +30,7 @@ from .requests import asks_for_masks, check_drawn, check_told, read_drawn, sampl
 from .weights_folder import weights_folder
 
 _COUNTED: Final = ("sglang:realtime_tokens_total", "sglang:generation_tokens_total")
-_LOAD: Final = ("sglang:token_usage", "sglang:num_retracted_reqs")
+_LOAD: Final = ("sglang:token_usage", "sglang:num_retracted_requests_total")
 _WHO: Final = "SGLangServerEngine"
 
 
@@ -239,7 +239,8 @@ class SGLangServerEngine(RowsOfServer):
             ConnectionError: it did not answer.
             RuntimeError: it does not report that.
         """
-        load = read_load(str(self._prober.request("GET", "/metrics")[1]), _LOAD)
+        text = str(self._prober.request("GET", "/metrics")[1])
+        load = read_load(text, _LOAD, counts_late=True)
         if load is None:
             raise RuntimeError(f"{_WHO}: {self._client.url}/metrics tells no load.")
         return load
@@ -301,11 +302,11 @@ class SGLangServerEngine(RowsOfServer):
         if self._sleeps:
             self._post("/resume_memory_occupation", {})
         options = {"weight_version": label, "flush_cache": recompute}
-        self.mixed = True  # until all of them are there
         if self._broadcasts:
             if self._broadcast is None or self._broadcast.is_closed:
                 self.join()
             assert self._broadcast is not None
+            self.mixed = True  # until all of them are there
             self._broadcast.send(weights, options)
         else:
             with weights_folder(
@@ -315,6 +316,7 @@ class SGLangServerEngine(RowsOfServer):
                 is_near=self._is_near,
                 who=f"{_WHO}.update_weights",
             ) as folder:
+                self.mixed = True  # until all of them are there
                 self._post("/update_weights_from_disk", {"model_path": folder, **options})
         self._add_label(label)
         self.mixed = self._sleeps = False

@@ -26,6 +26,7 @@ from torchrl_modules import (
 from torchrl_modules.engines.version_labels import StaleWeights
 from torchrl_modules.engines.whole_batch_engine import Row
 from torchrl_modules.sglang.requests import read_drawn
+from torchrl_modules.weights.lazy_weights import LazyWeights, WeightFacts
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-sglang/bin/python"
@@ -44,7 +45,7 @@ def start(model_directory):
             model_directory,
             python=str(PYTHON),
             context_length=256,
-            max_total_tokens=4096,
+            max_total_tokens=1024,
             sampling_mask_max_tokens=100,
         )
 
@@ -214,6 +215,47 @@ def test_a_wrong_update_is_refused_whole(engine, model, other_model, name, value
         engine.update_weights({**other_model.state_dict(), name: value})
     assert engine.version == version
     assert_from(model, PARAMS, engine.generate(PROMPTS, PARAMS))
+
+
+class LostWeights(LazyWeights):
+    """Weights of which one can't be made."""
+
+    def __init__(self, weights, lost):
+        self.weights, self.lost = weights, lost
+        self.facts = {
+            name: WeightFacts(value.shape, value.dtype, float(value.abs().max()), value.data_ptr())
+            for name, value in weights.items()
+        }
+
+    def __getitem__(self, name):
+        if name == self.lost:
+            raise OSError("the shard is gone")
+        return self.weights[name]
+
+
+def test_an_update_that_ends_before_the_server_hears_of_it_changes_nothing(
+    engine, model, other_model
+):
+    version = engine.version
+    with pytest.raises(OSError, match="the shard is gone"):
+        engine.update_weights(LostWeights(other_model.state_dict(), "model.norm.weight"))
+    assert (engine.version, engine.mixed) == (version, False)
+    assert_from(model, PARAMS, engine.generate(PROMPTS, PARAMS))
+
+
+@pytest.mark.weekly
+def test_rows_that_a_full_cache_puts_off_are_counted_and_exact(engine, model):
+    """10 rows of 224 tokens are more than twice the 1,024 places of the cache."""
+    before = engine.measure_load().num_preemptions
+    prompts = [[5 + number, 6, 7, 8] for number in range(10)]
+    # A row that could not end would be let in only where all of it has a place.
+    params = replace(PARAMS, max_new_tokens=220, logit_bias={3: -50.0})
+    rows = engine.generate(prompts, params)
+    put_off = engine.measure_load().num_preemptions
+    assert put_off > before
+    time.sleep(1.5)  # a gauge would be zero again
+    assert engine.measure_load().num_preemptions == put_off
+    assert_from(model, params, rows, prompts)
 
 
 @pytest.mark.parametrize("recompute", [True, False])
