@@ -35,6 +35,7 @@ def _forget_what_was_compiled(monkeypatch, tmp_path):
     torch._dynamo.reset()
 
 
+@pytest.mark.weekly
 def test_compiled_code_is_logged_once_and_found_again_by_the_next_process(tmp_path):
     environment = {**os.environ, "TORCHRL_AGENTS_CACHE": str(tmp_path)}
     environment.pop("TORCHINDUCTOR_CACHE_DIR")

@@ -200,6 +200,7 @@ def test_a_file_is_a_model_in_python_and_is_converted_once(tmp_path):
     assert (folder / "mark").exists()
 
 
+@pytest.mark.weekly
 def test_of_two_processes_one_converts_and_nothing_is_left_half_written(tmp_path):
     write_gguf(tmp_path / "tiny.gguf", "llama")
     code = f"from torchrl_modules import local_model; local_model({str(tmp_path / 'tiny.gguf')!r})"

@@ -71,7 +71,13 @@ def whole_and_resumed(run, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [False, True], ids=["embedded", "policy.model"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(False, id="embedded", marks=pytest.mark.weekly),
+        pytest.param(True, id="policy.model"),
+    ],
+)
 def test_a_run_trains_saves_and_resumes_adapters_alone(given, run):
     # At such a rate no bit changes: the model that a run begins with.
     first = run("policy.lora_rank=null", "optim.learning_rate=1e-30", "name=first")
@@ -105,6 +111,7 @@ def test_a_run_trains_saves_and_resumes_adapters_alone(given, run):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_adapters_over_4_bits_are_trained_resumed_and_left_whole(run):
     first = run("policy.lora_rank=null", "optim.learning_rate=1e-30", "name=first")
     more = (f"policy.model={first}", "policy.load_in_4bit=true")

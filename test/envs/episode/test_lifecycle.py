@@ -373,7 +373,7 @@ def test_closing_goes_on_after_an_error(recorder, caplog):
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("end", ["", "1 / 0"])
+@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.weekly), "1 / 0"])
 def test_what_is_open_is_closed_when_the_program_ends(end):
     program = f"""
 import os

@@ -70,6 +70,7 @@ def test_only_a_gpu_has_the_batch_invariant_mode(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has the mode")
+@pytest.mark.weekly
 def test_a_server_hears_of_the_batch_invariant_mode_and_refuses_it_on_a_cpu(tmp_path):
     pytest.importorskip("vllm")
     # The words are those of the server's own process, which has the variable from here.

@@ -44,7 +44,7 @@ def results(model, scorer):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.weekly), True])
 def test_scores_and_gradients_are_those_of_the_layers_themselves(compiles, checkpointing):
     model = tiny_qwen3(100)
     if checkpointing:

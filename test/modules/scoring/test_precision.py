@@ -216,6 +216,7 @@ print("the same")
 """
 
 
+@pytest.mark.weekly
 def test_a_loss_can_be_compiled():
     # In a process of its own: what checks shapes in tests can't be traced.
     done = subprocess.run(

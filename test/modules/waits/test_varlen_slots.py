@@ -95,6 +95,7 @@ def test_rows_that_come_and_go_draw_the_same(device_waits, monkeypatch, name):
         assert here.log_probs == pytest.approx(there.log_probs, abs=1e-5, rel=1e-4)
 
 
+@pytest.mark.weekly
 def test_all_layers_and_all_steps_are_one_compiled_form(device_waits, monkeypatch):
     torch._dynamo.reset()
     counters.clear()

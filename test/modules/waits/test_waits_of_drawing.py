@@ -11,6 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from torchrl_modules import AsyncTransformersEngine, SamplingParameters, TransformersEngine
 
 MODELS = ("Llama", "Qwen3", "Gemma3")
+MARKED = (pytest.param("Llama", marks=pytest.mark.weekly), *MODELS[1:])
+"""With every change those that have more: norms of queries and keys, or a window."""
 WAYS = ("greedy", "top-k, top-p", "seeds", "stop text", "penalties")
 STOPS = {"stop": ("a", "b c"), "stop_token_ids": (30, 31, 150, 151)}
 
@@ -31,9 +33,10 @@ def stopping(chatml_tokenizer):
     return {name: one.with_tokenizer(chatml_tokenizer) for name, one in others.items()}
 
 
+OFTEN = {("Gemma3", WAYS[1]), *(("Qwen3", way) for way in WAYS)}
 CASES = [
     # What reads a model and what draws from its logits wait apart: each of both with each change.
-    pytest.param(name, way, marks=() if name == "Qwen3" or way == WAYS[1] else pytest.mark.weekly)
+    pytest.param(name, way, marks=() if (name, way) in OFTEN else pytest.mark.weekly)
     for name in MODELS
     for way in WAYS
 ]
@@ -50,7 +53,7 @@ def test_the_host_looks_once_for_each_block(device_waits, name, way, continuous)
         assert found.num_waits == 3, found.places  # tokens per look are 8 beside a device
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MARKED)
 def test_a_device_draws_what_a_cpu_draws(device_waits, stopping, name):
     prompts = device_waits.prompts_of(6)
     model = device_waits.tiny_models()[name]
@@ -74,7 +77,7 @@ def check_alike(found, expected):
             )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MARKED)
 def test_blocks_draw_what_single_tokens_draw(device_waits, stopping, name):
     prompts, model = device_waits.prompts_of(9), device_waits.tiny_models()[name]
     budgets = [24 - 3 * (row % 4) for row in range(9)]
@@ -94,7 +97,7 @@ def test_blocks_draw_what_single_tokens_draw(device_waits, stopping, name):
     assert reasons == {"stop", "length"}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MARKED)
 @pytest.mark.filterwarnings("ignore:AsyncTransformersEngine. rows of Gemma3")
 def test_rows_that_join_and_leave_draw_the_same_in_blocks(device_waits, stopping, name):
     prompts, model = device_waits.prompts_of(7), device_waits.tiny_models()[name]

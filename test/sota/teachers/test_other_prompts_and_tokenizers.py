@@ -78,7 +78,13 @@ def test_a_student_that_teaches_itself(run_recipe, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "4 bits"])
+@pytest.mark.parametrize(
+    "is_whole",
+    [
+        pytest.param(True, id="whole"),
+        pytest.param(False, id="4 bits", marks=pytest.mark.weekly),
+    ],
+)
 def test_a_teacher_that_follows_its_student_goes_on_with_it(run_recipe, folder, is_whole):
     own = (*FAST, *TASK, *STUDENT, "teacher.model=self", "teacher.prompt=demonstration")
     own += ("teacher.ema_decay=0.5", "checkpoint.every=1", "optim.schedule=constant")
