@@ -13,6 +13,8 @@ from .answerer import Answerer, ask
 
 _PAUSE_S: Final = 0.001
 """As long as questions come at this pace, they are asked together."""
+_LATE_PAUSES: Final = 10
+"""So many pauses without a question may be late, as on a busy machine, where all come late."""
 
 
 class _Question(NamedTuple):
@@ -94,10 +96,7 @@ class _Waiting:
     async def _gather(self) -> None:
         """Ask what waits; with an answerer that is asked in turn, until nothing does."""
         while self._asked:
-            num_asked = 0
-            while num_asked < len(self._asked):
-                num_asked = len(self._asked)
-                await asyncio.sleep(_PAUSE_S)
+            await self._last_of_many()
             asked, self._asked = [each for each in self._asked if not each[1].done()], []
             if not self._in_turn:
                 self._gathering = None  # what comes now is asked beside it
@@ -106,6 +105,15 @@ class _Waiting:
             if not self._in_turn:
                 return
         self._gathering = None
+
+    async def _last_of_many(self) -> None:
+        """Wait until no question has come for a pause."""
+        time, num_asked, num_late = asyncio.get_running_loop().time, 0, 0
+        while num_asked < len(self._asked) or 0 < num_late <= _LATE_PAUSES:
+            num_asked, begun = len(self._asked), time()
+            await asyncio.sleep(_PAUSE_S)
+            is_late = time() - begun > 3 * _PAUSE_S
+            num_late = num_late + 1 if is_late and num_asked == len(self._asked) else 0
 
     async def _ask_all(
         self, asked: Sequence[tuple[_Question, asyncio.Future[str | Message]]]

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import pickle
 import threading
+import time
 
 import pytest
 
@@ -106,3 +107,23 @@ def test_an_error_of_the_call_reaches_all_and_the_next_question_is_asked():
 
     assert asyncio.run(main()) == ["down", "down", "c"]
     assert calls == [2, 1]
+
+
+def test_a_busy_loop_makes_nobody_late():
+    """All is late there, so that a pause without a question says nothing."""
+    calls = []
+
+    async def answer(questions):
+        calls.append(echo(questions))
+        return echo(questions)
+
+    async def main():
+        gathered = GatheredQuestions(answer, who="it")
+        first = asyncio.create_task(gathered.ask(q("a")))
+        for _ in range(4):
+            await asyncio.sleep(0)
+            time.sleep(0.01)  # blocks the loop, as rows that are computed do
+        return await asyncio.gather(first, gathered.ask(q("b")))
+
+    assert asyncio.run(main()) == ["a", "b"]
+    assert calls == [["a", "b"]]
