@@ -80,6 +80,7 @@ print(ray.get_runtime_context().gcs_address)
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_another_program_does_not_join_a_ray_that_ends_with_this_one(ray, pytestconfig):
     environment = dict(os.environ)
     command = [sys.executable, "-W", "ignore", "-c", CONNECTS]

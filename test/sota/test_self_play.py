@@ -194,6 +194,7 @@ def test_opponents_that_can_not_be(settings, words, run_recipe, tmp_path, monkey
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_against_past_versions_goes_on_as_it_would_have(run_recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     common = ("debug=tiny", "logger=none", "evaluate.num_shown=0", "evaluate.num_prompts=4")

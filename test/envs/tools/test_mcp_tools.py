@@ -300,7 +300,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.weekly)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.weekly)]
+)
 def test_S02_a_server_that_ignores_its_end_does_not_outlive_the_program(number):
     program = STARTS_A_STUBBORN_SERVER.format(server=str(SERVER))
     running = subprocess.Popen(

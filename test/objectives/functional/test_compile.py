@@ -82,6 +82,7 @@ def every_advantage(F, reward, group, mask, lengths, dense):
     )
 
 
+@pytest.mark.weekly
 def test_advantages_are_one_graph(plain):
     generator = torch.Generator().manual_seed(0)
     inputs = (
