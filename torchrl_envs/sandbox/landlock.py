@@ -10,6 +10,7 @@ import ctypes
 import errno
 import functools
 import os
+import socket
 import stat
 import sys
 import tempfile
@@ -52,6 +53,9 @@ _DENIED: Final = (
     "inotify_init", "inotify_init1",
     "chown", "fchown", "lchown", "fchownat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat",
     "removexattr", "lremovexattr", "fremovexattr", "removexattrat", "file_setattr",
+    # Unix sockets and objects of System V, which others of this user have by name or number.
+    "connect", "bind", "listen", "accept", "accept4",
+    "shmat", "shmctl", "semop", "semtimedop", "semctl", "msgsnd", "msgrcv", "msgctl",
     # Files could be hidden in a message to itself from who counts them; memory in these.
     "sendmsg", "sendmmsg", "io_setup",
 )
@@ -64,6 +68,7 @@ _OWN_SIGNALS: Final = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 # F_SETPIPE_SZ: memory of all pipes of this user.
 _FCNTL: Final = (8, 10, 15, 1024, 1026, 1031)
 _IOCTL: Final = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP
+_NO_STREAMS: Final = (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_RDM, socket.SOCK_SEQPACKET)
 _READS_OR_WRITES: Final = (0x40000000, 0x80000000, 0xC0000000)
 """Direction bits of an ioctl that a file system has for its files, for one."""
 _NO_DEATH_SIGNAL, _NOT_DUMPABLE = 1, 4
@@ -102,6 +107,7 @@ def reason_against_landlock() -> str | None:
     return None
 
 
+@functools.cache
 def user_under_landlock(interpreter: Interpreter) -> int | None:
     """Whom a program becomes; nobody else where this is no root, or others can't read Python."""
     paths = [*interpreter.readable, interpreter.executable, tempfile.gettempdir()]
@@ -138,6 +144,8 @@ def landlock_filter(version: int, user: int | None) -> bytes:
     rules += [Rule("fcntl", (is_int(1, command),)) for command in _FCNTL]
     rules += [Rule("ioctl", (is_int(1, request),)) for request in _IOCTL]
     rules += [Rule("ioctl", ((1, MASKED_EQUAL, 0xC0000000, way),)) for way in _READS_OR_WRITES]
+    # A datagram may be sent to whom one likes; pairs of streams lead nowhere else.
+    rules += [Rule("socketpair", ((1, MASKED_EQUAL, 0xF, kind),)) for kind in _NO_STREAMS]
     rules += [Rule("prctl", (is_int(0, each),)) for each in (_NO_DEATH_SIGNAL, _NOT_DUMPABLE)]
     # Space that is taken without being written would be gone before somebody looks.
     rules += [Rule("fallocate", error=errno.EOPNOTSUPP), Rule("openat2", error=errno.ENOSYS)]

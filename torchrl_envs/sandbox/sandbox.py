@@ -192,6 +192,7 @@ class Sandbox:
             "RLIMIT_CORE": 0,
             "RLIMIT_MEMLOCK": 0,
             "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_SIGPENDING": 64,
         }
         if timeout_s is not None:
             resources["RLIMIT_CPU"] = int(timeout_s) + 1
@@ -217,9 +218,12 @@ class Sandbox:
     ) -> SandboxResult:
         """Return what a process gave, and how its supervisor said that it ended."""
         kind, _, value = report.partition(" ")
+        errors = process.stderr.text()
+        if kind == "error":
+            errors += f"The sandbox broke: {value}\n"
         return SandboxResult(
             stdout=process.stdout.text(),
-            stderr=process.stderr.text(),
+            stderr=errors,
             exit_status=int(value) if kind in ("exit", "done") else None,
             timed_out=kind == "timeout",
             out_of_memory=kind == "memory",

@@ -87,8 +87,8 @@ def _add_deleted(folder, pid, room):
         if not _mapped_deleted(folder, pid) <= deleted:
             _add_open(pid, room, deleted)  # it may have been opened since
             room.is_over = room.is_over or not _mapped_deleted(folder, pid) <= deleted
-    except (FileNotFoundError, ProcessLookupError):
-        return  # it has ended
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return  # it has ended; till then it can't keep its supervisor from looking
 
 
 def _add_open(pid, room, deleted):

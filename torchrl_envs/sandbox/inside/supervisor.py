@@ -43,11 +43,11 @@ def main():
         return
     try:
         write_all(status, b"ready\n")
-        write_all(status, supervisor.end(supervisor.watch()).encode("ascii") + b"\n")
-        supervisor.clean_up()
+        write_all(status, supervisor.watched().encode("ascii", "replace") + b"\n")
     except BrokenPipeError:
-        supervisor.clean_up()  # the parent is gone, so nobody is told
+        pass  # the parent is gone, so nobody is told
     finally:
+        supervisor.clean_up()
         os._exit(0)
 
 
@@ -61,6 +61,7 @@ class _Supervisor:
         self.outgoing, self.next_look = b"", 0.0
         self.wake = (-1, -1)
         self.starting = self.listener = self.parent = -1
+        self.has_ended = False
         self.folder, self.next_look_at_disk = config.get("folder"), 0.0
 
     def start_worker(self):
@@ -136,16 +137,26 @@ class _Supervisor:
             if self.link in readable:
                 self._take_answer(listening)
 
-    def end(self, how):
-        """End a program that is one process, so that nothing of it runs on; how it ended."""
-        if self.folder and not how.startswith("exit "):
+    def watched(self):
+        """Wait for the end of the program, and see to it that nothing of it runs on."""
+        try:
+            how = self.watch()
+        except Exception as error:
+            how = f"error {type(error).__name__}: {error}"
+        self._end()
+        return how
+
+    def _end(self):
+        self._reap()
+        if self.folder and not self.has_ended:  # else its number may be another one's
             os.kill(self.worker, signal.SIGKILL)
             os.waitpid(self.worker, 0)
-        return how
+            self.has_ended = True
 
     def clean_up(self):
         """Remove the folder of the program."""
         if self.folder:
+            self._end()
             disk.remove(self.folder)
 
     def _take_request(self):
@@ -204,6 +215,7 @@ class _Supervisor:
             if pid == 0:
                 return ended
             if pid == self.worker:
+                self.has_ended = True
                 ended = os.waitstatus_to_exitcode(status)
 
     def _used_up(self, now):
