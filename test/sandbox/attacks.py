@@ -178,6 +178,6 @@ def program_of(attack, victim):
 
 
 def unsandboxed():
-    """What runs code with the rights of this process."""
+    """A sandbox that runs code with the rights of this process."""
     with pytest.warns(UnsandboxedCodeWarning, match="rights of this process"):
         return Sandbox(isolation="none", allow_unsandboxed=True)

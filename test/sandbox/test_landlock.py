@@ -66,7 +66,7 @@ TOO_MUCH = {
 
 @pytest.fixture(scope="module")
 def victim(tmp_path_factory):
-    """What a program of the same user could reach."""
+    """Files, sockets and memory that a program of the same user could reach."""
     folder = tmp_path_factory.mktemp("outside")
     secret = folder / "secret"
     secret.write_text("secret")

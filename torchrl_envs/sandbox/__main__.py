@@ -20,7 +20,8 @@ def main() -> int:
     """Print the report."""
     console = Console()
     reasons = Sandbox.reasons_against()
-    chosen: Isolation | None = next((name for name, reason in reasons.items() if reason is None), None)
+    working: list[Isolation] = [name for name, reason in reasons.items() if reason is None]
+    chosen = working[0] if working else None
     console.print(f"Linux {platform.release()}, {_user(chosen)}")
     for name, reason in reasons.items():
         console.print(f"  {name}: {reason or 'works'}", highlight=False)

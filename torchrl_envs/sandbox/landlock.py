@@ -107,26 +107,24 @@ def reason_against_landlock() -> str | None:
     return None
 
 
-@functools.cache
 def user_under_landlock(interpreter: Interpreter) -> int | None:
-    """Whom a program becomes; nobody else where this is no root, or others can't read Python."""
-    paths = [*interpreter.readable, interpreter.executable, tempfile.gettempdir()]
-    if can_care_for_other_user() and all(_is_open_to_others(path) for path in paths):
+    """Return the user that a program becomes; none where this is no root, or only root reads it."""
+    paths = (*interpreter.readable, interpreter.executable)
+    if can_care_for_other_user() and _are_open_to_others((*paths, tempfile.gettempdir())):
         return UNPRIVILEGED_USER
     return None
 
 
-def _is_open_to_others(path: str) -> bool:
-    """Whether users who don't own it may read it, as far as its modes say."""
-    if not os.path.exists(path):
-        return True  # it is not offered
-    real = os.path.realpath(path)
-    above = all(parent_mode & stat.S_IXOTH for parent_mode in _modes_above(real))
-    return above and bool(os.stat(real).st_mode & stat.S_IROTH or real == tempfile.gettempdir())
-
-
-def _modes_above(path: str) -> list[int]:
-    return [os.stat(parent).st_mode for parent in PurePath(path).parents]
+@functools.cache
+def _are_open_to_others(paths: tuple[str, ...]) -> bool:
+    """Return, as far as modes say, whether users may read paths that they don't own."""
+    for path in map(os.path.realpath, filter(os.path.exists, paths)):
+        above = PurePath(path).parents
+        folders = (path, *above) if os.path.isdir(path) else above
+        can_pass = all(os.stat(folder).st_mode & stat.S_IXOTH for folder in folders)
+        if not can_pass or not os.stat(path).st_mode & stat.S_IROTH:
+            return False
+    return True
 
 
 @functools.cache
@@ -158,7 +156,7 @@ def landlock_filter(version: int, user: int | None) -> bytes:
 
 
 def _opens(flag: int, access: int, error: int = errno.EPERM) -> list[Rule]:
-    """What denies to open a file with a flag and, where it matters, a way to access it."""
+    """Rules that deny to open a file with a flag and, where it matters, a way to access it."""
     mask = flag | (os.O_ACCMODE if flag == _O_TRUNC else 0)
     value = flag | access
     return [
@@ -168,7 +166,7 @@ def _opens(flag: int, access: int, error: int = errno.EPERM) -> list[Rule]:
 
 
 def landlock_config(readable: Sequence[str], folder: str, user: int | None) -> dict[str, Any]:
-    """What a supervisor is told beside the limits."""
+    """Settings for a supervisor beside the limits."""
     version = landlock_version()
     return {
         "landlock_version": version,
@@ -195,7 +193,7 @@ def remove_folder(folder: str) -> None:
     """Remove it with what is left in it; its program ends just now, where it has not yet."""
     for _ in range(_REMOVE_TRIES):
         with contextlib.suppress(OSError):
-            disk.remove(folder)
+            disk.remove_tree(folder)
             return
         time.sleep(0.05)
     warnings.warn(

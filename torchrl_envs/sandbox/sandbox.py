@@ -31,7 +31,7 @@ from .users import UNPRIVILEGED_USER, changes_user, starts_as
 _WAYS: Final[tuple[Isolation, ...]] = ("bubblewrap", "landlock")
 """Ways to isolate code, the strictest first."""
 _SOCKET_BUFFER_BYTES: Final = 212_992
-"""What Linux gives a socket's buffer, where a container does not show the setting."""
+"""Size of a socket's buffer in Linux, where a container does not show the setting."""
 _verified: dict[tuple[Isolation, Interpreter], str | None] = {}
 _verifying = threading.Lock()
 
@@ -182,7 +182,7 @@ class Sandbox:
             raise SandboxStartError(f"it can't be started as user {user}: {error}") from error
 
     def _config(self, persistent: bool, timeout_s: float | None) -> dict[str, Any]:
-        """What a supervisor is told of the limits."""
+        """Settings for a supervisor, of all isolations."""
         limits = self.limits
         resources = {
             "RLIMIT_AS": limits.memory_bytes,

@@ -63,7 +63,7 @@ CHECKS: Final[Mapping[Isolation, tuple[Check, ...]]] = {
         *_COMMON,
     ),
 }
-"""What is tried of each way to isolate code."""
+"""Checks of each way to isolate code."""
 
 _PROGRAM: Final = """
 import _thread, ctypes, fcntl, os, signal, time

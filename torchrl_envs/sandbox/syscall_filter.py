@@ -85,7 +85,7 @@ class _Comparison(ctypes.Structure):
 
 
 class Rule(NamedTuple):
-    """What fails, with which error, of a system call whose arguments compare so."""
+    """An error for a system call, where its arguments compare so."""
 
     call: str
     arguments: tuple[tuple[int, int, int, int], ...] = ()
@@ -98,7 +98,7 @@ COMMON: Final = (
     # The flags of clone3 are in memory, where a filter can't look; the C library then uses clone.
     Rule("clone3", error=errno.ENOSYS),
 )
-"""What is denied in every sandbox."""
+"""Rules of every sandbox."""
 
 
 @functools.cache

@@ -13,7 +13,7 @@ _BLOCK_BYTES = 512
 
 
 def takes_too_much(folder, pid, max_bytes, max_files):
-    """Whether the program of a process has more bytes or files, or has hidden some."""
+    """Tell that the program of a process has more bytes or files than these, or hides some."""
     room = _Room(max_bytes, max_files)
     try:
         top = os.open(folder, _FOLDER)
@@ -113,7 +113,7 @@ def _mapped_deleted(folder, pid):
     return found
 
 
-def remove(folder):
+def remove_tree(folder):
     """Remove a folder whose program has ended, however deep and unreadable its content is."""
     try:
         top = open_folder(folder, None)

@@ -76,7 +76,7 @@ def used_bytes(config, worker):
 
 
 def _is_lock(line, holder):
-    """Whether a line of /proc/locks is a record lock, of a process where one is named."""
+    """Recognise a record lock in a line of /proc/locks, of a process where one is named."""
     words = line.partition(b" POSIX ")[2].split()
     return bool(words) and (holder is None or words[2] == b"%d" % holder)
 

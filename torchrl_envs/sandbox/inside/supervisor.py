@@ -131,7 +131,7 @@ class _Supervisor:
             if self.parent in readable or (0 in readable and not self._take_request()):
                 return "closed"
             if self.listener in readable:
-                threads.answer(self.listener, self.worker, self.config["num_processes"])
+                threads.answer_call(self.listener, self.worker, self.config["num_processes"])
             if self.outgoing and writable:
                 self._write()
             if self.link in readable:
@@ -157,7 +157,7 @@ class _Supervisor:
         """Remove the folder of the program."""
         if self.folder:
             self._end()
-            disk.remove(self.folder)
+            disk.remove_tree(self.folder)
 
     def _take_request(self):
         request = read_message(0)
@@ -219,7 +219,7 @@ class _Supervisor:
                 ended = os.waitstatus_to_exitcode(status)
 
     def _used_up(self, now):
-        """What is used up, memory or disk; they are looked at now and then."""
+        """Name of a limit that is exceeded, memory or disk; they are looked at now and then."""
         limits = self.config
         if now >= self.next_look:  # not at every message: it takes longer than all the rest
             self.next_look = now + _BUSY_POLL_S

@@ -31,7 +31,7 @@ def ask_for_threads(config, supervisor):
 
 
 def received_listener(worker):
-    """Where a worker asks for threads, -1 where it does not; and what it says of its start."""
+    """Descriptor by which a worker asks for threads, or -1; and its message about its start."""
     link = _socket.socket(fileno=worker)
     said, rights, *_ = link.recvmsg(_MAX_BYTES, _socket.CMSG_SPACE(4))
     listener = int.from_bytes(rights[0][2], _ORDER) if rights else -1
@@ -41,7 +41,7 @@ def received_listener(worker):
     return listener, said
 
 
-def answer(listener, pid, most):
+def answer_call(listener, pid, most):
     """Let a thread be started while there are fewer; else the call fails as at a limit."""
     # Threads that are started by several others at once are not yet seen: of them one is let too
     # many for each, so that there are never twice as many.
