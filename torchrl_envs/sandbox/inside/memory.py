@@ -1,6 +1,5 @@
 """Memory that a program takes: that of its processes, and what the kernel holds for them."""
 
-import contextlib
 import os
 import signal
 
@@ -16,8 +15,10 @@ def _most_bytes_of(pid, _, is_isolated):
     fields = _fields_of(pid, "status")
     if is_isolated and not fields:
         # It has ended, or its first thread has, and the others could not be looked into.
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return 0
     maps = _MAPS_PER_KB * fields.get(b"VmSize:", 0)
     return int(_MAP_BYTES * maps) + 1024 * sum(fields.get(name, 0) for name in _OWN)
 
