@@ -44,7 +44,11 @@ ON_LANDLOCK = {
         expect_blocked(lambda: os.listdir("/proc"))""",
     "L02 lists of files": """
         for folder in ("/", "/tmp", "/dev", "/dev/shm", "..", "{folder}"):
-            expect_blocked(lambda: os.listdir(folder))""",
+            expect_blocked(lambda: os.listdir(folder))
+        request = (ctypes.c_uint64 * 3)(24, 2**64 - 1, 0)
+        expect_blocked(lambda: libc_call("syscall", 458, request, bytes(800), 99, 0))
+        expect_blocked(lambda: os.getxattr("{secret}", "user.note"))
+        expect_blocked(lambda: os.listxattr("{secret}"))""",
     "L03 write beside the folder": """
         for attack in (
             lambda: open("../{name}", "w"),

@@ -31,6 +31,7 @@ session.close()
 told["left"] = [name for name in os.listdir("/tmp") if name.startswith("sandbox-")]
 json.dump(told, sys.stdout)
 """
+COPIES = "import shutil\nopen('one', 'w')\nshutil.copy('one', 'two')"
 DELETED = """
 held = [open(str(n), "wb", buffering=0) for n in range(20)]
 for file in held:
@@ -70,6 +71,7 @@ def _places(outside):
     return [word for here, there in places.items() for word in ("-v", f"{here}:{there}")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("user", "inside"), [("0", 65534), ("1000", 1000)])
 def test_in_a_container_with_default_options(user, inside, docker, tmp_path):
     (tmp_path / "packages").mkdir()
@@ -87,7 +89,7 @@ def test_in_a_container_with_default_options(user, inside, docker, tmp_path):
     victim |= {"copy": "/outside/packages", "abstract": "\0x", "socket": "/outside/x", "shared": 0}
     attacks = [f"print({name!r})\n{textwrap.dedent(each)}" for name, each in ON_LANDLOCK.items()]
     sent = {"attacks": program_of("\n".join(attacks), victim)}
-    sent |= {"disk": program_of(DELETED, {}), "limits": vars(LIMITS)}
+    sent |= {"disk": program_of(DELETED, {}), "copies": COPIES, "limits": vars(LIMITS)}
     command = ["docker", "run", "--rm", "-i", "--user", user, *_places(tmp_path)]
     command += ["-e", "PYTHONPATH=/project:/packages", "-e", "SECRET=secret", "-e"]
     command += ["PYTHONDONTWRITEBYTECODE=1", BASE, _python(), "-c", PROGRAM]
@@ -101,6 +103,8 @@ def test_in_a_container_with_default_options(user, inside, docker, tmp_path):
     assert {result["isolation"] for result in told.values()} == {"landlock"}
     assert told.pop("session")["stdout"] == f"{inside} []\n"
     assert told.pop("disk")["out_of_disk"]
+    # A user of its own may change the modes of its files.
+    assert (told.pop("copies")["exit_status"] == 0) == (inside == 65534)
     result = told.pop("attacks")
     assert result["exit_status"] == 0, result
     assert all(name in result["stdout"] for name in ON_LANDLOCK)

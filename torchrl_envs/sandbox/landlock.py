@@ -56,11 +56,16 @@ _DENIED: Final = (
     # Unix sockets and objects of System V, which others of this user have by name or number.
     "connect", "bind", "listen", "accept", "accept4",
     "shmat", "shmctl", "semop", "semtimedop", "semctl", "msgsnd", "msgrcv", "msgctl",
+    "statmount", "listmount",
     # Files could be hidden in a message to itself from who counts them; memory in these.
     "sendmsg", "sendmmsg", "io_setup",
 )
 _DENIED_TO_THE_OWNER: Final = (
     "chmod", "fchmod", "fchmodat", "fchmodat2", "utime", "utimes", "utimensat", "futimesat",
+)
+_OF_ANY_PATH: Final = (
+    "getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr", "getxattrat",
+    "listxattrat",
 )
 # fmt: on
 _OWN_SIGNALS: Final = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
@@ -89,8 +94,8 @@ def landlock_version() -> int:
     causes = {
         errno.ENOSYS: f"{kernel} has no Landlock; it takes 5.13 or newer, built with it",
         errno.EOPNOTSUPP: f"{kernel} was started without Landlock (its option lsm= leaves it out)",
-        errno.EPERM: "the container forbids the system calls landlock_*: its seccomp profile is "
-        "older than Docker 23 or containerd 1.7, or its own",
+        errno.EPERM: "the container forbids the system calls landlock_*, as seccomp profiles did "
+        "before 2022",
     }
     raise SandboxUnavailableError(causes.get(number, f"Landlock: {os.strerror(number)}"))
 
@@ -137,6 +142,8 @@ def landlock_filter(version: int, user: int | None) -> bytes:
             and times of their files.
     """
     rules = [*COMMON, *(Rule(name) for name in _DENIED)]
+    # Attributes of files that Landlock does not let it read; so `shutil` goes on without them.
+    rules += [Rule(name, error=errno.ENOTSUP) for name in _OF_ANY_PATH]
     rules += [Rule("clone", ((0, MASKED_EQUAL, flag, 0),)) for flag in _THREAD_FLAGS]
     rules += [Rule(name, ((0, NOT_EQUAL, _PID_MARK, 0),)) for name in _OWN_SIGNALS]
     rules += [Rule("fcntl", (is_int(1, command),)) for command in _FCNTL]
@@ -165,14 +172,13 @@ def _opens(flag: int, access: int, error: int = errno.EPERM) -> list[Rule]:
     ]
 
 
-def landlock_config(readable: Sequence[str], folder: str, user: int | None) -> dict[str, Any]:
+def landlock_config(readable: Sequence[str], user: int | None) -> dict[str, Any]:
     """Settings for a supervisor beside the limits."""
     version = landlock_version()
     return {
         "landlock_version": version,
         "readable": list(readable),
         "devices": [f"/dev/{name}" for name in DEVICES],
-        "folder": folder,
         "parent": os.getpid(),
         "syscall_filter": landlock_filter(version, user),
         "pid_mark": _PID_MARK.to_bytes(4, sys.byteorder),

@@ -30,6 +30,10 @@ from .users import UNPRIVILEGED_USER, changes_user, starts_as
 
 _WAYS: Final[tuple[Isolation, ...]] = ("bubblewrap", "landlock")
 """Ways to isolate code, the strictest first."""
+_IN_CONTAINERS: Final = {
+    "bubblewrap": "user namespaces (a seccomp profile that allows unshare and mount)",
+    "landlock": "Landlock (Linux 5.13, and a seccomp profile that allows landlock_*)",
+}
 _SOCKET_BUFFER_BYTES: Final = 212_992
 """Size of a socket's buffer in Linux, where a container does not show the setting."""
 _verified: dict[tuple[Isolation, Interpreter], str | None] = {}
@@ -99,8 +103,7 @@ class Sandbox:
         if not allow_unsandboxed:
             raise SandboxUnavailableError(
                 f"Nothing isolates untrusted code on this machine. {missing}. Containers need "
-                "Landlock (Linux 5.13, and a seccomp profile that allows landlock_*) or user "
-                "namespaces (one that allows unshare and mount). "
+                f"{' or '.join(_IN_CONTAINERS[way] for way in ways)}. "
                 "`python -m torchrl_envs.sandbox` shows what works. To run code with the rights of "
                 "this process all the same, pass allow_unsandboxed=True; results then say so."
             )
@@ -165,8 +168,8 @@ class Sandbox:
         user = user_under_landlock(self.interpreter) if under_landlock else starts_as()
         try:
             if under_landlock:
-                folder = private_folder(user)
-                config |= landlock_config(self.interpreter.readable, folder, user)
+                config |= landlock_config(self.interpreter.readable, user)
+                folder = config["folder"] = private_folder(user)
             return SandboxProcess(
                 command,
                 config,

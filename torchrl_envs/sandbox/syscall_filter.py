@@ -48,7 +48,8 @@ _DENIED: Final = (
 _NUMBERS: Final = {
     **{"landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446},
     **{"pidfd_send_signal": 424, "pidfd_open": 434, "openat2": 437, "process_madvise": 440},
-    **{"mount_setattr": 442, "memfd_secret": 447, "fchmodat2": 452, "setxattrat": 463},
+    **{"mount_setattr": 442, "memfd_secret": 447, "fchmodat2": 452, "statmount": 457},
+    **{"listmount": 458, "setxattrat": 463, "getxattrat": 464, "listxattrat": 465},
     **{"removexattrat": 466, "file_setattr": 469},
 }
 _NEW_NAMESPACE_FLAGS: Final = (1 << 17, *(1 << bit for bit in range(25, 31)))
