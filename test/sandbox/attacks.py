@@ -112,8 +112,10 @@ ON_LANDLOCK = {
         read, write = os.pipe()
         for command, value in ((8, {trainer}), (10, signal.SIGKILL), (15, bytes(8))):
             expect_blocked(lambda: fcntl.fcntl(read, command, value))
+        import socket
+        ends = socket.socketpair()
         for request in (0x8901, 0x8902):
-            expect_blocked(lambda: fcntl.ioctl(read, request, bytes(4)))""",
+            expect_blocked(lambda: fcntl.ioctl(ends[0], request, bytes(4)))""",
     "L08 outlive the supervisor, or hide from it": """
         expect_blocked(lambda: libc_call("prctl", 1, 0, 0, 0, 0))
         expect_blocked(lambda: libc_call("prctl", 4, 0, 0, 0, 0))""",
@@ -162,7 +164,8 @@ ON_LANDLOCK = {
         expect_blocked(lambda: os.open(".", os.O_TMPFILE | os.O_RDWR))
         held = os.open("held", os.O_RDWR | os.O_CREAT)
         expect_blocked(lambda: libc_call("fallocate", held, 1, ctypes.c_long(0), ctypes.c_long(99)))
-        expect_blocked(lambda: socket.send_fds(socket.socketpair()[0], [b"x"], [held]))
+        ends = socket.socketpair()
+        expect_blocked(lambda: socket.send_fds(ends[0], [b"x"], [held]))
         expect_blocked(lambda: fcntl.fcntl(os.pipe()[0], 1031, 1 << 20))
         expect_blocked(lambda: libc_call("syscall", 444, bytes(8), ctypes.c_size_t(8), 0))
         context = ctypes.byref(ctypes.c_long())
