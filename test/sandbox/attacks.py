@@ -184,6 +184,12 @@ def program_of(attack, victim):
     return PRELUDE + attack
 
 
+def all_in_one(attacks, victim):
+    """All attacks of a table in one program, each after its name."""
+    each = [f"print({name!r})\n{textwrap.dedent(attack)}" for name, attack in attacks.items()]
+    return program_of("\n".join(each), victim)
+
+
 def unsandboxed():
     """A sandbox that runs code with the rights of this process."""
     with pytest.warns(UnsandboxedCodeWarning, match="rights of this process"):

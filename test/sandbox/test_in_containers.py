@@ -7,11 +7,10 @@ import stat
 import subprocess
 import sys
 import sysconfig
-import textwrap
 from pathlib import Path
 
 import pytest
-from attacks import CALLS, LIMITS, ON_LANDLOCK, program_of
+from attacks import CALLS, LIMITS, ON_LANDLOCK, all_in_one, program_of
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -87,8 +86,7 @@ def test_in_a_container_with_default_options(user, inside, docker, tmp_path):
         "secret": "/outside/secret",
     }
     victim |= {"copy": "/outside/packages", "abstract": "\0x", "socket": "/outside/x", "shared": 0}
-    attacks = [f"print({name!r})\n{textwrap.dedent(each)}" for name, each in ON_LANDLOCK.items()]
-    sent = {"attacks": program_of("\n".join(attacks), victim)}
+    sent = {"attacks": all_in_one(ON_LANDLOCK, victim)}
     sent |= {"disk": program_of(DELETED, {}), "copies": COPIES, "limits": vars(LIMITS)}
     command = ["docker", "run", "--rm", "-i", "--user", user, *_places(tmp_path)]
     command += ["-e", "PYTHONPATH=/project:/packages", "-e", "SECRET=secret", "-e"]
