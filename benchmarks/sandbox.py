@@ -3,9 +3,9 @@
     python benchmarks/sandbox.py [--runs 60] [--threads 4]
 
 In turn, after a check that all print the same: a bare ``python -I -S`` process, which isolates
-nothing (the limit), a run in the sandbox, and a run in a session. Prints runs a second on some
-threads, and the median and 95th percentile of a run from one thread; a run prints one line, so
-that is its start.
+nothing (the limit), and, by each isolation that works, a run in the sandbox and in a session.
+Prints runs a second on some threads, and the median and 95th percentile of a run from one thread; a
+run prints one line, so that is its start.
 """
 
 import argparse
@@ -50,25 +50,27 @@ def main():
     if not sandboxes:
         raise SystemExit("nothing isolates code here: python -m torchrl_envs.sandbox says why")
     first = next(iter(sandboxes.values()))
-    session = SandboxSession(first)
+    sessions = {name: SandboxSession(sandbox) for name, sandbox in sandboxes.items()}
     runs = {"bare process": lambda: bare(first.interpreter.executable)}
     for name, sandbox in sandboxes.items():
         runs[name] = lambda sandbox=sandbox: sandbox.run(CODE).stdout
-    runs["session"] = lambda: session.run(CODE).stdout
+    for name, session in sessions.items():
+        runs[f"{name} session"] = lambda session=session: session.run(CODE).stdout
     assert {run() for run in runs.values()} == {"4950\n"}
     times = {name: [] for name in runs}
     for _ in range(args.runs):
         for name, run in runs.items():
             times[name].append(timed(run))
-    print(f"{'':14} {'median ms':>10} {'95 % ms':>8} {'x bare':>7} {'runs/s':>8}")
+    print(f"{'':18} {'median ms':>10} {'95 % ms':>8} {'x bare':>7} {'runs/s':>8}")
     limit = statistics.median(times["bare process"])
     for name, run in runs.items():
-        threads = 1 if name == "session" else args.threads
+        threads = 1 if name.endswith("session") else args.threads
         median = statistics.median(times[name])
         p95 = statistics.quantiles(times[name], n=20)[-1]
         per_s = rate(run, args.runs, threads)
-        print(f"{name:14} {median:10.2f} {p95:8.1f} {median / limit:7.2f} {per_s:8.1f}")
-    session.close()
+        print(f"{name:18} {median:10.2f} {p95:8.1f} {median / limit:7.2f} {per_s:8.1f}")
+    for session in sessions.values():
+        session.close()
 
 
 if __name__ == "__main__":

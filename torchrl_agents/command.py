@@ -124,7 +124,7 @@ def doctor(arguments: Sequence[str]) -> int:
     able = True
     for feature, its in FEATURES.items():
         missing = [name for name in its["needs"] if not _is_there(name)]
-        names = ", ".join(missing).replace("program:", "").replace("|", " or ")
+        names = ", ".join(name.rpartition(":")[2] for name in missing).replace("|", " or ")
         told = f"missing {names}: {its['remedy']} ({page(its['page'])})" if missing else "ready"
         if arguments and not missing:
             told = "; ".join(_faults(feature, its)) or told
@@ -181,8 +181,18 @@ def completion(arguments: Sequence[str]) -> int:
 
 
 def _is_there(name: str) -> bool:
-    kind, _, programs = name.rpartition(":")
-    return any(map(which, programs.split("|"))) if kind else find_spec(name) is not None
+    kind, _, names = name.rpartition(":")
+    if not kind:
+        return find_spec(name) is not None
+    return any(map(which, names.split("|"))) or (kind == "isolation" and _has_landlock())
+
+
+def _has_landlock() -> bool:
+    try:
+        from torchrl_envs.sandbox.landlock import reason_against_landlock
+    except ImportError:  # what the library needs is missing, which is told besides
+        return False
+    return reason_against_landlock() is None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

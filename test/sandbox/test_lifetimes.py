@@ -14,7 +14,7 @@ from torchrl_envs.sandbox import Sandbox, SandboxLimits, SandboxSession, Unsandb
 
 @pytest.fixture(scope="module")
 def sandbox():
-    return Sandbox(limits=SandboxLimits(timeout_s=5.0))
+    return Sandbox(limits=SandboxLimits(timeout_s=5.0), isolation="bubblewrap")
 
 
 def _unsandboxed():
@@ -97,9 +97,10 @@ def test_a_session_that_is_taken_over_ends_with_everything_in_it(isolation, floo
     assert not _running(mark)
 
 
-@pytest.mark.parametrize("isolation", ["bubblewrap", "none"])
+@pytest.mark.parametrize("isolation", ["bubblewrap", "landlock", "none"])
 def test_nothing_of_a_session_runs_between_its_runs(isolation, sandbox):
-    session = SandboxSession(_unsandboxed() if isolation == "none" else sandbox)
+    own = {"landlock": lambda: Sandbox(isolation="landlock"), "none": _unsandboxed}
+    session = SandboxSession(own.get(isolation, lambda: sandbox)())
     before = _children()
     session.run("""
 import os, sys, threading, time
@@ -109,6 +110,12 @@ def counts():
         count[0] += 1
         time.sleep(0.001)
 threading.Thread(target=counts, daemon=True).start()
+""")
+    is_one = isolation == "landlock"
+    session.run(
+        ""
+        if is_one
+        else """
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
@@ -116,11 +123,13 @@ if os.fork() == 0:
             pass
     os._exit(0)
 os.wait()
-""")
+"""
+    )
     inside = _children() - before
-    assert len(inside) == (4 if isolation == "none" else 5), "keeper, (bubblewrap,) supervisor"
+    # The program and its child; keeper, bubblewrap and supervisor.
+    assert len(inside) == {"bubblewrap": 5, "landlock": 2, "none": 4}[isolation]
     deadline = time.monotonic() + 10
-    while sum(p.status() == psutil.STATUS_STOPPED for p in inside) < 2:
+    while sum(p.status() == psutil.STATUS_STOPPED for p in inside) < 2 - is_one:
         assert time.monotonic() < deadline, "the interpreter, and what it started, are stopped"
     assert session.run("before = count[0]; time.sleep(0.3); print(count[0] > before)").stdout == (
         "True\n"
@@ -148,7 +157,7 @@ def test_everything_ends_with_the_program_that_started_it():
     starter = f"""
 import os, signal, threading, time
 from torchrl_envs.sandbox import Sandbox, SandboxSession
-sandbox = Sandbox()
+sandbox = Sandbox(isolation="bubblewrap")
 for run in (SandboxSession(sandbox).run, sandbox.run):
     threading.Thread(target=run, args=({program!r},)).start()
 time.sleep(1)

@@ -102,7 +102,7 @@ class AgentCommand:
         if sandbox is not False:
             shown = (sys.prefix, folder or ".", *(() if sandbox is True else sandbox))
             paths = [Path(os.path.abspath(path)) for path in shown]
-            own = Sandbox(packages=paths).interpreter.readable
+            own = Sandbox(packages=paths, isolation="bubblewrap").interpreter.readable
             self._readable = (*own, *map(str, paths), str(RELAY), "/etc/alternatives")
         self.__name__ = Path(self.command[0]).name
 

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from .interpreter import Interpreter
 from .users import UNPRIVILEGED_USER, changes_user
 
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 def bubblewrap_command(interpreter: Interpreter) -> list[str]:
@@ -23,7 +23,7 @@ def bubblewrap_command(interpreter: Interpreter) -> list[str]:
         own += ["--unshare-user", "--uid", user, "--gid", user]
         own += ["--cap-add", "CAP_SYS_ADMIN"]  # to mount /tmp; given up after that
     own += ["--dir", "/dev"]
-    for name in _DEVICES:
+    for name in DEVICES:
         own += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     own += ["--dir", "/tmp", "--symlink", "../tmp", "/dev/shm", "--chdir", "/"]
     return bubblewrap(interpreter.readable, own)

@@ -14,9 +14,9 @@ class SandboxLimits:
     Attributes:
         timeout_s: wall-clock time of one run; no process uses more CPU time than that either.
         memory_bytes: memory of all processes in sum; one process alone gets a ``MemoryError``.
-        disk_bytes: size of the private ``/tmp``, which is held in memory.
+        disk_bytes: size of the private folder, ``TMPDIR``; bubblewrap has it in memory.
         num_files: files and directories in it.
-        num_processes: processes and threads at once.
+        num_processes: processes and threads at once; under Landlock threads of the one process.
         num_open_files: open files of one process.
         max_output_bytes: how much of standard output, and of standard error, is kept: the start
             and the end of what is longer.

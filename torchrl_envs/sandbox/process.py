@@ -14,7 +14,7 @@ from torchrl_envs.processes.capped_output import CappedOutput
 from .errors import SandboxStartError
 from .inside.frames import framed_bytes
 from .interpreter import inside_program
-from .users import starts_as
+from .landlock import remove_folder
 
 _READ_BYTES: Final = 1 << 16
 _GRACE_S: Final = 2.0
@@ -41,15 +41,17 @@ class SandboxProcess:
         *,
         max_output_bytes: int,
         needs_keeper: bool,
+        user: int | None = None,
+        folder: str = "",
     ) -> None:
         self._max_output_bytes = max_output_bytes
         self._selector = selectors.DefaultSelector()
         self._outgoing = bytearray()
         self._line = b""
         self._reports: list[str] = []
+        self._folder = folder  # removed with it
         self._status, inside = os.pipe()
         try:
-            user = starts_as()
             if needs_keeper:
                 command, user = kept_command(command, user=user), None
             as_user: Any = {} if user is None else {"user": user, "group": user, "extra_groups": []}
@@ -68,6 +70,7 @@ class SandboxProcess:
         except BaseException:
             os.close(self._status)
             self._selector.close()
+            self._remove_folder()
             raise
         finally:
             os.close(inside)
@@ -148,6 +151,11 @@ class SandboxProcess:
         for stream in self._outputs:
             stream.close()
         os.close(self._status)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder:
+            remove_folder(self._folder)
 
     def _close_stdin(self) -> None:
         if not self._stdin.closed:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Isolation = Literal["bubblewrap", "none"]
+Isolation = Literal["bubblewrap", "landlock", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,8 @@ class SandboxResult:
             the run was stopped at a limit.
         timed_out: the run was stopped at its deadline.
         out_of_memory: the run was stopped because its processes together used too much memory.
+        out_of_disk: the run was stopped because it wrote too much or too many files; under
+            Landlock, where no file system of its own refuses them.
         truncated: output was longer than the cap and has a mark where it was cut.
         state_lost: the variables of a session are gone; the next run starts afresh.
         wall_s: duration, start of the sandbox included.
@@ -28,6 +30,7 @@ class SandboxResult:
     exit_status: int | None
     timed_out: bool = False
     out_of_memory: bool = False
+    out_of_disk: bool = False
     truncated: bool = False
     state_lost: bool = False
     wall_s: float = 0.0

@@ -8,6 +8,7 @@ UNPRIVILEGED_USER: Final = 65534
 """``nobody``, the id that Linux itself uses for users without one."""
 
 
+_CAP_CHOWN, _CAP_DAC_OVERRIDE, _CAP_FOWNER, _CAP_KILL = 0, 1, 3, 5
 _CAP_SETGID: Final = 6
 _CAP_SETUID: Final = 7
 _CAP_SYS_ADMIN: Final = 21
@@ -21,6 +22,12 @@ def changes_user() -> bool:
 def starts_as() -> int | None:
     """Whom a root that may not make namespaces, as in most containers, has to start it as."""
     return UNPRIVILEGED_USER if _can_be_other_user() and not _has(_CAP_SYS_ADMIN) else None
+
+
+def can_care_for_other_user() -> bool:
+    """Return whether this process is root, can start another user's, end it and tidy up."""
+    rights = (_CAP_CHOWN, _CAP_DAC_OVERRIDE, _CAP_FOWNER, _CAP_KILL)
+    return _can_be_other_user() and all(map(_has, rights))
 
 
 @functools.cache

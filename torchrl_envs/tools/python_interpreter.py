@@ -146,6 +146,8 @@ def output_text(result: SandboxResult, *, timeout_s: float) -> str:
         text += f"Stopped: it did not end within {timeout_s:g} s.\n"
     elif result.out_of_memory:
         text += "Stopped: it used too much memory.\n"
+    elif result.out_of_disk:
+        text += "Stopped: it wrote too much, or too many files.\n"
     elif status is not None and status < 0:
         text += f"Killed by signal {-status}.\n"
     elif status and not result.stderr:

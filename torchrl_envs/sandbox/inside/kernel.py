@@ -65,11 +65,23 @@ def give_up_rights(config):
         for name, text in (("setgroups", "deny"), ("uid_map", own), ("gid_map", own)):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
+    drop_capabilities()
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # forgotten when the user changed
+
+
+def drop_capabilities():
+    """Hold no capability and gain none; no process of this user looks into this one."""
     no_capabilities = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     call_libc("capset", *no_capabilities)
     forbid_new_privileges()
     set_dumpable(False)
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # forgotten when the user changed
+
+
+def end_with(parent):
+    """Be killed as soon as the process that started this one has ended."""
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def forbid_new_privileges():
@@ -81,8 +93,14 @@ class _Program(ctypes.Structure):
     _fields_ = (("num_instructions", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
 
 
-def load_syscall_filter(program):
+def filter_program(compiled):
+    """A compiled filter of system calls, as the kernel takes it."""
+    instructions = ctypes.create_string_buffer(compiled, len(compiled))
+    program = _Program(len(compiled) // 8, ctypes.addressof(instructions))
+    program.kept = instructions
+    return program
+
+
+def load_syscall_filter(compiled):
     """Apply a compiled seccomp filter to this process and all that it starts."""
-    instructions = ctypes.create_string_buffer(program, len(program))
-    filter_program = _Program(len(program) // 8, ctypes.addressof(instructions))
-    prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_program))
+    prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_program(compiled)))

@@ -1,7 +1,8 @@
 """The first process of a sandbox: starts the worker, watches it, reports how it ended.
 
 Whatever happens to the supervisor ends the sandbox: when the first process of a process namespace
-goes, the kernel kills the others. The program can't signal, trace or read it, holds none of its
+goes, the kernel kills the others; under Landlock, where the program is one process, it is killed
+when its parent goes. The program can't signal, trace or read the supervisor, holds none of its
 descriptors, and can't make it wait: it writes to nothing that is full.
 """
 
@@ -11,7 +12,7 @@ import select
 import signal
 import time
 
-from . import kernel, worker
+from . import disk, kernel, memory, threads, worker
 from .frames import framed_bytes, read_message, write_all
 
 _BUSY_POLL_S = 0.01
@@ -26,9 +27,11 @@ def main():
         os._exit(0)  # the parent is gone already
     status = config["status_fd"]
     try:
-        if config["isolation"] != "none":
+        if config["isolation"] == "bubblewrap":
             kernel.make_private_disk(config)
             kernel.give_up_rights(config)
+        elif config["isolation"] == "landlock":
+            kernel.drop_capabilities()
         once = None if config["persistent"] else read_message(0)
         supervisor = _Supervisor(config, once)
         is_worker = not supervisor.start_worker()
@@ -40,10 +43,11 @@ def main():
         return
     try:
         write_all(status, b"ready\n")
-        write_all(status, supervisor.watch().encode("ascii") + b"\n")
+        write_all(status, supervisor.watched().encode("ascii", "replace") + b"\n")
     except BrokenPipeError:
         pass  # the parent is gone, so nobody is told
     finally:
+        supervisor.clean_up()
         os._exit(0)
 
 
@@ -56,9 +60,15 @@ class _Supervisor:
         self.link = self.workers_link = -1
         self.outgoing, self.next_look = b"", 0.0
         self.wake = (-1, -1)
-        self.starting = -1
+        self.starting = self.listener = self.parent = -1
+        self.has_ended = False
+        self.folder, self.next_look_at_disk = config.get("folder"), 0.0
 
     def start_worker(self):
+        if self.folder:
+            self.parent = os.pidfd_open(self.config["parent"])
+            if os.getppid() != self.config["parent"]:
+                os._exit(0)  # it has ended
         if not self.once:
             self.link, self.workers_link = (s.detach() for s in _socket.socketpair())
             os.set_blocking(self.link, False)
@@ -67,14 +77,16 @@ class _Supervisor:
             os.set_blocking(fd, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake[1], warn_on_full_buffer=False)
-        started, self.starting = os.pipe()
+        started, self.starting = (s.detach() for s in _socket.socketpair())
+        supervisor = os.getpid()
         self.worker = os.fork()
         if not self.worker:
+            kernel.end_with(supervisor)
             return 0
         for fd in (self.workers_link, self.starting):
             if fd != -1:
                 os.close(fd)
-        failure = os.read(started, 4096)
+        self.listener, failure = threads.received_listener(started)
         os.close(started)
         if failure != b"ready":
             raise RuntimeError(failure.decode("utf-8", "replace") or "the worker died")
@@ -86,7 +98,7 @@ class _Supervisor:
         try:
             worker.take_streams(keep)
             namespace = worker.prepare_interpreter(self.config)
-            worker.restrict(self.config)
+            worker.restrict(self.config, self.starting)
         except BaseException as error:
             os.write(self.starting, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
@@ -100,6 +112,7 @@ class _Supervisor:
     def watch(self):
         """Wait until the worker ends or has to; say which."""
         listening = [0, self.wake[0]] + ([] if self.once else [self.link])
+        listening += [fd for fd in (self.listener, self.parent) if fd != -1]
         while True:
             busy = self.deadline < _FOREVER
             writing = [self.link] if self.outgoing else []
@@ -113,16 +126,38 @@ class _Supervisor:
             now = time.monotonic()
             if now > self.deadline:
                 return "timeout"
-            if now >= self.next_look:  # not at every message: it takes longer than all the rest
-                self.next_look = now + _BUSY_POLL_S
-                if self._memory_bytes() > self.config["memory_bytes"]:
-                    return "memory"
-            if 0 in readable and not self._take_request():
+            if used_up := self._used_up(now):
+                return used_up
+            if self.parent in readable or (0 in readable and not self._take_request()):
                 return "closed"
+            if self.listener in readable:
+                threads.answer_call(self.listener, self.worker, self.config["num_processes"])
             if self.outgoing and writable:
                 self._write()
             if self.link in readable:
                 self._take_answer(listening)
+
+    def watched(self):
+        """Wait for the end of the program, and see to it that nothing of it runs on."""
+        try:
+            how = self.watch()
+        except Exception as error:
+            how = f"error {type(error).__name__}: {error}"
+        self._end()
+        return how
+
+    def _end(self):
+        self._reap()
+        if self.folder and not self.has_ended:  # else its number may be another one's
+            os.kill(self.worker, signal.SIGKILL)
+            os.waitpid(self.worker, 0)
+            self.has_ended = True
+
+    def clean_up(self):
+        """Remove the folder of the program."""
+        if self.folder:
+            self._end()
+            disk.remove_tree(self.folder)
 
     def _take_request(self):
         request = read_message(0)
@@ -160,9 +195,9 @@ class _Supervisor:
 
     def _signal_all(self, number):
         """Signal every process but this one; the kernel lets none fork itself away from that."""
-        all_but_this = [-1]
+        all_but_this = [self.worker if self.folder else -1]
         if self.config["isolation"] == "none":
-            all_but_this = [pid for pid in _descendants(os.getppid()) if pid != os.getpid()]
+            all_but_this = [pid for pid in memory.descendants(os.getppid()) if pid != os.getpid()]
         for pid in all_but_this:
             try:
                 os.kill(pid, number)
@@ -180,71 +215,25 @@ class _Supervisor:
             if pid == 0:
                 return ended
             if pid == self.worker:
+                self.has_ended = True
                 ended = os.waitstatus_to_exitcode(status)
 
-    def _memory_bytes(self):
-        most, used, locks_of = self.config["memory_bytes"], 0, os.devnull
-        processes = _descendants(os.getppid())
-        if self.config["isolation"] != "none":
-            processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-            # Sockets of this network namespace, those too that no process holds just now; and
-            # record locks of the processes that this one sees.
-            locks_of = "/proc/locks"
-            with open("/proc/net/sockstat", "rb") as sockets:
-                used = int(sockets.readline().split()[2]) * self.config["socket_bytes"]
-        with open(locks_of, "rb") as locks:
-            # At first pages that processes share are counted for each of them, and as many maps as
-            # there could be. Locks and maps are counted while they matter: a program that adds some
-            # meanwhile would never be done with.
-            for own_of in (_most_bytes_of, _bytes_of):
-                own = 0
-                for pid in processes:
-                    own += own_of(pid, most - used - own)
-                while used + own <= most and (line := locks.readline()):
-                    used += _LOCK_BYTES * (b" POSIX " in line)
-                if used + own <= most:
-                    break
-        return used + own
-
-
-_LOCK_BYTES = 256
-_MAP_BYTES = 256  # what the kernel keeps of a map: 192 of it, and its place in a tree
-_MAPS_PER_KB = 1024 / os.sysconf("SC_PAGE_SIZE")  # none is smaller than a page
-_OWN = (b"VmRSS:", b"VmSwap:", b"VmPTE:")
-_SHARE = (b"Pss:", b"SwapPss:")
-
-
-def _most_bytes_of(pid, _):
-    """At most so much memory of a process: in RAM, swapped out, and the kernel's for its maps."""
-    fields = _fields_of(pid, "status")
-    maps = _MAPS_PER_KB * fields.get(b"VmSize:", 0)
-    return int(_MAP_BYTES * maps) + 1024 * sum(fields.get(name, 0) for name in _OWN)
-
-
-def _bytes_of(pid, most):
-    """Memory of a process, its share of pages that others have too; maps are counted up to most."""
-    fields = _fields_of(pid, "smaps_rollup")
-    status = _fields_of(pid, "status")
-    names = _SHARE if fields else _OWN  # those of a process that can't be looked into
-    used = 1024 * sum((fields or status).get(name, 0) for name in names)
-    used += 1024 * status.get(b"VmPTE:", 0) * bool(fields)
-    try:
-        with open(f"/proc/{pid}/maps", "rb", buffering=1 << 16) as maps:
-            while used <= most and (part := maps.read(1 << 16)):
-                used += _MAP_BYTES * part.count(b"\n")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        pass
-    return used
-
-
-def _fields_of(pid, name):
-    """Numbers of a file of a process, in kB; none where it has ended or can't be looked into."""
-    try:
-        with open(f"/proc/{pid}/{name}", "rb") as file:
-            lines = [line.split() for line in file]
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return {}
-    return {words[0]: int(words[1]) for words in lines if words[-1:] == [b"kB"]}
+    def _used_up(self, now):
+        """Name of a limit that is exceeded, memory or disk; they are looked at now and then."""
+        limits = self.config
+        if now >= self.next_look:  # not at every message: it takes longer than all the rest
+            self.next_look = now + _BUSY_POLL_S
+            used = memory.used_bytes(self.config, self.worker)
+            if used > limits["memory_bytes"]:
+                return "memory"
+        if self.folder and now >= self.next_look_at_disk:
+            amount = limits["disk_bytes"], limits["num_files"]
+            if disk.takes_too_much(self.folder, self.worker, *amount):
+                return "disk"
+            # Many files take long to look at; the rest of the time is the program's.
+            took = time.monotonic() - now
+            self.next_look_at_disk = now + max(_BUSY_POLL_S, 4 * took)
+        return None
 
 
 def _drain(fd):
@@ -253,18 +242,3 @@ def _drain(fd):
             pass
     except OSError:
         return
-
-
-def _descendants(pid):
-    found, waiting = [], [pid]
-    while waiting:
-        parent = waiting.pop()
-        try:
-            for task in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{task}/children") as file:
-                    waiting.extend(map(int, file.read().split()))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if parent != pid:
-            found.append(parent)
-    return found

@@ -7,22 +7,30 @@ import signal
 import sys
 import types
 
-from . import kernel
+from . import kernel, landlock, threads
 from .frames import read_message, write_all
 
 _FILE_NAME = "<python>"
 _EXIT_STATUS_OF_ERROR = 1
 
 
-def restrict(config):
+def restrict(config, supervisor):
     """Apply every limit to this process; nothing can lift one again."""
     os.setsid()
+    if config["isolation"] == "landlock":
+        os.environ["HOME"] = os.environ["TMPDIR"] = config["folder"]
+        os.chdir(config["folder"])
     for name, value in config["resource_limits"]:
         number = getattr(resource, name)
         _, hard = resource.getrlimit(number)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(number, (value, value))
-    if config["syscall_filter"]:
+    if config["isolation"] == "landlock":
+        landlock.confine(config)
+        threads.ask_for_threads(config, supervisor)
+        own_pid = os.getpid().to_bytes(4, sys.byteorder)
+        kernel.load_syscall_filter(config["syscall_filter"].replace(config["pid_mark"], own_pid))
+    elif config["syscall_filter"]:
         kernel.load_syscall_filter(config["syscall_filter"])
 
 
