@@ -273,3 +273,22 @@ def test_a_request_that_is_sent_twice_is_done_once(served, rows):
     run._request_id_counter = run._turn_counter = 1
     norms = [each.optim_step(ADAM).result().metrics["grad_norm"] for each in (run, once)]
     assert norms[0] == norms[1]
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED")
+def test_a_run_goes_on_after_a_request_that_was_refused_before_its_turn(served, rows):
+    """Its number counts, and a step that is refused lets go of the gradient as one that fails."""
+    first, second = ([datum(rows[at], 1)] for at in (0, 3))
+    run, other = (
+        served.client.create_lora_training_client(NAME, rank=2, seed=1).result() for _ in range(2)
+    )
+    run.forward_backward(first, "cross_entropy").result()
+    with pytest.raises(tinker.UnprocessableEntityError, match="learning_rate: Input should be"):
+        run.optim_step(types.AdamParams(learning_rate=float("nan"))).result()
+    with pytest.raises(tinker.NotFoundError, match="nowhere"):
+        run.load_state(f"tinker://{run.model_id}/weights/nowhere").result()
+    told = []
+    for each in (run, other):  # the gradient of `second` alone
+        each.forward_backward(second, "cross_entropy").result(30)
+        told.append(each.optim_step(ADAM).result(30).metrics["grad_norm"])
+    assert told[0] == told[1]
