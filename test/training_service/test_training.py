@@ -11,8 +11,10 @@ import tinker
 import torch
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from torchrl_agents.training_service.adapted_model import AdapterShape
+from torchrl_agents.training_service.adapted_model import AdaptedModel, AdapterShape
+from torchrl_agents.training_service.errors import RefusedRequest
 
 from .conftest import NAME
 
@@ -255,6 +257,15 @@ def test_what_is_not_served_is_refused_by_name(served):
         make(NAME, rank=0).result()
     with pytest.raises(tinker.BadRequestError, match="dimuon"):
         make(NAME, optimizer=types.DimuonOptimizerConfig()).result()
+
+
+def test_a_model_of_which_the_head_alone_can_have_an_adapter_is_told(chatml_tokenizer):
+    config = GPT2Config(vocab_size=len(chatml_tokenizer), n_embd=16, n_layer=1, n_head=2)
+    model = AdaptedModel("gpt", GPT2LMHeadModel(config), chatml_tokenizer, "")
+    with pytest.raises(RefusedRequest, match="the layers of gpt can't have adapters.*train_attn="):
+        model.add("whole", AdapterShape(2, True, True, True))
+    down, up = model.add("head", AdapterShape(2, False, False, True))  # its layers are Conv1D
+    assert (down.shape, up.shape) == ((2, 16), (len(chatml_tokenizer), 2))
 
 
 def test_a_request_that_is_sent_twice_is_done_once(served, rows):
