@@ -262,7 +262,7 @@ def test_what_is_not_served_is_refused_by_name(served):
 def test_a_model_of_which_the_head_alone_can_have_an_adapter_is_told(chatml_tokenizer):
     config = GPT2Config(vocab_size=len(chatml_tokenizer), n_embd=16, n_layer=1, n_head=2)
     model = AdaptedModel("gpt", GPT2LMHeadModel(config), chatml_tokenizer, "")
-    with pytest.raises(RefusedRequest, match="the layers of gpt can't have adapters.*train_attn="):
+    with pytest.raises(RefusedRequest, match=r"the layers of gpt can't have adapters.*train_attn="):
         model.add("whole", AdapterShape(2, True, True, True))
     down, up = model.add("head", AdapterShape(2, False, False, True))  # its layers are Conv1D
     assert (down.shape, up.shape) == ((2, 16), (len(chatml_tokenizer), 2))
