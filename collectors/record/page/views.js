@@ -149,7 +149,7 @@ function groupBody(group, samples, again) {
     tokenTools(samples, again),
     h("div", { class: "columns" }, samples.map((sample, i) => h("section", { class: `column${i === state.selected ? " on" : ""}${keeps(group.samples[i]) ? "" : " off"}` },
       h("div", { class: "top" }, h("a", { class: "reward", href: `${base()}sample/${group.step.step}/${group.samples[i].index}` }, text(sample.reward)),
-        h("span", { class: "soft" }, `${!sample.trained ? "not trained" : sample.advantage === null ? "trained" : `advantage ${text(sample.advantage, 2)}`}, ${numTokens(sample)}`), h("span", { class: "grow" }), sample.place && h("span", { class: "chip" }, placeAndReward(sample)), chips(sample)),
+        h("span", { class: "soft" }, `${!sample.trained ? "not trained" : sample.advantage === null ? "trained" : `advantage ${text(sample.advantage, 2)}`}, ${numTokens(sample)}`), h("span", { class: "grow" }), sample.place && h("span", { class: "chip", title: sample.place }, agentOrPlace(sample)), chips(sample)),
       stream(sample, scale, sample.prompt_tokens)))),
   ].filter(Boolean);
 }
@@ -163,9 +163,10 @@ function chips(sample) {
 }
 
 /* Agents of an episode share its reward, and each is paid its own. */
-function placeAndReward(sample) {
-  const own = sample.rewards.find(([name]) => sample.agent && name === sample.agent);
-  return own ? `${sample.place}: ${text(own[1])}` : sample.place;
+function agentOrPlace(sample) {
+  if (!sample.agent) return sample.place;
+  const own = sample.rewards.find(([name]) => name === sample.agent);
+  return own ? `${sample.agent}: ${text(own[1])}` : sample.agent;
 }
 
 /* A source without a value: it failed, if the errors name it, or has nothing to say of this one. */

@@ -257,8 +257,10 @@ def test_rows_of_agents_and_rewards_that_failed_are_told_apart(open_page, tmp_pa
     page = open_page(path, "group/1/0")
     page.wait_for_selector(".column")
     shown = page.locator(".column").all_inner_texts()
-    assert "by seller: 1\n" in shown[0]
-    assert "by buyer: 0\n" in shown[1]
+    chip = page.locator(".column .chip[title='row 1: main by buyer']")  # and where it comes from
+    assert chip.inner_text() == "buyer: 0"
+    assert "seller: 1\n" in shown[0]
+    assert "buyer: 0\n" in shown[1]
     assert ["not scored: error" in each for each in shown] == [False, False, True]
     page.goto(f"{path.as_uri()}#/sample/1/2")
     page.wait_for_selector("h2:has-text('Errors of the rewards')")
