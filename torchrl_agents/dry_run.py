@@ -29,6 +29,7 @@ from .models.policies import build_policies, check_images, check_split
 from .models.policy_arguments import wrapper_arguments
 from .models.sglang_policy import sglang_policy
 from .models.sources import model_source, name_of_model
+from .models.task_reward_models import check_reward_models
 from .models.user_model import user_models
 from .models.vllm_policy import vllm_policy
 from .models.warm_start import drawn_demonstrations, short_enough
@@ -70,6 +71,7 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> Any:
             rehearsed = recipe.rehearse(cfg, setup, policy)
     for user, has_tools in user_models(setup.envs).items():
         user.check(has_tools=has_tools)
+    check_reward_models(setup.envs)
     if isinstance(cfg, TrainingConfig):
         check_loggers(cfg, recipe.name)
         if cfg.push_to_hub is not None:

@@ -22,6 +22,7 @@ from torchrl_modules.weights.quantized_weights import quantization_of
 from .device_defaults import default_autocast, describe, settle_micro_batches
 from .models.adapters import add_adapters
 from .models.policies import build_policies
+from .models.task_reward_models import load_reward_models, task_reward_models
 from .models.user_model import user_models, with_user_models
 from .models.warm_start import drawn_demonstrations, warm_start
 from .origin import Origin, origin_of
@@ -239,6 +240,9 @@ def load_models(cfg: RecipeConfig, setup: Setup, run: Run) -> tuple[Any, Any]:
     for user, has_tools in user_models(setup.envs).items():
         with run.log.phase("loading the simulated user's model"):
             user.load(has_tools=has_tools)
+    if task_reward_models(setup.envs):
+        with run.log.phase("loading the reward model"):
+            load_reward_models(setup.envs)
     return actor, policy
 
 

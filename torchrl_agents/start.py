@@ -140,7 +140,7 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
         except SettingsError as error:
             raise SystemExit(f"{recipe.program}: {error}") from error
         except Exception as error:
-            words = _words_of(error)
+            words = _words_of(error, recipe.config_dir.parent)
             if words is None or "HYDRA_FULL_ERROR" in os.environ:
                 raise
             log = Path(HydraConfig.get().runtime.output_dir) / f"{recipe.name}.log"
@@ -168,11 +168,15 @@ def _how_to_go_on() -> str:
     return f"\nresume={folder} goes on from its last checkpoint." if is_there else ""
 
 
-def _words_of(error: BaseException) -> str | None:
+def _words_of(error: BaseException, recipe_folder: Path) -> str | None:
     """Words of an error that needs no traceback; ``None`` where they do not say all.
 
     Such is what our code raises in words: exceptions of its own, and those of Python where the
     ``raise`` is ours. A fault of our code, or of the user's, has its traceback on the console.
+
+    Args:
+        error: that ended the run.
+        recipe_folder: the recipe's own modules are there.
     """
     if isinstance(error, SafetensorError) or (
         isinstance(error, OSError) and error.errno in _OF_THE_DISK
@@ -183,14 +187,20 @@ def _words_of(error: BaseException) -> str | None:
     cause = error.__cause__
     chain = [e for e in (error, cause, getattr(cause, "cause", None)) if e is not None]
     own = [e for e in chain if type(e).__module__.partition(".")[0] in _PACKAGES]
-    told = [*own, *(e for e in [error] if isinstance(e, _DELIBERATE) and _is_raised_here(e))]
+    told = [
+        *own,
+        *(e for e in [error] if isinstance(e, _DELIBERATE) and _is_raised_here(e, recipe_folder)),
+    ]
     return str(told[0]) if told else None
 
 
-def _is_raised_here(error: BaseException) -> bool:
-    """Return whether the statement that raised it is a ``raise`` of this library."""
+def _is_raised_here(error: BaseException, recipe_folder: Path) -> bool:
+    """Return whether the statement that raised it is a ``raise`` of this library or the recipe."""
     *_, (frame, line) = [(None, 0), *traceback.walk_tb(error.__traceback__)]
-    if frame is None or frame.f_globals.get("__name__", "").partition(".")[0] not in _PACKAGES:
+    if frame is None:
+        return False
+    is_library = frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES
+    if not is_library and Path(frame.f_code.co_filename).parent != recipe_folder:
         return False
     return linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
 

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from collectors.ledger import Ticket
 
 from .ledger_service import WHO, Share
-from .ray_door import CollectorDied, is_death, lets_signals_through, load_ray
+from .ray_door import CollectorDied, death_text, is_death, lets_signals_through, load_ray
 
 _LOOK_S: Final = 0.5
 _log = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ class LedgerClient:
                 raise
             if self.supervisor is not None:
                 self.supervisor.check_open()  # which may know why
-            raise CollectorDied(f"{WHO}: the actor of the ledger is gone: {error}") from error
+            told = death_text(error)
+            raise CollectorDied(f"{WHO}: the actor of the ledger is gone: {told}") from error
 
     def take_batch(self) -> tuple[list[TensorDictBase], int]:
         """The rows of the next batch, and of how many groups; none: the data have ended."""

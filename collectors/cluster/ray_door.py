@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
-from torchrl_data import import_package
+from torchrl_data import import_package, page
+
+_UNREADABLE: Final = "input arguments for this task could not be computed"
 
 
 class CollectorDied(RuntimeError):
@@ -26,6 +28,29 @@ def is_death(error: BaseException) -> bool:
     causes: list[BaseException | None] = [error, getattr(error, "cause", None), error.__cause__]
     kinds = (exceptions.RayActorError, exceptions.ObjectLostError, exceptions.RaySystemError)
     return any(isinstance(cause, kinds) for cause in causes)
+
+
+def is_unreadable(error: BaseException) -> bool:
+    """Return whether an actor could not begin because it can't read what it was sent."""
+    return _UNREADABLE in str(error)
+
+
+def death_text(error: BaseException) -> str:
+    """Return what a death is told as; of what can't be read, what to do about it.
+
+    Args:
+        error: Ray's.
+    """
+    text = str(error).strip()
+    if not is_unreadable(error):
+        return text
+    return (
+        f"it can't read what it was sent: {text.splitlines()[-1].strip()}. What make_env and the "
+        "policy are made of has to be defined in the script itself, or in a module that every "
+        "process of Ray can import. Put its folder on PYTHONPATH before Ray starts, send it with "
+        "ray_init_config={'runtime_env': {'py_modules': [FOLDER]}}, or call "
+        f"ray.cloudpickle.register_pickle_by_value(module). See {page('docs/clusters.md')}."
+    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torchrl_modules.engines.supervision import Supervision
 from torchrl_modules.weights.expected_weights import UpdateRefused
 
 from .ledger_service import WHO
-from .ray_door import CollectorDied, is_death, load_ray
+from .ray_door import CollectorDied, death_text, is_death, is_unreadable, load_ray
 from .worker import CollectorWorker, WorkerSettings
 
 T = TypeVar("T")
@@ -140,7 +140,8 @@ class Supervisor(CollectionThread):
             await self._ledger.until_over.remote()
         except Exception as error:
             raise CollectorDied(
-                f"{WHO}: the actor of the ledger is gone, and with it which group is where: {error}"
+                f"{WHO}: the actor of the ledger is gone, and with it which group is where: "
+                f"{death_text(error)}"
             ) from error
 
     async def _watch_head(self, away_s: float) -> None:
@@ -178,6 +179,10 @@ class Supervisor(CollectionThread):
                     return
                 if not (is_death(error) or isinstance(error, EngineDied)):
                     raise
+                if is_unreadable(error):  # another one could not either
+                    raise CollectorDied(
+                        f"{WHO}: collector {index} is gone: {death_text(error)}"
+                    ) from error
                 self._kill(worker)
                 # Another one takes its place, unless too many were lost.
                 _log.warning("%s: collector %d is gone, and replaced: %s", WHO, index, error)

@@ -175,6 +175,7 @@ def _sample(sample: RolloutSample) -> dict[str, Any]:
         "end": visible(end_text(sample.stop_reason, sample.stop_limit)),
         "policy_version": sample.policy_version,
         "place": visible(sample.place),
+        "agent": visible(sample.agent),
         "prompt_tokens": sample.prompt_tokens,
         "tool_calls": [[visible(tool), *rest] for tool, *rest in sample.tool_calls],
         "messages": [

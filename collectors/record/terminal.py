@@ -186,9 +186,9 @@ def group_columns(samples: Sequence[RolloutSample], colour: str) -> RenderableTy
         said = _tokens(sample, colour, scale, sample.prompt_tokens)
         name = f"{sample.index} {sample.place}".strip()
         title = visible(f"sample {name}: {number_text(sample.reward)}")
-        panels.append(
-            Panel(said, title=Text(title), subtitle=Text(visible(sample.stop_reason)), width=46)
-        )
+        failed = ", not scored: error" if sample.reward is None and sample.reward_errors else ""
+        below = Text(visible(f"{sample.stop_reason}{failed}"))
+        panels.append(Panel(said, title=Text(title), subtitle=below, width=46))
     return Group(Panel(prompt, title="prompt"), Columns(panels), legend(colour, scale))
 
 

@@ -33,6 +33,8 @@ TEACHER: Final = ("teacher_log_probs", "full")
 """The teacher's log-probs of a row, under ``next``, float32 ``[T]``."""
 SPANS: Final = ("next", "span_lengths", "full")
 """How many tokens the span of each has, float32 ``[T]``; of teachers with another tokenizer."""
+WHOLE: Final = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""How a student samples from the whole of its model's distribution."""
 _ONE: Final = ""
 
 
@@ -91,9 +93,8 @@ class Panel:
                 f"teacher.model=self scores with the weights of a step, and collector.mode="
                 f"{collector.mode} collects while they change. Set collector.mode=sync."
             )
-        whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         others = [
-            f"policy.{x}={getattr(policy, x)}" for x in whole if getattr(policy, x) != whole[x]
+            f"policy.{x}={getattr(policy, x)}" for x in WHOLE if getattr(policy, x) != WHOLE[x]
         ]
         if others and any(each.tokenizer for each in self.configs.values()):
             raise ValueError(
@@ -101,11 +102,13 @@ class Panel:
                 f"student samples with {', '.join(others)}. Leave that out."
             )
         for cfg in (each for each in self.configs.values() if each.url is not None):
-            if policy.temperature != 1.0:
+            if others:
+                whole = " ".join(f"policy.{name}={value:g}" for name, value in WHOLE.items())
                 raise ValueError(
-                    "a server scores at temperature 1, and its log-probs compare with the "
-                    "student's only there: set policy.temperature=1, not "
-                    f"{policy.temperature}, or leave teacher.url out."
+                    "a server scores at temperature 1 and over all tokens, and its log-probs "
+                    f"compare with the student's only there, who samples with {', '.join(others)}. "
+                    f"Set {whole}, or leave teacher.url out: a teacher in this process scores as "
+                    "the student samples."
                 )
             JSONClient(str(cfg.url), cfg.timeout_s).close()
 

@@ -25,6 +25,7 @@ from torchrl_data import ConversationEncoder, SpanAligner
 from torchrl_data.token_scorer import TokenScorer, TokenScores
 from torchrl_modules import LLMWrapperBase, TransformersWrapper, local_model
 from torchrl_modules.engines.json_client import JSONClient
+from torchrl_modules.engines.readers import num_positions
 from torchrl_modules.policies.loading import load_causal_lm
 from torchrl_modules.vllm.access_control import TOKEN_VARIABLE
 
@@ -38,7 +39,7 @@ def build_teacher(
     student: LLMWrapperBase,
     policy: PolicyConfig,
     *,
-    max_model_len: int,
+    max_model_len: int | None,
     load: Callable[..., PreTrainedModel] = load_causal_lm,
 ) -> Any:
     """The teacher, which scores the student's tokens.
@@ -47,7 +48,7 @@ def build_teacher(
         cfg: who it is.
         student: its vocabulary must be the teacher's, unless ``cfg`` names a tokenizer.
         policy: device, dtype and attention, as the student's.
-        max_model_len: most tokens of what the student says.
+        max_model_len: most tokens of what the student says; ``None`` for no limit.
         load: gives the model; a dry run has it without weights, to be refused or thrown away.
 
     Raises:
@@ -55,21 +56,7 @@ def build_teacher(
     """
     assert cfg.model is not None
     if cfg.url is not None:
-        try:
-            teacher = ServerTeacher(cfg.url, cfg.model, timeout_s=cfg.timeout_s)
-        except ConnectionError as error:
-            raise SettingsError(f"teacher.url: {error}") from error
-        if cfg.tokenizer is not None:
-            encoder = teacher_encoder(cfg, student, policy)
-            if encoder is not None:
-                return SpanTeacher(teacher, encoder, teacher.max_model_len - 1)
-        if max_model_len >= teacher.max_model_len:
-            raise SettingsError(
-                f"The teacher at {cfg.url} takes {teacher.max_model_len} tokens, one of which it "
-                f"needs itself, and the student says up to {max_model_len}: set "
-                f"policy.max_model_len={teacher.max_model_len - 1}, or serve a longer model."
-            )
-        return teacher
+        return _reach_teacher(cfg, student, policy, max_model_len)
     settings = replace(policy, gradient_checkpointing=False)
     if cfg.tokenizer is not None:  # what the student's template needs is not the teacher's
         settings = replace(settings, chat_template=None, add_control_tokens=False)
@@ -83,6 +70,8 @@ def build_teacher(
             "a teacher of the student's family (embedded models are one family where task and "
             "seed are the same)."
         )
+    if encoder is None:
+        _check_length(cfg, num_positions(model), max_model_len)
     if load is not load_causal_lm:
         return None
     scorer = TransformersWrapper(
@@ -94,6 +83,50 @@ def build_teacher(
     if encoder is None:
         return scorer
     return SpanTeacher(scorer, encoder, scorer.engine.max_model_len)  # type: ignore[attr-defined]
+
+
+def _reach_teacher(
+    cfg: TeacherConfig, student: LLMWrapperBase, policy: PolicyConfig, max_model_len: int | None
+) -> "ServerTeacher | SpanTeacher":
+    """The teacher at a URL, see :func:`build_teacher`."""
+    try:
+        teacher = ServerTeacher(str(cfg.url), str(cfg.model), timeout_s=cfg.timeout_s)
+    except ConnectionError as error:
+        raise SettingsError(f"teacher.url: {error}") from error
+    if cfg.tokenizer is not None:
+        encoder = teacher_encoder(cfg, student, policy)
+        if encoder is not None:
+            return SpanTeacher(teacher, encoder, teacher.max_model_len - 1)
+    if max_model_len is None or max_model_len >= teacher.max_model_len:
+        raise SettingsError(
+            f"The teacher at {cfg.url} takes {teacher.max_model_len} tokens, one of which it "
+            f"needs itself, and the student {_says(max_model_len)}: set "
+            f"policy.max_model_len={teacher.max_model_len - 1}, or serve a longer model."
+        )
+    return teacher
+
+
+def _check_length(cfg: TeacherConfig, longest: int | None, max_model_len: int | None) -> None:
+    """Check that a model here has positions for all that the student may say.
+
+    Args:
+        cfg: names the teacher.
+        longest: most tokens of it; ``None`` where it names no limit.
+        max_model_len: the student's.
+
+    Raises:
+        SettingsError: it has not; its scores beyond them would mean nothing.
+    """
+    if longest is not None and (max_model_len is None or max_model_len > longest):
+        raise SettingsError(
+            f"teacher.model={cfg.model!r} takes {longest} tokens, and the student "
+            f"{_says(max_model_len)}: set policy.max_model_len={longest}, or take a teacher of a "
+            "longer model."
+        )
+
+
+def _says(max_model_len: int | None) -> str:
+    return "has no limit" if max_model_len is None else f"says up to {max_model_len}"
 
 
 class SpanTeacher(NamedTuple):

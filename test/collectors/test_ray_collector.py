@@ -1,6 +1,7 @@
 """Collection on a real local Ray: what is collected, and what becomes of it when a part dies."""
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -558,3 +559,38 @@ class TestRay:
             pytest.raises(RuntimeError, match=r"has failed: .*policy"),
         ):
             collector.collect()
+
+
+@pytest.mark.parametrize("of", ["the environment", "the policy"])
+def test_what_workers_can_not_import_is_told_with_what_to_do(
+    ray, tmp_path, monkeypatch, chatml_tokenizer, of
+):
+    (tmp_path / "only_here.py").write_text("def length(completions):\n    return [1.0]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))  # of this process, after Ray has begun
+    length = importlib.import_module("only_here").length
+
+    def env_of_it():
+        return make_env().append_transform(RewardFunctions([length]))
+
+    def make_policy():
+        model = tiny_qwen3(len(chatml_tokenizer))
+        return TransformersWrapper(model, tokenizer=chatml_tokenizer)
+
+    def policy_of_it():
+        return length and make_policy()
+
+    parts = {
+        "the environment": (env_of_it, make_policy),
+        "the policy": (make_env, policy_of_it),
+    }
+    env, policy = parts[of]
+    told = r"can't read what it was sent: .*No module named 'only_here'.*Put its folder on PYTHON"
+    settings = {"groups_per_step": GROUPS, "staleness": OnPolicy(), "num_collectors": 1}
+    with (
+        pytest.raises(CollectorDied, match=told) as error,
+        RayLLMCollector(
+            env, policy_factory=policy, replay_buffer=make_buffer(), **settings
+        ) as collector,
+    ):
+        collector.collect()
+    assert len(str(error.value)) < 900

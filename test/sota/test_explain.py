@@ -248,6 +248,75 @@ def test_weights_that_never_reach_the_sampler_are_told_of_a_loop_of_the_users_ow
     assert not explain_run(write_metrics(tmp_path / "pushed", *moved)).findings
 
 
+def write_tests(folder, name, *points):
+    """Tests of what is held out: step, value and interval of each."""
+    lines = []
+    for step, value, low, high in points:
+        estimate = {"value": value, "low": low, "high": high, "num_prompts": 64}
+        lines.append({"step": step, name: value, "estimates": {name: estimate}})
+    (folder / "evaluations.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+@pytest.mark.parametrize("name", ["held_out_nll", "held_out_loss"])
+@pytest.mark.parametrize(
+    ("held_out", "loss", "words"),
+    [
+        # 1.0 after step 2; the last two are 1.2 in the mean, more than a tenth above.
+        ([1.5, 1.0, 1.1, 1.3], [1.4, 1.1, 0.9, 0.2], "learnt by heart. End there, with train.num"),
+        ([1.5, 1.0, 1.1, 1.3], [1.4, 1.0, 1.2, 2.0], "updates are too large. Lower optim.learn"),
+        ([1.5, 1.0, 1.05, 1.13], [1.4, 1.0, 0.8, 0.6], None),  # 1.09
+        ([1.5, 1.2, 1.0, 1.1], [1.4, 1.0, 0.8, 0.6], None),  # lower than before at the end
+    ],
+)
+def test_a_loss_on_held_out_rows_that_rises_is_told(tmp_path, name, held_out, loss, words):
+    folder = write_metrics(
+        tmp_path / "run", *over(4, **{name: held_out, "loss": loss, "optimizer_steps": 1})
+    )
+    findings = explain_run(folder).findings
+    assert [each.code for each in findings] == ["held_out_worse"] * (words is not None)
+    for found in findings:
+        assert words in f"{found.what} {found.change}"
+        assert (found.numbers["lowest"], found.numbers["lowest_step"]) == (1.0, 2)
+        assert found.numbers["last"] == pytest.approx(1.2)
+        assert found.explains == 0.5  # two of four steps came after the lowest
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "last", "is_told"),
+    [
+        ("sft", "reward", (4, 0.3, 0.2, 0.4), True),
+        ("reward", "accuracy", (4, 0.3, 0.2, 0.4), True),
+        ("sft", "reward", (4, 0.3, 0.1, 0.5), False),  # the intervals touch
+    ],
+)
+def test_a_held_out_score_that_fell_is_told(tmp_path, capsys, recipe, name, last, is_told):
+    folder = write_metrics(tmp_path / "run", *over(4, loss=[0.9, 0.8, 0.6, 0.5], optimizer_steps=1))
+    (folder / "run.json").write_text(json.dumps({"command": [f"{recipe}.py"]}))
+    write_tests(folder, name, (0, 0.4, 0.2, 0.6), (2, 0.6, 0.5, 0.7), last)
+    findings = explain_run(folder).findings
+    assert [each.code for each in findings] == ["held_out_worse"] * is_told
+    assert main([str(folder)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    of = {"sft": "prompts the mean reward", "reward": "pairs the mean accuracy"}[recipe]
+    told = f"(50% of the steps): On held-out {of} was 0.6 (0.5 to 0.7) after step 2, and is 0.3"
+    assert (told in shown) == is_told
+
+
+@pytest.mark.parametrize(
+    ("group", "setting"),
+    [
+        ("train", "shuffle_rewards"), ("train", "shuffle_verdicts"), ("data", "shuffle_answers"),
+        ("data", "shuffle_labels"), ("data", "shuffle_preferences"),
+    ],
+)  # fmt: skip
+def test_the_control_of_each_recipe_is_told(tmp_path, group, setting):
+    folder = write_metrics(tmp_path / "run", *over(4, loss=0.5, optimizer_steps=1))
+    assert not explain_run(folder).findings
+    (folder / "config.yaml").write_text(f"{group}: {{{setting}: true}}")
+    (found,) = explain_run(folder).findings
+    assert (found.code, found.change) == ("shuffled_rewards", f"Leave {group}.{setting} out.")
+
+
 def over(steps, **metrics):
     """The metrics of steps, of which each has the next value of those that are lists."""
     return [

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from torchrl_agents.settings.arguments import setting_names
 from torchrl_agents.settings.command_line import compose_config, groups
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.task_settings import store_task
+
+HERE = Path(__file__).parent
 
 MINE = """
 from pathlib import Path
@@ -132,12 +135,22 @@ def test_steps_that_are_not_finite_end_in_a_line_that_says_where_the_traceback_i
 def test_a_fault_of_code_has_its_traceback_and_what_we_raise_in_words_has_none():
     with pytest.raises(ValueError, match="invalid literal") as theirs:
         int("a")
-    assert start._words_of(theirs.value) is None
-    assert start._words_of(KeyError("a")) is None
+    assert start._words_of(theirs.value, HERE) is None
+    assert start._words_of(KeyError("a"), HERE) is None
     with pytest.raises(ValueError, match="keep_last is 1") as ours:
         CheckpointStore("x", keep_last=1)
-    assert start._words_of(ours.value) == str(ours.value)
-    assert start._words_of(LedgerError("what")) == "what"
+    assert start._words_of(ours.value, HERE) == str(ours.value)
+    assert start._words_of(LedgerError("what"), HERE) == "what"
+
+
+def test_what_a_module_of_the_recipe_raises_in_words_has_no_traceback(script):
+    script("distillation")
+    teachers = sys.modules["teachers"]
+    with pytest.raises(ConnectionError, match="does not answer") as gone:
+        teachers.ServerTeacher("unix:///nowhere.sock", "m")
+    recipe = Path(str(teachers.__file__)).parent
+    assert start._words_of(gone.value, recipe) == str(gone.value)
+    assert start._words_of(gone.value, HERE) is None  # the user's modules, of the same name
 
 
 @pytest.mark.parametrize("mode", ["warn", "stop"])

@@ -11,8 +11,10 @@ import tinker
 import torch
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from torchrl_agents.training_service.adapted_model import AdapterShape
+from torchrl_agents.training_service.adapted_model import AdaptedModel, AdapterShape
+from torchrl_agents.training_service.errors import RefusedRequest
 
 from .conftest import NAME
 
@@ -257,6 +259,15 @@ def test_what_is_not_served_is_refused_by_name(served):
         make(NAME, optimizer=types.DimuonOptimizerConfig()).result()
 
 
+def test_a_model_of_which_the_head_alone_can_have_an_adapter_is_told(chatml_tokenizer):
+    config = GPT2Config(vocab_size=len(chatml_tokenizer), n_embd=16, n_layer=1, n_head=2)
+    model = AdaptedModel("gpt", GPT2LMHeadModel(config), chatml_tokenizer, "")
+    with pytest.raises(RefusedRequest, match=r"the layers of gpt can't have adapters.*train_attn="):
+        model.add("whole", AdapterShape(2, True, True, True))
+    down, up = model.add("head", AdapterShape(2, False, False, True))  # its layers are Conv1D
+    assert (down.shape, up.shape) == ((2, 16), (len(chatml_tokenizer), 2))
+
+
 def test_a_request_that_is_sent_twice_is_done_once(served, rows):
     """A client that did not hear the answer asks again with the same number."""
     run = served.client.create_lora_training_client(NAME, rank=2, seed=1).result()
@@ -273,3 +284,22 @@ def test_a_request_that_is_sent_twice_is_done_once(served, rows):
     run._request_id_counter = run._turn_counter = 1
     norms = [each.optim_step(ADAM).result().metrics["grad_norm"] for each in (run, once)]
     assert norms[0] == norms[1]
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED")
+def test_a_run_goes_on_after_a_request_that_was_refused_before_its_turn(served, rows):
+    """Its number counts, and a step that is refused lets go of the gradient as one that fails."""
+    first, second = ([datum(rows[at], 1)] for at in (0, 3))
+    run, other = (
+        served.client.create_lora_training_client(NAME, rank=2, seed=1).result() for _ in range(2)
+    )
+    run.forward_backward(first, "cross_entropy").result()
+    with pytest.raises(tinker.UnprocessableEntityError, match="learning_rate: Input should be"):
+        run.optim_step(types.AdamParams(learning_rate=float("nan"))).result()
+    with pytest.raises(tinker.NotFoundError, match="nowhere"):
+        run.load_state(f"tinker://{run.model_id}/weights/nowhere").result()
+    told = []
+    for each in (run, other):  # the gradient of `second` alone
+        each.forward_backward(second, "cross_entropy").result(30)
+        told.append(each.optim_step(ADAM).result(30).metrics["grad_norm"])
+    assert told[0] == told[1]

@@ -35,8 +35,9 @@ def _lines(told: Explanation) -> list[str]:
     lines = [f"{name}: {told.num_steps} steps{reward}"]
     if not told.findings:
         return [*lines, "Nothing was found that holds this run back."]
+    counted = "steps" if told.counts_steps else "rollouts"
     for number, finding in enumerate(told.findings, 1):
-        text = f"{number}. {finding.code} ({finding.explains:.0%} of the rollouts): {finding.what}"
+        text = f"{number}. {finding.code} ({finding.explains:.0%} of the {counted}): {finding.what}"
         rows = "; ".join(
             f"--step {row.step} --group {row.group} --sample {row.sample}" for row in finding.rows
         )

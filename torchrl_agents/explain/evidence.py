@@ -159,15 +159,42 @@ class RunEvidence:
         spread = self.values("reward/std")
         return gain > 0 and gain > 0.25 * (median(spread) if spread else 0.0)
 
+    @property
+    def score_name(self) -> str:
+        """The score of the tests of what is held out."""
+        return "accuracy" if self.recipe == "reward" else "reward"
+
+    @property
+    def tested(self) -> str:
+        """Things of which the score is the mean."""
+        return "pairs" if self.recipe == "reward" else "prompts"
+
     @cached_property
     def held_out(self) -> list[tuple[int, Estimate]]:
-        """The mean reward on held-out prompts, with the step after which it was measured."""
+        """The mean score of what is held out, with the step after which it was measured."""
+        name = self.score_name
+        tested = [test for test in self._tests if test.get(name) is not None]
+        return [(test["step"], Estimate(**test["estimates"][name])) for test in tested]
+
+    @cached_property
+    def held_out_losses(self) -> tuple[str, list[tuple[int, float]]]:
+        """The name of the loss on held-out rows, and its values with their steps; empty if none."""
+        for name in ("held_out_nll", "held_out_loss"):
+            told = [(int(step["step"]), step[name]) for step in self.steps if name in step]
+            if told:
+                return name, [(step, value) for step, value in told if math.isfinite(value)]
+        told = [
+            (test["step"], test["loss"]) for test in self._tests if test.get("loss") is not None
+        ]
+        return "loss of evaluations.jsonl", told
+
+    @cached_property
+    def _tests(self) -> list[dict[str, Any]]:
+        """The tests of what is held out, in the order of their steps."""
         path = self.folder / "evaluations.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         told = [json.loads(line) for line in lines if line.endswith("}")]
-        tested = [line for line in told if line.get("reward") is not None]
-        found = [(line["step"], Estimate(**line["estimates"]["reward"])) for line in tested]
-        return sorted(found, key=lambda test: test[0])
+        return sorted(told, key=lambda test: test["step"])
 
     # Rollouts -----------------------------------------------------------------------------------
 

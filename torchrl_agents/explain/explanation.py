@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from . import reward_course, rewarded_answers, rollout_checks, update_checks
+from . import held_out_course, reward_course, rewarded_answers, rollout_checks, update_checks
 from .evidence import RunEvidence
 from .run_finding import RunFinding
 
@@ -35,6 +35,7 @@ CHECKS: Final[tuple[Callable[[RunEvidence], RunFinding | None], ...]] = (
     rollout_checks.cut,
     update_checks.nothing_trained,
     update_checks.no_pairs,
+    held_out_course.held_out_worse,
     update_checks.learning_rate_too_small,
     update_checks.clipped_gradients,
     update_checks.clipped_tokens,
@@ -62,6 +63,8 @@ class Explanation:
     """The mean of the last steps."""
     findings: tuple[RunFinding, ...]
     """Those that explain most first; empty for a run that nothing holds back."""
+    counts_steps: bool = False
+    """Whether findings explain fractions of its steps: of a run that has no rollouts."""
     damage: tuple[str, ...] = ()
     """What could not be read, and why."""
 
@@ -114,6 +117,7 @@ def explain_run(path: str | Path) -> Explanation:
         first_reward=run.mean("reward", run.first),
         last_reward=run.mean("reward", run.last),
         findings=tuple(found),
+        counts_steps=not run.values("reward") and run.record is None,
         damage=tuple(dict.fromkeys(run.record.damage)) if run.record else (),
     )
 

@@ -22,7 +22,8 @@ class RunFinding:
     code: str
     """Its name, which stays the same: ``"cut"``, say."""
     explains: float
-    """The fraction of the last rollouts that it holds back, in [0, 1]."""
+    """The fraction of the last rollouts that it holds back, or, in a run without rollouts, of the
+    steps; in [0, 1]."""
     what: str
     """What is wrong, with the number that shows it; a sentence."""
     change: str

@@ -13,6 +13,14 @@ _TYPICAL_WEIGHT: Final = 0.02
 _SPACING: Final = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 """Relative distance of a number of each dtype to the next one."""
 _RATE: Final = "learning_rate"
+_CONTROLS: Final = {
+    "train.shuffle_rewards": "rewards are dealt out",
+    "train.shuffle_verdicts": "verdicts of the teacher are dealt out",
+    "data.shuffle_answers": "questions get answers of others",
+    "data.shuffle_labels": "labels are drawn",
+    "data.shuffle_preferences": "better one of two answers is drawn",
+}
+"""Settings that make a control of a run, and what each does."""
 
 
 def _updates(run: RunEvidence) -> float:
@@ -21,14 +29,15 @@ def _updates(run: RunEvidence) -> float:
 
 def shuffled_rewards(run: RunEvidence) -> RunFinding | None:
     """A control run, in which nothing can be learnt."""
-    if not run.setting("train.shuffle_rewards", False):
+    name = next((name for name in _CONTROLS if run.setting(name, False)), None)
+    if name is None:
         return None
     return RunFinding(
         code="shuffled_rewards",
         explains=1.0,
-        what="The rewards are dealt out at random (train.shuffle_rewards=true): this is a control, "
-        "in which nothing can be learnt.",
-        change="Leave train.shuffle_rewards out.",
+        what=f"The {_CONTROLS[name]} at random ({name}=true): this is a control, in which nothing "
+        "can be learnt.",
+        change=f"Leave {name} out.",
     )
 
 

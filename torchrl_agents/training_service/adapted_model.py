@@ -187,6 +187,12 @@ class AdaptedModel:
                 f"lora_config leaves {self.name} no layer to train: train_attn, train_mlp and "
                 "train_unembed are all false, or the model has no such linear layer."
             )
+        if (shape.train_attn or shape.train_mlp) and not {"attn", "mlp"} & {*self._layers.values()}:
+            raise RefusedRequest(
+                f"lora_config: the layers of {self.name} can't have adapters, because none of them "
+                f"is a linear layer (torch.nn.Linear) but the head. Give train_attn=False and "
+                "train_mlp=False to train the head alone, or another model."
+            )
         held = nullcontext if self.sampling_engine is None else self.sampling_engine.held
         with held(), torch.random.fork_rng(), warnings.catch_warnings():
             if seed is not None:

@@ -111,15 +111,26 @@ class _Paths:
             try:
                 told = await answer(request)
             except RefusedRequest as error:
-                return JSONResponse({"detail": str(error)}, error.status)
+                return self._refused(request, str(error), error.status)
             except ValidationError as error:
                 wrong = "; ".join(
                     f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
                 )
-                return JSONResponse({"detail": f"The request is not as it must be: {wrong}."}, 422)
+                return self._refused(request, f"The request is not as it must be: {wrong}.", 422)
             return told if isinstance(told, Response) else JSONResponse(told)
 
         return respond
+
+    def _refused(self, request: "Request", told: str, status: int) -> Any:
+        """Tell what is wrong; a run that the request has a number of does not wait for it."""
+        from starlette.responses import JSONResponse
+
+        asked = getattr(request.state, "asked", {})
+        run, number = asked.get("model_id"), asked.get("seq_id")
+        if isinstance(run, str) and type(number) is int:
+            is_step = request.url.path.endswith("/optim_step")
+            self._service.pass_turn(run, number, told, is_step=is_step)
+        return JSONResponse({"detail": told}, status)
 
     # The server and its sessions -----------------------------------------------------------------
 
@@ -536,4 +547,5 @@ async def _json(request: "Request") -> Mapping[str, Any]:
         raise RefusedRequest(f"The body is no JSON: {error}.") from error
     if not isinstance(read, Mapping):
         raise RefusedRequest(f"The body must be a JSON object, got {type(read).__name__}.")
+    request.state.asked = read
     return read

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -376,6 +377,31 @@ class TrainingService:
                 del self._results[request]
                 raise
         return request
+
+    def pass_turn(self, run_id: str, number: int, told: str, *, is_step: bool) -> None:
+        """Let a run go on after a request that was refused before its turn came.
+
+        Its number would otherwise be waited for, and with it all that the client asks later.
+
+        Args:
+            run_id: whose; one that is not there has nothing to wait for.
+            number: of the request.
+            told: why it was refused.
+            is_step: whether it was an ``optim_step``, which lets go of the gradient when it fails.
+        """
+        with self._lock:
+            run = self._runs.get(run_id)
+        if run is None or self._is_known(f"{run_id}:{number}"):
+            return
+
+        def do() -> Answer:
+            if is_step:
+                run.fault = None
+                run.optimizer.zero_grad(set_to_none=True)
+            raise RefusedRequest(told)
+
+        with suppress(RefusedRequest):  # it had its turn long ago
+            self.give(self._in_turn(run, number, do))
 
     def forward_backward(self, asked: ForwardBackward) -> str:
         """Add a gradient, or score alone; the id of the request."""

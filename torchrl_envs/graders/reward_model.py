@@ -1,5 +1,6 @@
 """Rewards of a model that was trained to give them: a sequence classifier of Transformers."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,12 @@ class RewardModel:
         chat_template_name: a built-in template instead of the tokenizer's.
         batch_size: most conversations of one pass, in order of their length.
         device: where a model is loaded to; the accelerator, if there is one, when not given.
+        load: whether the weights of a model that is named are loaded now. Otherwise its
+            configuration, tokenizer and template are checked now, and the weights are loaded by
+            :meth:`load`, or with the first conversations.
 
     Raises:
-        TypeError: the model is an object, and no tokenizer or a device is given.
+        TypeError: the model is an object, and no tokenizer or a device is given, or ``load=False``.
         ValueError: there is no model in the folder, it has several labels, its files lack weights,
             or the batch size is not positive.
 
@@ -53,27 +57,64 @@ class RewardModel:
         chat_template_name: str | None = None,
         batch_size: int = 16,
         device: torch.device | str | None = None,
+        load: bool = True,
     ) -> None:
+        self._model: Any = None
+        self._lock = threading.Lock()
+        self.source: str | None = None
+        """Where the model is loaded from: a hub id or a folder; ``None`` of one that was given."""
+        self._device = device
         if isinstance(model, str):
-            model, loaded = _load(model)
-            model = model.to(accelerator() if device is None else device)
-            tokenizer = tokenizer or loaded
-        elif device is not None:
-            raise TypeError("RewardModel: device= is for a model that is loaded here. Move yours.")
+            self.source = _source_of(model)
+            tokenizer = _looked_up(self.source, tokenizer)
+        elif device is not None or not load:
+            given = "load=False" if device is None else "device="
+            raise TypeError(f"RewardModel: {given} is for a model that is loaded here. Move yours.")
         if tokenizer is None:
             raise TypeError("RewardModel needs the tokenizer of the model.")
         check_counts("RewardModel", batch_size=batch_size)
-        if model.config.num_labels != 1:
-            labels = f"{model.config.num_labels} labels"
-            raise ValueError(f"RewardModel takes a model with one label, got {labels}.")
-        self.model = model.eval()
         self.batch_size = batch_size
         self._encoder = ConversationEncoder(tokenizer, chat_template_name=chat_template_name)
+        if self.source is None:
+            self._take(model)
+        elif load:
+            self.load()
+
+    @property
+    def model(self) -> Any:
+        """The classifier, which is loaded if it was not yet."""
+        self.load()
+        return self._model
+
+    def load(self) -> None:
+        """Load the weights, if they were not yet.
+
+        Raises:
+            ValueError: the files lack some.
+        """
+        with self._lock:
+            if self._model is None:
+                assert self.source is not None
+                device = accelerator() if self._device is None else self._device
+                self._take(_load(self.source).to(device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process loads the weights itself, where they are in files."""
+        own = {"_lock": None} | ({} if self.source is None else {"_model": None})
+        return {**self.__dict__, **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_lock": threading.Lock()})
+
+    def _take(self, model: Any) -> None:
+        """Score with a model that has its weights."""
+        _check_labels(model.config)
         # The model finds the last token by its own pad token; a mask says where the padding is.
         config = model.config.get_text_config()
         if config.pad_token_id is None:
-            config.pad_token_id = tokenizer.pad_token_id or 0
-        self._pad = config.pad_token_id
+            config.pad_token_id = self._encoder.tokenizer.pad_token_id or 0
+        self._pad: Any = config.pad_token_id
+        self._model = model.eval()
 
     @torch.no_grad()
     def __call__(
@@ -88,33 +129,59 @@ class RewardModel:
             prompts: messages before the policy's first turn, per rollout.
             completions: the messages after.
         """
+        model = self.model
         chats = [[*a, *b] for a, b in zip(prompts, completions, strict=True)]
         rows = [torch.tensor(encoded.ids) for encoded in self._encoder.encode_chats(chats)]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         rewards = [0.0] * len(rows)
         for start in range(0, len(order), self.batch_size):
             part = order[start : start + self.batch_size]
-            ids = pad([rows[i] for i in part], value=self._pad).to(self.model.device)
+            ids = pad([rows[i] for i in part], value=self._pad).to(model.device)
             mask = pad([torch.ones_like(rows[i]) for i in part], value=0).to(ids.device)
-            logits = self.model(input_ids=ids, attention_mask=mask).logits
+            logits = model(input_ids=ids, attention_mask=mask).logits
             for i, value in zip(part, logits.squeeze(-1).float().tolist(), strict=True):
                 rewards[i] = value
         return rewards
 
 
-def _load(source: str) -> tuple[Any, Any]:
-    """A sequence classifier, from a hub id, a folder or the folder of a run, and its tokenizer."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
+def _source_of(source: str) -> str:
+    """Hub id, or the folder of the model where the folder of a run is given."""
     folder = Path(source)
-    if folder.is_dir():
-        folder = folder / "model" if (folder / "model").is_dir() else folder
-        if not (folder / "config.json").is_file():
-            raise ValueError(
-                f"RewardModel: the folder {source!r} has no config.json, so it holds no model. "
-                "Give the folder of a reward model, or of a run of the recipe reward that is over."
-            )
-        source = str(folder)
+    if not folder.is_dir():
+        return source
+    folder = folder / "model" if (folder / "model").is_dir() else folder
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"RewardModel: the folder {source!r} has no config.json, so it holds no model. "
+            "Give the folder of a reward model, or of a run of the recipe reward that is over."
+        )
+    return str(folder)
+
+
+def _check_labels(config: Any) -> None:
+    if config.num_labels != 1:
+        raise ValueError(
+            f"RewardModel takes a model with one label, got {config.num_labels} labels. It must "
+            "be trained as a sequence classifier that gives one number."
+        )
+
+
+def _looked_up(source: str, tokenizer: Any) -> Any:
+    """The tokenizer of a model that a hub id or a folder names, where none is given.
+
+    Raises:
+        ValueError: the model's configuration is that of no reward model.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    _check_labels(load_pretrained(AutoConfig, source))
+    return tokenizer or load_pretrained(AutoTokenizer, source)
+
+
+def _load(source: str) -> Any:
+    """A sequence classifier with its weights."""
+    from transformers import AutoModelForSequenceClassification
+
     auto: Any = AutoModelForSequenceClassification
     model, found = load_pretrained(auto, source, output_loading_info=True)
     if found["missing_keys"]:
@@ -123,4 +190,4 @@ def _load(source: str) -> tuple[Any, Any]:
             f"{sorted(found['missing_keys'])}, which would be random numbers. It must be "
             "trained as a sequence classifier."
         )
-    return model, load_pretrained(AutoTokenizer, source)
+    return model

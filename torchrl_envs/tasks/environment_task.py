@@ -188,13 +188,13 @@ def _scoring(rewards: Any, weights: list[float]) -> Callable[[], list[RewardFunc
 
 
 def _scorer(name: str) -> Callable[..., Any]:
-    """A function of the user's, or a reward model, which is loaded here."""
+    """A function of the user's, or a reward model, whose weights are loaded when they score."""
     is_model = Path(name).is_dir() or (":" not in name and "/" in name)
     if not is_model or name.endswith(".py"):
         return import_callable("rewards", name)
     try:
         check_source(name, MODEL_FILES)
-        return RewardModel(name)
+        return RewardModel(name, load=False)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(f"rewards={name!r} is no reward model: {first}") from error

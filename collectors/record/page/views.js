@@ -149,7 +149,7 @@ function groupBody(group, samples, again) {
     tokenTools(samples, again),
     h("div", { class: "columns" }, samples.map((sample, i) => h("section", { class: `column${i === state.selected ? " on" : ""}${keeps(group.samples[i]) ? "" : " off"}` },
       h("div", { class: "top" }, h("a", { class: "reward", href: `${base()}sample/${group.step.step}/${group.samples[i].index}` }, text(sample.reward)),
-        h("span", { class: "soft" }, `${!sample.trained ? "not trained" : sample.advantage === null ? "trained" : `advantage ${text(sample.advantage, 2)}`}, ${numTokens(sample)}`), h("span", { class: "grow" }), chips(sample)),
+        h("span", { class: "soft" }, `${!sample.trained ? "not trained" : sample.advantage === null ? "trained" : `advantage ${text(sample.advantage, 2)}`}, ${numTokens(sample)}`), h("span", { class: "grow" }), sample.place && h("span", { class: "chip", title: sample.place }, agentOrPlace(sample)), chips(sample)),
       stream(sample, scale, sample.prompt_tokens)))),
   ].filter(Boolean);
 }
@@ -157,8 +157,22 @@ function groupBody(group, samples, again) {
 function chips(sample) {
   return [
     h("span", { class: `chip ${sample.truncated ? "warn" : ""}` }, sample.end || "no stop reason"),
+    sample.reward === null && sample.reward_errors && h("span", { class: "chip bad" }, "not scored: error"),
     sample.errors > 0 && h("span", { class: "chip bad" }, `${sample.errors} tool error${sample.errors > 1 ? "s" : ""}`),
   ];
+}
+
+/* Agents of an episode share its reward, and each is paid its own. */
+function agentOrPlace(sample) {
+  if (!sample.agent) return sample.place;
+  const own = sample.rewards.find(([name]) => name === sample.agent);
+  return own ? `${sample.agent}: ${text(own[1])}` : sample.agent;
+}
+
+/* A source without a value: it failed, if the errors name it, or has nothing to say of this one. */
+function sourceText(name, value, errors) {
+  if (value !== null) return text(value);
+  return errors && errors.includes(name) ? "failed" : "does not apply";
 }
 
 function numTokens(sample) { return `${text(sample.tokens.log_probs.filter((value) => value !== null).length)} tokens`; }
@@ -213,7 +227,7 @@ function sidePanels(full, sample) {
   const panel = (...content) => h("section", { class: "panel" }, content);
   return [
     panel(h("div", { class: "head" }, h("span", { class: "reward" }, text(full.reward)), h("span", { class: "soft" }, `reward, ${numTokens(full)}`), h("span", { class: "grow" }), chips(full)),
-      factList([full.advantage !== null ? ["advantage", text(full.advantage)] : ["trained", full.trained ? "yes" : "no"], ...full.rewards.map(([name, value]) => [name, value === null ? "does not apply" : text(value)]),
+      factList([full.advantage !== null ? ["advantage", text(full.advantage)] : ["trained", full.trained ? "yes" : "no"], ...full.rewards.map(([name, value]) => [name, sourceText(name, value, full.reward_errors)]),
         ["turns", text(sample.turns)], ["prompt, all tokens", `${text(full.prompt_tokens)}, ${text(full.tokens.ids.length)}`], ["version at the start", text(full.policy_version)], ...(full.place ? [["place in the episode", full.place]] : []),
         ...full.logged.map(([name, value]) => [name, value])]),
       full.reward_errors && [h("h2", {}, "Errors of the rewards"), h("pre", {}, full.reward_errors)]),

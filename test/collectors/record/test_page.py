@@ -246,6 +246,30 @@ def test_where_prompt_2_is(open_page, made_page):
     assert page.locator("a.chip:has-text('step')").count() == 4
 
 
+def test_rows_of_agents_and_rewards_that_failed_are_told_apart(open_page, tmp_path):
+    rows = [sample(index=at) for at in range(3)]
+    for at, own in enumerate(("seller", "buyer")):
+        rows[at].agent, rows[at].num_segments, rows[at].segment = own, 2, at
+        rows[at].reward, rows[at].rewards = 0.5, {"seller": 1.0, "buyer": 0.0}
+    rows[2].reward, rows[2].rewards = None, {"spelling": None, "tone": None}
+    rows[2].reward_errors = "spelling raised KeyError: 'word'"
+    path = write_html([RunRecord(write_record(tmp_path / "run", [[rows]]))], tmp_path / "out")
+    page = open_page(path, "group/1/0")
+    page.wait_for_selector(".column")
+    shown = page.locator(".column").all_inner_texts()
+    chip = page.locator(".column .chip[title='row 1: main by buyer']")  # and where it comes from
+    assert chip.inner_text() == "buyer: 0"
+    assert "seller: 1\n" in shown[0]
+    assert "buyer: 0\n" in shown[1]
+    assert ["not scored: error" in each for each in shown] == [False, False, True]
+    page.goto(f"{path.as_uri()}#/sample/1/2")
+    page.wait_for_selector("h2:has-text('Errors of the rewards')")
+    facts = page.inner_text(".panel:has(h2:has-text('Errors of the rewards'))").split("\n")
+    told = {name: facts[facts.index(name) + 1] for name in ("spelling", "tone")}
+    assert told == {"spelling": "failed", "tone": "does not apply"}
+    assert not page.said
+
+
 def test_what_is_missing_is_said(open_page, tmp_path):
     run = write_record(tmp_path / "run", [[[sample()]], [[sample(2)]]])
     torn = run / "rollouts/step-000002.jsonl.gz"

@@ -1,5 +1,7 @@
 """A reward model's score of a conversation does not depend on what it is batched with."""
 
+import pickle
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
@@ -52,6 +54,28 @@ def test_wrong_models_are_named(classifier, chatml_tokenizer):
         RewardModel(classifier(2), chatml_tokenizer)
     with pytest.raises(TypeError, match="needs the tokenizer"):
         RewardModel(classifier())
+    with pytest.raises(TypeError, match="load=False is for a model that is loaded here"):
+        RewardModel(classifier(), chatml_tokenizer, load=False)
+
+
+def test_weights_are_read_when_they_score_and_by_each_copy_for_itself(
+    classifier, chatml_tokenizer, tmp_path
+):
+    model = classifier()
+    model.save_pretrained(tmp_path)
+    chatml_tokenizer.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    later = RewardModel(str(tmp_path), load=False)  # nothing of the file is needed
+    chat = [[{"role": "user", "content": "2 + 2?"}]], [[{"role": "assistant", "content": "4"}]]
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        later(*chat)
+    (tmp_path / "elsewhere").rename(weights)
+    expected = RewardModel(model, chatml_tokenizer)(*chat)
+    assert later(*chat) == pytest.approx(expected, abs=1e-6)
+    sent = pickle.dumps(later)
+    assert len(sent) < len(pickle.dumps(model))  # without the weights, which `later` has by now
+    assert pickle.loads(sent)(*chat) == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_model_that_was_not_trained_to_classify_is_refused(chatml_tokenizer, tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from torchrl_agents.models.outline import outline
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import CollectorConfig, PolicyConfig
 from torchrl_modules import TransformersWrapper
@@ -74,6 +75,22 @@ def test_a_server_scores_as_the_same_model_in_process(teachers, folder):
         served.score_packed(ids, lengths, mask)
 
 
+@pytest.mark.parametrize("is_outline", [False, True], ids=["the run", "its dry run"])
+def test_a_teacher_here_with_too_few_positions_is_refused_as_one_at_a_url_is(
+    teachers, folder, is_outline
+):
+    policy = PolicyConfig(device="cpu", gradient_checkpointing=False)
+    model, tokenizer = teachers.load_model(policy, folder)
+    student = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
+    policy = replace(policy, device="meta") if is_outline else policy
+    own = model.config.max_position_embeddings
+    how = {"load": outline} if is_outline else {}
+    cfg = teachers.TeacherConfig(model=folder)
+    teachers.build_teacher(cfg, student, policy, max_model_len=own, **how)
+    with pytest.raises(SettingsError, match=f"takes {own} tokens.*up to {own + 1}.*max_model_len"):
+        teachers.build_teacher(cfg, student, policy, max_model_len=own + 1, **how)
+
+
 @pytest.mark.parametrize("is_there", [False, True], ids=["nobody listens", "no answer in time"])
 def test_a_dead_server_is_named(teachers, is_there):
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -92,7 +109,12 @@ def test_a_dead_server_is_named(teachers, is_there):
     [
         ({"url": "host:8000"}, {}, r"http://host:port or unix:///path, got 'host:8000'"),
         ({"url": "http:///v1"}, {}, "got 'http:///v1'"),
-        ({"url": "http://h:1/v1"}, {"temperature": 0.7}, r"policy.temperature=1, not 0\.7"),
+        ({"url": "http://h:1/v1"}, {"temperature": 0.7}, r"with policy.temperature=0\.7\. Set"),
+        # log p is then of what truncation leaves, and log q of all: the KL of a model to itself
+        # would be log(1 / mass kept) nats and not 0.
+        ({"url": "http://h:1/v1"}, {"top_p": 0.9}, r"samples with policy.top_p=0\.9\. Set"),
+        ({"url": "http://h:1/v1"}, {"top_k": 5}, r"samples with policy.top_k=5\. Set"),
+        ({"url": "http://h:1/v1"}, {"min_p": 0.05}, r"with policy.min_p=0\.05\. Set"),
     ],
 )
 def test_what_a_server_cannot_score_is_refused_before_loading(teachers, change, policy, hint):
