@@ -111,26 +111,26 @@ class _Paths:
             try:
                 told = await answer(request)
             except RefusedRequest as error:
-                return self._refused(request, str(error), error.status)
+                refused, status = str(error), error.status
             except ValidationError as error:
                 wrong = "; ".join(
                     f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
                 )
-                return self._refused(request, f"The request is not as it must be: {wrong}.", 422)
-            return told if isinstance(told, Response) else JSONResponse(told)
+                refused, status = f"The request is not as it must be: {wrong}.", 422
+            else:
+                return told if isinstance(told, Response) else JSONResponse(told)
+            self._let_go_on(request, refused)
+            return JSONResponse({"detail": refused}, status)
 
         return respond
 
-    def _refused(self, request: "Request", told: str, status: int) -> Any:
-        """Tell what is wrong; a run that the request has a number of does not wait for it."""
-        from starlette.responses import JSONResponse
-
+    def _let_go_on(self, request: "Request", refused: str) -> None:
+        """Let the run that a refused request has a number of not wait for it."""
         asked = getattr(request.state, "asked", {})
         run, number = asked.get("model_id"), asked.get("seq_id")
         if isinstance(run, str) and type(number) is int:
             is_step = request.url.path.endswith("/optim_step")
-            self._service.pass_turn(run, number, told, is_step=is_step)
-        return JSONResponse({"detail": told}, status)
+            self._service.pass_turn(run, number, refused, is_step=is_step)
 
     # The server and its sessions -----------------------------------------------------------------
 
