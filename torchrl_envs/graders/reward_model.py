@@ -172,17 +172,20 @@ def _looked_up(source: str, tokenizer: Any) -> Any:
     Raises:
         ValueError: the model's configuration is that of no reward model.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    _check_labels(load_pretrained(_auto_class("AutoConfig"), source))
+    return tokenizer or load_pretrained(_auto_class("AutoTokenizer"), source)
 
-    _check_labels(load_pretrained(AutoConfig, source))
-    return tokenizer or load_pretrained(AutoTokenizer, source)
+
+def _auto_class(name: str) -> Any:
+    """A class of Transformers, which takes seconds to import."""
+    import transformers
+
+    return getattr(transformers, name)
 
 
 def _load(source: str) -> Any:
     """A sequence classifier with its weights."""
-    from transformers import AutoModelForSequenceClassification
-
-    auto: Any = AutoModelForSequenceClassification
+    auto = _auto_class("AutoModelForSequenceClassification")
     model, found = load_pretrained(auto, source, output_loading_info=True)
     if found["missing_keys"]:
         raise ValueError(
