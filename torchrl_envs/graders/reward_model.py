@@ -172,18 +172,14 @@ def _looked_up(source: str, tokenizer: Any) -> Any:
     Raises:
         ValueError: the model's configuration is that of no reward model.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
-    _check_labels(load_pretrained(AutoConfig, source))
-    return tokenizer or load_pretrained(AutoTokenizer, source)
+    _check_labels(_read("AutoConfig", source))
+    return tokenizer or _read("AutoTokenizer", source)
 
 
 def _load(source: str) -> Any:
     """A sequence classifier with its weights."""
-    from transformers import AutoModelForSequenceClassification
-
-    auto: Any = AutoModelForSequenceClassification
-    model, found = load_pretrained(auto, source, output_loading_info=True)
+    kind = "AutoModelForSequenceClassification"
+    model, found = _read(kind, source, output_loading_info=True)
     if found["missing_keys"]:
         raise ValueError(
             f"RewardModel: the files of {source!r} lack the weights "
@@ -191,3 +187,10 @@ def _load(source: str) -> Any:
             "trained as a sequence classifier."
         )
     return model
+
+
+def _read(kind: str, source: str, **options: Any) -> Any:
+    """What a loader of Transformers gives, by its name."""
+    import transformers
+
+    return load_pretrained(getattr(transformers, kind), source, **options)
