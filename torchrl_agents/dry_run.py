@@ -22,7 +22,13 @@ from .critic import check_critic
 from .loggers import check_loggers
 from .model_card import reach_hub
 from .models.adapters import with_adapters
-from .models.loading import load_model, load_processor, load_tokenizer, place_of
+from .models.loading import (
+    load_model,
+    load_processor,
+    load_tokenizer,
+    place_of,
+    refusing_to_load,
+)
 from .models.outline import outline
 from .models.own_engine import engine_factory
 from .models.policies import build_policies, check_images, check_split
@@ -96,10 +102,11 @@ def _policy_without_weights(recipe: Recipe, cfg: RecipeConfig, task: Task) -> An
     with model_source(cfg, task) as source:
         if is_library and not isinstance(cfg, TrainingConfig):
             # What Transformers can't compute an engine of a library may.
-            with refusing(f"policy.model={source!r}"):
+            with refusing_to_load("policy.model", source):
                 load_pretrained(AutoConfig, source, **place_of(cfg.policy))
                 tokenizer = load_tokenizer(cfg.policy, source)
                 processor = load_processor(cfg.policy, source)
+            with refusing(f"policy.model={source!r}"):
                 ConversationEncoder(tokenizer, chat_template_name=cfg.policy.chat_template_name)
             policy = None
         else:

@@ -66,7 +66,9 @@ def evaluate(run_script, tmp_path):
     rows = [{"question": f"What is {i} plus 1?", "answer": f"#### {i + 1}"} for i in range(24)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
-    return lambda *arguments: run_script(*arguments, name="evaluate", cwd=tmp_path)
+    return lambda *arguments, **environment: run_script(
+        *arguments, name="evaluate", cwd=tmp_path, **environment
+    )
 
 
 @pytest.mark.slow
@@ -240,3 +242,13 @@ def test_prompts_that_are_too_long_are_told_and_where_none_fits_that_is_refused(
     assert refused.returncode != 0
     assert "Traceback" not in refused.stderr
     assert "no prompt is short enough: row 0: the prompt has" in refused.stderr
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_model_that_is_not_there_is_told_in_a_line_whichever_engine_draws(evaluate, engine):
+    asked = (f"engine={engine}", "engine.url=http://127.0.0.1:1", "policy.model=no/where")
+    done = evaluate(*asked, "task=spell_backward", HF_HUB_OFFLINE="1")
+    assert done.returncode == 1
+    told = r"evaluate.py: policy\.model='no/where' \(no folder of that name.*\) can't be loaded: "
+    assert re.match(told, done.stderr.splitlines()[-1])
+    assert "Traceback" not in done.stderr

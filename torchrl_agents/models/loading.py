@@ -1,7 +1,8 @@
 """A model, its tokenizer and its processor, loaded as the settings say."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,29 @@ from torchrl_modules.weights.quantized_weights import four_bit_config
 _LOG = logging.getLogger("torchrl_agents")
 
 
+@contextmanager
+def refusing_to_load(who: str, source: str) -> Iterator[None]:
+    """Tell that a model, its tokenizer or its processor can't be loaded as a fault of a setting.
+
+    Args:
+        who: the setting that names the model.
+        source: hub id or path.
+
+    Raises:
+        SettingsError: in place of what the loading raises.
+    """
+    try:
+        yield
+    except SettingsError:
+        raise
+    except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
+        kind = "" if Path(source).is_dir() else " (no folder of that name is here)"
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if not kind and not Path(source, "config.json").is_file():
+            first = "the folder has no config.json, so it holds no model"
+        raise SettingsError(f"{who}={source!r}{kind} can't be loaded: {first}") from error
+
+
 def load_model(
     cfg: PolicyConfig,
     source: str,
@@ -60,7 +84,7 @@ def load_model(
         arguments["attn_implementation"] = cfg.attn_implementation
     if cfg.load_in_4bit:
         arguments["quantization_config"] = four_bit_config(getattr(torch, cfg.dtype))
-    try:
+    with refusing_to_load(who, source):
         tokenizer = load_tokenizer(cfg, source)
         auto, config = AutoModelForCausalLM, load_pretrained(AutoConfig, source, **place_of(cfg))
         if sees_images(config, is_asked=False):
@@ -79,12 +103,6 @@ def load_model(
         if cfg.gradient_checkpointing:
             model.gradient_checkpointing_enable()
             model.train()
-    except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
-        kind = "" if Path(source).is_dir() else " (no folder of that name is here)"
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        if not kind and not Path(source, "config.json").is_file():
-            first = "the folder has no config.json, so it holds no model"
-        raise SettingsError(f"{who}={source!r}{kind} can't be loaded: {first}") from error
     return model, tokenizer
 
 

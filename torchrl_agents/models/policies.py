@@ -25,7 +25,7 @@ from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
 from torchrl_modules.weights.quantized_weights import quantization_of
 
 from .chat_server_policy import ChatServerPolicy
-from .loading import load_model, load_processor, load_tokenizer
+from .loading import load_model, load_processor, load_tokenizer, refusing_to_load
 from .own_engine import engine_factory, own_engine_policy
 from .policy_arguments import wrapper_arguments
 from .sglang_policy import sglang_policy
@@ -64,8 +64,10 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
     is_elsewhere = is_library or cfg.engine.is_own
     with model_source(cfg, task) as source:
         if is_elsewhere and not isinstance(cfg, TrainingConfig):
-            tokenizer = load_tokenizer(cfg.policy, source)
-            return None, _sampler(cfg, source, tokenizer, load_processor(cfg.policy, source))
+            with refusing_to_load("policy.model", source):
+                tokenizer = load_tokenizer(cfg.policy, source)
+                processor = load_processor(cfg.policy, source)
+            return None, _sampler(cfg, source, tokenizer, processor)
         model, tokenizer = load_model(cfg.policy, source, images=True)
         processor = load_processor(cfg.policy, source)
         check_images(cfg, processor)

@@ -172,21 +172,14 @@ def _looked_up(source: str, tokenizer: Any) -> Any:
     Raises:
         ValueError: the model's configuration is that of no reward model.
     """
-    _check_labels(load_pretrained(_auto_class("AutoConfig"), source))
-    return tokenizer or load_pretrained(_auto_class("AutoTokenizer"), source)
-
-
-def _auto_class(name: str) -> Any:
-    """A class of Transformers, which takes seconds to import."""
-    import transformers
-
-    return getattr(transformers, name)
+    _check_labels(_read("AutoConfig", source))
+    return tokenizer or _read("AutoTokenizer", source)
 
 
 def _load(source: str) -> Any:
     """A sequence classifier with its weights."""
-    auto = _auto_class("AutoModelForSequenceClassification")
-    model, found = load_pretrained(auto, source, output_loading_info=True)
+    kind = "AutoModelForSequenceClassification"
+    model, found = _read(kind, source, output_loading_info=True)
     if found["missing_keys"]:
         raise ValueError(
             f"RewardModel: the files of {source!r} lack the weights "
@@ -194,3 +187,10 @@ def _load(source: str) -> Any:
             "trained as a sequence classifier."
         )
     return model
+
+
+def _read(kind: str, source: str, **options: Any) -> Any:
+    """What a loader of Transformers gives, by its name."""
+    import transformers
+
+    return load_pretrained(getattr(transformers, kind), source, **options)
