@@ -242,7 +242,7 @@ def load_models(cfg: RecipeConfig, setup: Setup, run: Run) -> tuple[Any, Any]:
             user.load(has_tools=has_tools)
     if task_reward_models(setup.envs):
         with run.log.phase("loading the reward model"):
-            load_reward_models(setup.envs)
+            load_reward_models(setup.envs, cfg.policy.device)
     return actor, policy
 
 

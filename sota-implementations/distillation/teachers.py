@@ -22,10 +22,10 @@ from torchrl_agents.models.sources import model_folder
 from torchrl_agents.settings.errors import SettingsError, refusing
 from torchrl_agents.settings.schema import PolicyConfig
 from torchrl_data import ConversationEncoder, SpanAligner
+from torchrl_data.positions import num_positions
 from torchrl_data.token_scorer import TokenScorer, TokenScores
 from torchrl_modules import LLMWrapperBase, TransformersWrapper, local_model
 from torchrl_modules.engines.json_client import JSONClient
-from torchrl_modules.engines.readers import num_positions
 from torchrl_modules.policies.loading import load_causal_lm
 from torchrl_modules.vllm.access_control import TOKEN_VARIABLE
 

@@ -8,12 +8,12 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from torchrl_agents.settings.errors import SettingsError, refusing
 from torchrl_agents.settings.schema import TrainingConfig
+from torchrl_data.positions import num_positions
 from torchrl_data.pretrained import load_pretrained
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import TransformersCritic, load_value_model
 from torchrl_modules.critics.value_model import check_value_config
-from torchrl_modules.engines.readers import num_positions
 from torchrl_modules.policies.loading import has_value_head
 
 from .loading import load_model, place_of

@@ -43,15 +43,16 @@ def check_reward_models(envs: Iterable[TaskEnv]) -> None:
             )
 
 
-def load_reward_models(envs: Iterable[TaskEnv]) -> None:
+def load_reward_models(envs: Iterable[TaskEnv], device: str | None) -> None:
     """Load the weights of the reward models of some environments.
 
     Args:
         envs: which.
+        device: where to; the accelerator, if there is one, when not given.
 
     Raises:
         SettingsError: files lack some.
     """
     for each in task_reward_models(envs):
         with refusing(f"task.rewards={each.source}", foreign=True):
-            each.load()
+            each.load(device)

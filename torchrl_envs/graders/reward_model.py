@@ -10,6 +10,7 @@ import torch
 from torchrl_data.checks import check_counts
 from torchrl_data.devices import accelerator
 from torchrl_data.messages import Message
+from torchrl_data.positions import num_positions
 from torchrl_data.pretrained import load_pretrained
 from torchrl_data.ragged.packed import pad
 from torchrl_data.templates.encoder import ConversationEncoder
@@ -86,8 +87,12 @@ class RewardModel:
         self.load()
         return self._model
 
-    def load(self) -> None:
+    def load(self, device: torch.device | str | None = None) -> None:
         """Load the weights, if they were not yet.
+
+        Args:
+            device: where to, if the constructor was given no device; then the accelerator, if there
+                is one, when not given.
 
         Raises:
             ValueError: the files lack some.
@@ -95,8 +100,8 @@ class RewardModel:
         with self._lock:
             if self._model is None:
                 assert self.source is not None
-                device = accelerator() if self._device is None else self._device
-                self._take(_load(self.source).to(device))
+                own = device if self._device is None else self._device
+                self._take(_load(self.source).to(accelerator() if own is None else own))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process loads the weights itself, where they are in files."""
@@ -114,6 +119,7 @@ class RewardModel:
         if config.pad_token_id is None:
             config.pad_token_id = self._encoder.tokenizer.pad_token_id or 0
         self._pad: Any = config.pad_token_id
+        self._longest = num_positions(model)
         self._model = model.eval()
 
     @torch.no_grad()
@@ -122,18 +128,26 @@ class RewardModel:
         prompts: Sequence[Sequence[Message]],
         completions: Sequence[Sequence[Message]],
         **_: Any,
-    ) -> list[float]:
+    ) -> list[float | ValueError]:
         """Score conversations.
 
         Args:
             prompts: messages before the policy's first turn, per rollout.
             completions: the messages after.
+
+        Returns:
+            A reward of each; an error of one that has more tokens than the model has positions for.
         """
         model = self.model
         chats = [[*a, *b] for a, b in zip(prompts, completions, strict=True)]
         rows = [torch.tensor(encoded.ids) for encoded in self._encoder.encode_chats(chats)]
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        rewards = [0.0] * len(rows)
+        longest = max(map(len, rows), default=0) if self._longest is None else self._longest
+        rewards: list[float | ValueError] = [
+            ValueError(f"it has {len(row)} tokens, and the reward model takes {longest}")
+            for row in rows
+        ]
+        read = [i for i, row in enumerate(rows) if len(row) <= longest]
+        order = sorted(read, key=lambda i: len(rows[i]))
         for start in range(0, len(order), self.batch_size):
             part = order[start : start + self.batch_size]
             ids = pad([rows[i] for i in part], value=self._pad).to(model.device)

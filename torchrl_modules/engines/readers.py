@@ -212,21 +212,6 @@ def different_rows(rows: Iterable[Hashable], device: torch.device) -> tuple[list
     return list(places), on_device(index, device)
 
 
-def num_positions(model: PreTrainedModel) -> int | None:
-    """Most tokens that a model has positions for; ``None`` where it names no limit.
-
-    Args:
-        model: a causal language model.
-    """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for name, module in model.named_modules():
-        # Learnt positions that begin behind the padding index have that many fewer.
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            behind = 0 if module.padding_idx is None else module.padding_idx + 1
-            limit = module.num_embeddings - behind
-    return limit
-
-
 def group_rows(
     prompts: Sequence[Sequence[int]], rows: Sequence[int], *, by_length: bool
 ) -> list[list[int]]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from torchrl_data.checked_attributes import ChecksAttributes
 from torchrl_data.checks import check_counts
+from torchrl_data.positions import num_positions
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.batch_invariance import (
     BatchInvariance,
@@ -47,7 +48,7 @@ from .drawn_tokens import tokens_per_look as default_tokens_per_look
 from .engine import Generation
 from .image_readers import find_image_reader
 from .kept_caches import KeptCaches
-from .readers import find_prompt_reader, group_rows, num_positions
+from .readers import find_prompt_reader, group_rows
 from .routed_reader import RoutedReader
 from .slot_reader import SlotReader
 

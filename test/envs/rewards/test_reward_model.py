@@ -49,6 +49,23 @@ def test_conversations_are_scored_as_alone(classifier, chatml_tokenizer, scripte
     assert len({round(value, 4) for value in expected}) == 3
 
 
+def test_a_conversation_without_a_position_for_each_token_is_an_error_of_its_own(
+    classifier, chatml_tokenizer
+):
+    model = classifier()
+    prompts = [[{"role": "user", "content": "a"}]] * 2
+    said = [[{"role": "assistant", "content": "7" * length}] for length in (9, 10)]
+    short, long = RewardModel(model, chatml_tokenizer)(prompts, said)
+    chats = [[*a, *b] for a, b in zip(prompts, said, strict=True)]
+    most, more = [len(it.ids) for it in ConversationEncoder(chatml_tokenizer).encode_chats(chats)]
+    assert more > most
+    model.config.max_position_embeddings = most
+    held, failed = RewardModel(model, chatml_tokenizer)(prompts, said)
+    assert held == pytest.approx(short, abs=1e-6)
+    assert isinstance(long, float)
+    assert str(failed) == f"it has {more} tokens, and the reward model takes {most}"
+
+
 def test_wrong_models_are_named(classifier, chatml_tokenizer):
     with pytest.raises(ValueError, match="got 2 labels"):
         RewardModel(classifier(2), chatml_tokenizer)
