@@ -33,6 +33,7 @@ from torchrl_modules.critics.value_model import check_value_config
 from torchrl_modules.engines.transformers import TransformersEngine
 
 from .device_defaults import DEFAULT_TOKENS
+from .models.outline import check_weight_files
 from .optimizers import build_optimizer, set_learning_rate
 from .rank_jobs import RankJob, tell
 from .rank_scores import spread_to_rows, target_scores
@@ -93,8 +94,10 @@ def check_critic(cfg: TrainingConfig, config: Any, *, reads_images: bool) -> Non
         return
     who = f"critic.model={settings.model!r}"
     with refusing(who, foreign=True):
-        own = load_pretrained(AutoConfig, local_model(settings.model))
+        source = local_model(settings.model)
+        own = load_pretrained(AutoConfig, source)
         check_value_config(own, who="it")
+        check_weight_files(source)
     size, due = (each.get_text_config().vocab_size for each in (own, config))
     if size < due:
         raise SettingsError(

@@ -6,6 +6,7 @@ from statistics import fmean
 import pytest
 
 from torchrl_agents.explain import explain_run
+from torchrl_modules.tiny_model import tiny_qwen3
 
 MINE = """
 def letters(completions, **_):
@@ -24,6 +25,8 @@ def run(run_script, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     rows = [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(64)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    tiny_qwen3(1000).config.save_pretrained(tmp_path / "empty")
 
     def run(*arguments):
         return run_script(*OWN, *arguments, cwd=tmp_path)
@@ -76,6 +79,7 @@ def test_the_reward_rises_with_one_rollout_a_prompt(run, settings, steps):
         (["loss.advantage=gae", "collector.refill=true"], "has no groups without a signal"),
         (["loss.advantage=gae", "critic.gamma=1.1"], "critic.gamma"),
         (["loss.advantage=gae", "critic.model=nowhere/at/all"], "There is no file or folder"),
+        (["loss.advantage=gae", "critic.model=empty"], "its folder has no model.safetensors or"),
     ],
 )
 def test_what_can_not_take_effect_is_refused(run, settings, words):

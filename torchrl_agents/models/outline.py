@@ -59,13 +59,23 @@ def outline(
     own = {"trust_remote_code": False} | {n: arguments[n] for n in names if n in arguments}
     with torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, **own)
-    if check and Path(path).is_dir() and not _ELSEWHERE & arguments.keys():
-        _check_weights(Path(path))
+    if check and not _ELSEWHERE & arguments.keys():
+        check_weight_files(path)
     return model.eval()  # as `from_pretrained` gives it
 
 
-def _check_weights(folder: Path) -> None:
-    """Find all files of a model's weights, without reading them."""
+def check_weight_files(path: str) -> None:
+    """Find all files of a model's weights, without reading them.
+
+    Args:
+        path: a folder; of a hub id nothing is known here.
+
+    Raises:
+        OSError: there are none, or one is missing or broken off.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return
     names: set[str] = {name for name in _FILES if (folder / name).is_file()}
     for name in _FILES:
         index = folder / f"{name}.index.json"
