@@ -64,6 +64,7 @@ def test_a_loss_of_this_repository_is_tested_by_its_own_tests_first():
     assert "test/data/test_show.py" not in near
 
 
+@pytest.mark.weekly
 def test_after_the_deadline_no_test_begins_and_it_is_told(tmp_path):
     """One that would fail is among them."""
     (tmp_path / "test_one.py").write_text("def test_a(): assert False\n\ndef test_b(): pass\n")

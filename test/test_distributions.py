@@ -263,6 +263,7 @@ def test_the_command_of_a_wheel_tells_what_there_is(command, tmp_path):
     assert (wrong.returncode, "Did you mean grpo?" in wrong.stderr) == (2, True)
 
 
+@pytest.mark.weekly
 def test_a_wheel_trains_evaluates_and_shows(command, tmp_path):
     """A checked run, a run, a test of its model, and a page of its rollouts."""
     checked = command("grpo", "debug=dry_run", "task.num_rows=512", folder=tmp_path)

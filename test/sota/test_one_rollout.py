@@ -38,7 +38,7 @@ def run(run_script, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
-        pytest.param(["loss.advantage=batch_mean"], 14, id="batch mean"),
+        pytest.param(["loss.advantage=batch_mean"], 14, id="batch mean", marks=pytest.mark.weekly),
         pytest.param(["loss.advantage=running_mean"], 14, id="running mean"),
         pytest.param(["loss.advantage=gae"], 14, id="a critic"),
         # On a busy machine the rollouts of the first steps all begin with the first weights.

@@ -55,7 +55,7 @@ def run(run_script, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("mode", ["sync", "streaming"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.weekly), "streaming"])
 def test_what_the_own_engine_drew_is_what_is_trained_at_every_version(run, tmp_path, mode):
     fresh = ("collector.max_staleness=0",) if mode == "streaming" else ()
     pushes = "+engine.engine_kwargs.pushed=pushed"
@@ -94,6 +94,7 @@ def test_an_engine_that_can_not_be_made_is_refused_before_weights_are_loaded(run
     assert words in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.weekly
 def test_several_runs_draw_with_an_engine_each(run, tmp_path):
     engines = ("engine.name=mine:Engine,mine:Again", ENGINE[1])
     done = run(*TINY, "--multirun", *engines, "train.num_steps=1")

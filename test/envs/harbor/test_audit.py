@@ -118,6 +118,7 @@ def test_the_twenty_tasks_are_solved_by_their_solutions_alone(twenty):
             "import os\nif os.fork() == 0:\n    os.setsid()\n    while True:\n"
             "        open('/logs/verifier/reward.json', 'w').write('{\"reward\": 1}')",
             id="goes on writing",
+            marks=pytest.mark.weekly,
         ),
         pytest.param("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", id="kills"),
         pytest.param(

@@ -365,6 +365,7 @@ def test_a_server_that_stands_still_is_noticed(url, model):
             scheduler.resume()
 
 
+@pytest.mark.weekly
 def test_a_server_that_dies_is_started_again_with_its_weights(
     start, model_directory, model, other_model, chatml_tokenizer
 ):

@@ -83,6 +83,7 @@ def test_a_server_hears_of_the_batch_invariant_mode_and_refuses_it_on_a_cpu(tmp_
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has the mode")
+@pytest.mark.weekly
 def test_an_engine_refuses_the_batch_invariant_mode_on_a_cpu_and_leaves_no_variable():
     pytest.importorskip("vllm")
     run = [sys.executable, "-c", INVARIANT]
