@@ -108,15 +108,15 @@ def test_its_folder_gives_rewards_and_begins_a_critic(runs):
         "evaluate.solved_by=RewardModel",
     )
     more += ("policy.model=speaks", "warm_start.num_steps=0", "policy.max_new_tokens=4")
-    more += ("loss.advantage=gae", f"critic.model={own}", "critic.num_warmup_steps=1")
-    more += ("train.num_steps=1",)
+    more += ("loss.advantage=gae", "train.num_steps=1")
+    critic = (f"critic.model={own}", "critic.num_warmup_steps=1")
     (whole / "model.safetensors").rename(folder / "weights")
     refused = run("grpo", *more, "dry_run=true")
     assert refused.returncode == 1
     words = f"task.rewards={own}/model: OSError: its folder has no model.safetensors"
     assert words in refused.stderr.splitlines()[-1]
     (folder / "weights").rename(whole / "model.safetensors")
-    checked, made = (run("grpo", *more, each) for each in ("dry_run=true", "name=user"))
+    checked, made = (run("grpo", *more, *critic, each) for each in ("dry_run=true", "name=user"))
     assert checked.returncode == 0
     loads = "loading the reward model"  # a dry run checks that its files are there
     assert (loads in checked.stderr, loads in made.stderr) == (False, True)
