@@ -40,7 +40,7 @@ class AgentSession:
     # loop drives its events. All of them meet in what the lock guards.
 
     def __init__(self) -> None:
-        self.key = secrets.token_urlsafe(24)
+        self.key = secrets.token_hex(24)  # as a word of a command it is no option
         """Who knows it is this session's program."""
         self._refusal = ""
         self._lock = threading.Lock()

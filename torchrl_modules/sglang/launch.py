@@ -19,7 +19,7 @@ def main() -> None:
     run_server = resolve_name("sglang.launch_server:run_server")
     resolve_name("sglang.srt.plugins:load_plugins")()
     token = os.environ.get(TOKEN_VARIABLE)
-    words = [*sys.argv[1:], *(["--api-key", token] if token else [])]
+    words = [*sys.argv[1:], *([f"--api-key={token}"] if token else [])]  # it may begin with a dash
     run_server(resolve_name("sglang.srt.server_args:prepare_server_args")(words))
 
 

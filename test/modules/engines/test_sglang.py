@@ -1,6 +1,7 @@
 """A real server of SGLang on a CPU: exact log-probs, weights, versions, and what is refused."""
 
 import asyncio
+import secrets
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -40,6 +41,9 @@ def start(model_directory):
     """Starts a server with SGLang's own environment, and the names of kernels that it imports."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "test/sglang_cpu"))
+        # One of 64 begins with a dash, as an option does.
+        token = f"-{secrets.token_urlsafe(24)}"
+        patch.setattr("torchrl_modules.sglang.server.secrets.token_urlsafe", lambda _: token)
         yield partial(
             start_sglang_server,
             model_directory,
