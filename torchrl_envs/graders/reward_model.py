@@ -141,21 +141,21 @@ class RewardModel:
         model = self.model
         chats = [[*a, *b] for a, b in zip(prompts, completions, strict=True)]
         rows = [torch.tensor(encoded.ids) for encoded in self._encoder.encode_chats(chats)]
-        longest = max(map(len, rows), default=0) if self._longest is None else self._longest
-        rewards: list[float | ValueError] = [
-            ValueError(f"it has {len(row)} tokens, and the reward model takes {longest}")
-            for row in rows
-        ]
-        read = [i for i, row in enumerate(rows) if len(row) <= longest]
+        longest = self._longest
+        rewards: dict[int, float | ValueError] = {
+            i: ValueError(f"it has {len(row)} tokens, and the reward model takes {longest}")
+            for i, row in enumerate(rows)
+            if longest is not None and len(row) > longest
+        }
+        read = [i for i in range(len(rows)) if i not in rewards]
         order = sorted(read, key=lambda i: len(rows[i]))
         for start in range(0, len(order), self.batch_size):
             part = order[start : start + self.batch_size]
             ids = pad([rows[i] for i in part], value=self._pad).to(model.device)
             mask = pad([torch.ones_like(rows[i]) for i in part], value=0).to(ids.device)
             logits = model(input_ids=ids, attention_mask=mask).logits
-            for i, value in zip(part, logits.squeeze(-1).float().tolist(), strict=True):
-                rewards[i] = value
-        return rewards
+            rewards.update(zip(part, logits.squeeze(-1).float().tolist(), strict=True))
+        return [rewards[i] for i in range(len(rows))]
 
 
 def _source_of(source: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType
 
 _PACKAGE = "inside"
-_MODULES = (*("kernel", "frames", "landlock", "threads", "disk", "memory", "worker", "supervisor"),)
+_MODULES = ("kernel", "frames", "landlock", "threads", "disk", "memory", "worker", "supervisor")
 _RECEIVE = f"""
 import marshal, os, sys, types
 def read(size):

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any, Final
 
@@ -36,7 +35,6 @@ from .syscall_filter import (
 )
 from .users import UNPRIVILEGED_USER, can_care_for_other_user
 
-_CREATE_RULESET: Final = 444
 _VERSION: Final = 1
 _PID_MARK: Final = 0x5EA1D0B7
 """Stands in the compiled filter for the program's own process number, which is not yet known."""
@@ -87,7 +85,8 @@ def landlock_version() -> int:
         SandboxUnavailableError: it has none, or what this process runs in forbids it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
+    create_ruleset = call_number("landlock_create_ruleset")
+    version = libc.syscall(create_ruleset, None, ctypes.c_size_t(0), _VERSION)
     if version > 0:
         return int(version)
     number, kernel = ctypes.get_errno(), f"Linux {os.uname().release}"
@@ -172,12 +171,11 @@ def _opens(flag: int, access: int, error: int = errno.EPERM) -> list[Rule]:
     ]
 
 
-def landlock_config(readable: Sequence[str], user: int | None) -> dict[str, Any]:
-    """Settings for a supervisor beside the limits."""
+def landlock_config(user: int | None) -> dict[str, Any]:
+    """Settings for a supervisor beside those of all isolations."""
     version = landlock_version()
     return {
         "landlock_version": version,
-        "readable": list(readable),
         "devices": [f"/dev/{name}" for name in DEVICES],
         "parent": os.getpid(),
         "syscall_filter": landlock_filter(version, user),

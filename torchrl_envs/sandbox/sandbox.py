@@ -160,7 +160,7 @@ class Sandbox:
         Raises:
             SandboxStartError: its command can't be run.
         """
-        limits, under_landlock = self.limits, self.isolation == "landlock"
+        under_landlock = self.isolation == "landlock"
         command, folder = self.interpreter.command(), ""
         if self.isolation == "bubblewrap":
             command = [*bubblewrap_command(self.interpreter), *command]
@@ -168,12 +168,12 @@ class Sandbox:
         user = user_under_landlock(self.interpreter) if under_landlock else starts_as()
         try:
             if under_landlock:
-                config |= landlock_config(self.interpreter.readable, user)
+                config |= landlock_config(user)
                 folder = config["folder"] = private_folder(user)
             return SandboxProcess(
                 command,
                 config,
-                max_output_bytes=limits.max_output_bytes,
+                max_output_bytes=self.limits.max_output_bytes,
                 # A session outlives the thread that starts it; under Landlock all runs do.
                 needs_keeper=self.isolation == "none"
                 or (persistent and self.isolation == "bubblewrap"),
@@ -210,7 +210,7 @@ class Sandbox:
             "num_files": limits.num_files,
             "num_processes": limits.num_processes,
             "resource_limits": list(resources.items()),
-            "syscall_filter": b"" if self.isolation == "none" else syscall_filter(),
+            "syscall_filter": syscall_filter() if self.isolation == "bubblewrap" else b"",
             "packages": list(self.interpreter.packages),
             "readable": list(self.interpreter.readable),
             "socket_bytes": _socket_bytes(),

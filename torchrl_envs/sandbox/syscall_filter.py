@@ -123,19 +123,21 @@ def call_number(name: str) -> int:
     return _NUMBERS.get(name) or int(_library().seccomp_syscall_resolve_name(name.encode()))
 
 
+@functools.cache
 def _library() -> ctypes.CDLL:
     try:
-        return ctypes.CDLL("libseccomp.so.2")
+        library = ctypes.CDLL("libseccomp.so.2")
     except OSError as error:
         raise SandboxUnavailableError(
             "libseccomp.so.2 is missing, which filters system calls. Install it, on Debian and "
             "Ubuntu with `apt-get install libseccomp2`."
         ) from error
+    library.seccomp_init.restype = ctypes.c_void_p
+    return library
 
 
 def _compiled(rules: Sequence[tuple[str, tuple[tuple[int, int, int, int], ...], int]]) -> bytes:
     library = _library()
-    library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
     try:
         for name, comparisons, action in rules:

@@ -223,8 +223,7 @@ class _Supervisor:
         limits = self.config
         if now >= self.next_look:  # not at every message: it takes longer than all the rest
             self.next_look = now + _BUSY_POLL_S
-            used = memory.used_bytes(self.config, self.worker)
-            if used > limits["memory_bytes"]:
+            if memory.used_bytes(limits, self.worker) > limits["memory_bytes"]:
                 return "memory"
         if self.folder and now >= self.next_look_at_disk:
             amount = limits["disk_bytes"], limits["num_files"]
