@@ -42,6 +42,7 @@ from collectors.verification.verified_record import VerifiedRecord
 from torchrl_data.output_file import output_file, output_folder
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.policies.loading import load_causal_lm
+from torchrl_modules.quantized_forward import forward_quantization
 
 from .found_run import CHECKPOINTS
 from .models.adapters import frozen_weights, is_adapted
@@ -274,12 +275,14 @@ def _vllm_check(
     found = import_vllm().current_platform.device_type
     if torch.device(device).type != found:
         raise SettingsError(f"--engine vllm: the vLLM here runs on {found}, got --device {device}.")
-    dtype = str(weights.numbers.weights).removeprefix("torch.")
+    options = {"dtype": str(weights.numbers.weights).removeprefix("torch.")}
+    if (quantization := forward_quantization(weights.policy.model)) is not None:
+        options["quantization"] = quantization
     longest = max(len(row.ids) for row in rows) + 1
     with TemporaryDirectory() as folder:
         model: Any = weights.policy.model
         model.save_pretrained(folder)
-        with closing(VLLMEngine(folder, max_model_len=longest, dtype=dtype)) as engine:
+        with closing(VLLMEngine(folder, max_model_len=longest, **options)) as engine:
             yield EngineCheck(engine, recomputation)
 
 
@@ -410,7 +413,8 @@ def _numbers(settings: Mapping[str, Any], cfg: PolicyConfig, dtype: str | None) 
         return Numbers(getattr(torch, dtype))
     engine = settings.get("engine") or {}
     if engine.get("name") == "vllm":
-        said = (engine.get("engine_kwargs") or {}).get("dtype", "auto")
+        usual = "auto" if cfg.quantization is None else "bfloat16"
+        said = (engine.get("engine_kwargs") or {}).get("dtype", usual)
         return Numbers(own if said == "auto" else getattr(torch, str(said)))
     autocast = (settings.get("train") or {}).get("autocast")
     return Numbers(own, torch.bfloat16 if autocast else None)

@@ -57,7 +57,7 @@ def build_teacher(
     assert cfg.model is not None
     if cfg.url is not None:
         return _reach_teacher(cfg, student, policy, max_model_len)
-    settings = replace(policy, gradient_checkpointing=False)
+    settings = replace(policy, gradient_checkpointing=False, quantization=None)
     if cfg.tokenizer is not None:  # what the student's template needs is not the teacher's
         settings = replace(settings, chat_template=None, add_control_tokens=False)
     source = model_folder(cfg.model)

@@ -26,6 +26,7 @@ UNUSED: Final = {
     "episodes": _NO_EPISODE,
     "policy.show_tool_schemas": "rewards in a run are of messages alone, without schemas of tools",
     "policy.load_in_4bit": "the model that is trained has whole weights",
+    "policy.quantization": "the model that is trained computes with whole numbers",
     **dict.fromkeys(
         (
             *("policy.tool_call_format", "policy.max_new_tokens", "policy.stop"),

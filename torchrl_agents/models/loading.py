@@ -30,6 +30,7 @@ from torchrl_data.templates.registry import (
     resolve_template,
 )
 from torchrl_modules.policies.loading import OF_BOTH, load_causal_lm, sees_images
+from torchrl_modules.quantized_forward import quantize_forward
 from torchrl_modules.weights.quantized_weights import four_bit_config
 
 _LOG = logging.getLogger("torchrl_agents")
@@ -99,6 +100,8 @@ def load_model(
             name = cfg.chat_template_name
             template = resolve_template(tokenizer, chat_template_name=name)
             add_tokens(model, tokenizer, control_literals(template, of_turns=True))
+        if cfg.quantization is not None:
+            quantize_forward(model, cfg.quantization)
         model.to(device)  # type: ignore[arg-type]
         if cfg.gradient_checkpointing:
             model.gradient_checkpointing_enable()

@@ -21,7 +21,7 @@ from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.model_splits import plans_of
-from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
+from torchrl_modules.policies.compute_dtype import check_quantization, warn_of_other_dtype
 from torchrl_modules.weights.quantized_weights import quantization_of
 
 from .chat_server_policy import ChatServerPolicy
@@ -79,6 +79,9 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
             return actor, actor
         sampler = _sampler(cfg, source, tokenizer, processor)
         warn_of_other_dtype(actor, sampler)
+        with refusing("policy.quantization"):
+            if not cfg.engine.is_own:  # the user's, which may not say
+                check_quantization(actor, sampler)
         return actor, sampler
 
 

@@ -125,7 +125,7 @@ class UserModel:
 
     def _loaded(self, load: Any, **changed: Any) -> tuple[Any, Any]:
         # What the policy's template and training need is not the user's.
-        own = {"gradient_checkpointing": False, "add_control_tokens": False}
+        own = {"gradient_checkpointing": False, "add_control_tokens": False, "quantization": None}
         own |= {"chat_template": None, "chat_template_name": None}
         with refusing(f"task.user={self.source}"):
             source = local_model(self.source)

@@ -107,6 +107,8 @@ def _engine_kwargs(cfg: RecipeConfig) -> dict[str, Any]:
             request_batch_invariance(who="engine.batch_invariant")  # before vLLM is imported
         is_cpu = import_vllm().current_platform.is_cpu()
         engine_kwargs = {**mask_settings(is_cpu=is_cpu), **engine_kwargs}
+    if cfg.policy.quantization is not None:
+        engine_kwargs["quantization"] = cfg.policy.quantization
     if cfg.engine.batch_invariant:
         engine_kwargs["batch_invariant"] = True
     if cfg.engine.colocate and not (cfg.engine.url or cfg.engine.urls):

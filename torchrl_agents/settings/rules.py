@@ -3,7 +3,7 @@
 The rule of a single setting stands at its field; here are those of several that do not go together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from itertools import chain
@@ -159,6 +159,7 @@ def _quantization_faults(cfg: RecipeConfig) -> Iterator[str]:
         "policy.model_kwargs.quantization_config": "quantization_config" in policy.model_kwargs,
     }
     given = [name for name, is_given in ways.items() if is_given]
+    yield from _eight_bit_faults(cfg, given)
     if not given:
         return
     who = given[-1]
@@ -179,6 +180,34 @@ def _quantization_faults(cfg: RecipeConfig) -> Iterator[str]:
         yield f"{who}: weights of 4 bits are not trained. Train adapters: policy.lora_rank."
     elif num_ranks() > 1:
         yield f"{who} is for one process: of several ranks none would have its weights."
+
+
+def _eight_bit_faults(cfg: RecipeConfig, others: Sequence[str]) -> Iterator[str]:
+    """Faults of a model whose products are of 8 bits.
+
+    Args:
+        cfg: the settings.
+        others: settings that quantise the weights themselves.
+    """
+    policy, engine = cfg.policy, cfg.engine
+    if policy.quantization is None:
+        return
+    who = f"policy.quantization={policy.quantization}"
+    if others:
+        yield f"{who} is for whole weights: leave {others[0]} out."
+    if engine.name in ("sglang", "chat"):
+        yield f"{who} is for engine=transformers and engine=vllm, got engine={engine.name}."
+    own = engine.engine_kwargs.get("quantization", policy.quantization)
+    if engine.name == "vllm" and own != policy.quantization:
+        yield f"{who}, but engine.engine_kwargs.quantization={own}: they have to be the same."
+    is_merged = engine.name == "vllm" and not engine.engine_kwargs.get("enable_lora")
+    if policy.lora_rank is not None and is_merged:
+        yield (
+            f"{who}: vLLM would round adapters with the matrices that they are merged into. Push "
+            "them alone: +engine.engine_kwargs.enable_lora=true."
+        )
+    if isinstance(cfg, TrainingConfig) and num_ranks() > 1 and cfg.train.splits_model:
+        yield f"{who} does not go with train.tensor_parallel_size and expert_parallel_size."
 
 
 def _optimizer_faults(cfg: TrainingConfig) -> Iterator[str]:

@@ -43,6 +43,9 @@ class PolicyConfig:
     load_in_4bit: bool = False
     """Keep the model's matrices in 4 bits (NF4, of bitsandbytes) and train adapters over them:
     QLoRA, with lora_rank."""
+    quantization: str | None = setting(None, among("fp8_per_channel"))
+    """Products of 8 bits, over whole weights that are trained: a model that is to be drawn from and
+    served so, by vLLM's name (docs/policies.md)."""
     lora_rank: int | None = setting(None, AT_LEAST_1)
     """Train adapters of this rank (LoRA), the model's own weights frozen; none: train all."""
     lora_alpha: float | None = setting(None, POSITIVE)

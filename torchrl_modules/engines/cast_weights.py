@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_modules.compiled_layers import compile_alike
+from torchrl_modules.quantized_forward import QuantizedLinear
 from torchrl_modules.scoring.wrapped_models import has_hooks
 
 _KINDS: Final = {"cuda"}
@@ -69,5 +70,6 @@ def is_cast_for_each_token(model: nn.Module, dtype: torch.dtype) -> bool:
 
 def _to_cast(module: nn.Module, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
     """The weights that autocast casts for each call of a module, by name."""
-    own = module.named_parameters(recurse=False) if type(module) is nn.Linear else ()
+    is_linear = type(module) in (nn.Linear, QuantizedLinear)
+    own = module.named_parameters(recurse=False) if is_linear else ()
     return [(name, x) for name, x in own if x.is_floating_point() and x.dtype != dtype]

@@ -269,6 +269,11 @@ class EngineOver:
         return getattr(self._inside, "update_dtype", None)
 
     @property
+    def quantization(self) -> Any:
+        """See `VLLMEngine.quantization`; ``None`` where it does not say."""
+        return getattr(self._inside, "quantization", None)
+
+    @property
     def max_adapters(self) -> int:
         """See `VLLMEngine.max_adapters`; 0 over an engine that takes none."""
         return getattr(self._inside, "max_adapters", 0)

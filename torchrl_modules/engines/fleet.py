@@ -187,6 +187,12 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
         return dtypes.pop() if len(dtypes) == 1 else None
 
     @property
+    def quantization(self) -> Any:
+        """How all quantise their weights; ``None``: not at all, or not alike."""
+        found = {getattr(member.engine, "quantization", None) for member in self._members}
+        return found.pop() if len(found) == 1 else None
+
+    @property
     def max_adapters(self) -> int:
         """Sets of adapters that every engine draws with at once; 0: they take whole weights."""
         return self._least("max_adapters") or 0

@@ -1,9 +1,11 @@
-"""Type in which a policy computes, so that an engine and the trainer compute alike."""
+"""Numbers in which a policy computes, so that an engine and the trainer compute alike."""
 
 import logging
 from typing import Any, Final
 
 import torch
+
+from torchrl_modules.quantized_forward import forward_quantization
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -29,3 +31,34 @@ def warn_of_other_dtype(trainer: Any, sampler: Any) -> bool:
         *(type(sampler).__name__, sampled, type(trainer).__name__, trained),
     )
     return True
+
+
+def check_quantization(trainer: Any, sampler: Any) -> bool:
+    """Check that an engine computes in 8 bits what a trained model does.
+
+    Args:
+        trainer: over the model that is trained.
+        sampler: over an engine with weights of its own.
+
+    Returns:
+        Whether the engine alone does, which is warned of: its tokens are then another model's.
+
+    Raises:
+        ValueError: the model does, and the engine does not, or in another way.
+    """
+    trained = forward_quantization(trainer.model)
+    engine = sampler.engine
+    sampled = getattr(engine, "quantization", None)
+    if trained is None and sampled is not None:
+        _LOG.warning(
+            "%s draws with weights quantised by %s, and the model that is trained has whole ones: "
+            "what it draws is weighed by the ratio of both. policy.quantization=fp8_per_channel "
+            "trains in 8 bits, too.",
+            *(type(sampler).__name__, sampled),
+        )
+    if trained not in (None, sampled):
+        raise ValueError(
+            f"the model is trained with quantization={trained}, and {type(engine).__name__} "
+            f"draws with quantization={sampled}. Build it, or start its server, with {trained}."
+        )
+    return trained != sampled

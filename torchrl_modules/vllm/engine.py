@@ -175,6 +175,8 @@ class VLLMEngine(WholeBatchEngine):
         self.compute_dtype: torch.dtype = config.dtype
         """Of the weights and the activations."""
         self.update_dtype = self.compute_dtype
+        self.quantization: str | None = config.quantization
+        """How its weights are quantised, by vLLM's name."""
         chunked = llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
         self._seeds_are_fatal: bool = chunked and self._names.current_platform.is_cpu()
         drafts = llm.llm_engine.vllm_config.speculative_config is not None

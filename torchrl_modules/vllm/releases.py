@@ -57,6 +57,15 @@ def returns_sampling_masks(*, is_cpu: bool) -> bool:
     return not is_cpu and "return_sampling_mask" in config.__dataclass_fields__
 
 
+def online_quantizations() -> frozenset[str]:
+    """The names of ways to quantise whole weights as they are loaded, and again at an update."""
+    try:
+        module: Any = import_module("vllm.config.quantization")
+    except ModuleNotFoundError:  # before 0.2x
+        return frozenset()
+    return frozenset(module.ONLINE_QUANT_SHORTHAND_NAMES)
+
+
 def strips_images(vllm_config: Any) -> bool:
     """Return whether workers are not sent the images of a cached prefix; 0.32, Model Runner V1.
 
@@ -95,8 +104,10 @@ def not_loaded(names: Iterable[str], loaded: Collection[str]) -> list[str]:
     Args:
         names: of the parameters.
         loaded: what it reported. Up to 0.26 it calls routed experts what they were called before.
+            Scales are not among it, which vLLM makes of the weights beside them.
     """
-    return sorted(n for n in names if not {n, n.replace(".routed_experts.", ".")} & {*loaded})
+    missing = [n for n in names if not {n, n.replace(".routed_experts.", ".")} & {*loaded}]
+    return sorted(n for n in missing if n.partition("weight_scale")[0] + "weight" not in loaded)
 
 
 def server_module() -> str:

@@ -40,6 +40,7 @@ from .settings import (
     FIXED,
     IMAGE_SERVER,
     LORA_DEFAULTS,
+    QUANTIZED_ON_CPU,
     WORKER,
 )
 
@@ -105,7 +106,10 @@ def _check_drafts(given: set[str], *, is_cpu: bool) -> None:
 
 def _options(vllm: Any, given: set[str]) -> dict[str, Any]:
     """Options of an engine's server, some of which the command line may have too."""
-    options = _OPTIONS | (CPU_DEFAULTS if vllm.current_platform.is_cpu() else {})
+    is_cpu = vllm.current_platform.is_cpu()
+    options = _OPTIONS | (CPU_DEFAULTS if is_cpu else {})
+    if is_cpu and "--quantization" in given:
+        options |= QUANTIZED_ON_CPU
     if "--enable-lora" in given:
         options |= LORA_DEFAULTS
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # behind the guard, as all routes

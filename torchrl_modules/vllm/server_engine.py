@@ -160,6 +160,8 @@ class VLLMServerEngine(ServerRoutes, RowsOfServer):
         """Token ids are below it; ``None`` where a plain server does not say."""
         self.update_dtype: torch.dtype | None = getattr(torch, limits.get("dtype", ""), None)
         """In which it takes weights that are sent; ``None`` where it does not say."""
+        self.quantization: str | None = limits.get("quantization")
+        """How its weights are quantised, by vLLM's name; ``None`` where it does not say."""
         self.max_model_len: int = limits["max_model_len"]
         """Most tokens of a prompt and its response together."""
         if images is not None:

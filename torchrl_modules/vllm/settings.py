@@ -31,6 +31,9 @@ CPU_DEFAULTS: Final = {
 """On a CPU, where the user has not said otherwise."""
 
 
+QUANTIZED_ON_CPU: Final = {"dtype": "bfloat16"}  # vLLM quantises no weights of float32
+"""The same where weights are quantised."""
+
 ADAPTER_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as ``max_lora_rank``."""
 
@@ -81,6 +84,8 @@ def engine_settings(
     if images and requested.get("enable_lora"):
         raise ValueError(_NO_ADAPTERS.format(who=who))
     defaults = dict(CPU_DEFAULTS) if is_cpu else {}
+    if is_cpu and requested.get("quantization"):
+        defaults |= QUANTIZED_ON_CPU
     if requested.get("enable_lora"):
         defaults |= LORA_DEFAULTS
     fixes = FIXED | (IMAGES if images else {})

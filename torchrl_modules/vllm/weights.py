@@ -21,7 +21,7 @@ from torchrl_modules.engines.whole_batch_engine import KeptAdapters
 from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import ExpectedWeights, refuse
 
-from .releases import not_loaded
+from .releases import not_loaded, online_quantizations
 from .runtime import import_vllm
 
 _MEMORY: Final = Path("/dev/shm")
@@ -30,8 +30,8 @@ _WHO: Final = "VLLMEngine.update_weights"
 
 def expected_weights(model_config: Any) -> ExpectedWeights:
     """Return what a model must be given, read off the Transformers model of its configuration."""
-    if model_config.quantization is not None:
-        raise ValueError("the model is quantised, which cannot be updated.")
+    if fault := quantization_fault(model_config):
+        raise ValueError(f"{fault}, which cannot be updated.")
     config = model_config.hf_config
     # One that is a text model too is trained with its vision where it reads images.
     is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not takes_images(model_config)
@@ -41,6 +41,22 @@ def expected_weights(model_config: Any) -> ExpectedWeights:
         model = auto.from_config(config, trust_remote_code=model_config.trust_remote_code)
     named = dict(model.named_parameters(remove_duplicate=False))
     return ExpectedWeights.of(named, model_config.dtype)
+
+
+def quantization_fault(model_config: Any) -> str | None:
+    """Return what keeps the weights of a quantised model from being updated, or nothing.
+
+    vLLM quantises whole weights as it loads them (``quantization="fp8_per_channel"``), and does so
+    again with those of an update.
+    """
+    if model_config.quantization is None:
+        return None
+    known = online_quantizations()
+    if getattr(model_config.hf_config, "quantization_config", None) is not None:
+        return "the weights were quantised before they were saved"
+    if model_config.quantization not in known:
+        return f"the model is quantised by {model_config.quantization}, not {sorted(known)},"
+    return None
 
 
 def takes_images(model_config: Any) -> bool:
@@ -53,10 +69,11 @@ def check_updatable(llm_engine: Any) -> None:
     config, executor = llm_engine.vllm_config, llm_engine.model_executor
     obstacles = {
         "the model runs in other processes": not hasattr(executor, "driver_worker"),
-        "the model is quantised": config.model_config.quantization is not None,
         "the engine holds LoRA adapters": config.lora_config is not None,
     }
     found = [obstacle for obstacle, there in obstacles.items() if there]
+    if fault := quantization_fault(config.model_config):
+        found.insert(0, fault)
     if found:
         raise RuntimeError(
             f"VLLMEngine.update_weights: {found[0]}, which whole weights cannot update. Build the "

@@ -62,7 +62,8 @@ class vLLMWorker:
             responses say which weights drew them, ``tells_versions``, and of the weights that
             serve the ``label``, which vLLM itself knows where they do; how many sets of adapters
             may be drawn with at once, ``max_adapters``, and their ``max_lora_rank``, 0 where it
-            takes none; and whether prompts may hold images, ``takes_images``.
+            takes none; whether prompts may hold images, ``takes_images``; and how its weights are
+            quantised, ``quantization``.
         """
         lora = self.vllm_config.lora_config
         return {
@@ -77,6 +78,7 @@ class vLLMWorker:
             "takes_images": takes_images(self.model_config) and rereads_images(self.vllm_config),
             "max_adapters": lora.max_loras if lora else 0,
             "max_lora_rank": lora.max_lora_rank if lora else 0,
+            "quantization": self.model_config.quantization,
         }
 
     def torchrl_process(self) -> dict[str, Any]:
