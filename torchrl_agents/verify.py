@@ -275,7 +275,7 @@ def _vllm_check(
     found = import_vllm().current_platform.device_type
     if torch.device(device).type != found:
         raise SettingsError(f"--engine vllm: the vLLM here runs on {found}, got --device {device}.")
-    options = {"dtype": str(weights.numbers.weights).removeprefix("torch.")}
+    options: dict[str, Any] = {"dtype": str(weights.numbers.weights).removeprefix("torch.")}
     if (quantization := forward_quantization(weights.policy.model)) is not None:
         options["quantization"] = quantization
     longest = max(len(row.ids) for row in rows) + 1

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .policies.sglang_wrapper import SGLangWrapper as SGLangWrapper
     from .policies.transformers_wrapper import TransformersWrapper as TransformersWrapper
     from .policies.vllm_wrapper import vLLMWrapper as vLLMWrapper
+    from .quantized_forward import quantize_forward as quantize_forward
     from .sampling.parameters import SamplingParameters as SamplingParameters
     from .scoring.chunked_log_prob import chunked_log_prob as chunked_log_prob
     from .scoring.token_distribution import TokenDistribution as TokenDistribution

@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from torchrl_data import Tokens
 from torchrl_data.conversation import Conversations
 from torchrl_data.conversation_io import write_conversations
 from torchrl_modules import TransformersWrapper
-from torchrl_modules.policies.compute_dtype import compute_dtype, warn_of_other_dtype
+from torchrl_modules.policies.compute_dtype import (
+    check_quantization,
+    compute_dtype,
+    warn_of_other_dtype,
+)
+from torchrl_modules.quantized_forward import quantize_forward
 from torchrl_modules.sampling import distribution
 
 CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]
@@ -257,3 +263,25 @@ def test_an_engine_that_computes_in_another_type_is_told(
     words = "samples in torch.float32, and TransformersWrapper trains in torch.bfloat16"
     assert (words in caplog.text) is warns
     assert not warn_of_other_dtype(trainer, object()), "what can't be told is not warned of"
+
+
+def test_an_engine_that_rounds_what_the_trained_model_does_not_is_told_and_the_reverse_refused(
+    make_tiny_model, chatml_tokenizer, caplog
+):
+    whole, rounded = (
+        TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer) for _ in range(2)
+    )
+    quantize_forward(rounded.model, "fp8_per_channel")
+    engine = SimpleNamespace(quantization=None)
+    sampler = SimpleNamespace(engine=engine)
+    assert not check_quantization(whole, sampler)
+    with pytest.raises(ValueError, match="trained with quantization=fp8_per_channel, and Simple"):
+        check_quantization(rounded, sampler)
+    assert not caplog.text
+    engine.quantization = "fp8_per_channel"
+    assert not check_quantization(rounded, sampler)
+    assert check_quantization(whole, sampler)
+    assert "draws with weights quantised by fp8_per_channel" in caplog.text
+    engine.quantization = "fp8_per_tensor"
+    with pytest.raises(ValueError, match="draws with quantization=fp8_per_tensor"):
+        check_quantization(rounded, sampler)

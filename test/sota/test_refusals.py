@@ -89,6 +89,20 @@ def run_fork(light_forks, tmp_path):
         ),
         ("grpo policy.load_in_4bit=true policy.lora_rank=4", "is for a policy.model that is loa"),
         ("evaluate policy.model=m policy.load_in_4bit=true engine=vllm", "is for engine=transform"),
+        ("grpo policy.quantization=fp8", "must be one of fp8_per_channel, got 'fp8'"),
+        (
+            "grpo policy.quantization=fp8_per_channel engine=sglang",
+            "is for engine=transformers and",
+        ),
+        (
+            "grpo policy.quantization=fp8_per_channel engine=vllm "
+            "+engine.engine_kwargs.quantization=mxfp8",
+            "engine.engine_kwargs.quantization=mxfp8: they have to be the same",
+        ),
+        (
+            "grpo policy.quantization=fp8_per_channel engine=vllm policy.lora_rank=4",
+            "Push them alone: +engine.engine_kwargs.enable_lora=true",
+        ),
         ("lora --multirun seed=0,1 debug=tinyy", "debug has no choice 'tinyy'. Did you mean tiny?"),
         ("grpo seed=0 --multirun debug=tinyy", "debug has no choice 'tinyy'. Did you mean tiny?"),
         ("grpo --multirun seed=0,1 resume=auto", "resume= goes on with one run: without --multi"),
