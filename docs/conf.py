@@ -34,6 +34,7 @@ extensions = [
     "mathml",
     "terms",
     "links",
+    "sidebar",
 ]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtext"}
 exclude_patterns = ["site/**", "**/.ipynb_checkpoints"]

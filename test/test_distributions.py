@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -211,7 +212,10 @@ def test_wheel_works_from_an_empty_folder(wheel, tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IMPORT_EVERYTHING, *LIBRARY],
         cwd=empty,
-        env={"PYTHONPATH": str(site), "PATH": "", "HOME": str(empty)},
+        env={
+            "PYTHONPATH": f"{site}{os.pathsep}{ROOT / 'test/quick_imports'}",
+            **{"PATH": "", "HOME": str(empty)},
+        },
         capture_output=True,
         text=True,
         timeout=280,

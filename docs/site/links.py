@@ -1,5 +1,6 @@
 """Every link inside the built site leads to a page that is there, and to a place on it."""
 
+import os
 import re
 from pathlib import Path
 from urllib.parse import unquote
@@ -15,19 +16,21 @@ _log = logging.getLogger(__name__)
 
 def broken(folder: Path) -> list[str]:
     """What leads nowhere: ``page: link``, each once."""
-    pages = {path.resolve(): path.read_text("utf-8") for path in sorted(folder.rglob("*.html"))}
-    places = {path: set(PLACE.findall(text)) for path, text in pages.items()}
+    there = {os.path.join(top, name) for top, _, names in os.walk(folder) for name in names}
+    texts = {str(path): path.read_text("utf-8") for path in sorted(folder.rglob("*.html"))}
+    places = {path: set(PLACE.findall(text)) for path, text in texts.items()}
     found: dict[str, None] = {}
-    for path, text in pages.items():
+    for path, text in texts.items():
         for link in dict.fromkeys(LINK.findall(text)):
             if ELSEWHERE.match(link):
                 continue
-            target, _, place = unquote(link.replace("&amp;", "&")).partition("#")
-            target = target.partition("?")[0]
-            there = (path.parent / target).resolve() if target else path
-            known = places.get(there)
-            if not there.exists() or (place and known is not None and place not in known):
-                found[f"{path.relative_to(folder.resolve())}: {link}"] = None
+            file, _, place = unquote(link.replace("&amp;", "&")).partition("#")
+            file = file.partition("?")[0]
+            target = os.path.normpath(os.path.join(os.path.dirname(path), file)) if file else path
+            known = places.get(target)
+            is_there = target in there or os.path.isdir(target)
+            if not is_there or (place and known is not None and place not in known):
+                found[f"{os.path.relpath(path, folder)}: {link}"] = None
     return list(found)
 
 

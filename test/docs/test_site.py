@@ -171,6 +171,18 @@ def test_pages_load_without_an_error_and_fit_a_phone(page, address, name):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+def test_a_sidebar_marks_its_own_page_where_it_has_it(site):
+    """Pages of classes and sources have none, and those of a folder share one."""
+    marked = re.compile(r'<li class="[^"]*current-page[^"]*"><a class="[^"]*" href="([^"]*)">')
+    for name in ("start.html", "losses.html", "concepts/tokens.html", "api/objectives.html"):
+        assert marked.findall((site / name).read_text("utf-8")) == ["#"], name
+    listed = re.compile(r'<li class="toctree-l1[^"]*"><a class="[^"]*" href="([^"]*)">')
+    for name in ("api/classes/objectives.GRPOLoss", "_modules/objectives/losses/grpo"):
+        text = (site / f"{name}.html").read_text("utf-8")
+        assert marked.findall(text) == []
+        assert "../" * name.count("/") + "start.html" in listed.findall(text)
+
+
 def test_search_finds_a_class_without_a_server_of_its_own(page, address):
     page.goto(f"{address}/index.html")
     page.get_by_placeholder("Search").first.fill("GRPOLoss")

@@ -33,7 +33,7 @@ def environment(home):
     return {
         "PATH": f"{home}/bin:{os.environ['PATH']}",
         "HOME": str(home),
-        "PYTHONPATH": f"{ROOT}:{home}/without",
+        "PYTHONPATH": f"{ROOT}:{home}/without:{ROOT}/test/quick_imports",
         "INPUTRC": f"{home}/inputrc",
         "TERM": "dumb",
         "PS1": "> ",

@@ -7,9 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -87,3 +90,49 @@ def test_sources_of_a_composition_are_its_own(tmp_path):
     assert [each.provider for each in repository.delegate.get_sources()] == ["before", "after"]
     assert [each.provider for each in shared.get_sources()] == ["before"]
     assert repository.cache == {}
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """Composes what a folder and a store say."""
+    store = ConfigStore.instance()
+    monkeypatch.setattr(store, "repo", dict(store.repo))
+    (tmp_path / "size").mkdir()
+    defaults = "[{model: one}, {optional size: small}, _self_]"
+    (tmp_path / "main.yaml").write_text(f"defaults: {defaults}\nnames: [a]\n")
+    (tmp_path / "size/small.yaml").write_text("width: 3\n")
+    (tmp_path / "size/large.yaml").write_text("width: 8\n")
+
+    def composed(*overrides):
+        with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path)):
+            return compose("main", list(overrides))
+
+    return composed
+
+
+def test_what_is_composed_again_is_what_files_and_schemas_say_now(given, tmp_path):
+    store = ConfigStore.instance()
+    for name, rate in (("one", 0.25), ("two", 0.75)):
+        store.store(name=name, node=Inner(rate=rate), group="model")
+    first = {"model": {"rate": 0.25, "names": ["a"]}, "size": {"width": 3}, "names": ["a"]}
+    assert given() == first
+    assert given("model.rate=1.5", "names=[b]") == first | {
+        "model": {"rate": 1.5, "names": ["a"]},
+        "names": ["b"],
+    }
+    taken = given()
+    taken.names.append("mine")
+    taken.model.rate = 2.5
+    assert given() == first  # neither values that were given nor a user's changes stay
+    assert OmegaConf.get_type(given().model) is Inner
+    assert given("size=large") == first | {"size": {"width": 8}}
+    assert given("size=large", "model=two").model.rate == 0.75
+    store.store(name="one", node=Inner(rate=0.5), group="model")
+    assert given().model.rate == 0.5
+    (tmp_path / "size/large.yaml").write_text("width: 16\n")
+    assert given("size=large").size.width == 16
+    with pytest.raises(ConfigCompositionException, match=r"Could not override 'size\.depth'"):
+        given("size.depth=1")
+    for _ in range(2):
+        with pytest.raises(ConfigCompositionException, match="Could not find 'model/none'"):
+            given("model=none")
