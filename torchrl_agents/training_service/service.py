@@ -378,7 +378,9 @@ class TrainingService:
                 raise
         return request
 
-    def pass_turn(self, run_id: str, number: int, told: str, *, is_step: bool) -> None:
+    def pass_turn(
+        self, run_id: str, number: int, told: str, *, is_gradient: bool, is_step: bool
+    ) -> None:
         """Let a run go on after a request that was refused before its turn came.
 
         Its number would otherwise be waited for, and with it all that the client asks later.
@@ -387,6 +389,7 @@ class TrainingService:
             run_id: whose; one that is not there has nothing to wait for.
             number: of the request.
             told: why it was refused.
+            is_gradient: whether it was a ``forward_backward``, without which no step is made.
             is_step: whether it was an ``optim_step``, which lets go of the gradient when it fails.
         """
         with self._lock:
@@ -395,6 +398,8 @@ class TrainingService:
             return
 
         def do() -> Answer:
+            if is_gradient:
+                run.fault = f"forward_backward of seq_id {number} was refused ({told.rstrip('.')})"
             if is_step:
                 run.fault = None
                 run.optimizer.zero_grad(set_to_none=True)
