@@ -4,7 +4,7 @@
 # ///
 """Two evaluations of the same prompts: the difference, its interval, and a paired test.
 
-python examples/compare.py outputs/evaluate/calculator/before outputs/evaluate/calculator/after
+python examples/compare.py outputs/evaluate/gsm8k/before-001 outputs/evaluate/gsm8k/after-001
 """
 
 import json
@@ -19,19 +19,25 @@ NUM_DRAWS = 10_000
 
 
 def rewards_of(folder):
-    """The mean reward of each prompt's samples; a prompt is its row of the data."""
-    record, found = RunRecord(folder), {}
+    """The mean reward of each prompt's samples, and its parts; a prompt is its row of the data."""
+    record, found, parts = RunRecord(folder), {}, set()
     for step in record.steps:
         for sample in record.samples(step.step):
+            parts.update(sample.rewards or {})
             if sample.segment == 0 and sample.reward is not None:
                 prompt = json.dumps(sample.row, sort_keys=True, default=str)
                 found.setdefault(prompt, []).append(sample.reward)
-    return {prompt: sum(rewards) / len(rewards) for prompt, rewards in found.items()}
+    return {prompt: sum(rewards) / len(rewards) for prompt, rewards in found.items()}, parts
 
 
 if len(sys.argv) != 3:
     sys.exit(__doc__)
-first, second = map(rewards_of, sys.argv[1:])
+(first, asked), (second, asked_then) = map(rewards_of, sys.argv[1:])
+if asked != asked_then:
+    sys.exit(
+        f"compare.py: other rewards: {sys.argv[1]} has {sorted(asked)}, {sys.argv[2]} "
+        f"has {sorted(asked_then)}. Evaluate both by the same ones."
+    )
 shared = sorted(first.keys() & second.keys())
 if len(shared) < 2:
     sys.exit(

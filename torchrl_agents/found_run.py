@@ -15,6 +15,7 @@ from torchrl_agents.settings.started_ranks import OF_RANKS
 CHECKPOINTS: Final = "checkpoints"
 _MAY_DIFFER: Final = (
     *("checkpoint", "dry_run", "evaluate.num_shown", "hydra", "logger", "overwrite", "resume"),
+    *("collector.num_collectors", "collector.remote_config"),  # groups have seeds of their own
     *("collector.verify_every", "push_to_hub", "record.check_every", "record.stop_on"),
     *("train.num_steps", "train.timeout_s", "train.wait_s"),
     *(f"train.{name}" for name in OF_RANKS),
@@ -34,8 +35,12 @@ def plain_settings(cfg: DictConfig) -> dict[str, Any]:
     return {
         name: OmegaConf.select(cfg, name) if "${" in str(value) else value
         for name, value in _leaves(whole)
-        if not any(name == other or name.startswith(f"{other}.") for other in _MAY_DIFFER)
+        if _decides(name)
     }
+
+
+def _decides(name: str) -> bool:
+    return not any(name == other or name.startswith(f"{other}.") for other in _MAY_DIFFER)
 
 
 def _leaves(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -81,7 +86,8 @@ def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         SettingsError: some differ; the message names them.
     """
     record = read_record(folder)
-    saved = record.get("settings", {})
+    # One that has begun before some of them might differ has these, too.
+    saved = {name: value for name, value in record.get("settings", {}).items() if _decides(name)}
     differ = [
         f"{name} was {saved.get(name)!r} and is {settings.get(name)!r}"
         for name in sorted({*saved, *settings})
@@ -90,7 +96,8 @@ def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     if differ:
         raise SettingsError(
             f"resume={folder}: a run goes on with its own settings, and {'; '.join(differ[:5])}. "
-            "Leave them out (train.num_steps, logger and checkpoint may be others), or begin a new "
+            "Leave them out (train.num_steps, logger, checkpoint and, on Ray, "
+            "collector.num_collectors may be others), or begin a new "
             f"run with the settings of this one, {folder / 'config.yaml'}, before your own. "
             f"Defaults may be others since its commit {record.get('commit')}."
         )

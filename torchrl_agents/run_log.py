@@ -23,6 +23,8 @@ from rich.progress import (
 
 _LOG = logging.getLogger("torchrl_agents")
 _TELL_EVERY_S: Final = 20.0
+_WATCHED: Final = ("collectors.cluster", "collectors.streaming", "torchrl_modules.engines")
+"""Packages whose warnings are shown as well as written: what has died, and what is waited for."""
 _SHOWN: Final = {
     "reward": ".3f",
     "loss": ".4f",
@@ -53,6 +55,7 @@ class RunLog:
         self._file = logging.FileHandler(path, encoding="utf-8")
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._handlers: Sequence[logging.Handler] = ()
+        self._of_root: Sequence[logging.Handler] = ()
         self._root = logging.getLogger()
 
     def __enter__(self) -> "RunLog":
@@ -65,7 +68,12 @@ class RunLog:
         for handler in self._handlers:
             _LOG.addHandler(handler)
         _LOG.propagate = False
-        self._root.addHandler(self._file)
+        watched = logging.StreamHandler()
+        watched.setLevel(logging.WARNING)
+        watched.addFilter(lambda record: record.name.startswith(_WATCHED))
+        self._of_root = (self._file, watched)
+        for handler in self._of_root:
+            self._root.addHandler(handler)
         logging.captureWarnings(True)
         return self
 
@@ -74,7 +82,8 @@ class RunLog:
         if kind is not None and kind is not SystemExit:
             self._root.error("the run failed", exc_info=(kind, *what))  # type: ignore[arg-type]
         logging.captureWarnings(False)
-        self._root.removeHandler(self._file)
+        for handler in self._of_root:
+            self._root.removeHandler(handler)
         for handler in self._handlers:
             _LOG.removeHandler(handler)
         _LOG.propagate = True

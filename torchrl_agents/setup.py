@@ -71,9 +71,11 @@ def build_task(recipe: Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
     test, count, limits = cfg.evaluate, cfg.evaluate.num_samples, cfg.limits
     with refusing(f"task={cfg.task.id}"):
         task = _make_task(recipe, cfg, settings, num_held_out=test.num_prompts)
-        note, other = getattr(task.held_out_rows, "note", ""), getattr(cfg, "data", None)
-        if note and isinstance(cfg, TrainingConfig) and not getattr(other, "dataset", None):
-            _LOG.warning("%s", note)  # where the task's rows are trained on
+        other = getattr(cfg, "data", None)
+        for rows in (task.train_rows, task.held_out_rows):
+            note = getattr(rows, "note", "")
+            if note and isinstance(cfg, TrainingConfig) and not getattr(other, "dataset", None):
+                _LOG.warning("%s", note)  # where the task's rows are trained on
         if isinstance(cfg, TrainingConfig):
             for row in islice(task.held_out_rows, 1):
                 encoder = Encoder(known_tensorclasses())

@@ -247,7 +247,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
                 f"{_WHO}.write takes rows of a collector, which have {EPISODE_ID!r}; these have "
                 f"{sorted(map(str, rows[0].keys()))}."
             )
-        advantages: dict[tuple[int, int], Tensor | None] = {}
+        advantages: dict[tuple[int, int, int], Tensor | None] = {}
         for row in () if trained is None else trained.unbind(0):
             advantages[row_key(row)] = row.get(ADVANTAGE, None)
         events = self._take_events()
@@ -262,7 +262,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
         for group in groups:
             numbers: dict[int, int] = {}  # of the episodes in the group
             for row in by_group[group.group_id] if group.is_recorded else ():
-                index = numbers.setdefault(row_key(row)[0], len(numbers))
+                index = numbers.setdefault(int(row.get(EPISODE_ID)), len(numbers))
                 sample = self._sample(row, step, index, advantages.get(row_key(row)))
                 sample.is_trained = row_key(row) in advantages
                 sample.branched_from = numbers.get(int(row.get(BRANCHED_FROM, -1)), -1)
@@ -283,7 +283,7 @@ class RolloutRecorder(AbstractContextManager["RolloutRecorder", None]):
         self,
         name: str,
         rows: Sequence[TensorDictBase],
-        advantages: Mapping[tuple[int, int], Tensor | None],
+        advantages: Mapping[tuple[int, int, int], Tensor | None],
     ) -> GroupSummary:
         opening = next((row for row in rows if opens_episode(row)), rows[0])
         prompt_id, prompt = recorded_prompt(opening)

@@ -25,6 +25,7 @@ from torchrl_data.keys import (
 )
 from torchrl_envs.datasets.difficulty_pools import IDS_PER_EPOCH
 from torchrl_envs.entries.rewards import reward_of_row
+from torchrl_envs.entries.whole_episodes import episode_key
 
 
 def content_text(message: Mapping[str, Any]) -> str:
@@ -91,9 +92,9 @@ def group_of(row: TensorDictBase) -> str:
     return f"episode {int(row.get(EPISODE_ID))}" if group is None else group_name(int(group))
 
 
-def row_key(row: TensorDictBase) -> tuple[int, int]:
-    """Return which row of which episode it is."""
-    return int(row.get(EPISODE_ID)), int(row.get(SEGMENT, 0))
+def row_key(row: TensorDictBase) -> tuple[int, int, int]:
+    """Return which row of which episode of which group it is."""
+    return *episode_key(row), int(row.get(SEGMENT, 0))
 
 
 def opens_episode(row: TensorDictBase) -> bool:

@@ -129,11 +129,17 @@ def step_rows(
         name = group.group_id if group.ordinal is None else group.ordinal
         squares = Text(overflow="fold")
         for index, reward in enumerate(group.rewards):
-            style = "bright_black" if reward is None else "green" if reward == max(known) else "red"
-            if known and reward is not None and max(known) == min(known):
-                style = "yellow"
-            dim = own and index not in kept
-            squares.append("·" if dim else "■", style=f"{style} dim" if dim else style)
+            if own and index not in kept:
+                mark, style = "·", "dim"
+            elif reward is None:
+                mark, style = "–", "bright_black"
+            elif max(known) == min(known):
+                mark, style = "■", "yellow"
+            elif reward == max(known):
+                mark, style = "■", "green"
+            else:
+                mark, style = "□", "red"
+            squares.append(mark, style=style)
         rows.append(
             [
                 Text(f"{place} ").append(str(name), style="bright_black"),

@@ -122,7 +122,7 @@ def test_estimates_of_rollouts():
         row(5, 0.1, 2),
         row(5, 1.0, 1),
         row(5, 1.0, 1, episode=7, segment=1),
-        row(9, 1.0, 1),
+        row(9, 1.0, 1, episode=7),  # an episode of another process, with an id of its own
         row(9, 0.0, 3, scorable=False),
     ]
     found = evaluation_estimates(

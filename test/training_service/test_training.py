@@ -9,12 +9,16 @@ import peft
 import pytest
 import tinker
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from torchrl_agents.training_service.adapted_model import AdaptedModel, AdapterShape
 from torchrl_agents.training_service.errors import RefusedRequest
+from torchrl_agents.training_service.messages import read_first_fields
 
 from .conftest import NAME
 
@@ -303,3 +307,34 @@ def test_a_run_goes_on_after_a_request_that_was_refused_before_its_turn(served, 
         each.forward_backward(second, "cross_entropy").result(30)
         told.append(each.optim_step(ADAM).result(30).metrics["grad_norm"])
     assert told[0] == told[1]
+
+
+def test_a_body_that_can_not_be_read_leaves_no_hole_and_no_step_without_its_gradient(served, rows):
+    """What the client's own bytes begin with says whose it is; the rest of them was cut off."""
+    run = served.client.create_lora_training_client(NAME, rank=2, seed=1).result()
+    good = [datum(rows[0], 1)]
+    whole = run.forward_backward(good, "cross_entropy").result(30)
+    asked = types.ForwardBackwardRequest(
+        types.ForwardBackwardInput(good, "cross_entropy"), run.model_id, 2
+    )
+    body = forward_backward_request_to_proto(asked).SerializeToString()
+    told = httpx2.post(f"{served.url}/api/v1/forward_backward", content=body[:-1])
+    assert told.status_code == 400
+    run._request_id_counter = run._turn_counter = 2
+    with pytest.raises(tinker.RequestFailedError, match=r"no step.*seq_id 2 was refused"):
+        run.optim_step(ADAM).result(30)
+    again = run.forward_backward(good, "cross_entropy").result(30)
+    assert again.metrics == whole.metrics
+    assert run.optim_step(ADAM).result(30).metrics["grad_norm"] > 0
+
+
+@given(st.text(min_size=1, max_size=200), st.integers(1, 2**31 - 1), st.data())
+def test_whose_a_body_is_can_be_read_where_the_rest_is_missing(run, number, data):
+    request = ForwardBackwardRequest(model_id=run, seq_id=number)
+    head = len(request.SerializeToString())
+    request.data.add()
+    request.loss_fn = "cross_entropy"
+    body = request.SerializeToString()
+    cut = data.draw(st.integers(0, len(body)))
+    assert read_first_fields(body[:cut])[1] == (number if cut >= head else None)
+    assert read_first_fields(body)[0] == run

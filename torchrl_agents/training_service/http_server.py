@@ -15,7 +15,7 @@ from torchrl_modules import SamplingParameters
 from .adapted_model import AdapterShape
 from .checkpoint_folder import Saved
 from .errors import RefusedRequest
-from .messages import INSTALL, read_forward_backward
+from .messages import INSTALL, read_first_fields, read_forward_backward
 from .service import AdamSettings, SampleSettings, TrainingService
 
 if TYPE_CHECKING:
@@ -128,9 +128,15 @@ class _Paths:
         """Let the run that a refused request has a number of not wait for it."""
         asked = getattr(request.state, "asked", {})
         run, number = asked.get("model_id"), asked.get("seq_id")
+        path = request.url.path.rpartition("/")[2]
+        if path == "forward_backward":
+            run, number = read_first_fields(getattr(request.state, "came", b""))
         if isinstance(run, str) and type(number) is int:
-            is_step = request.url.path.endswith("/optim_step")
-            self._service.pass_turn(run, number, refused, is_step=is_step)
+            self._service.pass_turn(
+                *(run, number, refused),
+                is_gradient=path == "forward_backward",
+                is_step=path == "optim_step",
+            )
 
     # The server and its sessions -----------------------------------------------------------------
 
@@ -532,11 +538,14 @@ def _bounds(request: "Request") -> tuple[int, int]:
 
 
 async def _body(request: "Request") -> bytes:
-    body = bytearray()
+    request.state.came = body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > _MAX_BODY_BYTES:
-            raise RefusedRequest(f"The body is longer than {_MAX_BODY_BYTES} bytes.", 413)
+            raise RefusedRequest(
+                f"The body is longer than {_MAX_BODY_BYTES} bytes; send fewer sequences at once.",
+                413,
+            )
     return bytes(body)
 
 

@@ -17,6 +17,8 @@ INSTALL: Final = "pip install 'torchrl-agents[tinker]'"
 _WHO: Final = "serve-training"
 _OPTIONAL: Final = {"weights": 1.0}
 """Inputs that a request may leave out, and what stands for them."""
+_FIRST_FIELDS_BYTES: Final = 4096
+"""Of a body, as far as its first two fields may reach."""
 
 
 @cache
@@ -82,6 +84,35 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         settings,
         request.forward_only,
     )
+
+
+def read_first_fields(body: bytes | bytearray) -> tuple[str | None, int | None]:
+    """Read whose request a body is and its number, of a body that is no whole message.
+
+    Args:
+        body: of a ``ForwardBackwardRequest``, which begins with both.
+
+    Returns:
+        ``model_id`` and ``seq_id``, ``None`` for what does not stand there.
+    """
+    bounded = bytes(body[:_FIRST_FIELDS_BYTES])
+    run, at = None, 0
+    if bounded[:1] == b"\x0a":  # field 1, a text
+        length, begin = _varint(bounded, 1)
+        at = begin + (length or 0)
+        run = bounded[begin:at].decode(errors="replace")
+    number = _varint(bounded, at + 1)[0] if bounded[at : at + 1] == b"\x10" else None  # field 2
+    return run, number
+
+
+def _varint(body: bytes, at: int) -> tuple[int | None, int]:
+    """A number of protocol buffers, and where what follows it begins."""
+    value = 0
+    for place, byte in enumerate(body[at : at + 10]):
+        value |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            return value, at + place + 1
+    return None, at
 
 
 def read_examples(request: ForwardBackward, vocab_size: int, max_len: int) -> list[Example]:

@@ -42,6 +42,9 @@ _LOADED_SAMPLERS: Final = 4
 """Samplers whose weights are in the model at a time."""
 _ENGINE_REQUESTS: Final = 256
 """Sampling requests that are given to engines of vLLM at a time."""
+_GONE: Final = (
+    "it has ended, or the server began anew. Make a new ServiceClient, and load a checkpoint."
+)
 _KEPT_RESULTS_S: Final = 600.0
 """A result stays for so long after it was first given, for a client that did not hear it."""
 
@@ -181,11 +184,7 @@ class TrainingService:
         self._end_old_sessions()
         with self._lock:
             if session not in self._sessions:
-                raise RefusedRequest(
-                    f"There is no session {session}: it has ended, or the server began anew. Make "
-                    "a new ServiceClient, and load a checkpoint.",
-                    410,
-                )
+                raise RefusedRequest(f"There is no session {session}: {_GONE}", 410)
             self._sessions[session] = time.monotonic()
 
     def end_session(self, session: str) -> None:
@@ -232,7 +231,7 @@ class TrainingService:
         with self._lock:
             self._forget_given()
             if request not in self._results:
-                raise RefusedRequest(f"There is no request {request} here.", 404)
+                raise RefusedRequest(f"There is no request {request} here: {_GONE}", 404)
             return self._results[request]
 
     def give(self, request: str) -> None:
@@ -358,7 +357,7 @@ class TrainingService:
         with self._lock:
             run = self._runs.get(run_id)
         if run is None:
-            raise RefusedRequest(f"There is no training run {run_id} here.", 404)
+            raise RefusedRequest(f"There is no training run {run_id} here: {_GONE}", 404)
         self.hear(run.session)
         run.last_request = time.time()
         return run
@@ -378,7 +377,9 @@ class TrainingService:
                 raise
         return request
 
-    def pass_turn(self, run_id: str, number: int, told: str, *, is_step: bool) -> None:
+    def pass_turn(
+        self, run_id: str, number: int, told: str, *, is_gradient: bool, is_step: bool
+    ) -> None:
         """Let a run go on after a request that was refused before its turn came.
 
         Its number would otherwise be waited for, and with it all that the client asks later.
@@ -387,6 +388,7 @@ class TrainingService:
             run_id: whose; one that is not there has nothing to wait for.
             number: of the request.
             told: why it was refused.
+            is_gradient: whether it was a ``forward_backward``, without which no step is made.
             is_step: whether it was an ``optim_step``, which lets go of the gradient when it fails.
         """
         with self._lock:
@@ -395,6 +397,8 @@ class TrainingService:
             return
 
         def do() -> Answer:
+            if is_gradient:
+                run.fault = f"forward_backward of seq_id {number} was refused ({told.rstrip('.')})"
             if is_step:
                 run.fault = None
                 run.optimizer.zero_grad(set_to_none=True)
@@ -472,7 +476,10 @@ class TrainingService:
 
         def do() -> Answer:
             if saved.shape != run.shape:
-                raise RefusedRequest(f"{saved.path} is an adapter of another shape, {saved.shape}.")
+                raise RefusedRequest(
+                    f"{saved.path} is an adapter of another shape, {saved.shape}; this run has "
+                    f"{run.shape}. Begin a run from it: create_training_client_from_state."
+                )
             run.model.set_weights(_adapter_of(run.id), self.checkpoints.load(saved))
             run.optimizer.state.clear()
             if with_optimizer:

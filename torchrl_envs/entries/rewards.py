@@ -216,7 +216,7 @@ class UnscoredWatch:
         _log.warning(
             "None of the %d rollouts that have just ended could be scored, so their reward is NaN "
             "and nothing is learnt from them: %s. See %s.",
-            *(len(scores), "; ".join(why), page("docs/rewards.md")),
+            *(len(scores), "; ".join(why).rstrip("."), page("docs/rewards.md")),
         )
 
 

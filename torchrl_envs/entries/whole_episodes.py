@@ -5,7 +5,23 @@ from collections.abc import Iterable, Sequence
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_data.keys import EPISODE_ID, REWARD, SEGMENT
+from torchrl_data.keys import EPISODE_ID, GROUP_ID, REWARD, SEGMENT
+
+
+def episode_key(row: TensorDictBase) -> tuple[int, int]:
+    """Group and id of the episode of a row.
+
+    Ids count the episodes of a process. Rows of several processes, of collectors on Ray or of a run
+    that was stopped and goes on, have ids in common, but a group is of one process.
+
+    Args:
+        row: as a collector gives it.
+
+    Returns:
+        ``group_id``, -1 where the data have no groups, and ``episode_id``.
+    """
+    group = row.get(GROUP_ID, None)
+    return -1 if group is None else int(group), int(row.get(EPISODE_ID))
 
 
 def rows_by_episode(rows: Iterable[TensorDictBase]) -> list[list[TensorDictBase]]:
@@ -15,10 +31,10 @@ def rows_by_episode(rows: Iterable[TensorDictBase]) -> list[list[TensorDictBase]
         rows: as a collector gives them. Those of no collector, which name no episode, are an
             episode each.
     """
-    episodes: dict[int | str, list[TensorDictBase]] = {}
+    episodes: dict[tuple[int, int] | str, list[TensorDictBase]] = {}
     for number, row in enumerate(rows):
-        episode = row.get(EPISODE_ID, None)
-        name = f"row {number}" if episode is None else int(episode)
+        is_named = row.get(EPISODE_ID, None) is not None
+        name = episode_key(row) if is_named else f"row {number}"
         episodes.setdefault(name, []).append(row)
     return [*episodes.values()]
 

@@ -77,8 +77,9 @@ class RewardErrorLimit(ChecksAttributes, Transform):
             f"{what}{len(failed)} of the last {len(self._recent)} rollouts {how}; "
             f"{self.max_error_fraction:.0%} of {window} are allowed:\n{summary}\nThe last one:\n"
             f"{failed[-1]}\nMend {mend}, or allow more with "
-            "collector.max_error_fraction= of a recipe, or "
-            f"RewardErrorLimit(max_error_fraction=...). See {page('docs/rewards.md')}."
+            "collector.max_error_fraction= of a recipe (episodes.max_error_fraction= of one "
+            "without a collector), or RewardErrorLimit(max_error_fraction=...). "
+            f"See {page('docs/rewards.md')}."
         )
 
     def get_extra_state(self) -> list[str]:

@@ -14,6 +14,7 @@ from torchrl_data.batched_object import read_objects
 from torchrl_data.conversation_io import read_conversations
 from torchrl_envs.datasets.row_checks import PROMPT_COLUMNS
 from torchrl_envs.entries.rewards import REWARD_ERRORS, dense_reward
+from torchrl_envs.entries.whole_episodes import episode_key
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.row_origin import COMPACTION, RowOrigin
 
@@ -27,7 +28,7 @@ def finished_episodes(
     by_id: dict[Any, list[TensorDictBase]] = {}
     for number, row in enumerate(rows):
         is_part = int(row.get(keys.NUM_SEGMENTS, 1)) > 1
-        by_id.setdefault(int(row[keys.EPISODE_ID]) if is_part else f"row {number}", []).append(row)
+        by_id.setdefault(episode_key(row) if is_part else f"row {number}", []).append(row)
     found = []
     for parts in by_id.values():
         parts.sort(key=lambda row: int(row.get(keys.SEGMENT, 0)))

@@ -265,7 +265,8 @@ def split_rows(
 
     Where there are enough different prompts, each held-out row has one of its own, and no row with
     that prompt is trained on. Otherwise only whole rows are never in both, and the ``note`` of the
-    held-out rows says so.
+    held-out rows says so. The ``note`` of the training rows says how many repeat an earlier one,
+    unless ``told_apart_by`` is given.
 
     Args:
         rows: with a prompt each.
@@ -312,7 +313,18 @@ def split_rows(
     select: Any = getattr(rows, "select", lambda its: NumberedRows(rows[n] for n in its))
     train, held_out = select(kept), NumberedRows(rows[n] for n in held)
     train.numbers, held_out.numbers, held_out.note = kept, held, note
+    train.note = "" if told_apart_by else _note_of_repeats(len(rows), len(rows) - len(distinct))
     return train, held_out
+
+
+def _note_of_repeats(num_rows: int, num_repeated: int) -> str:
+    if not num_repeated:
+        return ""
+    return (
+        f"{num_repeated} of {num_rows} rows repeat an earlier row and are left out. To train on "
+        "each as often as it comes, hold out rows of another split (held_out_split), or give the "
+        "rows a column that tells them apart."
+    )
 
 
 def digest_of(value: Any, number: int) -> bytes:

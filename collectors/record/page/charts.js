@@ -38,12 +38,13 @@ function chart(name, label) {
   if (low <= 0 && high >= 0) box.append(svg("line", { class: "zero", x1: 0, x2: 300, y1: y(0), y2: y(0) }));
   curves.forEach((points, run) => {
     if (!points.length) return;
-    if (points.length === 1) points = [[points[0][0] - 1e-9, points[0][1]], points[0]];
-    if (run === 0 && points.length > 1) {
+    const alone = points.length === 1 ? " alone" : "";
+    if (alone) points = [points[0], points[0]];
+    if (run === 0 && !alone) {
       const floor = y(Math.max(low, Math.min(0, high)));
       box.append(svg("path", { class: "area", d: `${line(points)}L${x(points.at(-1)[0])} ${floor}L${x(points[0][0])} ${floor}Z` }));
     }
-    box.append(svg("path", { class: `curve r${run % 4}`, d: line(points) }));
+    box.append(svg("path", { class: `curve r${run % 4}${alone}`, d: line(points) }));
   });
   box.append(at);
   const card = h("div", { class: "card", "data-metric": name },

@@ -77,7 +77,7 @@ function runView() {
   more.addEventListener("toggle", () => { if (more.open && !more.querySelector(".cards")) more.append(charts(others)); });
   return [
     h("div", { class: "head" }, h("h1", {}, run.name), about.status && h("span", { class: `chip ${about.status === "finished" ? "good" : about.status === "failed" ? "bad" : "warn"}` }, about.status),
-      h("span", { class: "soft" }, `${text(run.steps.length)} steps, ${text(total)} samples recorded${about.started ? `, started ${about.started}` : ""}`),
+      h("span", { class: "soft" }, `${text(run.steps.length)} step${run.steps.length === 1 ? "" : "s"}, ${text(total)} samples recorded${about.started ? `, started ${about.started}` : ""}`),
       RUNS.length > 1 && h("span", { class: "soft" }, "beside ", RUNS.filter((other) => other !== run).map((other) => h("a", { class: `chip r${other.number}`, href: base(other.number) }, other.name)))),
     run.damage.length > 0 && h("p", { class: "note" }, `Not all could be read: ${run.damage.join("; ")}`),
     charts(MAIN), others.length > 0 && more,

@@ -371,19 +371,29 @@ def test_tests_on_held_out_prompts_are_read_in_order_and_torn_lines_named(tmp_pa
 def test_the_advantage_of_a_sample_is_that_of_its_sampled_tokens(
     trained_step, chatml_tokenizer, tmp_path
 ):
-    """Where it differs from token to token; what stands beside them does not count."""
+    """Where it differs from token to token; what stands beside them does not count.
+
+    Each group is of a process of its own, so that ids of their episodes are the same.
+    """
     batch, trained, _, _ = trained_step
+    first = int(batch["episode_id"].min())
+    batch, trained = (
+        lazy_stack([row.clone() for row in rows.unbind(0)]).set(
+            "episode_id", (rows["episode_id"] - first) % 4
+        )
+        for rows in (batch, trained)
+    )
     rows, expected = [], {}
     for row in trained.unbind(0):
         mask = row["masks", "all_assistant_mask"]
         values = torch.where(mask, torch.arange(len(mask)).float(), 1000.0)
         rows.append(row.clone().set("advantage", values[:, None]))
-        expected[row["episode_id"].item()] = float(values[mask].mean())
+        expected[(row["group_id"].item(), row["episode_id"].item())] = float(values[mask].mean())
     with RolloutRecorder(tmp_path / "by_token", chatml_tokenizer) as recorder:
         recorder.write(1, batch, trained=lazy_stack(rows), metrics={})
     samples = RunRecord(tmp_path / "by_token").samples(1)
     for row, sample in zip(batch.unbind(0), samples, strict=True):
-        own = expected.get(row["episode_id"].item())
+        own = expected.get((row["group_id"].item(), row["episode_id"].item()))
         assert sample.advantage == (None if own is None else pytest.approx(own, 1e-4))
         if own is not None:
             mask = row["masks", "all_assistant_mask"].tolist()

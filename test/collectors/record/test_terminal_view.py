@@ -47,8 +47,10 @@ def shown(capsys, *arguments, status=0):
 def test_run_step_group_and_sample_are_printed(folder, capsys):
     text = shown(capsys, folder)
     assert [line.split()[1] for line in text.splitlines() if "│" in line] == ["1", "2"]
-    assert "question 0" in shown(capsys, folder, "--step", 1)
-    assert "■·" in shown(capsys, folder, "--step", 1, "--reward", 0, 0.5)
+    text = shown(capsys, folder, "--step", 1)
+    assert "question 0" in text
+    assert "□■ " in text, "the second of two is better, in a pipe too"
+    assert "□·" in shown(capsys, folder, "--step", 1, "--reward", 0, 0.5)
     group = shown(capsys, folder, "--step", 2, "--group", 1)
     assert "sample 0: 0" in group
     assert "answer 1" in group

@@ -247,6 +247,7 @@ def test_groups_count_rows_as_the_data_do_held_out_ones_included():
     """Of nine rows the first two are held out, and row 4 is row 3 again."""
     rows = [{"prompt": f"row {n - (n == 4)} of the data"} for n in range(9)]
     train, held_out = split_rows(rows, 2)
+    assert train.note.startswith("1 of 9 rows repeat an earlier row and are left out.")
     task = Task(name="rows", train_rows=train, held_out_rows=held_out)
     for is_held_out, numbers in ((False, [2, 3, 5, 6, 7, 8]), (True, [0, 1])):
         env = TaskEnv(task, held_out=is_held_out, num_envs=2 * len(numbers), shuffle=False)
