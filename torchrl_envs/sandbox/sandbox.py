@@ -238,6 +238,11 @@ class Sandbox:
         )
 
     @staticmethod
+    def reason_against(way: Isolation, interpreter: Interpreter) -> str | None:
+        """Return why code can't be isolated in one way here, or ``None`` where it can."""
+        return _reason_against(way, interpreter)
+
+    @staticmethod
     def reasons_against() -> dict[Isolation, str | None]:
         """For each way to isolate code why it does not work here, or ``None`` where it does."""
         return {way: _reason_against(way, Interpreter.current()) for way in _WAYS}

@@ -112,3 +112,14 @@ def descendants(pid):
         if parent != pid:
             found.append(parent)
     return found
+
+
+def num_tasks(processes):
+    """Number of the threads of some processes; one that has ended counts until it is buried."""
+    number = 0
+    for pid in processes:
+        try:
+            number += len(os.listdir(f"/proc/{pid}/task"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return number

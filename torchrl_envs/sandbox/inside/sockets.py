@@ -1,0 +1,73 @@
+"""Sockets of a program that may reach one address: its supervisor opens and connects each.
+
+Landlock can only name a port, of whatever host, and that since Linux 6.7. So a program opens no
+socket and connects none: it is handed sockets that lead to the one address already.
+"""
+
+import _socket
+import errno
+import os
+import select
+import sys
+
+_KIND, _CLOSE_ON_EXEC = 0xF, os.O_CLOEXEC
+_CONNECT_S = 0.1
+_ANY, _TCP = 0, 6
+_ORDER = sys.byteorder
+
+
+def open_socket(call, place):
+    """Hand over a socket of TCP that is connected to a place; refuse one of another kind."""
+    family, kind, protocol = (argument & 0xFFFFFFFF for argument in call.arguments[:3])
+    if family == _socket.AF_INET6:
+        call.fail(errno.EAFNOSUPPORT)  # as where IPv6 is turned off
+        return
+    is_tcp = kind & _KIND == _socket.SOCK_STREAM and protocol in (_ANY, _TCP)
+    if family != _socket.AF_INET or not is_tcp:
+        call.fail(errno.EACCES)
+        return
+    try:
+        link = _connected(place)
+    except OSError as error:
+        call.fail(error.errno or errno.ETIMEDOUT)
+        return
+    os.set_blocking(link, not kind & _socket.SOCK_NONBLOCK)
+    call.give_descriptor(link, kind & _CLOSE_ON_EXEC)
+    os.close(link)
+
+
+def connect_socket(call, port):
+    """Succeed for the one address, to which the socket leads; refuse others."""
+    try:
+        address = call.memory(call.arguments[1], min(call.arguments[2], 16))
+    except OSError:
+        address = b""
+    family = int.from_bytes(address[:2], _ORDER)
+    is_there = family == _socket.AF_INET and address[2:8] == _address_bytes(port)
+    if is_there:
+        call.give(0)
+    else:
+        call.fail(errno.EACCES)
+
+
+def _address_bytes(port):
+    return port.to_bytes(2, "big") + b"\x7f\0\0\1"
+
+
+def _connected(place):
+    """Return a new socket that leads to a place; the supervisor can't wait for long."""
+    (family, kind, protocol, _, address), *_ = _socket.getaddrinfo(*place, 0, _socket.SOCK_STREAM)
+    link = _socket.socket(family, kind, protocol)
+    try:
+        link.setblocking(False)
+        failure = link.connect_ex(address)
+        if failure == errno.EINPROGRESS:
+            if not select.select([], [link], [], _CONNECT_S)[1]:
+                raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+            failure = link.getsockopt(_socket.SOL_SOCKET, _socket.SO_ERROR)
+        if failure:
+            raise OSError(failure, os.strerror(failure))
+        return link.detach()
+    except OSError:
+        link.close()
+        raise
