@@ -14,7 +14,7 @@ from typing import Final
 from urllib.parse import SplitResult
 
 from torchrl_envs.processes.worker_process import RELAY, kept_command, relayed_command
-from torchrl_envs.sandbox import Isolation, ProgramLimits, Sandbox, SandboxUnavailableError
+from torchrl_envs.sandbox import Isolation, ProgramLimits, SandboxUnavailableError
 from torchrl_envs.sandbox.bubblewrap import bubblewrap
 from torchrl_envs.sandbox.interpreter import Interpreter
 from torchrl_envs.sandbox.landlock import (
@@ -25,6 +25,7 @@ from torchrl_envs.sandbox.landlock import (
 )
 from torchrl_envs.sandbox.process import ENVIRONMENT
 from torchrl_envs.sandbox.program_check import failing_program_checks
+from torchrl_envs.sandbox.sandbox import reason_against_way
 from torchrl_envs.sandbox.users import starts_as
 from torchrl_envs.sandbox.watched_program import SYSTEM_SETTINGS, WatchedProgram
 
@@ -91,7 +92,7 @@ class AgentSandbox:
         self._readable = (*own, *paths, str(RELAY), *SYSTEM_SETTINGS)
         reasons = {}
         for way in _WAYS if isolation is None else (isolation,):
-            reason = _reason_against(way, self._interpreter)
+            reason = _reason(way, self._interpreter)
             if reason is None:
                 self.isolation: Isolation = way
                 break
@@ -181,10 +182,10 @@ def _variables(folder: str) -> dict[str, str]:
     return {**ENVIRONMENT, "PATH": path, "HOME": folder, "TMPDIR": folder}
 
 
-def _reason_against(way: Isolation, interpreter: Interpreter) -> str | None:
+def _reason(way: Isolation, interpreter: Interpreter) -> str | None:
     """Return why programs can't be confined so here, or ``None``; tried once per process."""
     if way == "bubblewrap":
-        return Sandbox.reason_against(way, interpreter)
+        return reason_against_way(way, interpreter)
     reason = reason_against_landlock()
     if reason is None and (failed := failing_program_checks()):
         reason = f"these do not hold here: {', '.join(failed)}"

@@ -1,9 +1,9 @@
 """A program that runs a command, and leaves nothing of it behind.
 
-``python -I -S keeper.py PARENT USER FOLDER COMMAND...`` ends when the command ends, with its status; when
-the process PARENT, which started it, is gone, however that ended; and when a signal tells it to.
-Whatever the command started is killed first, in sessions of its own too: orphans come to this
-process. Nothing inside the command can be relied on for that: a tool may hold the interpreter's
+``python -I -S keeper.py PARENT USER FOLDER COMMAND...`` ends when the command ends, with its
+status; when the process PARENT, which started it, is gone, however that ended; and when a signal
+tells it to. Whatever the command started is killed first, in sessions of its own too: orphans come
+to this process. Nothing inside the command can be relied on for that: a tool may hold the interpreter's
 lock for ever. USER runs the command; where that is empty, whoever runs this. FOLDER, unless it is
 empty, is removed at the end. Run by its path, without the rest of the package.
 """
@@ -105,16 +105,19 @@ def _kill_descendants() -> None:
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder, with the folders in it that were made unreadable; all who could write ended."""
-    import shutil  # only now: few commands have one
-
+    """Remove a folder, also where folders in it were made unreadable."""
     with contextlib.suppress(RecursionError):  # whoever has started this removes the rest
         for place, names, _ in os.walk(folder):
             for name in names:
                 if not os.path.islink(f"{place}/{name}"):
                     with contextlib.suppress(OSError):
                         os.chmod(f"{place}/{name}", 0o700)
-        shutil.rmtree(folder, ignore_errors=True)
+        for place, _, _ in os.walk(folder, topdown=False):
+            for name in os.listdir(place):
+                with contextlib.suppress(OSError):  # a folder that is removed already
+                    os.unlink(f"{place}/{name}")
+            with contextlib.suppress(OSError):
+                os.rmdir(place)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,7 @@ _PROGRAM: Final = (
 )
 
 
-def kept_command(
-    command: Sequence[str], *, user: int | None = None, folder: str = ""
-) -> list[str]:
+def kept_command(command: Sequence[str], *, user: int | None = None, folder: str = "") -> list[str]:
     """A command that ends with this process, and kills what it has started when it ends.
 
     Args:

@@ -94,7 +94,7 @@ class Sandbox:
         reasons = []
         self.isolation: Isolation = "none"
         for way in ways:
-            reason = _reason_against(way, self.interpreter)
+            reason = reason_against_way(way, self.interpreter)
             if reason is None:
                 self.isolation = way
                 return
@@ -238,17 +238,12 @@ class Sandbox:
         )
 
     @staticmethod
-    def reason_against(way: Isolation, interpreter: Interpreter) -> str | None:
-        """Return why code can't be isolated in one way here, or ``None`` where it can."""
-        return _reason_against(way, interpreter)
-
-    @staticmethod
     def reasons_against() -> dict[Isolation, str | None]:
         """For each way to isolate code why it does not work here, or ``None`` where it does."""
-        return {way: _reason_against(way, Interpreter.current()) for way in _WAYS}
+        return {way: reason_against_way(way, Interpreter.current()) for way in _WAYS}
 
 
-def _reason_against(way: Isolation, interpreter: Interpreter) -> str | None:
+def reason_against_way(way: Isolation, interpreter: Interpreter) -> str | None:
     """Return why code can't be isolated so here, or ``None``; tried once per process."""
     with _verifying:
         if (way, interpreter) not in _verified:

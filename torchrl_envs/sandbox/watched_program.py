@@ -35,14 +35,12 @@ _SEES: Final = (
     *("/proc/sys/vm/max_map_count", "/proc/sys/kernel/random", "/sys/devices/system/cpu"),
 )
 """What runtimes read of the machine: its processor and memory, and of no process."""
-# fmt: off
 SYSTEM_SETTINGS: Final = (
-    "/etc/alternatives", "/etc/bash.bashrc", "/etc/gitconfig", "/etc/group", "/etc/host.conf", "/etc/hosts",
-    "/etc/localtime", "/etc/mime.types", "/etc/nsswitch.conf", "/etc/os-release", "/etc/passwd", "/etc/protocols",
-    "/etc/services", "/etc/ssl/certs", "/etc/ssl/openssl.cnf",
+    *("/etc/alternatives", "/etc/bash.bashrc", "/etc/gitconfig", "/etc/group", "/etc/host.conf"),
+    *("/etc/hosts", "/etc/localtime", "/etc/mime.types", "/etc/nsswitch.conf", "/etc/os-release"),
+    *("/etc/passwd", "/etc/protocols", "/etc/services", "/etc/ssl/certs", "/etc/ssl/openssl.cnf"),
 )
 """Settings that many programs read as they begin, and end where they may not."""
-# fmt: on
 _OPEN_FILES: Final = 4096
 _FAST_OPEN: Final = 0x20000000
 """MSG_FASTOPEN, which connects a socket without a call that connects."""

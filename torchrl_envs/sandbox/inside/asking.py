@@ -22,7 +22,7 @@ _ORDER = sys.byteorder
 _GONE = (errno.ENOENT, errno.EINTR, errno.ESRCH)
 
 
-def ask(config, supervisor, goes_on=False):
+def load_asking_filter(config, supervisor, goes_on=False):
     """Have each system call of the filter wait for an answer of the supervisor."""
     # goes_on: a signal interrupts none that is being answered, where the kernel can do that (5.19);
     # else a program that does not restart its calls would find its fork has failed.

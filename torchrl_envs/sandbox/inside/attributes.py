@@ -63,7 +63,9 @@ def _opened(call, name):
         return os.open(above, _PLACE_FLAGS)
     if not path:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    path = path.replace(b"/proc/self/", own.encode(), 1) if path.startswith(b"/proc/self/") else path
+    path = (
+        path.replace(b"/proc/self/", own.encode(), 1) if path.startswith(b"/proc/self/") else path
+    )
     no_follow = os.O_NOFOLLOW if flags & _NO_FOLLOW else 0
     if path.startswith(b"/"):
         return os.open(path, _PLACE_FLAGS | no_follow)

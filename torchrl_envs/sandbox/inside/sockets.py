@@ -56,7 +56,9 @@ def _address_bytes(port):
 
 def _connected(place):
     """Return a new socket that leads to a place; the supervisor can't wait for long."""
-    (family, kind, protocol, _, address), *_ = _socket.getaddrinfo(*place, 0, _socket.SOCK_STREAM)
+    host, port = place
+    found = _socket.getaddrinfo(host, port, 0, _socket.SOCK_STREAM)
+    (family, kind, protocol, _, address), *_ = found
     link = _socket.socket(family, kind, protocol)
     try:
         link.setblocking(False)

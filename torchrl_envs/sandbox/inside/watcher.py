@@ -88,7 +88,7 @@ class _Watcher:
                 os.chdir(config["where"])
                 kernel.drop_capabilities()
                 landlock.confine(config, landlock.EXECUTE)
-                asking.ask(config, link, goes_on=True)
+                asking.load_asking_filter(config, link, goes_on=True)
                 kernel.load_syscall_filter(config["syscall_filter"])
         except BaseException as error:
             os.write(link, f"{type(error).__name__}: {error}".encode())
@@ -227,4 +227,3 @@ def _say(text):
     except OSError:
         return 1
     return 1
-
