@@ -19,18 +19,14 @@ from torchrl_envs.sandbox.bubblewrap import bubblewrap
 from torchrl_envs.sandbox.interpreter import Interpreter
 from torchrl_envs.sandbox.landlock import (
     private_folder,
-    reason_against_landlock,
     remove_folder,
     user_under_landlock,
 )
 from torchrl_envs.sandbox.process import ENVIRONMENT
-from torchrl_envs.sandbox.program_check import failing_program_checks
-from torchrl_envs.sandbox.sandbox import reason_against_way
+from torchrl_envs.sandbox.program_check import WAYS, reason_against_programs
 from torchrl_envs.sandbox.users import starts_as
 from torchrl_envs.sandbox.watched_program import SYSTEM_SETTINGS, WatchedProgram
 
-_WAYS: Final[tuple[Isolation, ...]] = ("bubblewrap", "landlock")
-"""Ways to confine a program, the strictest first."""
 _PROCESSES: Final = "/proc"
 
 
@@ -77,7 +73,7 @@ class AgentSandbox:
         isolation: Isolation | None = None,
         limits: ProgramLimits | None = None,
     ) -> None:
-        if isolation not in (None, *_WAYS):
+        if isolation not in (None, *WAYS):
             raise ValueError(
                 "AgentCommand: isolation must be one of 'bubblewrap', 'landlock' and None, got "
                 f"{isolation!r}."
@@ -91,8 +87,8 @@ class AgentSandbox:
         own = self._interpreter.readable
         self._readable = (*own, *paths, str(RELAY), *SYSTEM_SETTINGS)
         reasons = {}
-        for way in _WAYS if isolation is None else (isolation,):
-            reason = _reason(way, self._interpreter)
+        for way in WAYS if isolation is None else (isolation,):
+            reason = reason_against_programs(way, self._interpreter)
             if reason is None:
                 self.isolation: Isolation = way
                 break
@@ -180,16 +176,6 @@ class AgentSandbox:
 def _variables(folder: str) -> dict[str, str]:
     path = f"{sys.prefix}/bin:{os.environ.get('PATH', '')}"
     return {**ENVIRONMENT, "PATH": path, "HOME": folder, "TMPDIR": folder}
-
-
-def _reason(way: Isolation, interpreter: Interpreter) -> str | None:
-    """Return why programs can't be confined so here, or ``None``; tried once per process."""
-    if way == "bubblewrap":
-        return reason_against_way(way, interpreter)
-    reason = reason_against_landlock()
-    if reason is None and (failed := failing_program_checks()):
-        reason = f"these do not hold here: {', '.join(failed)}"
-    return reason
 
 
 @functools.cache

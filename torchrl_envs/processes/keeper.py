@@ -3,9 +3,9 @@
 ``python -I -S keeper.py PARENT USER FOLDER COMMAND...`` ends when the command ends, with its
 status; when the process PARENT, which started it, is gone, however that ended; and when a signal
 tells it to. Whatever the command started is killed first, in sessions of its own too: orphans come
-to this process. Nothing inside the command can be relied on for that: a tool may hold the interpreter's
-lock for ever. USER runs the command; where that is empty, whoever runs this. FOLDER, unless it is
-empty, is removed at the end. Run by its path, without the rest of the package.
+to this process. Nothing inside the command can be relied on for that: a tool may hold the
+interpreter's lock for ever. USER runs the command; where that is empty, whoever runs this. FOLDER,
+unless it is empty, is removed at the end. Run by its path, without the rest of the package.
 """
 
 import contextlib

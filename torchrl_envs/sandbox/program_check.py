@@ -10,9 +10,17 @@ from typing import Final
 from torchrl_envs.processes import kept_command
 
 from .interpreter import Interpreter
-from .landlock import landlock_version, private_folder, remove_folder, user_under_landlock
+from .landlock import (
+    landlock_version,
+    private_folder,
+    reason_against_landlock,
+    remove_folder,
+    user_under_landlock,
+)
 from .limits import ProgramLimits
 from .process import ENVIRONMENT
+from .result import Isolation
+from .sandbox import WAYS, reason_against_way
 from .self_check import Check, failed_of, program_of
 from .watched_program import WatchedProgram
 
@@ -47,6 +55,30 @@ PROGRAM_CHECKS: Final = (
 """What must hold for an agent's program under Landlock."""
 MEMORY: Final = Check("memory of all processes is limited", _LOOKS, _TOO_MUCH)
 """The same, whose breach ends the program."""
+
+
+def reason_against_programs(way: Isolation, interpreter: Interpreter) -> str | None:
+    """Return why agents' programs can't be confined so here, or ``None``; tried once per process.
+
+    Args:
+        way: the way.
+        interpreter: decides what they can read.
+    """
+    if way == "bubblewrap":
+        return reason_against_way(way, interpreter)
+    reason = reason_against_landlock()
+    if reason is None and (failed := failing_program_checks()):
+        reason = f"these do not hold here: {', '.join(failed)}"
+    return reason
+
+
+def working_ways() -> tuple[Isolation | None, Isolation | None]:
+    """Return how code is isolated on this machine, and how agents' programs are confined."""
+    interpreter, found = Interpreter.current(), []
+    for reason_against in (reason_against_way, reason_against_programs):
+        working = (way for way in WAYS if reason_against(way, interpreter) is None)
+        found.append(next(working, None))
+    return found[0], found[1]
 
 
 def failing_program_checks() -> list[str]:
