@@ -260,7 +260,7 @@ def test_a_sandbox_that_shows_too_much_or_is_not_there_is_refused(monkeypatch):
         AgentCommand(["python"], sandbox=["no/such/folder"])
     with pytest.raises(TypeError, match=r"sandbox=data must be a list of folders, \[data\]"):
         AgentCommand(["python"], sandbox="data")
-    with pytest.raises(ValueError, match="prints_reward and sandbox are for command"):
+    with pytest.raises(ValueError, match="prints_reward, sandbox and isolation are for"):
         agent_task(program="math:sqrt", dataset=ROWS, sandbox=True)
     monkeypatch.setattr(sandbox, "_verified", {})
     monkeypatch.setenv("PATH", "")

@@ -5,13 +5,14 @@ socket and connects none: it is handed sockets that lead to the one address alre
 """
 
 import _socket
+import _thread
 import errno
 import os
 import select
 import sys
 
 _KIND, _CLOSE_ON_EXEC = 0xF, os.O_CLOEXEC
-_CONNECT_S = 0.1
+_SOON_S, _CONNECT_S = 0.02, 30.0
 _ANY, _TCP = 0, 6
 _ORDER = sys.byteorder
 
@@ -26,14 +27,38 @@ def open_socket(call, place):
     if family != _socket.AF_INET or not is_tcp:
         call.fail(errno.EACCES)
         return
-    try:
-        link = _connected(place)
-    except OSError as error:
-        call.fail(error.errno or errno.ETIMEDOUT)
-        return
-    os.set_blocking(link, not kind & _socket.SOCK_NONBLOCK)
-    call.give_descriptor(link, kind & _CLOSE_ON_EXEC)
-    os.close(link)
+    host, port = place
+    found = _socket.getaddrinfo(host, port, 0, _socket.SOCK_STREAM)
+    (family, number, protocol, _, address), *_ = found
+    link = _socket.socket(family, number, protocol)
+    link.setblocking(False)
+    failure = link.connect_ex(address)
+    if failure == errno.EINPROGRESS and not _is_done(link, _SOON_S):
+        # Many ask at once. Nobody else has to wait for that.
+        _thread.start_new_thread(_hand_over, (call, link, kind, _CONNECT_S))
+    elif failure in (0, errno.EINPROGRESS):
+        _hand_over(call, link, kind, 0.0)
+    else:
+        link.close()
+        call.fail(failure)
+
+
+def _hand_over(call, link, kind, wait_s):
+    """Give a socket to the program once it is connected."""
+    is_done = _is_done(link, wait_s)
+    failure = link.getsockopt(_socket.SOL_SOCKET, _socket.SO_ERROR) if is_done else errno.ETIMEDOUT
+    if failure:
+        call.fail(failure)
+    else:
+        link.setblocking(not kind & _socket.SOCK_NONBLOCK)
+        call.give_descriptor(link.fileno(), kind & _CLOSE_ON_EXEC)
+    link.close()
+
+
+def _is_done(link, wait_s):
+    ready = select.poll()
+    ready.register(link, select.POLLOUT)
+    return bool(ready.poll(1000 * wait_s))
 
 
 def connect_socket(call, port):
@@ -52,24 +77,3 @@ def connect_socket(call, port):
 
 def _address_bytes(port):
     return port.to_bytes(2, "big") + b"\x7f\0\0\1"
-
-
-def _connected(place):
-    """Return a new socket that leads to a place; the supervisor can't wait for long."""
-    host, port = place
-    found = _socket.getaddrinfo(host, port, 0, _socket.SOCK_STREAM)
-    (family, kind, protocol, _, address), *_ = found
-    link = _socket.socket(family, kind, protocol)
-    try:
-        link.setblocking(False)
-        failure = link.connect_ex(address)
-        if failure == errno.EINPROGRESS:
-            if not select.select([], [link], [], _CONNECT_S)[1]:
-                raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-            failure = link.getsockopt(_socket.SOL_SOCKET, _socket.SO_ERROR)
-        if failure:
-            raise OSError(failure, os.strerror(failure))
-        return link.detach()
-    except OSError:
-        link.close()
-        raise

@@ -131,7 +131,7 @@ class _Watcher:
             else:
                 attributes.set_attribute(call, name, self.config["folder"])
         except OSError as error:
-            call.fail(error.errno or errno.EPERM)
+            call.fail(max(error.errno or 0, 0) or errno.EPERM)
 
     def _answer_start(self, call):
         """Let a process or a thread be started while there are fewer."""
