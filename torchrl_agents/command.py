@@ -7,9 +7,11 @@ It imports nothing heavy: a recipe is a script, which runs in place of this one.
 """
 
 import ast
+import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -190,14 +192,22 @@ def _is_there(name: str) -> bool:
     return any(_isolations()) if kind == "isolation" else any(map(which, names.split("|")))
 
 
+_ISOLATIONS: Final = """
+import json
+from torchrl_envs.sandbox.program_check import working_ways
+print(json.dumps(working_ways()))
+"""
+
+
 @cache
 def _isolations() -> tuple[str | None, str | None]:
     """How code is isolated here, and how agents' programs are confined; both are tried."""
-    try:
-        from torchrl_envs.sandbox.program_check import working_ways
-    except ImportError:  # what the library needs is missing, which is told besides
-        return None, None
-    return working_ways()
+    # In a process of its own, because the sandbox imports what this one does without.
+    done = subprocess.run(
+        [sys.executable, "-c", _ISOLATIONS], capture_output=True, text=True, check=False
+    )
+    ways = json.loads(done.stdout) if done.returncode == 0 else (None, None)
+    return ways[0], ways[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
