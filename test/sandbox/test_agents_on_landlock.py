@@ -148,7 +148,7 @@ TOO_MUCH = {
                 held = b"x" * (60 << 20)
                 time.sleep(60)""",
     ),
-    "one file": ("status 1", "open('one', 'wb').write(bytes(20 << 20))"),
+    "one file": ("File too large", "open('one', 'wb').write(bytes(20 << 20))"),
     "many files of 1 MiB": (
         "disk_bytes = 8388608 and num_files = 256",
         """
