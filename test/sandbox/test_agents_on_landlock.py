@@ -174,12 +174,11 @@ TOO_MUCH = {
     "a deleted file that is mapped": (
         "disk_bytes",
         """
-        import mmap
-        held = []
+        libc.mmap.restype = ctypes.c_void_p
         for n in range(4):
             file = os.open(str(n), os.O_RDWR | os.O_CREAT)
             os.truncate(file, 3 << 20)
-            held.append(mmap.mmap(file, 3 << 20))
+            libc.mmap(None, ctypes.c_size_t(3 << 20), 1, 1, file, ctypes.c_long(0))
             os.close(file)
             os.unlink(str(n))""",
     ),
