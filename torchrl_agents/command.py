@@ -7,13 +7,16 @@ It imports nothing heavy: a recipe is a script, which runs in place of this one.
 """
 
 import ast
+import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -126,6 +129,8 @@ def doctor(arguments: Sequence[str]) -> int:
         missing = [name for name in its["needs"] if not _is_there(name)]
         names = ", ".join(name.rpartition(":")[2] for name in missing).replace("|", " or ")
         told = f"missing {names}: {its['remedy']} ({page(its['page'])})" if missing else "ready"
+        if not missing and any(name.startswith("isolation:") for name in its["needs"]):
+            told = "ready (code: {}; agents' programs: {})".format(*_isolations())
         if arguments and not missing:
             told = "; ".join(_faults(feature, its)) or told
         able = able and (told == "ready" or feature != "the library")
@@ -184,15 +189,25 @@ def _is_there(name: str) -> bool:
     kind, _, names = name.rpartition(":")
     if not kind:
         return find_spec(name) is not None
-    return any(map(which, names.split("|"))) or (kind == "isolation" and _has_landlock())
+    return any(_isolations()) if kind == "isolation" else any(map(which, names.split("|")))
 
 
-def _has_landlock() -> bool:
-    try:
-        from torchrl_envs.sandbox.landlock import reason_against_landlock
-    except ImportError:  # what the library needs is missing, which is told besides
-        return False
-    return reason_against_landlock() is None
+_ISOLATIONS: Final = """
+import json
+from torchrl_envs.sandbox.program_check import working_ways
+print(json.dumps(working_ways()))
+"""
+
+
+@cache
+def _isolations() -> tuple[str | None, str | None]:
+    """How code is isolated here, and how agents' programs are confined; both are tried."""
+    # In a process of its own, because the sandbox imports what this one does without.
+    done = subprocess.run(
+        [sys.executable, "-c", _ISOLATIONS], capture_output=True, text=True, check=False
+    )
+    ways = json.loads(done.stdout) if done.returncode == 0 else (None, None)
+    return ways[0], ways[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

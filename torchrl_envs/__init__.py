@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .rewards.privileged_prompts import FinishedRollout as FinishedRollout
     from .rewards.scoring_call import row_reward as row_reward
     from .rewards.span_log_probs import RetrieveSpanLogProb as RetrieveSpanLogProb
+    from .sandbox import ProgramLimits as ProgramLimits
     from .sandbox import Sandbox as Sandbox
     from .sandbox import SandboxLimits as SandboxLimits
     from .sandbox import SandboxResult as SandboxResult

@@ -10,6 +10,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from agent_attacks import ATTACKS, NUMBERS, WORKS, counting
 from attacks import CALLS, LIMITS, ON_LANDLOCK, all_in_one, program_of
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -27,6 +28,30 @@ session.run("import os, threading\\nthreading.Thread(target=print, args=(os.getu
 told["reason"] = Sandbox.reasons_against()["bubblewrap"]
 told["session"] = dataclasses.asdict(session.run("print(os.getuid(), os.listdir('.'))"))
 session.close()
+told["left"] = [name for name in os.listdir("/tmp") if name.startswith("sandbox-")]
+json.dump(told, sys.stdout)
+"""
+AGENTS = """
+import asyncio, json, os, socket, sys, warnings
+from torchrl_envs.agents.agent_command import AgentCommand, AgentEndpoint
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    command = AgentCommand(["python3"], folder="/outside/work",
+        sandbox=["/outside/packages"], environment={"MINE": "1"})
+told = {"isolation": command.isolation, "warned": str(warned[0].message)}
+policy, other = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+endpoint = AgentEndpoint(f"http://127.0.0.1:{policy.getsockname()[1]}/v1", "key", "any")
+os.environ["OF_THE_TRAINER"] = "secret"
+for name, program in json.load(sys.stdin).items():
+    for place, link in (("{policy}", policy), ("{other}", other)):
+        program = program.replace(place, str(link.getsockname()[1]))
+    command.command = [sys.executable, "-c", program]
+    told[name] = asyncio.run(command(endpoint))
+other.setblocking(False)
+try:
+    told["reached"] = other.accept()[1]
+except BlockingIOError:
+    told["reached"] = None
 told["left"] = [name for name in os.listdir("/tmp") if name.startswith("sandbox-")]
 json.dump(told, sys.stdout)
 """
@@ -70,15 +95,53 @@ def _places(outside):
     return [word for here, there in places.items() for word in ("-v", f"{here}:{there}")]
 
 
+def _put_outside(place, user):
+    (place / "packages").mkdir()
+    (place / "packages" / "os.py").write_text("x = 1")
+    (place / "secret").write_text("secret")
+    for path in (place, *place.rglob("*")):
+        path.chmod(0o777)
+        os.chown(path, int(user), int(user))
+
+
+def _told(program, user, outside, sent):
+    """What a program prints in a container, in which it may write outside."""
+    command = ["docker", "run", "--rm", "-i", "--user", user, *_places(outside)]
+    command += ["-e", "PYTHONPATH=/project:/packages", "-e", "SECRET=secret", "-e"]
+    command += ["PYTHONDONTWRITEBYTECODE=1", BASE, _python(), "-c", program]
+    done = subprocess.run(
+        command, input=json.dumps(sent), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("user", ["0", "1000"])
+def test_agents_in_a_container_with_default_options(user, docker, tmp_path):
+    for name in ("work", "sandbox-other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "sandbox-other" / "answer").write_text("secret")
+    _put_outside(tmp_path, user)
+    names = NUMBERS | {"trainer": 1, "folder": "/outside", "name": "probe"}
+    names |= {"secret": "/outside/secret", "other_episode": "/outside/sandbox-other"}
+    programs = {name: counting(attack, names) for name, attack in ATTACKS.items()}
+    told = _told(AGENTS, user, tmp_path, programs | {"works": counting(WORKS, names)})
+    assert told.pop("isolation") == "landlock"
+    assert "enforces less than bubblewrap" in told.pop("warned")
+    assert told.pop("left") == []
+    assert told.pop("reached") is None
+    assert told.pop("works") == 1
+    assert told.keys() == ATTACKS.keys()
+    assert min(told.values()) > 0
+    assert (tmp_path / "secret").read_text() == "secret"
+    assert sorted(os.listdir(tmp_path)) == ["packages", "sandbox-other", "secret", "work"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("user", "inside"), [("0", 65534), ("1000", 1000)])
 def test_in_a_container_with_default_options(user, inside, docker, tmp_path):
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "os.py").write_text("x = 1")
-    (tmp_path / "secret").write_text("secret")
-    for path in (tmp_path, *tmp_path.rglob("*")):
-        path.chmod(0o777)
-        os.chown(path, int(user), int(user))
+    _put_outside(tmp_path, user)
     victim = CALLS | {
         "trainer": 1,
         "folder": "/outside",
@@ -88,14 +151,7 @@ def test_in_a_container_with_default_options(user, inside, docker, tmp_path):
     victim |= {"copy": "/outside/packages", "abstract": "\0x", "socket": "/outside/x", "shared": 0}
     sent = {"attacks": all_in_one(ON_LANDLOCK, victim)}
     sent |= {"disk": program_of(DELETED, {}), "copies": COPIES, "limits": vars(LIMITS)}
-    command = ["docker", "run", "--rm", "-i", "--user", user, *_places(tmp_path)]
-    command += ["-e", "PYTHONPATH=/project:/packages", "-e", "SECRET=secret", "-e"]
-    command += ["PYTHONDONTWRITEBYTECODE=1", BASE, _python(), "-c", PROGRAM]
-    done = subprocess.run(
-        command, input=json.dumps(sent), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = _told(PROGRAM, user, tmp_path, sent)
     assert told.pop("left") == []
     assert "it does not start" in told.pop("reason"), "namespaces are not allowed"
     assert {result["isolation"] for result in told.values()} == {"landlock"}

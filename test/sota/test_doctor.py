@@ -58,7 +58,8 @@ def test_a_program_by_any_of_its_names_will_do(tmp_path):
     program.chmod(0o755)
     _, told, _ = doctor(path=there)
     assert told["a browser"] == "ready"
-    assert told["untrusted code"] == "ready", "by Landlock, without bubblewrap"
+    by_landlock = "ready (code: landlock; agents' programs: landlock)"
+    assert told["untrusted code"] == by_landlock, "without bubblewrap"
 
 
 def test_arguments_are_refused():

@@ -5,20 +5,17 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
 
-from torchrl_envs.processes.worker_process import RELAY, kept_command, relayed_command
-from torchrl_envs.sandbox import Sandbox
-from torchrl_envs.sandbox.bubblewrap import bubblewrap
-from torchrl_envs.sandbox.process import ENVIRONMENT
-from torchrl_envs.sandbox.users import starts_as
+from torchrl_envs.processes import kept_command
+from torchrl_envs.sandbox import Isolation, ProgramLimits
+
+from .agent_sandbox import AgentSandbox, PlacedProgram
 
 _TAIL_BYTES: Final = 1 << 20
 _KILL_S: Final = 5.0
@@ -51,21 +48,28 @@ class AgentCommand:
 
     Without ``sandbox`` it runs with the rights of this process. In one it reaches the policy and no
     other address; it reads the system's programs, this Python with its packages, and its folder,
-    and writes to a ``/tmp`` of its own, which goes with the episode; it sees no other process, and
-    ``PATH`` alone of the environment variables. Nothing bounds its memory and its CPU time but the
-    end of the episode.
+    and writes to a folder of its own (``TMPDIR`` and ``HOME``; in bubblewrap ``/tmp``), which goes
+    with the episode; it sees no other process, and ``PATH`` alone of the environment variables. It
+    ends where it takes more than ``limits`` allows; nothing bounds its CPU time but the end of the
+    episode. Bubblewrap confines it where that works; elsewhere, as in most containers, Landlock
+    does, with a warning, because that enforces less. ``isolation`` says which it is.
 
     Args:
         command: the program and its arguments.
         environment: further environment variables.
         folder: where it runs; here when not given.
         prints_reward: whether it prints its reward; when not, other parts score the episode.
-        sandbox: whether it runs in one, by bubblewrap; or which folders it can read there besides.
+        sandbox: whether it runs in one; or which folders it can read there besides. ``"/proc"``
+            shows it all processes, under Landlock, which some programs need to start.
+        isolation: of the sandbox: ``"bubblewrap"`` or ``"landlock"``; the first that works when not
+            given.
+        limits: of the sandbox: memory, disk and processes.
 
     Raises:
-        ValueError: the command is empty, or a sandbox won't show a folder, such as a home.
+        ValueError: the command is empty, a sandbox won't show a folder, such as a home, or a
+            setting of the sandbox is given without one.
         TypeError: it is one string, or holds something else than strings.
-        SandboxUnavailableError: nothing isolates programs here.
+        SandboxUnavailableError: nothing confines programs here.
 
     Example:
         >>> import sys
@@ -83,6 +87,8 @@ class AgentCommand:
         folder: str | os.PathLike[str] | None = None,
         prints_reward: bool = True,
         sandbox: bool | Sequence[str | os.PathLike[str]] = False,
+        isolation: Isolation | None = None,
+        limits: ProgramLimits | None = None,
     ) -> None:
         if isinstance(command, str) or not all(isinstance(part, str) for part in command):
             raise TypeError(
@@ -98,12 +104,18 @@ class AgentCommand:
         self.environment = dict(environment or {})
         self.folder = folder
         self.prints_reward = prints_reward
-        self._readable: tuple[str, ...] = ()
+        self._sandbox: AgentSandbox | None = None
         if sandbox is not False:
-            shown = (sys.prefix, folder or ".", *(() if sandbox is True else sandbox))
-            paths = [Path(os.path.abspath(path)) for path in shown]
-            own = Sandbox(packages=paths, isolation="bubblewrap").interpreter.readable
-            self._readable = (*own, *map(str, paths), str(RELAY), "/etc/alternatives")
+            shown = [os.fspath(path) for path in (() if sandbox is True else sandbox)]
+            self._sandbox = AgentSandbox(
+                os.fspath(folder or "."), shown, isolation=isolation, limits=limits
+            )
+        elif isolation is not None or limits is not None:
+            raise ValueError(
+                "AgentCommand: isolation and limits are of a sandbox, and sandbox=False. Pass "
+                "sandbox=True as well, or neither."
+            )
+        self.isolation: Isolation = "none" if self._sandbox is None else self._sandbox.isolation
         self.__name__ = Path(self.command[0]).name
 
     async def __call__(self, endpoint: AgentEndpoint, /, **row: Any) -> Any:
@@ -121,55 +133,55 @@ class AgentCommand:
                     f"{self.__name__} gets its row as JSON; the column {name!r} is not: {error}"
                 ) from error
         line = json.dumps(row).encode() + b"\n"
+        policy = urlsplit(endpoint.base_url)
+        if self._sandbox is None:
+            own = PlacedProgram(
+                command=kept_command(self.command), near=policy.netloc, variables=dict(os.environ)
+            )
+            status, out, err = await self._run(own, endpoint, line)
+        else:
+            with self._sandbox.place(self.command, policy) as placed:
+                near = policy._replace(netloc=placed.near).geturl()
+                status, out, err = await self._run(placed, endpoint._replace(base_url=near), line)
+        if status:
+            last = err.rpartition("\n")[2]  # of a traceback, what was raised
+            raise AgentProgramError(f"{self.__name__} ended with status {status}: {last[-500:]}")
+        return _printed_reward(out, self.__name__) if self.prints_reward else None
+
+    async def _run(
+        self, placed: PlacedProgram, endpoint: AgentEndpoint, line: bytes
+    ) -> tuple[int | None, str, str]:
+        """Run it to its end; its exit status, and the last of what it printed."""
         pipes, tails = (os.pipe(), os.pipe()), (bytearray(), bytearray())
         readers = [
             asyncio.create_task(_keep_tail(read, tail))
             for (read, _), tail in zip(pipes, tails, strict=True)
         ]
-        with TemporaryDirectory() if self._readable else contextlib.nullcontext("") as door:
-            try:
-                command, variables = self._placed(endpoint, door)
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=pipes[0][1],
-                    stderr=pipes[1][1],
-                    env=variables,
-                    cwd=self.folder,
-                    start_new_session=True,
-                )
-            finally:
-                for _, write in pipes:
-                    os.close(write)
-            try:
-                await process.communicate(line)
-            finally:
-                await _end(process, endpoint.api_key)
-                await asyncio.wait(readers, timeout=_KILL_S)
-                for reader in readers:
-                    reader.cancel()
-        out, err = (tail.decode(errors="replace").strip() for tail in tails)
-        if process.returncode:
-            last = err.rpartition("\n")[2]  # of a traceback, what was raised
-            raise AgentProgramError(
-                f"{self.__name__} ended with status {process.returncode}: {last[-500:]}"
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *placed.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=pipes[0][1],
+                stderr=pipes[1][1],
+                env=self._variables(placed, endpoint),
+                cwd=self.folder,
+                start_new_session=True,
             )
-        return _printed_reward(out, self.__name__) if self.prints_reward else None
+        finally:
+            for _, write in pipes:
+                os.close(write)
+        try:
+            await process.communicate(placed.begin + line)
+        finally:
+            await _end(process, endpoint.api_key)
+            await asyncio.wait(readers, timeout=_KILL_S)
+            for reader in readers:
+                reader.cancel()
+        out, err = (tail.decode(errors="replace").strip() for tail in tails)
+        return process.returncode, out, err
 
-    def _placed(self, endpoint: AgentEndpoint, door: str) -> tuple[list[str], dict[str, str]]:
-        """Return what runs, and its environment variables; the policy's socket is in the folder."""
-        command, found, user = self.command, dict(os.environ), None
-        if self._readable:
-            policy, socket, user = urlsplit(endpoint.base_url), f"{door}/policy", starts_as()
-            if user is not None:
-                os.chown(door, user, -1)
-            near, where = f"127.0.0.1:{policy.port}", os.path.abspath(self.folder or ".")
-            own = ["--unshare-user-try", "--cap-drop", "ALL", "--dev", "/dev", "--tmpfs", "/tmp"]
-            own += ["--ro-bind", door, door, "--chdir", where]
-            command = bubblewrap(self._readable, own) + relayed_command(near, socket, command)
-            command = relayed_command(socket, f"{policy.hostname}:{policy.port}", command)
-            endpoint = endpoint._replace(base_url=policy._replace(netloc=near).geturl())
-            found = {**ENVIRONMENT, "PATH": f"{sys.prefix}/bin:{os.environ.get('PATH', '')}"}
+    def _variables(self, placed: PlacedProgram, endpoint: AgentEndpoint) -> dict[str, str]:
+        found = dict(placed.variables)
         url = {"OPENAI": endpoint.base_url, "ANTHROPIC": endpoint.base_url.removesuffix("/v1")}
         for company, base_url in url.items():
             found |= {f"{company}_BASE_URL": base_url, f"{company}_API_BASE": base_url}
@@ -177,7 +189,7 @@ class AgentCommand:
         for name in ("NO_PROXY", "no_proxy"):
             hosts = [os.environ.get(name, ""), urlsplit(endpoint.base_url).hostname or ""]
             found[name] = ",".join(filter(None, hosts))
-        return kept_command(command, user=user), found | self.environment
+        return found | self.environment
 
 
 async def _end(process: asyncio.subprocess.Process, key: str) -> None:

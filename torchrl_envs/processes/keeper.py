@@ -1,11 +1,11 @@
 """A program that runs a command, and leaves nothing of it behind.
 
-``python -I -S keeper.py PARENT USER COMMAND...`` ends when the command ends, with its status; when
-the process PARENT, which started it, is gone, however that ended; and when a signal tells it to.
-Whatever the command started is killed first, in sessions of its own too: orphans come to this
-process. Nothing inside the command can be relied on for that: a tool may hold the interpreter's
-lock for ever. USER runs the command; where that is empty, whoever runs this. Run by its path,
-without the rest of the package.
+``python -I -S keeper.py PARENT USER FOLDER COMMAND...`` ends when the command ends, with its
+status; when the process PARENT, which started it, is gone, however that ended; and when a signal
+tells it to. Whatever the command started is killed first, in sessions of its own too: orphans come
+to this process. Nothing inside the command can be relied on for that: a tool may hold the
+interpreter's lock for ever. USER runs the command; where that is empty, whoever runs this. FOLDER,
+unless it is empty, is removed at the end. Run by its path, without the rest of the package.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None)
 
 def main() -> None:
     """Run the command that the command line names."""
-    parent, user, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    parent, user, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         gone = os.pidfd_open(parent)
@@ -48,6 +48,8 @@ def main() -> None:
             break
         status = _reap(child)
     _kill_descendants()
+    if folder:
+        _remove(folder)
     # It ends as the command did.
     if status is None or status < 0:
         number = signal.SIGKILL if status is None else -status
@@ -100,6 +102,22 @@ def _kill_descendants() -> None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             os.waitpid(-1, 0)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder, also where folders in it were made unreadable."""
+    with contextlib.suppress(RecursionError):  # whoever has started this removes the rest
+        for place, names, _ in os.walk(folder):
+            for name in names:
+                if not os.path.islink(f"{place}/{name}"):
+                    with contextlib.suppress(OSError):
+                        os.chmod(f"{place}/{name}", 0o700)
+        for place, _, _ in os.walk(folder, topdown=False):
+            for name in os.listdir(place):
+                with contextlib.suppress(OSError):  # a folder that is removed already
+                    os.unlink(f"{place}/{name}")
+            with contextlib.suppress(OSError):
+                os.rmdir(place)
 
 
 if __name__ == "__main__":

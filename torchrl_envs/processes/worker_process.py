@@ -29,10 +29,16 @@ _PROGRAM: Final = (
 )
 
 
-def kept_command(command: Sequence[str], *, user: int | None = None) -> list[str]:
-    """A command that ends with this process, and kills what it has started when it ends."""
+def kept_command(command: Sequence[str], *, user: int | None = None, folder: str = "") -> list[str]:
+    """A command that ends with this process, and kills what it has started when it ends.
+
+    Args:
+        command: the program and its arguments.
+        user: who runs it; who runs this process when not given.
+        folder: is removed after it.
+    """
     who = "" if user is None else str(user)
-    return [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), who, *command]
+    return [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), who, folder, *command]
 
 
 def relayed_command(door: object, place: object, command: Sequence[str]) -> list[str]:

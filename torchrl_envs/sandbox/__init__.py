@@ -3,6 +3,7 @@
 from .errors import SandboxStartError as SandboxStartError
 from .errors import SandboxUnavailableError as SandboxUnavailableError
 from .errors import UnsandboxedCodeWarning as UnsandboxedCodeWarning
+from .limits import ProgramLimits as ProgramLimits
 from .limits import SandboxLimits as SandboxLimits
 from .result import Isolation as Isolation
 from .result import SandboxResult as SandboxResult

@@ -10,6 +10,7 @@ from rich.table import Table
 from .interpreter import Interpreter
 from .landlock import user_under_landlock
 from .limits import SandboxLimits
+from .program_check import MEMORY, PROGRAM_CHECKS, working_ways
 from .result import Isolation
 from .sandbox import Sandbox
 from .self_check import CHECKS, LOOKED_AT
@@ -28,11 +29,19 @@ def main() -> int:
     if chosen is None:
         console.print("[bold red]Untrusted code is refused.[/]")
         return 1
-    console.print(f"[bold green]Untrusted code runs under {chosen}.[/]\n")
+    console.print(f"[bold green]Untrusted code runs under {chosen}.[/]")
+    confined_by = working_ways()[1]
+    told = "are refused a sandbox" if confined_by is None else f"run under {confined_by}"
+    console.print(f"[bold]Agents' programs {told}.[/]\n")
     table = Table("holds, tried just now", "enforced by", title_justify="left")
     for check in (*CHECKS[chosen], *([LOOKED_AT] if chosen == "landlock" else [])):
         table.add_row(check.name, check.enforced_by)
     console.print(table)
+    if confined_by == "landlock":
+        table = Table("holds for agents' programs", "enforced by", title_justify="left")
+        for check in (*PROGRAM_CHECKS, MEMORY):
+            table.add_row(check.name, check.enforced_by)
+        console.print(table)
     shown = Table("limit of a run, by default", "", "enforced by")
     for row in _limits(chosen):
         shown.add_row(*row)

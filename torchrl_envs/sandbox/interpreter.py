@@ -10,7 +10,11 @@ from pathlib import Path
 from types import CodeType
 
 _PACKAGE = "inside"
-_MODULES = ("kernel", "frames", "landlock", "threads", "disk", "memory", "worker", "supervisor")
+_BOTH = ("kernel", "frames", "landlock", "asking", "disk", "memory")
+CODE = (*_BOTH, "threads", "worker", "supervisor")
+"""Modules that run code, in the order in which they import each other; the last has the `main`."""
+PROGRAMS = (*_BOTH, "sockets", "signals", "attributes", "watcher")
+"""The same of those that run an agent's program."""
 _RECEIVE = f"""
 import marshal, os, sys, types
 def read(size):
@@ -29,7 +33,7 @@ for name, code in modules.items():
     made.__package__ = "{_PACKAGE}"
     exec(code, made.__dict__)
     setattr(parent, name, made)
-parent.supervisor.main()
+made.main()
 """
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _LOADER_CACHE = "/etc/ld.so.cache"
@@ -88,12 +92,12 @@ def _directory(path: str | Path) -> str:
 
 
 @functools.cache
-def inside_program() -> dict[str, CodeType]:
+def inside_program(modules: tuple[str, ...] = CODE) -> dict[str, CodeType]:
     """The supervisor's modules, compiled by this interpreter, which is the one that runs inside."""
     # They are sent, so that no file of this project has to be readable, and compiled, because that
     # takes longer than all the rest.
     sources = files(str(__package__)) / _PACKAGE
     return {
         name: compile((sources / f"{name}.py").read_text("utf-8"), f"{_PACKAGE}.{name}", "exec")
-        for name in _MODULES
+        for name in modules
     }

@@ -45,22 +45,28 @@ _REMOVE_TRIES: Final = 20
 
 # fmt: off
 _DENIED: Final = (
-    # Other processes: to start one, to signal one of another number.
-    "fork", "vfork", "execve", "execveat", "tkill", "pidfd_open", "pidfd_send_signal",
     # What Landlock allows with files of this user that may be read: to watch them, and these.
     "inotify_init", "inotify_init1",
     "chown", "fchown", "lchown", "fchownat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat",
     "removexattr", "lremovexattr", "fremovexattr", "removexattrat", "file_setattr",
-    # Unix sockets and objects of System V, which others of this user have by name or number.
-    "connect", "bind", "listen", "accept", "accept4",
+    # Objects of System V, which others of this user have by number; sockets that wait for others.
+    "bind", "listen", "accept", "accept4",
     "shmat", "shmctl", "semop", "semtimedop", "semctl", "msgsnd", "msgrcv", "msgctl",
     "statmount", "listmount",
-    # Files could be hidden in a message to itself from who counts them; memory in these.
-    "sendmsg", "sendmmsg", "io_setup",
+    # Memory could be hidden in it from who counts it.
+    "io_setup",
 )
-_DENIED_TO_THE_OWNER: Final = (
+_DENIED_TO_CODE: Final = (
+    # Other processes: to start one, to signal one of another number.
+    "fork", "vfork", "execve", "execveat", "tkill", "pidfd_open", "pidfd_send_signal",
+    "connect",
+    # Files could be hidden in a message to itself from who counts them.
+    "sendmsg", "sendmmsg",
+)
+MODES_AND_TIMES: Final = (
     "chmod", "fchmod", "fchmodat", "fchmodat2", "utime", "utimes", "utimensat", "futimesat",
 )
+"""Calls that change these of any file of this user, and that Landlock lets pass."""
 _OF_ANY_PATH: Final = (
     "getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr", "getxattrat",
     "listxattrat",
@@ -140,25 +146,32 @@ def landlock_filter(version: int, user: int | None) -> bytes:
         user: whom the program becomes; a program that stays who started it could change the modes
             and times of their files.
     """
-    rules = [*COMMON, *(Rule(name) for name in _DENIED)]
-    # Attributes of files that Landlock does not let it read; so `shutil` goes on without them.
-    rules += [Rule(name, error=errno.ENOTSUP) for name in _OF_ANY_PATH]
+    rules = [*COMMON, *beside_landlock(version), *(Rule(name) for name in _DENIED_TO_CODE)]
     rules += [Rule("clone", ((0, MASKED_EQUAL, flag, 0),)) for flag in _THREAD_FLAGS]
     rules += [Rule(name, ((0, NOT_EQUAL, _PID_MARK, 0),)) for name in _OWN_SIGNALS]
+    rules += [Rule("prctl", (is_int(0, _NO_DEATH_SIGNAL),))]
+    if user is None:
+        rules += [Rule(name) for name in MODES_AND_TIMES]
+    return syscall_filter(tuple(rules))
+
+
+def beside_landlock(version: int) -> list[Rule]:
+    """What a version of Landlock lets pass, and no program needs."""
+    rules = [Rule(name) for name in _DENIED]
+    # Attributes of files that Landlock does not let it read; so `shutil` goes on without them.
+    rules += [Rule(name, error=errno.ENOTSUP) for name in _OF_ANY_PATH]
     rules += [Rule("fcntl", (is_int(1, command),)) for command in _FCNTL]
     rules += [Rule("ioctl", (is_int(1, request),)) for request in _IOCTL]
     rules += [Rule("ioctl", ((1, MASKED_EQUAL, 0xC0000000, way),)) for way in _READS_OR_WRITES]
     # A datagram may be sent to whom one likes; pairs of streams lead nowhere else.
     rules += [Rule("socketpair", ((1, MASKED_EQUAL, 0xF, kind),)) for kind in _NO_STREAMS]
-    rules += [Rule("prctl", (is_int(0, each),)) for each in (_NO_DEATH_SIGNAL, _NOT_DUMPABLE)]
+    rules += [Rule("prctl", (is_int(0, _NOT_DUMPABLE),))]
     # Space that is taken without being written would be gone before somebody looks.
     rules += [Rule("fallocate", error=errno.EOPNOTSUPP), Rule("openat2", error=errno.ENOSYS)]
     rules += _opens(_O_TMPFILE, 0, errno.EOPNOTSUPP)
-    if user is None:
-        rules += [Rule(name) for name in _DENIED_TO_THE_OWNER]
     if version < 3:
         rules += [Rule("truncate"), *_opens(_O_TRUNC, os.O_RDONLY), *_opens(_O_TRUNC, 3)]
-    return syscall_filter(tuple(rules))
+    return rules
 
 
 def _opens(flag: int, access: int, error: int = errno.EPERM) -> list[Rule]:
@@ -180,7 +193,7 @@ def landlock_config(user: int | None) -> dict[str, Any]:
         "parent": os.getpid(),
         "syscall_filter": landlock_filter(version, user),
         "pid_mark": _PID_MARK.to_bytes(4, sys.byteorder),
-        "thread_filter": asking_filter("clone"),
+        "asking_filter": asking_filter("clone"),
         "seccomp_number": call_number("seccomp"),
     }
 

@@ -28,7 +28,7 @@ from .self_check import TRIAL_LIMITS, failing_checks
 from .syscall_filter import syscall_filter
 from .users import UNPRIVILEGED_USER, changes_user, starts_as
 
-_WAYS: Final[tuple[Isolation, ...]] = ("bubblewrap", "landlock")
+WAYS: Final[tuple[Isolation, ...]] = ("bubblewrap", "landlock")
 """Ways to isolate code, the strictest first."""
 _IN_CONTAINERS: Final = {
     "bubblewrap": "user namespaces (a seccomp profile that allows unshare and mount)",
@@ -80,7 +80,7 @@ class Sandbox:
         isolation: Isolation | None = None,
         allow_unsandboxed: bool = False,
     ) -> None:
-        if isolation not in (None, "none", *_WAYS):
+        if isolation not in (None, "none", *WAYS):
             choices = "must be one of 'bubblewrap', 'landlock', 'none' and None"
             raise ValueError(f"Sandbox: isolation {choices}, got {isolation!r}.")
         if isolation == "none" and not allow_unsandboxed:
@@ -90,11 +90,11 @@ class Sandbox:
             )
         self.limits = SandboxLimits() if limits is None else limits
         self.interpreter = Interpreter.current(packages)
-        ways = _WAYS if isolation is None else () if isolation == "none" else (isolation,)
+        ways = WAYS if isolation is None else () if isolation == "none" else (isolation,)
         reasons = []
         self.isolation: Isolation = "none"
         for way in ways:
-            reason = _reason_against(way, self.interpreter)
+            reason = reason_against_way(way, self.interpreter)
             if reason is None:
                 self.isolation = way
                 return
@@ -240,10 +240,10 @@ class Sandbox:
     @staticmethod
     def reasons_against() -> dict[Isolation, str | None]:
         """For each way to isolate code why it does not work here, or ``None`` where it does."""
-        return {way: _reason_against(way, Interpreter.current()) for way in _WAYS}
+        return {way: reason_against_way(way, Interpreter.current()) for way in WAYS}
 
 
-def _reason_against(way: Isolation, interpreter: Interpreter) -> str | None:
+def reason_against_way(way: Isolation, interpreter: Interpreter) -> str | None:
     """Return why code can't be isolated so here, or ``None``; tried once per process."""
     with _verifying:
         if (way, interpreter) not in _verified:

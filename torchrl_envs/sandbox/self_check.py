@@ -1,6 +1,6 @@
 """Programs that try what a sandbox must prevent; cheap enough to run at construction."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from .limits import SandboxLimits
@@ -67,7 +67,7 @@ CHECKS: Final[Mapping[Isolation, tuple[Check, ...]]] = {
 
 _PROGRAM: Final = """
 import _thread, ctypes, fcntl, os, signal, time
-from _socket import AF_INET, AF_UNIX, SOCK_STREAM, socket
+from _socket import AF_INET, AF_UNIX, SOCK_DGRAM, SOCK_STREAM, socket
 
 def libc(name, *arguments):
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) == -1:
@@ -87,6 +87,21 @@ def threads_to_the_limit():
 
 def size():
     return os.stat(os.__file__).st_size
+
+def mode():
+    return os.stat(os.__file__).st_mode & 0o7777
+
+def connection(name):
+    link = socket(AF_INET, SOCK_STREAM)
+    link.connect(("127.0.0.1", PORTS[name]))
+    return link
+
+def reached(name):
+    try:
+        connection(name)
+    except OSError:
+        return
+    raise OSError
 
 def times():
     status = os.stat(os.__file__)
@@ -141,13 +156,24 @@ LOOKED_AT: Final = Check("the disk is limited", "the supervisor, deleted files t
 """A limit under Landlock, whose breach ends the program."""
 
 
+def program_of(checks: Sequence[Check]) -> str:
+    """Return a program that tries what must not work, and prints what does."""
+    attempts = [(check.name, check.attempt) for check in checks]
+    return f"CHECKS = {attempts!r}\n{_PROGRAM}"
+
+
+def failed_of(checks: Sequence[Check], printed: str) -> list[str] | None:
+    """Return the names of what does not hold; none where the program printed something else."""
+    if not printed.startswith("failed ["):
+        return None
+    return [check.name for check in checks if repr(check.name) in printed]
+
+
 def failing_checks(way: Isolation, run: Callable[[str], SandboxResult]) -> list[str]:
     """Return what does not hold in a sandbox."""
-    checks = CHECKS[way]
-    attempts = [(check.name, check.attempt) for check in checks]
-    result = run(f"CHECKS = {attempts!r}\n{_PROGRAM}")
-    failed = [check.name for check in checks if repr(check.name) in result.stdout]
-    if not result.succeeded or not result.stdout.startswith("failed ["):
+    result = run(program_of(CHECKS[way]))
+    failed = failed_of(CHECKS[way], result.stdout)
+    if not result.succeeded or failed is None:
         return [f"the checks could not be made: {result}"]
     if way == "landlock" and not run(LOOKED_AT.attempt).out_of_disk:
         failed.append(LOOKED_AT.name)

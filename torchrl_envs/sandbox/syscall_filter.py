@@ -20,11 +20,10 @@ _INT: Final = 0xFFFFFFFF
 _UNKNOWN_CALL: Final = -1
 _AF_UNIX: Final = 1
 
-# No network at all: not even a socket. What reaches other processes, the kernel's objects that
-# outlive a process or escape its memory limit, and all that makes or changes namespaces.
+# What reaches other processes, the kernel's objects that outlive a process or escape its memory
+# limit, and all that makes or changes namespaces.
 # fmt: off
 _DENIED: Final = (
-    "socket",
     "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "pidfd_getfd", "kcmp",
     "mount", "umount2", "pivot_root", "chroot", "fsopen", "fsconfig", "fsmount", "fspick",
     "move_mount", "open_tree",
@@ -33,7 +32,7 @@ _DENIED: Final = (
     "io_uring_register",
     "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self",
     "add_key", "keyctl", "request_key",
-    "memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open", "timer_create",
+    "memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open",
     "vmsplice", "splice", "tee",
     "init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot",
     "swapon", "swapoff", "syslog", "acct", "quotactl", "open_by_handle_at", "name_to_handle_at",
@@ -66,8 +65,6 @@ _DENIED_WITH: Final = (
     ("prlimit64", (0, NOT_EQUAL, 0, 0)),
     *(("clone", (0, MASKED_EQUAL, flag, flag)) for flag in _NEW_NAMESPACE_FLAGS),
     *(("ioctl", is_int(1, request)) for request in (0x5412, 0x541C)),  # TIOCSTI, TIOCLINUX
-    # The supervisor counts sockets, each with a buffer of the usual size: SO_SNDBUF, SO_SNDBUFFORCE
-    *(("setsockopt", is_int(1, 1), is_int(2, option)) for option in (7, 32)),
     # It counts record locks of processes: F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
     *(("fcntl", is_int(1, command)) for command in (36, 37, 38)),
     # What is stopped wakes itself with no signal: F_SETSIG, PR_SET_PDEATHSIG
@@ -93,13 +90,21 @@ class Rule(NamedTuple):
     error: int = errno.EPERM
 
 
-COMMON: Final = (
+EVERYWHERE: Final = (
     *(Rule(name) for name in _DENIED),
     *(Rule(name, tuple(comparisons)) for name, *comparisons in _DENIED_WITH),
     # The flags of clone3 are in memory, where a filter can't look; the C library then uses clone.
     Rule("clone3", error=errno.ENOSYS),
 )
-"""Rules of every sandbox."""
+"""Rules of every sandbox, those of agents' programs too."""
+COMMON: Final = (
+    *EVERYWHERE,
+    # No network at all: not even a socket.
+    *(Rule("socket"), Rule("timer_create")),
+    # The supervisor counts sockets, each with a buffer of the usual size: SO_SNDBUF, SO_SNDBUFFORCE
+    *(Rule("setsockopt", (is_int(1, 1), is_int(2, option))) for option in (7, 32)),
+)
+"""Rules of every sandbox of code."""
 
 
 @functools.cache
@@ -113,9 +118,9 @@ def syscall_filter(rules: tuple[Rule, ...] = COMMON) -> bytes:
 
 
 @functools.cache
-def asking_filter(call: str) -> bytes:
-    """A filter that has one system call wait for an answer."""
-    return _compiled([(call, (), _NOTIFY)])
+def asking_filter(*calls: str) -> bytes:
+    """A filter that has some system calls wait for an answer."""
+    return _compiled([(call, (), _NOTIFY) for call in calls])
 
 
 def call_number(name: str) -> int:

@@ -7,6 +7,7 @@ from torchrl_data.checks import check_counts
 from torchrl_data.import_path import import_callable
 from torchrl_envs.agents.agent_command import AgentCommand
 from torchrl_envs.agents.agent_program import AgentProgram
+from torchrl_envs.sandbox import Isolation
 
 from .task import Task, load_task_rows
 
@@ -23,6 +24,7 @@ def agent_task(
     skip_bad_rows: bool = False,
     prints_reward: bool = True,
     sandbox: bool | Sequence[str] = False,
+    isolation: Isolation | None = None,
     agents: Sequence[str] = (),
     error_reward: float | None = None,
     cut_reward: float | None = 0.0,
@@ -46,6 +48,8 @@ def agent_task(
         skip_bad_rows: leave out rows that can't be used, and log how many; else they are refused.
         prints_reward: whether a command prints its reward.
         sandbox: whether a command runs in one; or which folders it can read there besides.
+        isolation: of the sandbox: ``bubblewrap`` or ``landlock``; the first that works when not
+            given.
         agents: names of agents that are rewarded by themselves, with loss.credit=agent.
         error_reward: what an episode is given whose agent raised; none leaves it out of training.
         cut_reward: the same of one that was cut by a limit.
@@ -66,11 +70,15 @@ def agent_task(
         )
     if dataset is None:
         raise ValueError("agent needs a dataset: the rows that the agent works on.")
-    if program is not None and (sandbox is not False or not prints_reward):
-        raise ValueError("prints_reward and sandbox are for command: program runs in this process.")
+    is_confined = sandbox is not False or isolation is not None
+    if program is not None and (is_confined or not prints_reward):
+        raise ValueError(
+            "prints_reward, sandbox and isolation are for command: program runs in this process."
+        )
     run: Any = import_callable("program", program) if program is not None else None
     if command is not None:
-        run = AgentCommand(list(command), prints_reward=prints_reward, sandbox=sandbox)
+        confined: Any = {"sandbox": sandbox, "isolation": isolation}
+        run = AgentCommand(list(command), prints_reward=prints_reward, **confined)
     rewards: Any = {"error_reward": error_reward, "cut_reward": cut_reward}
     rewards |= {"agents": list(agents)}
     rewards |= {"ignored_parameters": list(ignored_parameters), "timeout_s": timeout_s}

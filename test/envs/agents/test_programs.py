@@ -22,7 +22,8 @@ from agents_for_tests import (
 from torchrl.envs.transforms import Compose
 
 from torchrl_envs import AgentCommand, AgentProgram, ChatEnv, DataLoadingPrimer, StepCounter
-from torchrl_envs.sandbox import SandboxUnavailableError, sandbox
+from torchrl_envs.agents.agent_sandbox import WeakerSandboxWarning
+from torchrl_envs.sandbox import ProgramLimits, SandboxUnavailableError, program_check, sandbox
 from torchrl_envs.tasks.agent_task import agent_task
 from torchrl_envs.testing.scripted_turns import ScriptedTurns
 
@@ -141,21 +142,25 @@ trainer, other = map(int, os.environ["CANARIES"].split())
 wrong = [name for name, found in {
     "its files are read": not reached(pathlib.Path("kept/notes").read_text),
     "those named are read": not reached(pathlib.Path(os.environ["MORE"]).read_text),
-    "it writes to /tmp": not reached(pathlib.Path("/tmp/x").write_text, "x"),
+    "it writes": not reached(pathlib.Path(os.environ["TMPDIR"], "x").write_text, "x"),
     "other files": reached(pathlib.Path(os.environ["SECRET"]).read_text),
     "write": reached(pathlib.Path("kept/notes").write_text, "x"),
     "variables": "OF_THE_TRAINER" in os.environ,
     "another port": reached(socket.create_connection, ("127.0.0.1", other), 2),
     "an address": reached(socket.create_connection, ("1.1.1.1", 80), 2),
     "a process": reached(os.kill, trainer, 0),
-    "processes": sum(name.isdigit() for name in os.listdir("/proc")) > 9,
+    "processes": reached(os.listdir, "/proc")
+        and sum(name.isdigit() for name in os.listdir("/proc")) > 9,
     "mount": not subprocess.run(["mount", "-o", "remount,rw", "/usr"], stderr=-3).returncode,
 }.items() if found]
 if wrong: sys.exit(str(wrong))
 """
 
 
-def test_a_command_in_a_sandbox_reaches_its_policy_alone(chatml_tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize("isolation", ["bubblewrap", "landlock"])
+def test_a_command_in_a_sandbox_reaches_its_policy_alone(
+    chatml_tokenizer, tmp_path, monkeypatch, isolation
+):
     monkeypatch.setenv("OF_THE_TRAINER", "secret")
     folder, more = tmp_path / "agent", tmp_path / "more"
     for path in (folder / "kept", more):
@@ -169,18 +174,56 @@ def test_a_command_in_a_sandbox_reaches_its_policy_alone(chatml_tokenizer, tmp_p
             "MORE": f"{more}/notes",
             "SECRET": f"{tmp_path}/secret",
         }
-        command = AgentCommand(
-            ["python", "agent.py"], folder=folder, environment=told, sandbox=[more]
-        )
+        own = {"environment": told, "sandbox": [more], "isolation": isolation}
+        command = AgentCommand(["python", "agent.py"], folder=folder, **own)
         last = play(chatml_tokenizer, command, ["5"])
+    assert command.isolation == isolation
     assert (reason_of(last), last["reward"].item()) == ("environment_done", 1.0)
     assert (folder / "kept/notes").read_text() == "x"
     monkeypatch.chdir(tmp_path)
-    lost = play(chatml_tokenizer, AgentCommand(["./nobody"], sandbox=True), ["5"])
+    nobody = AgentCommand(["./nobody"], sandbox=True, isolation=isolation)
+    lost = play(chatml_tokenizer, nobody, ["5"])
     assert "nobody ended with status 127: ./nobody: No such file" in reason_of(lost)
 
 
-def test_a_sandbox_ends_with_all_that_a_command_started(chatml_tokenizer):
+TAKES = {
+    "memory_bytes = 104857600": "held = 'x' * (400 << 20)",
+    "num_processes = 16": """
+import subprocess
+children = [subprocess.Popen(["sleep", "60"]) for _ in range(60)]""",
+    "No space left": "open('/tmp/x', 'wb').write(bytes(40 << 20))",
+}
+
+
+@pytest.mark.parametrize("limit", TAKES)
+def test_limits_bind_in_bubblewrap(chatml_tokenizer, limit):
+    limits = ProgramLimits(memory_bytes=100 << 20, num_processes=16, disk_bytes=8 << 20)
+    script = COMMAND.replace('print("thinking")', f"{TAKES[limit]}\nimport time; time.sleep(60)")
+    command = AgentCommand(
+        [sys.executable, "-c", script], sandbox=True, isolation="bubblewrap", limits=limits
+    )
+    assert limit in reason_of(play(chatml_tokenizer, command, ["5"]))
+
+
+def test_both_sandboxes_record_the_same_tokens(chatml_tokenizer, tmp_path):
+    """And the same as a command without one, from the row's prompt to its reward."""
+    recorded = []
+    for options in ({}, {"isolation": "bubblewrap"}, {"isolation": "landlock"}):
+        command = AgentCommand(
+            [sys.executable, "-c", COMMAND], folder=tmp_path, sandbox=bool(options), **options
+        )
+        last = play(chatml_tokenizer, command, ["5"])
+        (episode,) = last["episode"]
+        (row,) = episode.rows
+        own = row.token_ids(0).tolist(), row.assistant_mask(0).tolist(), last["reward"].item()
+        recorded.append(own)
+    assert recorded[0] == recorded[1] == recorded[2]
+    assert recorded[0][2] == 1.0
+    assert sum(recorded[0][1]) > 0
+
+
+@pytest.mark.parametrize("isolation", ["bubblewrap", "landlock"])
+def test_a_sandbox_ends_with_all_that_a_command_started(chatml_tokenizer, isolation):
     script = COMMAND.replace(
         'print("thinking")',
         """
@@ -189,7 +232,7 @@ subprocess.Popen(["sleep", "61.0437"], start_new_session=True)
 time.sleep(60.0437)
 """,
     )
-    command = AgentCommand([sys.executable, "-c", script], sandbox=True)
+    command = AgentCommand([sys.executable, "-c", script], sandbox=True, isolation=isolation)
     last = play(chatml_tokenizer, command, ["5"], timeout_s=3.0)
     assert reason_of(last).startswith("environment_error: agent: CallTimeout")
     deadline = time.monotonic() + 20
@@ -204,16 +247,30 @@ time.sleep(60.0437)
 def test_a_sandbox_that_shows_too_much_or_is_not_there_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="won't offer"):
         AgentCommand(["python"], folder=os.path.expanduser("~"), sandbox=True)
-    assert AgentCommand(["python"], sandbox=[])._readable, "nothing more is shown, but it is one"
+    assert AgentCommand(["python"], sandbox=[]).isolation != "none", "nothing more is shown"
+    assert AgentCommand(["python"]).isolation == "none"
+    for option in ({"isolation": "landlock"}, {"limits": ProgramLimits()}):
+        with pytest.raises(ValueError, match="are of a sandbox, and sandbox=False"):
+            AgentCommand(["python"], **option)
+    with pytest.raises(ValueError, match="must be one of 'bubblewrap', 'landlock' and None"):
+        AgentCommand(["python"], sandbox=True, isolation="none")
+    with pytest.raises(ValueError, match=r"ProgramLimits\.num_processes must be an integer"):
+        ProgramLimits(num_processes=0)
     with pytest.raises(ValueError, match="not a directory"):
         AgentCommand(["python"], sandbox=["no/such/folder"])
     with pytest.raises(TypeError, match=r"sandbox=data must be a list of folders, \[data\]"):
         AgentCommand(["python"], sandbox="data")
-    with pytest.raises(ValueError, match="prints_reward and sandbox are for command"):
+    with pytest.raises(ValueError, match="prints_reward, sandbox and isolation are for"):
         agent_task(program="math:sqrt", dataset=ROWS, sandbox=True)
     monkeypatch.setattr(sandbox, "_verified", {})
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SandboxUnavailableError, match="bubblewrap"):
+        AgentCommand([sys.executable], sandbox=True, isolation="bubblewrap")
+    with pytest.warns(WeakerSandboxWarning, match="enforces less than bubblewrap"):
+        command = AgentCommand([sys.executable], sandbox=True)
+    assert command.isolation == "landlock"
+    monkeypatch.setattr(program_check, "failing_program_checks", lambda: ["no servers"])
+    with pytest.raises(SandboxUnavailableError, match="landlock: these do not hold here: no serv"):
         AgentCommand([sys.executable], sandbox=True)
 
 

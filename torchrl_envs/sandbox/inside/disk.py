@@ -14,18 +14,34 @@ _BLOCK_BYTES = 512
 
 def takes_too_much(folder, pid, max_bytes, max_files):
     """Tell that the program of a process has more bytes or files than these, or hides some."""
+    return room_left(folder, [pid], max_bytes, max_files, are_hidden_too_much=True) < 0
+
+
+def room_left(folder, pids, max_bytes, max_files, *, are_hidden_too_much=False):
+    """Bytes that the programs of some processes may still write; below 0 where they have too much.
+
+    A file that is deleted and mapped, and not open, has a size that nobody knows: it is as long as
+    it is mapped, or too much.
+    """
     room = _Room(max_bytes, max_files)
     try:
         top = os.open(folder, _FOLDER)
     except FileNotFoundError:
-        return False  # removed as the run ends
+        return max_bytes  # removed as the run ends
     try:
         _add_folder(top, room, 1)
-        if not room.is_over:
-            _add_deleted(folder, pid, room)
+        deleted = {}
+        for pid in () if room.is_over else pids:
+            try:
+                _add_deleted(folder, pid, room, deleted)
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue  # it has ended; till then it can't keep its supervisor from looking
+        mapped = [size for size in deleted.values() if size is not None]
+        room.num_bytes -= sum(mapped)
+        room.is_over = room.is_over or room.num_bytes < 0 or (are_hidden_too_much and bool(mapped))
     finally:
         os.close(top)
-    return room.is_over
+    return -1 if room.is_over else room.num_bytes
 
 
 class _Room:
@@ -79,16 +95,15 @@ def open_folder(name, above):
             os.close(place)
 
 
-def _add_deleted(folder, pid, room):
-    """Files without a name that are open; one that is mapped alone has a size that nobody knows."""
-    deleted = set()
-    try:
-        _add_open(pid, room, deleted)
-        if not _mapped_deleted(folder, pid) <= deleted:
-            _add_open(pid, room, deleted)  # it may have been opened since
-            room.is_over = room.is_over or not _mapped_deleted(folder, pid) <= deleted
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return  # it has ended; till then it can't keep its supervisor from looking
+def _add_deleted(folder, pid, room, deleted):
+    """Count the files without a name that a process has open; note how far others are mapped."""
+    # deleted: by their numbers, `None` for a file that is counted.
+    _add_open(pid, room, deleted)
+    if not _mapped_deleted(folder, pid).keys() <= deleted.keys():
+        _add_open(pid, room, deleted)  # it may have been opened since
+        for number, size in _mapped_deleted(folder, pid).items():
+            known = deleted.get(number, 0)
+            deleted[number] = known if known is None else max(known, size)
 
 
 def _add_open(pid, room, deleted):
@@ -98,18 +113,22 @@ def _add_open(pid, room, deleted):
             status = os.stat(f"{place}/{name}")
         except FileNotFoundError:
             continue  # closed meanwhile
-        if not status.st_nlink and stat.S_ISREG(status.st_mode) and status.st_ino not in deleted:
-            deleted.add(status.st_ino)
+        is_file = not status.st_nlink and stat.S_ISREG(status.st_mode)
+        if is_file and deleted.get(status.st_ino, 0) is not None:
+            deleted[status.st_ino] = None
             room.add(status)
 
 
 def _mapped_deleted(folder, pid):
-    """Numbers of the files of a folder that are mapped and have no name."""
-    below, found = b" " + os.fsencode(folder) + b"/", set()
+    """Numbers of the files of a folder that are mapped and have no name, and how far they are."""
+    below, found = b" " + os.fsencode(folder) + b"/", {}
     with open(f"/proc/{pid}/maps", "rb", buffering=1 << 16) as maps:
         for line in maps:
             if line.endswith(b" (deleted)\n") and below in line:
-                found.add(int(line.split(None, 5)[4]))
+                where, _, offset, _, number, _ = line.split(None, 5)
+                first, last = (int(part, 16) for part in where.split(b"-"))
+                size = int(offset, 16) + last - first
+                found[int(number)] = max(size, found.get(int(number), 0))
     return found
 
 

@@ -6,6 +6,7 @@ import signal
 _LOCK_BYTES = 256
 _MAP_BYTES = 256  # what the kernel keeps of a map: 192 of it, and its place in a tree
 _MAPS_PER_KB = 1024 / os.sysconf("SC_PAGE_SIZE")  # none is smaller than a page
+_USUAL_MAPS = 65530  # a process has no more of them, where the setting can't be read
 _OWN = (b"VmRSS:", b"VmSwap:", b"VmPTE:")
 _SHARE = (b"Pss:", b"SwapPss:")
 
@@ -19,7 +20,7 @@ def _most_bytes_of(pid, _, is_isolated):
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return 0
-    maps = _MAPS_PER_KB * fields.get(b"VmSize:", 0)
+    maps = min(_MAPS_PER_KB * fields.get(b"VmSize:", 0), _most_maps())
     return int(_MAP_BYTES * maps) + 1024 * sum(fields.get(name, 0) for name in _OWN)
 
 
@@ -49,18 +50,33 @@ def _fields_of(pid, name):
     return {words[0]: int(words[1]) for words in lines if words[-1:] == [b"kB"]}
 
 
+def _most_maps():
+    """Return how many maps the kernel lets a process have."""
+    try:
+        with open("/proc/sys/vm/max_map_count", "rb") as file:
+            return int(file.read()) + 1
+    except OSError:
+        return _USUAL_MAPS
+
+
 def used_bytes(config, worker):
     """Memory of everything in a sandbox, in bytes; exact where it is near the limit."""
-    most, isolation, used, locks_of = config["memory_bytes"], config["isolation"], 0, "/proc/locks"
+    most, isolation, used = config["memory_bytes"], config["isolation"], 0
     if isolation == "bubblewrap":
         processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         # Sockets of this network namespace, those too that no process holds just now.
         with open("/proc/net/sockstat", "rb") as sockets:
             used = int(sockets.readline().split()[2]) * config["socket_bytes"]
-    elif isolation == "landlock":
-        processes = [worker]
-    else:
-        processes, locks_of = descendants(os.getppid()), os.devnull
+        return used + bytes_of_processes(processes, most - used)
+    if isolation == "landlock":
+        return bytes_of_processes([worker], most, holders=[worker])
+    return bytes_of_processes(descendants(os.getppid()), most, os.devnull, is_isolated=False)
+
+
+def bytes_of_processes(processes, most, locks_of="/proc/locks", *, holders=None, is_isolated=True):
+    """Memory of processes, of their maps and of their record locks; exact where it is near most."""
+    # holders: whose locks count, where those of others are seen, too.
+    holders = holders and [b"%d" % pid for pid in holders]
     with open(locks_of, "rb") as locks:
         # At first pages that processes share are counted for each of them, and as many maps as
         # there could be. Locks and maps are counted while they matter: a program that adds some
@@ -68,18 +84,18 @@ def used_bytes(config, worker):
         for own_of in (_most_bytes_of, _bytes_of):
             own = 0
             for pid in processes:
-                own += own_of(pid, most - used - own, isolation != "none")
-            while used + own <= most and (line := locks.readline()):
-                used += _LOCK_BYTES * _is_lock(line, worker if isolation == "landlock" else None)
-            if used + own <= most:
+                own += own_of(pid, most - own, is_isolated)
+            while own <= most and (line := locks.readline()):
+                own += _LOCK_BYTES * _is_lock(line, holders)
+            if own <= most:
                 break
-    return used + own
+    return own
 
 
-def _is_lock(line, holder):
-    """Recognise a record lock in a line of /proc/locks, of a process where one is named."""
+def _is_lock(line, holders):
+    """Recognise a record lock in a line of /proc/locks, of some processes where they are named."""
     words = line.partition(b" POSIX ")[2].split()
-    return bool(words) and (holder is None or words[2] == b"%d" % holder)
+    return bool(words) and (holders is None or words[2] in holders)
 
 
 def descendants(pid):
@@ -96,3 +112,14 @@ def descendants(pid):
         if parent != pid:
             found.append(parent)
     return found
+
+
+def num_tasks(processes):
+    """Number of the threads of some processes; one that has ended counts until it is buried."""
+    number = 0
+    for pid in processes:
+        try:
+            number += len(os.listdir(f"/proc/{pid}/task"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return number

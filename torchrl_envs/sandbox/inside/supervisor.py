@@ -12,7 +12,7 @@ import select
 import signal
 import time
 
-from . import disk, kernel, memory, threads, worker
+from . import asking, disk, kernel, memory, threads, worker
 from .frames import framed_bytes, read_message, write_all
 
 _BUSY_POLL_S = 0.01
@@ -86,7 +86,7 @@ class _Supervisor:
         for fd in (self.workers_link, self.starting):
             if fd != -1:
                 os.close(fd)
-        self.listener, failure = threads.received_listener(started)
+        self.listener, failure = asking.received_listener(started)
         os.close(started)
         if failure != b"ready":
             raise RuntimeError(failure.decode("utf-8", "replace") or "the worker died")

@@ -7,7 +7,7 @@ import signal
 import sys
 import types
 
-from . import kernel, landlock, threads
+from . import asking, kernel, landlock
 from .frames import read_message, write_all
 
 _FILE_NAME = "<python>"
@@ -27,7 +27,7 @@ def restrict(config, supervisor):
         resource.setrlimit(number, (value, value))
     if config["isolation"] == "landlock":
         landlock.confine(config)
-        threads.ask_for_threads(config, supervisor)
+        asking.load_asking_filter(config, supervisor)
         own_pid = os.getpid().to_bytes(4, sys.byteorder)
         kernel.load_syscall_filter(config["syscall_filter"].replace(config["pid_mark"], own_pid))
     elif config["syscall_filter"]:
