@@ -1527,6 +1527,84 @@ def vllm(run: Run) -> None:
     engine.close()
 
 
+@scenario(limit_s=100, timed=True)
+def eight_bits(run: Run) -> None:
+    """Products of float8: the kernel, a training pass, and vLLM with the same numbers."""
+    import torch
+
+    from torchrl_modules import quantized_forward as forward
+
+    device = torch.device(run.device)
+    fault = forward.kernel_fault(device)
+    run.holds("the kernel multiplies rows by their own scales", not fault, fault)
+    name = "fp8_per_channel"
+    model = big_model(run, torch.float32)
+    ids = torch.tensor(_drawing_prompts(run, 2 if run.is_tiny else 32), device=device)
+    by_kernel = forward.has_kernel
+
+    def step() -> Any:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16):
+            hidden = model.model(ids).last_hidden_state
+        value = hidden.float().square().mean()
+        value.backward()
+        return value.detach()
+
+    def measure(what: str) -> Any:
+        taken = run.seconds(step, warm=1)
+        run.figure(what, 1e3 * taken, "ms", note=f"{ids.numel() / taken:,.0f} tokens/s")
+        return model.model.layers[0].mlp.up_proj.weight.grad.clone()
+
+    whole = measure("a pass with whole numbers")
+    forward.quantize_forward(model, name)
+    found = measure("a pass in 8 bits")
+    try:
+        forward.has_kernel = lambda *_: False
+        own = measure("the same, products in float32")
+    finally:
+        forward.has_kernel = by_kernel
+    run.check("the gradient by the kernel", gap_of(found, own), 0.05)
+    run.figure("how far it is from that of whole numbers", gap_of(found, whole), "relative")
+    run.attempt("vLLM", lambda: _eight_bits_of_vllm(run, model.cpu(), name))
+
+
+def _eight_bits_of_vllm(run: Run, model: Any, quantization: str) -> None:
+    _needs("vllm")
+    if run.is_tiny and not run.is_cuda and not os.environ.get("GPU_REHEARSES_VLLM"):
+        raise NotHere("rehearsed with GPU_REHEARSES_VLLM=1 in the environment")
+    import torch
+
+    from torchrl_modules import SamplingParameters
+    from torchrl_modules.vllm.engine import VLLMEngine
+
+    more: dict[str, Any] = {"gpu_memory_utilization": 0.5} if run.is_cuda else {}
+    more |= {} if run.is_cuda else {"kv_cache_memory_bytes": 64 << 20}
+    with tempfile.TemporaryDirectory() as folder:
+        model.bfloat16().save_pretrained(folder)
+        engine = VLLMEngine(folder, max_model_len=1024, quantization=quantization, **more)
+    new, num_rows = (16, 4) if run.is_tiny else (128, 64)
+    params = SamplingParameters(max_new_tokens=new, seed=1, stop_token_ids=())
+    prompts = _drawing_prompts(run, num_rows)
+    taken = run.seconds(lambda: engine.generate(prompts, params), warm=1, repeats=2)
+    note = f"{num_rows * new / taken:,.0f} tokens/s"
+    run.figure(f"vLLM, {num_rows} rows", 1e3 * taken / new, "ms a token", note=note)
+    before = engine.generate(prompts[:4], params)
+    engine.update_weights({name: x.detach() for name, x in model.state_dict().items()})
+    after = engine.generate(prompts[:4], params)
+    run.holds("a push is quantised as files are", [x.ids for x in before] == [x.ids for x in after])
+    model.to(run.device)
+    apart = []
+    with torch.no_grad():
+        for prompt, row in zip(prompts, after, strict=False):
+            logits = model(torch.tensor([prompt + row.ids], device=run.device)).logits
+            log_p = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).cpu()
+            own = log_p[torch.arange(len(row.ids)), torch.tensor(row.ids)]
+            apart.append((own - torch.tensor(row.log_probs)).abs())
+    gap = float(torch.cat(apart).mean())
+    run.figure("vLLM's log-probs beside those of the trained model, mean", gap, "nats")
+    engine.close()
+
+
 @scenario(limit_s=120, timed=True)
 def learning(run: Run) -> None:
     """A short run of the script: its curve, and the time of a step."""

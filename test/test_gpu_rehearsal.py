@@ -111,7 +111,8 @@ def test_all_of_it_is_right_on_a_cpu(tmp_path):
     ended = {name for name, what in rows if what == "ended"}
     assert ended == {
         *("machine", "losses", "families", "episodes", "graph", "slots", "waits", "resume", "lora"),
-        *("drawing", "prompts", "training", "head", "context", "push", "vllm", "learning"),
+        *("drawing", "prompts", "training", "head", "context", "push", "vllm", "eight_bits"),
+        "learning",
     }
     for key in (
         ("losses", "GRPO against a padded loop by hand, loss"),
