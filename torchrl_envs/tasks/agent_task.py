@@ -1,13 +1,14 @@
 """An agent of the user's as a task: a program that owns its loop, see ``AgentProgram``."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from torchrl_data.checks import check_counts
 from torchrl_data.import_path import import_callable
 from torchrl_envs.agents.agent_command import AgentCommand
 from torchrl_envs.agents.agent_program import AgentProgram
-from torchrl_envs.sandbox import Isolation
+from torchrl_envs.sandbox import Isolation, ProgramLimits
 
 from .task import Task, load_task_rows
 
@@ -25,6 +26,7 @@ def agent_task(
     prints_reward: bool = True,
     sandbox: bool | Sequence[str] = False,
     isolation: Isolation | None = None,
+    limits: Mapping[str, int] | None = None,
     agents: Sequence[str] = (),
     error_reward: float | None = None,
     cut_reward: float | None = 0.0,
@@ -50,6 +52,8 @@ def agent_task(
         sandbox: whether a command runs in one; or which folders it can read there besides.
         isolation: of the sandbox: ``bubblewrap`` or ``landlock``; the first that works when not
             given.
+        limits: of the sandbox, by the names of :class:`~torchrl_envs.sandbox.ProgramLimits`:
+            ``task.limits={memory_bytes:17179869184}``.
         agents: names of agents that are rewarded by themselves, with loss.credit=agent.
         error_reward: what an episode is given whose agent raised; none leaves it out of training.
         cut_reward: the same of one that was cut by a limit.
@@ -60,8 +64,8 @@ def agent_task(
         num_held_out: rows held out.
 
     Raises:
-        ValueError: there is not one of ``program`` and ``command``, no such function, no data, or
-            too few rows.
+        ValueError: there is not one of ``program`` and ``command``, no such function or limit, no
+            data, or too few rows.
     """
     check_counts("agent", max_turns=max_turns, max_new_tokens=max_new_tokens)
     if (program is None) == (command is None):
@@ -70,14 +74,16 @@ def agent_task(
         )
     if dataset is None:
         raise ValueError("agent needs a dataset: the rows that the agent works on.")
-    is_confined = sandbox is not False or isolation is not None
+    is_confined = sandbox is not False or isolation is not None or limits is not None
     if program is not None and (is_confined or not prints_reward):
         raise ValueError(
-            "prints_reward, sandbox and isolation are for command: program runs in this process."
+            "prints_reward, sandbox, isolation and limits are for command: program runs in this "
+            "process."
         )
     run: Any = import_callable("program", program) if program is not None else None
     if command is not None:
         confined: Any = {"sandbox": sandbox, "isolation": isolation}
+        confined |= {"limits": None if limits is None else _program_limits(limits)}
         run = AgentCommand(list(command), prints_reward=prints_reward, **confined)
     rewards: Any = {"error_reward": error_reward, "cut_reward": cut_reward}
     rewards |= {"agents": list(agents)}
@@ -96,3 +102,10 @@ def agent_task(
         max_turns=max_turns,
         max_new_tokens=max_new_tokens,
     )
+
+
+def _program_limits(given: Mapping[str, int]) -> ProgramLimits:
+    known = [field.name for field in fields(ProgramLimits)]
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"limits has no {unknown[0]}; there are {', '.join(known)}.")
+    return ProgramLimits(**given)

@@ -260,8 +260,20 @@ def test_a_sandbox_that_shows_too_much_or_is_not_there_is_refused(monkeypatch):
         AgentCommand(["python"], sandbox=["no/such/folder"])
     with pytest.raises(TypeError, match=r"sandbox=data must be a list of folders, \[data\]"):
         AgentCommand(["python"], sandbox="data")
-    with pytest.raises(ValueError, match="prints_reward, sandbox and isolation are for"):
+    with pytest.raises(ValueError, match="prints_reward, sandbox, isolation and limits are for"):
         agent_task(program="math:sqrt", dataset=ROWS, sandbox=True)
+    confined = {
+        "command": ["true"],
+        "dataset": [*ROWS, {**ROWS[0], "prompt": "other"}],
+        "sandbox": True,
+    }
+    with pytest.raises(ValueError, match="limits has no memory; there are memory_bytes, disk"):
+        agent_task(**confined, limits={"memory": 1})
+    with pytest.raises(ValueError, match="memory_bytes must be an integer of at least"):
+        agent_task(**confined, limits={"memory_bytes": 1})
+    task = agent_task(**confined, limits={"memory_bytes": 1 << 30}, num_held_out=1)
+    (agent,) = task.tools(None)
+    assert agent.program._sandbox.limits == ProgramLimits(memory_bytes=1 << 30)
     monkeypatch.setattr(sandbox, "_verified", {})
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SandboxUnavailableError, match="bubblewrap"):
