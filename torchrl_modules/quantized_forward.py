@@ -123,6 +123,7 @@ def scaled_product(
     )
 
 
+@torch.compiler.assume_constant_result
 def has_kernel(device: torch.device, num_outputs: int, num_inputs: int) -> bool:
     """Return whether a device multiplies numbers of 8 bits, in matrices of such a shape.
 
@@ -153,7 +154,7 @@ def kernel_fault(device: torch.device) -> str:
     rows, others = quantized_rows(x.sinh(), _FP8), quantized_rows(x.cos()[:32], _FP8)
     try:
         found = scaled_product(*rows, *others, torch.bfloat16).double()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return f"torch._scaled_mm: {' '.join(str(error).split())[:200]}"
     own = (rows[0].double() * rows[1]) @ (others[0].double() * others[1]).t()
     gap = float((found - own).norm() / own.norm())

@@ -151,3 +151,25 @@ def test_adapters_over_it_are_whole(quantized):
     own = layer.base_layer(x) + added * layer.scaling["default"]
     torch.testing.assert_close(layer(x), own)
     assert forward_quantization(adapted) == FP8
+
+
+@pytest.mark.weekly
+def test_a_layer_compiles_as_a_whole(monkeypatch):
+    # With the kernel of a GPU, which a CPU has, too, and which is asked for as it is compiled.
+    name = "torchrl_modules.quantized_forward.has_kernel"
+    monkeypatch.setattr(name, torch.compiler.assume_constant_result(lambda *_: True))
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 48)
+    layer.__class__, layer.quantization = QuantizedLinear, FP8
+    found = []
+    for each in (layer, torch.compile(layer, fullgraph=True, dynamic=True)):
+        layer.zero_grad()
+        for num_rows in (20, 13):
+            x = torch.linspace(-3, 2, num_rows * 64).view(num_rows, 64).sinh().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                out = each(x)
+            out.float().square().mean().backward()
+            found.append((out.detach(), x.grad, layer.weight.grad.clone()))
+    for own, compiled in zip(found[:2], found[2:], strict=True):
+        for a, b in zip(own, compiled, strict=True):
+            assert float((a.float() - b.float()).norm() / a.float().norm()) < 0.02
