@@ -35,7 +35,8 @@ _EXPLORED_STEPS: Final = 6000
 _SHARE_OF_SOLUTION: Final = 0.9
 """An agent that deserves nothing is blamed from this share of the solution's reward on."""
 _NUM_REPLAYED: Final = 4
-_NUM_AGAIN: Final = 7
+_NUM_AGAIN: Final = 24
+"""So many episodes are alike by chance once in eight million times, if they toss one coin each."""
 _CHILD_S: Final = 20
 
 
@@ -307,16 +308,14 @@ class _Audit:
 
     def cause_of(self, played: Played) -> tuple[str, str]:
         """Return the defect by which an episode is not the same again, and why."""
-        different = [self.replayed(played, seed) for seed in range(_NUM_AGAIN)]
-        if not any(run.differs_from(different[0]) for run in different[1:]):
+        if _are_alike(lambda number: self.replayed(played, number)):
             return "carry-over", "something stayed from the episodes before"
-        same = [self.replayed(played, 1) for _ in range(_NUM_AGAIN)]
-        if not any(run.differs_from(same[0]) for run in same[1:]):
+        if _are_alike(lambda _: self.replayed(played, 1)):
             return "random", "it draws from the global random numbers"
-        if self.task.is_forkable:
-            runs = [_in_child(lambda: self.replayed(played, 1)) for _ in range(_NUM_AGAIN)]
-            if None not in runs and not any(run.differs_from(runs[0]) for run in runs[1:]):
-                return "carry-over", "it depends on the episodes before"
+        if self.task.is_forkable and _are_alike(
+            lambda _: _in_child(lambda: self.replayed(played, 1))
+        ):
+            return "carry-over", "it depends on the episodes before"
         return "random", "it draws numbers that the seed does not decide, or counts episodes"
 
     def replayed(self, played: Played, seed: int) -> Played:
@@ -443,6 +442,17 @@ def _global_random(seed: int) -> Iterator[None]:
         random.setstate(python)
         if numpy is not None:
             numpy.set_state(other)
+
+
+def _are_alike(run: Callable[[int], Any]) -> bool:
+    """Whether an episode is the same again and again; not where one does not come back.
+
+    Args:
+        run: plays it, the first time as number 0.
+    """
+    first = run(0)
+    again = (run(number) for number in range(1, _NUM_AGAIN))
+    return first is not None and all(x is not None and not x.differs_from(first) for x in again)
 
 
 def _in_child(call: Callable[[], Any]) -> Any:
