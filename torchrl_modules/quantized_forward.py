@@ -201,6 +201,7 @@ def quantize_forward(model: nn.Module, quantization: str) -> list[str]:
             and convolutions do.
 
     Example:
+        >>> from torchrl_modules.tiny_model import tiny_qwen3
         >>> model = tiny_qwen3(len(tokenizer))
         >>> quantize_forward(model, "fp8_per_channel")[:2]
         ['model.layers.0.self_attn.q_proj', 'model.layers.0.self_attn.k_proj']
