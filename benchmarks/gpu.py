@@ -1451,12 +1451,27 @@ def _in_threads(*calls: Callable[[], object]) -> None:
             job.result()
 
 
-@scenario(limit_s=110, timed=True)
-def vllm(run: Run) -> None:
-    """vLLM on the same device: bare and as an engine; pushes, and memory that it lends."""
+def _needs_vllm(run: Run) -> None:
     _needs("vllm")
     if run.is_tiny and not run.is_cuda and not os.environ.get("GPU_REHEARSES_VLLM"):
         raise NotHere("rehearsed with GPU_REHEARSES_VLLM=1 in the environment")
+
+
+def _gaps_of_drawn(run: Run, model: Any, prompt: list[int], row: Any) -> Any:
+    """How far recorded log-probs are from those of a model, nats, for each token that was drawn."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + row.ids], device=run.device)).logits
+    log_p = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).cpu()
+    expected = log_p[torch.arange(len(row.ids)), torch.tensor(row.ids)]
+    return (torch.tensor(row.log_probs) - expected).abs()
+
+
+@scenario(limit_s=110, timed=True)
+def vllm(run: Run) -> None:
+    """vLLM on the same device: bare and as an engine; pushes, and memory that it lends."""
+    _needs_vllm(run)
     import torch
 
     from torchrl_modules import SamplingParameters
@@ -1498,13 +1513,7 @@ def vllm(run: Run) -> None:
     def right(what: str) -> None:
         greedy = SamplingParameters(max_new_tokens=16, stop_token_ids=())
         (row,) = engine.generate([[5, 6, 7]], greedy)
-        with torch.no_grad():
-            logits = model.to(run.device)(
-                torch.tensor([[5, 6, 7, *row.ids]], device=run.device)
-            ).logits
-        log_p = logits[0, 2:-1].float().log_softmax(-1).cpu()
-        expected = log_p[torch.arange(len(row.ids)), torch.tensor(row.ids)]
-        apart = float((torch.tensor(row.log_probs) - expected).abs().max())
+        apart = float(_gaps_of_drawn(run, model.to(run.device), [5, 6, 7], row).max())
         run.check(what, apart, 0.2 if run.is_cuda else 1e-3)
 
     there = {name: value.to(run.device) for name, value in changed.items()}
@@ -1569,9 +1578,7 @@ def eight_bits(run: Run) -> None:
 
 
 def _eight_bits_of_vllm(run: Run, model: Any, quantization: str) -> None:
-    _needs("vllm")
-    if run.is_tiny and not run.is_cuda and not os.environ.get("GPU_REHEARSES_VLLM"):
-        raise NotHere("rehearsed with GPU_REHEARSES_VLLM=1 in the environment")
+    _needs_vllm(run)
     import torch
 
     from torchrl_modules import SamplingParameters
@@ -1593,13 +1600,8 @@ def _eight_bits_of_vllm(run: Run, model: Any, quantization: str) -> None:
     after = engine.generate(prompts[:4], params)
     run.holds("a push is quantised as files are", [x.ids for x in before] == [x.ids for x in after])
     model.to(run.device)
-    apart = []
-    with torch.no_grad():
-        for prompt, row in zip(prompts, after, strict=False):
-            logits = model(torch.tensor([prompt + row.ids], device=run.device)).logits
-            log_p = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).cpu()
-            own = log_p[torch.arange(len(row.ids)), torch.tensor(row.ids)]
-            apart.append((own - torch.tensor(row.log_probs)).abs())
+    drawn = zip(prompts[:4], after, strict=True)
+    apart = [_gaps_of_drawn(run, model, prompt, row) for prompt, row in drawn]
     gap = float(torch.cat(apart).mean())
     run.figure("vLLM's log-probs beside those of the trained model, mean", gap, "nats")
     engine.close()

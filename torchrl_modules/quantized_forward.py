@@ -29,9 +29,9 @@ class _Numbers(NamedTuple):
     largest: float
 
 
-QUANTIZATIONS: Final = {"fp8_per_channel": _Numbers(torch.float8_e4m3fn, 448.0)}
-"""What products are computed with, by vLLM's name."""
 _FP8: Final = "fp8_per_channel"
+QUANTIZATIONS: Final = {_FP8: _Numbers(torch.float8_e4m3fn, 448.0)}
+"""What products are computed with, by vLLM's name."""
 _FIRST_WITH_FP8: Final = (8, 9)
 """Compute capability of the first GPUs that multiply numbers of float8."""
 _STEP: Final = 16
@@ -127,20 +127,21 @@ def scaled_product(
 def has_kernel(device: torch.device, num_outputs: int, num_inputs: int) -> bool:
     """Return whether a device multiplies numbers of 8 bits, in matrices of such a shape.
 
-    It is tried once for each kind of GPU; where it fails, or gives another product, a warning says
+    It is tried once for each GPU; where it fails, or gives another product, a warning says
     so, and products are computed in float32, as on a CPU, where a kernel would not be faster.
     """
     if device.type != "cuda" or num_outputs % _STEP or num_inputs % _STEP:
         return False
-    return _is_right_on(torch.cuda.get_device_name(device), device)
+    return _is_right_on(device)
 
 
 @cache
-def _is_right_on(name: str, device: torch.device) -> bool:
+def _is_right_on(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device) < _FIRST_WITH_FP8:
         return False
     reason = kernel_fault(device)
     if reason:
+        name = torch.cuda.get_device_name(device)
         warnings.warn(
             f"Products of 8 bits are computed in float32 on {name}, which is slow: {reason}.",
             stacklevel=2,

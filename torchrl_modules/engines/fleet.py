@@ -183,14 +183,12 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
     @property
     def update_dtype(self) -> Any:
         """In which type all take weights that are sent; ``None`` where they differ."""
-        dtypes = {getattr(member.engine, "update_dtype", None) for member in self._members}
-        return dtypes.pop() if len(dtypes) == 1 else None
+        return self._common("update_dtype")
 
     @property
     def quantization(self) -> Any:
         """How all quantise their weights; ``None``: not at all, or not alike."""
-        found = {getattr(member.engine, "quantization", None) for member in self._members}
-        return found.pop() if len(found) == 1 else None
+        return self._common("quantization")
 
     @property
     def max_adapters(self) -> int:
@@ -201,6 +199,10 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
     def images(self) -> Any:
         """What images become; ``None`` where rows with images are refused."""
         return getattr(self._members[0].engine, "images", None)
+
+    def _common(self, name: str) -> Any:
+        found = {getattr(member.engine, name, None) for member in self._members}
+        return found.pop() if len(found) == 1 else None
 
     def _least(self, name: str) -> int | None:
         known = [getattr(member.engine, name, None) for member in self._members]

@@ -49,16 +49,17 @@ def check_quantization(trainer: Any, sampler: Any) -> bool:
     trained = forward_quantization(trainer.model)
     engine = sampler.engine
     sampled = getattr(engine, "quantization", None)
-    if trained is None and sampled is not None:
-        _LOG.warning(
-            "%s draws with weights quantised by %s, and the model that is trained has whole ones: "
-            "what it draws is weighed by the ratio of both. policy.quantization=fp8_per_channel "
-            "trains in 8 bits, too.",
-            *(type(sampler).__name__, sampled),
-        )
-    if trained not in (None, sampled):
+    if trained == sampled:
+        return False
+    if trained is not None:
         raise ValueError(
             f"the model is trained with quantization={trained}, and {type(engine).__name__} "
             f"draws with quantization={sampled}. Build it, or start its server, with {trained}."
         )
-    return trained != sampled
+    _LOG.warning(
+        "%s draws with weights quantised by %s, and the model that is trained has whole ones: "
+        "what it draws is weighed by the ratio of both. policy.quantization=fp8_per_channel "
+        "trains in 8 bits, too.",
+        *(type(sampler).__name__, sampled),
+    )
+    return True

@@ -61,9 +61,9 @@ def online_quantizations() -> frozenset[str]:
     """The names of ways to quantise whole weights as they are loaded, and again at an update."""
     try:
         module: Any = import_module("vllm.config.quantization")
-    except ModuleNotFoundError:  # before 0.2x
+    except ModuleNotFoundError:  # of a release that has no such ways
         return frozenset()
-    return frozenset(module.ONLINE_QUANT_SHORTHAND_NAMES)
+    return frozenset(getattr(module, "ONLINE_QUANT_SHORTHAND_NAMES", ()))
 
 
 def strips_images(vllm_config: Any) -> bool:

@@ -60,6 +60,11 @@ class Call:
         self._listener = listener
         self._id, self.task, _, self.number, _, _, *self.arguments = _CALL.unpack(data)
 
+    def integer(self, place):
+        """Return an argument as the int that the kernel reads."""
+        number = self.arguments[place] & 0xFFFFFFFF
+        return number - ((number >> 31) << 32)
+
     def go_on(self):
         """Let the kernel do it."""
         self._send(_REPLY.pack(self._id, 0, 0, _CONTINUE))

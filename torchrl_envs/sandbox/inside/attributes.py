@@ -55,7 +55,7 @@ def _opened(call, name):
     """Open what a call names, without a right to read it."""
     folder_at, path_at, _, flags_at = _CALLS[name]
     flags = 0 if flags_at is None else call.arguments[flags_at]
-    number = _HERE if folder_at is None else _signed(call.arguments[folder_at])
+    number = _HERE if folder_at is None else call.integer(folder_at)
     own = f"/proc/{call.task}/"
     above = own + ("cwd" if number == _HERE else f"fd/{number}")
     path = b"" if path_at is None else _text(call, call.arguments[path_at])
@@ -99,8 +99,3 @@ def _text(call, address):
         number = errno.ENAMETOOLONG if len(data) == _MAX_PATH else errno.EFAULT
         raise OSError(number, os.strerror(number))
     return text
-
-
-def _signed(number):
-    number &= 0xFFFFFFFF
-    return number - ((number >> 31) << 32)

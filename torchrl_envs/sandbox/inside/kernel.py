@@ -89,6 +89,20 @@ def adopt_orphans():
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def reap(child):
+    """The exit status of a child once it has one; orphans are buried."""
+    ended = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        if pid == child:
+            ended = os.waitstatus_to_exitcode(status)
+
+
 def forbid_new_privileges():
     """Gain nothing by starting a set-user-ID program, ever."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)

@@ -16,8 +16,7 @@ _ALL = -1
 
 def answer_signal(call, supervisor):
     """Let a signal pass to what the supervisor's program has started; refuse others."""
-    target = call.arguments[0] & 0xFFFFFFFF
-    target -= (target >> 31) << 32  # as the int that the kernel reads
+    target = call.integer(0)
     own = memory.descendants(supervisor)
     if target == _ALL:
         is_own = False  # would reach all that this user has

@@ -206,17 +206,9 @@ class _Supervisor:
 
     def _reap(self):
         """The worker's exit status once it has one; orphans are buried."""
-        ended = None
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return ended
-            if pid == 0:
-                return ended
-            if pid == self.worker:
-                self.has_ended = True
-                ended = os.waitstatus_to_exitcode(status)
+        ended = kernel.reap(self.worker)
+        self.has_ended = self.has_ended or ended is not None
+        return ended
 
     def _used_up(self, now):
         """Name of a limit that is exceeded, memory or disk; they are looked at now and then."""

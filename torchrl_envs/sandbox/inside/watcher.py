@@ -108,7 +108,7 @@ class _Watcher:
             readable = select.select(listening, [], [])[0]
             if self.wake[0] in readable:
                 os.read(self.wake[0], 4096)
-            ended = self._reap()
+            ended = kernel.reap(self.program)
             if ended is not None:
                 return ended
             if self.too_much is not None:
@@ -143,19 +143,6 @@ class _Watcher:
             call.go_on()
         else:
             call.fail(errno.EAGAIN)
-
-    def _reap(self):
-        """The program's exit status once it has one; orphans are buried."""
-        ended = None
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return ended
-            if pid == 0:
-                return ended
-            if pid == self.program:
-                ended = os.waitstatus_to_exitcode(status)
 
     def _look(self):
         """Add up what all processes take, until it is too much."""
