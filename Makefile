@@ -80,7 +80,8 @@ control-smollm2: .venv/.installed-smollm2
 	$(BIN)/python sota-implementations/grpo/grpo.py experiment=smollm2 \
 		train.shuffle_rewards=true name=smollm2-control $(ARGS)
 
-# At once, on two cores: all that has to be installed, then lint and tests.
+# At once, on two cores: all that has to be installed, then lint and tests: those near to recent commits and a
+# quarter of the others (test/chosen_files.py), or all with ARGS=--all.
 test:
 	$(MAKE) --jobs=4 lint tests
 

@@ -1,8 +1,12 @@
 """Runs all tests, in parts: an engine inside a process changes its globals.
 
-    python test/run_tests.py [arguments of pytest]            all but those marked `weekly`
-    python test/run_tests.py --weekly [arguments of pytest]   these, and properties with many
-                                                              examples
+    python test/run_tests.py [arguments of pytest]            files near to recent commits, and
+                                                              a quarter of the others
+    python test/run_tests.py --all [arguments of pytest]      all files
+    python test/run_tests.py --weekly [arguments of pytest]   tests marked `weekly`, and properties
+                                                              with many examples
+
+The first two leave out what is marked `weekly`. See ``test/chosen_files.py`` for the first.
 
 Three parts run at a time, those first that take longest: what waits for a server leaves its core to
 another, so that three keep two cores busy. What a part prints comes when it is over.
@@ -19,10 +23,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from chosen_files import choose
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN_FLAKY = ROOT / "test/house/known_flaky.txt"
@@ -100,6 +108,19 @@ PARTS = tuple(map(_part, FOLDERS))
 IMPORTED = ("test/sota/dry_run", "test/collectors/streaming")
 """Tests that import what all parts do."""
 WEEKLY_PARTS = tuple(_part(name, weekly=True) for name in FOLDERS)
+
+
+def chosen_of(parts: Sequence[Part], left_out: Collection[str]) -> list[Part]:
+    """Parts without some files, and no part that has none left."""
+    chosen = []
+    for part in parts:
+        marks, paths = part.arguments[:2], part.arguments[2:]
+        kept = [path for path in paths if path not in left_out]
+        folders = tuple(f"{path}/" for path in kept if not path.startswith("--"))
+        ignored = [f"--ignore={file}" for file in sorted(left_out) if file.startswith(folders)]
+        if folders:
+            chosen.append(Part(part.name, (*marks, *kept, *ignored)))
+    return chosen
 
 
 class Outcome(NamedTuple):
@@ -222,18 +243,24 @@ def main(arguments: Sequence[str]) -> int:
     """Runs all parts; 1 if one failed, or more tests than may were flaky.
 
     Args:
-        arguments: ``--weekly``, if anything; and those of pytest.
+        arguments: ``--all`` or ``--weekly``, if anything; and those of pytest.
     """
     # What a shell starts in the background ignores it, and so would the runs that are interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     known = known_flaky()
     is_weekly = "--weekly" in arguments
+    parts, told = (WEEKLY_PARTS if is_weekly else PARTS), "all files"
     if is_weekly:
         os.environ.setdefault("HYPOTHESIS_PROFILE", "thorough")
-    more = [each for each in arguments if each != "--weekly"]
+    elif "--all" not in arguments:
+        choice = choose()
+        parts, told = chosen_of(parts, choice.left_out), choice.why
+    more = [each for each in arguments if each not in ("--weekly", "--all")]
+    sys.stdout.write(f"tests of {told}\n")
+    sys.stdout.flush()
     compile_imports()
-    outcomes = run_parts(WEEKLY_PARTS if is_weekly else PARTS, known, more=more)
-    sys.stdout.write(summary(outcomes, known) + "\n")
+    outcomes = run_parts(parts, known, more=more)
+    sys.stdout.write(f"{summary(outcomes, known)}\nThese were tests of {told}.\n")
     num_flaky = sum(len(outcome.flaky) for outcome in outcomes)
     too_many = num_flaky > (0 if is_weekly else MOST_FLAKY)
     return 0 if all(outcome.passed for outcome in outcomes) and not too_many else 1

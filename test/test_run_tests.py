@@ -1,6 +1,8 @@
 """A second try hides nothing: what passes then alone is named, and too much of it fails the run."""
 
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import chosen_files
 import run_tests
 
 FAILS_ONCE = """
@@ -110,12 +113,14 @@ def test_main_fails_with_any_part(weekly, monkeypatch, capsys):
         assert {"--timeout=900" in part.arguments for part in parts} == {weekly}
         return [run_tests.Outcome(part.name, ["x"] * (part.name == "of units")) for part in parts]
 
+    monkeypatch.setattr(run_tests, "choose", lambda: chosen_files.Choice(frozenset(), "some"))
     monkeypatch.setattr(run_tests, "compile_imports", lambda: compiled.append(True))
     monkeypatch.setattr(run_tests, "run_parts", run_parts)
     assert run_tests.main(["--weekly", "-x"] if weekly else ["-x"]) == 1
     told = capsys.readouterr().out
     assert "tests of units: FAILED" in told
     assert "tests of engines: passed" in told
+    assert f"These were tests of {'all files' if weekly else 'some'}." in told
 
 
 @pytest.mark.parametrize(
@@ -128,6 +133,7 @@ def test_main_fails_with_too_many_flaky_tests(arguments, num_flaky, status, monk
         flaky = {"of units": names[:2], "of pages": names[2:]}
         return [run_tests.Outcome(part.name, flaky=flaky.get(part.name, ())) for part in parts]
 
+    monkeypatch.setattr(run_tests, "choose", lambda: chosen_files.Choice(frozenset(), "some"))
     monkeypatch.setattr(run_tests, "compile_imports", lambda: None)
     monkeypatch.setattr(run_tests, "run_parts", run_parts)
     assert run_tests.main(arguments) == status
@@ -190,3 +196,98 @@ def test_list_of_known_flaky_tests_names_real_ones_with_reasons(tmp_path):
     bare.write_text("# fine\n\ntest_it.py::test_a\n")
     with pytest.raises(ValueError, match=r"file::test: reason.*test_it\.py::test_a"):
         run_tests.known_flaky(bare)
+
+
+RECIPE = "sota-implementations/own"
+FILES_OF_A_REPOSITORY = {
+    "pyproject.toml": '[project]\ndependencies = ["torch"]\n',
+    "objectives/__init__.py": "",
+    "objectives/near.py": "",
+    "docs/page.md": "",
+    "test/test_house.py": "",
+    "test/docs/test_pages.py": "",
+    "test/sota/test_own_script.py": "",
+    "test/objectives/test_near.py": "from objectives import near\n",
+    **{f"test/objectives/test_far_{n}.py": "" for n in range(40)},
+}
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository, and how to commit files at an hour."""
+
+    def commit(files, hour):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        when = {"GIT_COMMITTER_DATE": f"{1_800_000_000 + 3600 * hour} +0000"}
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        for command in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "more"]):
+            subprocess.run(["git", *command], cwd=tmp_path, env=os.environ | when, check=True)
+        return chosen_files.choose(tmp_path)
+
+    commit(FILES_OF_A_REPOSITORY, 0)
+    return commit
+
+
+def test_files_near_to_recent_commits_run_and_the_others_within_four_days(repository, tmp_path):
+    far = {name for name in FILES_OF_A_REPOSITORY if "far" in name}
+    ran = []
+    for day in range(1, 5):
+        choice = repository({"objectives/near.py": f"x = {day}\n"}, 24 * day)
+        assert "test/objectives/test_near.py" not in choice.left_out
+        assert "test/test_house.py" not in choice.left_out
+        ran.append(far - choice.left_out)
+        assert chosen_files.choose(tmp_path) == choice
+    assert set.union(*ran) == far
+    assert sum(map(len, ran)) == len(far)
+    # What changed long before is not recent; what is not committed is.
+    later = repository({"docs/page.md": "words"}, 24 * 4 + 7)
+    assert "test/docs/test_pages.py" not in later.left_out
+    assert (
+        "test/sota/test_own_script.py" not in repository({f"{RECIPE}/a.yaml": ""}, 24 * 5).left_out
+    )
+    (tmp_path / "test/objectives/test_far_0.py").write_text("# changed\n")
+    (tmp_path / "test/objectives/test_new.py").write_text("")
+    left_out = chosen_files.choose(tmp_path).left_out
+    assert not {"test/objectives/test_far_0.py", "test/objectives/test_new.py"} & left_out
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"requirements/train.txt": "torch==2\n"},
+        {"pyproject.toml": '[project]\ndependencies = ["torch", "numpy"]\n'},
+    ],
+)
+def test_other_packages_are_tested_by_all_files(files, repository):
+    assert not repository(files, 24).left_out
+    assert repository({"docs/page.md": "words"}, 48).left_out
+
+
+def test_settings_of_tools_are_no_other_packages(repository):
+    text = FILES_OF_A_REPOSITORY["pyproject.toml"] + "[tool.x]\ny = 1\n"
+    assert repository({"pyproject.toml": text}, 24).left_out
+
+
+def test_without_a_history_all_files_run(repository, tmp_path):
+    shutil.rmtree(tmp_path / ".git")
+    assert chosen_files.choose(tmp_path) == (
+        frozenset(),
+        "all files, because there is no history of commits",
+    )
+
+
+def test_parts_have_the_chosen_files_and_none_is_run_without_any():
+    parts = [
+        run_tests.Part("folders", ("-m", "not vllm", "test/a", "test", "--ignore=test/b")),
+        run_tests.Part("files", ("-m", "vllm", "test/a/test_1.py", "test/a/test_2.py")),
+        run_tests.Part("one", ("-m", "vllm", "test/a/test_1.py")),
+    ]
+    folders, files = run_tests.chosen_of(parts, {"test/a/test_1.py"})
+    assert files.arguments == ("-m", "vllm", "test/a/test_2.py")
+    assert sorted(folders.arguments[2:]) == [
+        *("--ignore=test/a/test_1.py", "--ignore=test/b", "test", "test/a"),
+    ]
+    assert run_tests.chosen_of(parts, ()) == parts
