@@ -32,6 +32,7 @@ from torchrl_envs.episode.episode_step import flat_transforms
 from torchrl_envs.episode.episode_transform import EpisodeTransform, overrides
 from torchrl_envs.rewards.metrics import names_that_solve
 from torchrl_envs.transforms.branch_rollouts import BranchRollouts
+from torchrl_modules.policies.agent_policies import AgentPolicies
 from torchrl_modules.policies.base import LLMWrapperBase
 
 _COMPARE: Final = (
@@ -146,6 +147,8 @@ def _check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
                 f"writes {base.input_mode!r}. Give both the same."
             )
         env.read_calls_as(policy.encoder)
+        if isinstance(policy, AgentPolicies):
+            _check_authors(env, policy, who=who)
     elif not callable(policy) or {"base_model_prefix", "history_key"} & set(dir(policy)):
         # A bare model, or a wrapper of TorchRL's.
         raise TypeError(
@@ -262,6 +265,25 @@ def check_credit(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> N
                 "credit='episode'."
             )
         check_agents(env, credit, who=who)
+
+
+def _check_authors(env: EpisodeEnv, policy: AgentPolicies, *, who: str) -> None:
+    """Check that the policies of agents are those of agents who will ask for turns."""
+    programs = [part for part in env.episode_transforms() if part.names_agents]
+    if policy.otherwise is None and not programs:
+        raise ValueError(
+            f"{who}: AgentPolicies takes the turns of agents, of which an AgentProgram says who "
+            "asks, and there is none. Append one, or say with otherwise= whose turns they are."
+        )
+    named = {name for part in programs for name in getattr(part, "agents", ())}
+    have = [*policy.by_agent]
+    lacking = [] if policy.otherwise else sorted(named - {*have})
+    unknown = sorted({*have} - named) if named else []
+    if lacking or unknown:
+        raise ValueError(
+            f"{who}: AgentProgram(agents={sorted(named)}) and AgentPolicies of {have} don't fit: "
+            f"{f'{lacking} have no policy' if lacking else f'{unknown} never ask'}."
+        )
 
 
 def check_agents(env: EpisodeEnv, credit: Any, *, who: str) -> None:

@@ -34,7 +34,8 @@ class TokenScorer(Protocol):
     takes ``images=`` too: those of each sequence in order, in base 64. For batches of which tokens
     have sampling masks, one takes ``sampling_masks=``: a
     :class:`~torchrl_data.SamplingMasks` of the targets; and where rows say to which experts a
-    mixture sent their tokens, ``routed_experts=``, uint8 or int16 ``[N, L, S]``.
+    mixture sent their tokens, ``routed_experts=``, uint8 or int16 ``[N, L, S]``. One with models of
+    several agents takes ``agents=``, the author of each sequence.
     """
 
     def score_packed(
@@ -87,6 +88,11 @@ def image_arguments(
             f"of {type(scorer).__name__} takes none. Score with TransformersWrapper(processor=...)."
         )
     return {"images": images}
+
+
+def agent_arguments(scorer: TokenScorer, agents: Sequence[str] | None) -> dict[str, Any]:
+    """Arguments of ``score_packed`` for the authors of its sequences, where it asks for them."""
+    return {"agents": agents} if takes_argument(scorer.score_packed, "agents") else {}
 
 
 def expert_arguments(scorer: TokenScorer, experts: Tensor | None, who: str) -> dict[str, Tensor]:

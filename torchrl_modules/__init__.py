@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from .engines.process_state import EngineHealth as EngineHealth
     from .engines.transformers import TransformersEngine as TransformersEngine
     from .model_splits import split_model as split_model
+    from .policies.agent_policies import AgentPolicies as AgentPolicies
     from .policies.base import LLMWrapperBase as LLMWrapperBase
     from .policies.model_files import local_model as local_model
     from .policies.sglang_wrapper import SGLangWrapper as SGLangWrapper
+    from .policies.shared_base import models_over_one_base as models_over_one_base
     from .policies.transformers_wrapper import TransformersWrapper as TransformersWrapper
     from .policies.vllm_wrapper import vLLMWrapper as vLLMWrapper
     from .quantized_forward import quantize_forward as quantize_forward

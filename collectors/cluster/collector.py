@@ -329,9 +329,9 @@ class _RemoteUpdater(SnapshotUpdater):
         """Version of the collector."""
         return self._collector.policy_version
 
-    def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _gathered(self, source: Any, engine: Any) -> Mapping[str, Any]:
         if self._to_copies:  # copies of the policy have its adapters
-            return super()._gathered(source)
+            return super()._gathered(source, engine)
         is_adapted = isinstance(source, nn.Module) and has_adapters(unwrapped_module(source))
         if is_adapted and self._collector.max_adapters:
             return adapter_weights(cast("nn.Module", source))

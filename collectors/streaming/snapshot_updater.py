@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from collectors.weight_update.in_process_updater import InProcessUpdater
 from torchrl_modules.weights.adapter_weights import AdapterWeights
+from torchrl_modules.weights.agent_weights import AgentWeights
 from torchrl_modules.weights.lazy_weights import LazyWeights, copied_weights
 
 
@@ -27,10 +28,7 @@ class SnapshotUpdater(InProcessUpdater):
             dtype: in which the engine takes them; matrices that are wider are converted.
         """
         with self._checked(source, dtype) as weights:
-            if isinstance(weights, AdapterWeights):
-                return deepcopy(weights)
-            device = "cpu" if isinstance(weights, LazyWeights) else None
-            return copied_weights(weights, dtype=dtype, device=device)
+            return _copied(weights, dtype)
 
     def push(self, source: nn.Module | Mapping[str, Tensor], *, version: int | None = None) -> int:
         """Refused: it would change the weights under what is being drawn."""
@@ -40,13 +38,27 @@ class SnapshotUpdater(InProcessUpdater):
         )
 
 
-def shares_memory(source: nn.Module | Mapping[str, Tensor], engine: Any) -> bool:
+def _copied(weights: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """A copy of weights that training does not change."""
+    if isinstance(weights, AgentWeights):
+        return AgentWeights({name: _copied(own, dtype) for name, own in weights.items()})
+    if isinstance(weights, AdapterWeights):
+        return deepcopy(weights)
+    device = "cpu" if isinstance(weights, LazyWeights) else None
+    return copied_weights(weights, dtype=dtype, device=device)
+
+
+def shares_memory(source: Any, engine: Any) -> bool:
     """Return whether an engine draws from the very tensors that are trained.
 
     Args:
-        source: the trained model, or its state dict.
+        source: the trained model, or its state dict; or those of agents, by their names.
         engine: what draws.
     """
+    engines = getattr(engine, "by_agent", None)
+    if engines is not None:
+        own_of = source.items() if isinstance(source, Mapping | nn.ModuleDict) else ()
+        return any(shares_memory(own, engines.get(name)) for name, own in own_of)
     model = getattr(engine, "model", None)
     if not isinstance(model, nn.Module):
         return False

@@ -1,8 +1,9 @@
 """Weight updates of a policy that lives in the trainer's process."""
 
 from collections.abc import Mapping
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .plain_weights import unwrapped_module
 from .weight_updater import WeightUpdater
@@ -24,10 +25,10 @@ class InProcessUpdater(WeightUpdater):
         (1, 1)
     """
 
-    def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        model = getattr(getattr(self.policy, "engine", None), "model", None)
+    def _gathered(self, source: Any, engine: Any) -> Mapping[str, Any]:
+        model = getattr(engine, "model", None)
         if isinstance(source, nn.Module) and isinstance(model, nn.Module):
             inside = unwrapped_module(source)
             if inside is unwrapped_module(model):
                 return inside.state_dict()
-        return super()._gathered(source)
+        return super()._gathered(source, engine)

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_modules.weights.agent_weights import AgentWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused
 from torchrl_modules.weights.lazy_weights import facts_of
 
@@ -128,9 +129,9 @@ class WeightUpdater:
                 pushed = pushed_weights(source, dtype)
                 weights: Mapping[str, Tensor] = stack.enter_context(pushed)
             else:
-                weights = self._gathered(source)
+                weights = self._gathered(source, getattr(self.policy, "engine", None))
             known = self._metadata
-            shapes = {name: value.shape for name, value in facts_of(weights).items()}
+            shapes = {} if known is None else _shapes_of(weights)
             if known is not None and shapes != known:
                 names = sorted(shapes.keys() | known.keys())
                 wrong = [name for name in names if shapes.get(name) != known.get(name)]
@@ -140,13 +141,38 @@ class WeightUpdater:
                 )
             yield weights
 
-    def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The weights as the policy takes them."""
-        if isinstance(source, nn.Module) and getattr(
-            getattr(self.policy, "engine", None), "max_adapters", 0
-        ):
+    def _gathered(self, source: Any, engine: Any) -> Mapping[str, Any]:
+        """The weights as an engine takes them; of the models of agents, those of each."""
+        engines = getattr(engine, "by_agent", None)
+        if engines is not None:
+            if not isinstance(source, Mapping | nn.ModuleDict):
+                raise UpdateRefused(
+                    f"{type(self).__name__}.push: each agent has weights of its own. Push models "
+                    f"by the names of agents, {{{next(iter(engines))!r}: model, ...}}; got "
+                    f"{type(source).__name__}."
+                )
+            if spread := [name for name, own in source.items() if is_spread(own)]:
+                raise UpdateRefused(
+                    f"{type(self).__name__}.push: the models of {spread} are in shards, which are "
+                    "pushed for one policy alone. Train agents' models on one rank, or in copies."
+                )
+            return AgentWeights(
+                {name: self._gathered(own, engines.get(name)) for name, own in source.items()}
+            )
+        if isinstance(source, nn.Module) and getattr(engine, "max_adapters", 0):
             return adapter_weights(source)
         return gathered_state_dict(source)
 
     def _connect(self, policy: UpdatablePolicy) -> None:
         """Set up the way to a policy, if it needs any."""
+
+
+def _shapes_of(weights: Mapping[str, Any]) -> dict[str, torch.Size]:
+    """The shape of each weight; of agents' weights by ``agent.name``."""
+    if isinstance(weights, AgentWeights):
+        return {
+            f"{agent}.{name}": shape
+            for agent, own in weights.items()
+            for name, shape in _shapes_of(own).items()
+        }
+    return {name: value.shape for name, value in facts_of(weights).items()}

@@ -23,6 +23,7 @@ from torchrl_data.missing_entry import MissingEntryError, require_entries
 from torchrl_data.ragged.packed import (
     Rows,
     first_entries,
+    read_agents,
     read_experts,
     read_images,
     read_rows,
@@ -76,6 +77,8 @@ class PackedBatch:
     """float32 ``[K]``: what each token's terms are multiplied by; None for 1."""
     images: Sequence[Sequence[str]] | None = None
     """Of each row in order, in base 64; None where no row has any."""
+    agents: Sequence[str] | None = None
+    """The author of each row, where an agent of a program wrote any; else None."""
     sampling_masks: SamplingMasks | None = None
     """The sets that the K trained tokens were drawn from; None where none was recorded."""
     routed_experts: Tensor | None = None
@@ -134,8 +137,7 @@ class PackedBatch:
             rows = rows.nonzero().squeeze(1)
         tokens = _positions(self.lengths, rows)
         targets = _positions(self.target_lengths, rows)
-        images = self.images and [self.images[row] for row in rows.tolist()]
-        return self._part(rows, tokens, targets, images)
+        return self._part(rows, tokens, targets, rows.tolist())
 
     def leave_out(self, rows: Tensor) -> PackedBatch:
         """Train nothing of some rows; they still count as rows.
@@ -226,10 +228,9 @@ class PackedBatch:
         targets = [0, *self.target_lengths.cumsum(0).tolist()]
         for first, last in pairwise(edges):
             some, trained = (slice(edge[first], edge[last]) for edge in (tokens, targets))
-            images = self.images and self.images[first:last]
-            yield self._part(slice(first, last), some, trained, images)
+            yield self._part(slice(first, last), some, trained, range(first, last))
 
-    def _part(self, rows: Any, tokens: Any, targets: Any, images: Any) -> PackedBatch:
+    def _part(self, rows: Any, tokens: Any, targets: Any, numbers: Sequence[int]) -> PackedBatch:
         """The batch of some rows: what to index rows, their tokens and their trained tokens by."""
         return PackedBatch(
             ids=self.ids[tokens],
@@ -240,7 +241,8 @@ class PackedBatch:
             entries={name: value[targets] for name, value in self.entries.items()},
             left_out=self.left_out[rows],
             weights=None if self.weights is None else self.weights[targets],
-            images=images,
+            images=self.images and [self.images[row] for row in numbers],
+            agents=self.agents and [self.agents[row] for row in numbers],
             sampling_masks=self.sampling_masks and self.sampling_masks.take(targets),
             routed_experts=None if self.routed_experts is None else self.routed_experts[tokens],
             rows_together=self.rows_together,
@@ -484,6 +486,7 @@ def pack_batch(
         entries={name: value[target_mask] for name, value in entries.items()},
         left_out=torch.zeros_like(lengths, dtype=torch.bool),
         images=read_images(batch),
+        agents=read_agents(batch),
         sampling_masks=masks,
         routed_experts=experts,
     )

@@ -33,6 +33,7 @@ from torchrl_data.missing_entry import MissingEntryError
 from torchrl_data.token_scorer import (
     TokenScorer,
     TokenScores,
+    agent_arguments,
     check_scorer,
     expert_arguments,
     image_arguments,
@@ -456,6 +457,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
             **image_arguments(actor, batch.images, self._get_name()),
             **mask_arguments(actor, batch.sampling_masks, self._get_name()),
             **expert_arguments(actor, batch.routed_experts, self._get_name()),
+            **agent_arguments(actor, batch.agents),
         )
         scores = scores._replace(log_prob=F.at_least_float32(scores.log_prob))
         if self.on_scores is not None:

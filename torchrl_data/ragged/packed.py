@@ -22,7 +22,7 @@ from tensordict import (
 from torch import Tensor
 
 from torchrl_data.batched_object import objects_of_leaf
-from torchrl_data.keys import FULL, IMAGES, ROUTED_EXPERTS, SAMPLING_MASK
+from torchrl_data.keys import AGENT, FULL, IMAGES, ROUTED_EXPERTS, SAMPLING_MASK
 from torchrl_data.routed_experts import unknown_expert
 from torchrl_data.sampling_masks import BYTES, LENGTHS, SamplingMasks
 
@@ -229,6 +229,21 @@ def _collect(group: Any, path: tuple[str, ...], values: list[Tensor], lengths: l
     values.extend(flat)
     lengths.extend(map(len, flat))
     return True
+
+
+def read_agents(batch: Any) -> list[str] | None:
+    """The author of each row; ``None`` where no row has one."""
+    entries = entries_of(batch)
+    if isinstance(entries, LazyStackedTensorDict):
+        parts = entries.unbind(0)
+        found = [read_agents(row) or [""] * row.batch_size.numel() for row in parts]
+        agents = [agent for row in found for agent in row]
+    else:
+        leaf = entries.get(AGENT, None)
+        is_text = leaf is not None and not isinstance(leaf, Tensor)
+        known = objects_of_leaf(leaf, entries.batch_size) if is_text else ()
+        agents = [str(agent or "") for agent in known]
+    return agents if any(agents) else None
 
 
 def read_images(batch: Any) -> list[list[str]] | None:

@@ -100,6 +100,7 @@ class AgentProgram(ToolSource, RewardSource):
 
     answers_cut_turns = True
     """The program is told that a turn was cut, and decides what comes of it."""
+    names_agents = True
     can_branch = False
     """Nobody can take a program to the middle of what it does."""
 

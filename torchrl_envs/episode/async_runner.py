@@ -48,6 +48,7 @@ class TurnTaker(Protocol):
         *,
         max_new_tokens: int | None = None,
         session: Hashable = None,
+        agent: str = "",
     ) -> tuple[Conversations, str]:
         """The conversation with a turn more, and why the turn ended."""
         ...
@@ -142,7 +143,10 @@ class AsyncEpisodeRunner:
             await drive(partial(events.branch, turns=after), episode)
         while not episode.is_over:
             conversation, finish_reason = await policy.take_turn(
-                episode.conversation, max_new_tokens=episode.max_new_tokens, session=episode.id
+                episode.conversation,
+                max_new_tokens=episode.max_new_tokens,
+                session=episode.id,
+                agent=episode.origins[-1].agent,
             )
             if trail is not None:
                 trail.append(TurnPoint.of(episode, conversation, finish_reason))

@@ -102,6 +102,8 @@ class EpisodeEntries(Transform):
         """Whether data is loaded."""
         self.has_tools = False
         """Whether there are tools."""
+        self.has_agents = False
+        """Whether rows have authors."""
         self.has_sources = False
         """Whether somebody may give rewards."""
         self.exporting: Sequence[EpisodeTransform] = ()
@@ -118,6 +120,8 @@ class EpisodeEntries(Transform):
         write_objects(batch, keys.STOP_REASON, [e.stop_reason for e in episodes])
         limits = [keys.NO_LIMIT if e.max_new_tokens is None else e.max_new_tokens for e in episodes]
         _write_int(batch, keys.MAX_NEW_TOKENS, limits)
+        if self.has_agents:
+            write_objects(batch, keys.AGENT, [e.origins[-1].agent for e in episodes])
         if self.has_tools:
             _write_int(batch, keys.NUM_TOOL_CALLS, [e.num_tool_calls for e in episodes], 1)
             _write_int(batch, keys.NUM_TOOL_ERRORS, [e.num_tool_errors for e in episodes], 1)
@@ -167,6 +171,7 @@ class EpisodeEntries(Transform):
         """Declares the entries of every observation."""
         shape = observation_spec.shape
         objects: dict[str, Any] = {EPISODE: Episode(), keys.STOP_REASON: ""}
+        objects |= {keys.AGENT: ""} if self.has_agents else {}
         numbers = {keys.MAX_NEW_TOKENS: shape}
         if self.has_tools:
             counts = (keys.NUM_TOOL_CALLS, keys.NUM_TOOL_ERRORS)

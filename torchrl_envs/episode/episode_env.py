@@ -130,6 +130,7 @@ class EpisodeEnv(TransformedEnv):
         self.entries.dense = any(part.by_token for part in transforms)
         self.entries.loads_data = any(overrides(part, "draw") for part in transforms)
         self.entries.has_tools = bool(self.runner.dispatcher.sources)
+        self.entries.has_agents = any(part.names_agents for part in transforms)
         self.entries.has_sources = any(isinstance(part, RewardSource) for part in transforms)
         self.entries.exporting = [part for part in transforms if overrides(part, "export")]
         self._limit = next(self.transforms_of(RewardErrorLimit), self.error_limit)

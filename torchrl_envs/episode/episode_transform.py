@@ -90,6 +90,8 @@ class EpisodeTransform(ChecksAttributes, Transform):
     can_branch: bool = True
     """An episode in which it takes part can begin in the middle of another one, see
     :class:`~torchrl_envs.BranchRollouts`."""
+    names_agents: bool = False
+    """It says of each row who wrote it: a step has the entry ``agent``."""
     keeps_prompt: bool = False
     """Whether ``begin`` and ``before_turn`` leave the data's prompt as it is, or add to it: one
     that is too long for the model stays so, and is left out when it is drawn."""

@@ -12,6 +12,9 @@ _ASYNC: Final = {
     "torchrl_modules.engines.transformers.TransformersEngine": (
         "torchrl_modules.engines.async_transformers:AsyncTransformersEngine"
     ),
+    "torchrl_modules.engines.agent_engines.AgentEngines": (
+        "torchrl_modules.engines.agent_engines:AsyncAgentEngines"
+    ),
     "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.async_engine:AsyncVLLMEngine",
     "torchrl_modules.vllm.server_engine.VLLMServerEngine": _SERVER,
     "torchrl_modules.sglang.server_engine.SGLangServerEngine": _SERVER,

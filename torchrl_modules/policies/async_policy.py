@@ -39,6 +39,7 @@ class AsyncPolicy:
         *,
         max_new_tokens: int | None = None,
         session: Hashable = None,
+        agent: str = "",
     ) -> tuple[Conversations, str]:
         """Sample a turn of one conversation. Cancelling the caller aborts it."""
         # Gives the conversation with the turn, and why the turn ended; where it could not be
@@ -59,6 +60,8 @@ class AsyncPolicy:
                 "TransformersWrapper)"
             )
         further: dict[str, Any] = {"images": images} if images else {}
+        if getattr(self.engine, "by_agent", None):
+            further["agent"] = agent
         ids = encoded.ids(0)
         params = self.policy.drawn_by
         if (seeds := params.turn_seeds(encoded)) is not None:

@@ -77,6 +77,7 @@ from torchrl_modules.engines.engine import Engine, Generation
 from torchrl_modules.sampling.parameters import SamplingParameters, requested_sampling
 from torchrl_modules.sampling.repeats import repeat_rows
 from torchrl_modules.weights.adapter_weights import AdapterWeights
+from torchrl_modules.weights.agent_weights import AgentWeights
 from torchrl_modules.weights.lazy_weights import LazyWeights, copied_weights
 
 
@@ -324,14 +325,10 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         self.write_tokens = write_tokens
         self.pad_output: bool = self._checked_change("pad_output", pad_output)
         self.num_samples: int | None = self._checked_change("num_samples", num_samples)
-        own_ends: Sequence[int] = getattr(engine, "end_token_ids", ())
-        self.encoder = ConversationEncoder(
-            tokenizer,
+        self.encoder = self._make_encoder(
             chat_template=chat_template,
             chat_template_name=chat_template_name,
             chat_template_kwargs=chat_template_kwargs,
-            processor=getattr(engine, "images", None),
-            end_token_ids=[i for i in own_ends if 0 <= i < self.vocab_size],
         )
         # Whose rendering of shown text and tokens was found to be that of this encoder.
         self._compared: object = self.encoder
@@ -340,6 +337,16 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         self.out_keys: list[NestedKey] = [(input_mode, FULL), FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     changeable = frozenset({"engine", "num_samples", "pad_output", "write_tokens"})
+
+    def _make_encoder(self, **template: Any) -> ConversationEncoder:
+        """The encoder of its tokenizer and engine, with these arguments of the template."""
+        own_ends: Sequence[int] = getattr(self.engine, "end_token_ids", ())
+        return ConversationEncoder(
+            self.tokenizer,
+            processor=getattr(self.engine, "images", None),
+            end_token_ids=[i for i in own_ends if 0 <= i < self.vocab_size],
+            **template,
+        )
 
     def _checked_change(self, name: str, value: Any) -> Any:
         pads = value if name == "pad_output" else getattr(self, "pad_output", False)
@@ -477,12 +484,16 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         if budgets is not None:
             active = active & (budgets.view(-1) > 0)
             budgets = budgets.view(-1).clamp(max=self.sampling.max_new_tokens).tolist()
+        own = self._row_arguments(tensordict)
         if bool(active.all()):
-            prompt, full, reasons = self.respond(prompt, max_new_tokens=budgets)
+            prompt, full, reasons = self.respond(prompt, max_new_tokens=budgets, **own)
         else:
             rows = active.nonzero().squeeze(-1).tolist()
             budgets = None if budgets is None else [budgets[i] for i in rows]
-            new_prompt, new_full, new_reasons = self.respond(prompt[rows], max_new_tokens=budgets)
+            own = {name: [values[i] for i in rows] for name, values in own.items()}
+            new_prompt, new_full, new_reasons = self.respond(
+                prompt[rows], max_new_tokens=budgets, **own
+            )
             index, reasons = list(range(len(prompt))), [""] * len(prompt)
             for new, row in enumerate(rows):
                 index[row] = len(prompt) + new
@@ -493,6 +504,11 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         self._write_turns(tensordict, prompt, full)
         write_objects(tensordict, FINISH_REASON, reasons)
         return tensordict
+
+    def _row_arguments(self, batch: TensorDictBase) -> dict[str, Sequence[Any]]:
+        """Further arguments of :meth:`respond`, which have a value of each row."""
+        del batch
+        return {}
 
     def _read_prompts(self, batch: TensorDictBase) -> Conversations:
         """The conversations to go on with, from an environment or built by hand."""
@@ -525,7 +541,11 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
             set_groups(batch, groups.reshape(batch.batch_size), padded=self.pad_output)
 
     def respond(
-        self, prompt: Conversations, *, max_new_tokens: Sequence[int] | None = None
+        self,
+        prompt: Conversations,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
+        agents: Sequence[str] | None = None,
     ) -> tuple[Conversations, Conversations, list[str]]:
         """Encode what waits in the conversations and sample a turn for each.
 
@@ -533,6 +553,7 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
             prompt: B conversations.
             max_new_tokens: a budget per row that overrides the sampling parameters'. No turn is
                 longer than the engine's ``max_model_len`` leaves room for.
+            agents: whose turns they are, for :class:`~torchrl_modules.AgentPolicies`.
 
         Returns:
             The encoded prompts, the conversations with the policy's turn (a row that could not be
@@ -546,6 +567,8 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
         media = [images[i] for i in good]
         further: dict[str, Any] = {"images": media} if any(media) else {}
         further["max_new_tokens"] = [self.bounded_turn(budgets[i], len(ids[i])) for i in good]
+        if agents is not None:
+            further["agents"] = [agents[i] for i in good]
         asked, sampling = [ids[i] for i in good], self.drawn_by
         all_seeds = sampling.turn_seeds(encoded)
         seeds = None if all_seeds is None else [all_seeds[i] for i in good]
@@ -629,13 +652,7 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
             RuntimeError: the engine took the update, and its version is another one.
         """
         before = self.policy_version
-        weights = state_dict
-        if isinstance(weights, LazyWeights):
-            if not getattr(self.engine, "reads_in_order", False):  # never whole on a GPU
-                dtype = getattr(self.engine, "update_dtype", None)
-                weights = copied_weights(weights, dtype=dtype, device="cpu")
-        elif not isinstance(weights, AdapterWeights):
-            weights = {name: value.detach() for name, value in weights.items()}
+        weights = _as_taken(state_dict, self.engine)
         self.engine.update_weights(weights, version=version)
         after, due = self.policy_version, before + 1 if version is None else version
         if after != due:
@@ -645,6 +662,22 @@ class LLMWrapperBase(ChecksAttributes, TensorDictModuleBase):
                 "to one more than before where that is None."
             )
         return after
+
+
+def _as_taken(weights: Mapping[str, Any], engine: Any) -> Mapping[str, Any]:
+    """Weights as an engine reads them: detached, and made whole where it needs them so."""
+    if isinstance(weights, AgentWeights):
+        return AgentWeights(
+            {name: _as_taken(own, engine.by_agent.get(name)) for name, own in weights.items()}
+        )
+    if isinstance(weights, LazyWeights):
+        if getattr(engine, "reads_in_order", False):
+            return weights
+        dtype = getattr(engine, "update_dtype", None)  # never whole on a GPU
+        return copied_weights(weights, dtype=dtype, device="cpu")
+    if isinstance(weights, AdapterWeights):
+        return weights
+    return {name: value.detach() for name, value in weights.items()}
 
 
 def finish_reason_of(generation: Generation, budget: int) -> str:

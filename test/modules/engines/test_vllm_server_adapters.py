@@ -14,12 +14,13 @@ from adapted_models import adapted, largest_gap
 from collectors.weight_update.adapters_alone import adapter_weights
 from collectors.weight_update.in_process_updater import InProcessUpdater
 from collectors.weight_update.plain_weights import gathered_state_dict
-from torchrl_modules import EngineFleet, vLLMWrapper
+from torchrl_modules import AgentPolicies, EngineFleet, open_async, vLLMWrapper
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.vllm.bridges import OwnServerEngine
 from torchrl_modules.vllm.server import start_server
 from torchrl_modules.vllm.server_engine import VLLMServerEngine
 from torchrl_modules.weights.adapter_weights import AdapterWeights
+from torchrl_modules.weights.agent_weights import AgentWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -132,6 +133,34 @@ def test_each_of_several_runs_has_its_adapters_in_one_server(fleet, model):
         assert largest_gap(own, PROMPTS[0], drawn[0]) < 1e-4
         assert largest_gap(serving, PROMPTS[0], draw(fleet, PROMPTS[0])) < 1e-4
         assert [tuple(span) for span in drawn[0].versions] == [(1, 0, 40)]
+
+
+def test_agents_of_one_program_have_their_adapters_in_one_server(fleet, model, chatml_tokenizer):
+    url, trained = client_of(fleet)._client.url, [adapted(model, seed) for seed in (9, 10)]
+    with closing(VLLMServerEngine(url)) as first, closing(VLLMServerEngine(url)) as second:
+        own = (vLLMWrapper(engine, tokenizer=chatml_tokenizer) for engine in (first, second))
+        policies = AgentPolicies(dict(zip("ab", own, strict=True)))
+        assert InProcessUpdater(policies).push(dict(zip("ab", trained, strict=True))) == 1
+        drawn = policies.engine.generate([PROMPTS[0]] * 2, ENDLESS, agents=["b", "a"])
+        for of_agent, other, model_of in zip(drawn, drawn[::-1], trained[::-1], strict=True):
+            assert largest_gap(model_of, PROMPTS[0], of_agent) < 1e-4
+            assert largest_gap(model_of, PROMPTS[0], other) > 0.05
+
+        async def main():
+            engines = open_async(policies.engine)
+            later = adapted(model, 11)
+            weights = AgentWeights({"b": adapter_weights(later)})
+            await engines.update_weights(weights, version=5)
+            asked = (engines.respond(PROMPTS[0], ENDLESS, agent=name) for name in "ab")
+            return later, await asyncio.gather(*asked)
+
+        later, (stays, changed) = asyncio.run(main())
+        assert largest_gap(trained[0], PROMPTS[0], stays) < 1e-4
+        assert largest_gap(later, PROMPTS[0], changed) < 1e-4
+        assert [tuple(span) for one in (stays, changed) for span in one.versions] == [
+            (5, 0, 40),
+            (5, 0, 40),
+        ]
 
 
 @pytest.mark.timeout(600)

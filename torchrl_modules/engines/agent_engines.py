@@ -1,0 +1,348 @@
+"""Engines of several agents as one: what an agent says is drawn by its own."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from torchrl_modules.sampling.parameters import SamplingParameters
+from torchrl_modules.weights.agent_weights import AgentWeights
+from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
+
+from .checked_generation import seeded
+from .engine import (
+    AsyncEngine,
+    ClosedOnLeaving,
+    Engine,
+    Generation,
+    VersionSpan,
+    can_keep_caches,
+    push_weights,
+)
+from .open_async import open_async
+
+
+class _EnginesByAgent:
+    """The engines of agents, and what all of them have in common.
+
+    There is one version, of all weights together: a push of some agents' weights counts on, and
+    the tokens of those whose weights stay are stamped with it, too.
+    """
+
+    def __init__(self, engines: Mapping[str, Any], otherwise: str | None) -> None:
+        self.by_agent = dict(engines)
+        """An engine for each agent; agents may share one."""
+        self.otherwise = otherwise
+        """The agent whose engine draws for agents that have none; ``None``: nobody does."""
+        self._version = max(engine.version for engine in self.by_agent.values())
+        self._lacking: set[str] = set()
+        """Agents that a push did not reach which reached others."""
+        self._pushes: dict[int, list[int]] = defaultdict(list)
+        """The numbers of the updates of each engine, those under way included."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that serve; each push counts on, whosever weights it has."""
+        return self._version
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below it, for every agent; ``None`` where no engine says."""
+        return min(self._known("vocab_size"), default=None)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of a prompt and its response, for every agent; ``None`` for no limit."""
+        return min(self._known("max_model_len"), default=None)
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response by the models' own settings."""
+        return tuple(dict.fromkeys(chain.from_iterable(self._known("end_token_ids"))))
+
+    @property
+    def update_dtype(self) -> Any:
+        """In which type all of them take weights that are sent; ``None`` where they differ."""
+        found = {getattr(engine, "update_dtype", None) for engine in self._engines()}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def images(self) -> Any:
+        """The image processor; ``None`` where an agent's model reads no images."""
+        found = [getattr(engine, "images", None) for engine in self.by_agent.values()]
+        return None if None in found else found[0]
+
+    def check_sampling(self, params: SamplingParameters) -> None:
+        """Check that every engine can draw from a distribution.
+
+        Raises:
+            ValueError: one can't.
+        """
+        for engine in self._engines():
+            if (check := getattr(engine, "check_sampling", None)) is not None:
+                check(params)
+
+    def name_of(self, agent: str) -> str | None:
+        """The agent whose engine draws for an agent; ``None`` where there is none.
+
+        Args:
+            agent: the author of a row.
+        """
+        return agent if agent in self.by_agent else self.otherwise
+
+    def _known(self, name: str) -> list[Any]:
+        found = [getattr(engine, name, None) for engine in self._engines()]
+        return [value for value in found if value is not None]
+
+    def _engines(self) -> Iterable[Any]:
+        return {id(engine): engine for engine in self.by_agent.values()}.values()
+
+    def _check_whole(self) -> None:
+        if self._lacking:
+            raise RuntimeError(
+                f"AgentPolicies: {sorted(self._lacking)} lack the weights of a push that reached "
+                "others. Push again."
+            )
+
+    def _nobody(self, agent: str) -> Generation:
+        error = (
+            f"no policy draws for the agent {agent!r}: there are {[*self.by_agent]}. Name the "
+            "author of each request (the header x-agent-name), or give AgentPolicies(otherwise=)"
+        )
+        return Generation([], [], "error", error)
+
+    def _stamped(self, engine: Any, generation: Generation) -> Generation:
+        """The same, with the last version of all weights together that its own belong to."""
+        spans = []
+        for own, start, end in generation.drawn_by(engine.version).versions:
+            later = [number for number in self._pushes[id(engine)] if number > own]
+            spans.append(
+                VersionSpan(min(later) - 1 if later else max(own, self.version), start, end)
+            )
+        return generation._replace(versions=spans)
+
+    def _begin(self, weights: Any, version: int | None) -> int:
+        """The number of new weights of agents, which every engine that gets some is to have.
+
+        Raises:
+            UpdateRefused: an agent is not known, two that share a policy are both given, or the
+                version does not go up.
+        """
+        known = [*self.by_agent]
+        if not isinstance(weights, AgentWeights) or not weights:
+            raise UpdateRefused(
+                f"AgentPolicies takes models by the names of agents, {{{known[0]!r}: model, ...}}, "
+                f"got {weights!r:.60}."
+            )
+        if wrong := [name for name in weights if name not in known]:
+            raise UpdateRefused(f"AgentPolicies: no policy for {wrong}, but for {known}.")
+        owners: dict[int, str] = {}
+        for name in weights:
+            other = owners.setdefault(id(self.by_agent[name]), name)
+            if other != name:
+                raise UpdateRefused(
+                    f"AgentPolicies: {other} and {name} have one policy: give its weights once."
+                )
+        new = next_version(version, self._version, who="AgentPolicies")
+        for owner in owners:
+            self._pushes[owner].append(new)
+        return new
+
+    @contextmanager
+    def _handing(self, name: str, weights: AgentWeights, new: int) -> Iterator[Any]:
+        """Hand an agent's engine its weights; where others had theirs before, failure is no choice.
+
+        Raises:
+            RuntimeError: the engine did not take them, and others have.
+        """
+        order = [*weights]
+        left = order[order.index(name) :]
+        engine = self.by_agent[name]
+        try:
+            yield engine
+        except Exception as error:
+            for each in left:
+                self._pushes[id(self.by_agent[each])].remove(new)
+            if len(left) == len(order):
+                raise
+            self._lacking = {*self._lacking, *left}
+            raise RuntimeError(
+                f"AgentPolicies: {order[: -len(left)]} have weights {new}, and {left} have not, "
+                f"because {name} did not take its own: {error} Nothing is drawn until a push "
+                "reaches these, too."
+            ) from error
+        self._version = new
+        self._lacking = self._lacking - {name}
+
+
+class AgentEngines(_EnginesByAgent):
+    """Draws each row with the engine of its agent.
+
+    Args:
+        engines: for each agent, one that draws batches.
+        otherwise: see :class:`~torchrl_modules.AgentPolicies`.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], otherwise: str | None = None) -> None:
+        super().__init__(engines, otherwise)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
+        agents: Sequence[str] | None = None,
+        seeds: Sequence[int] | None = None,
+        images: Sequence[Sequence[str]] | None = None,
+    ) -> list[Generation]:
+        """Draw one response per prompt; see :meth:`torchrl_modules.Engine.generate`.
+
+        Args:
+            prompts: token ids of each row.
+            params: the distribution.
+            max_new_tokens: a budget per row.
+            agents: the author of each row.
+            seeds: one per row.
+            images: those of each row.
+
+        Raises:
+            ValueError: nobody says whose turn it is.
+        """
+        self._check_whole()
+        if agents is None:
+            raise ValueError(
+                "AgentPolicies: nobody says which agent takes a turn. The entry 'agent' of a batch "
+                "does, which an AgentProgram writes."
+            )
+        rows: dict[str | None, list[int]] = defaultdict(list)
+        for row, agent in enumerate(agents):
+            rows[self.name_of(agent)].append(row)
+        drawn = {row: self._nobody(agents[row]) for row in rows.pop(None, ())}
+        for name, own in rows.items():
+            engine = self.by_agent[name or ""]
+            its, further = seeded(engine, params, seeds and [seeds[i] for i in own])
+            if max_new_tokens is not None:
+                further["max_new_tokens"] = [max_new_tokens[i] for i in own]
+            if images is not None and any(images[i] for i in own):
+                further["images"] = [images[i] for i in own]
+            given = engine.generate([prompts[i] for i in own], its, **further)
+            drawn |= {
+                row: self._stamped(engine, generation)
+                for row, generation in zip(own, given, strict=True)
+            }
+        return [drawn[row] for row in range(len(prompts))]
+
+    def update_weights(self, state_dict: Any, *, version: int | None = None) -> None:
+        """Replace the weights of some agents, or of all.
+
+        Args:
+            state_dict: an :class:`~torchrl_modules.weights.agent_weights.AgentWeights`.
+            version: the number of these weights, above the present one; ``None`` counts on.
+
+        Raises:
+            UpdateRefused: an engine refuses its weights.
+            RuntimeError: one does after others have taken theirs.
+        """
+        new = self._begin(state_dict, version)
+        for name, weights in state_dict.items():
+            with self._handing(name, state_dict, new) as engine:
+                engine.update_weights(weights, version=new)
+
+
+class AsyncAgentEngines(_EnginesByAgent, ClosedOnLeaving):
+    """Draws for each caller with the engine of its agent.
+
+    Args:
+        engines: of the agents, each served to asyncio; it belongs to this until this is closed.
+    """
+
+    def __init__(self, engines: AgentEngines) -> None:
+        opened: dict[int, AsyncEngine] = {}
+        try:
+            for engine in engines._engines():
+                opened[id(engine)] = open_async(engine)
+        except BaseException:
+            for engine in opened.values():
+                engine.close()
+            raise
+        by_agent = {name: opened[id(engine)] for name, engine in engines.by_agent.items()}
+        super().__init__(by_agent, engines.otherwise)
+
+    @property
+    def can_keep_caches(self) -> bool:
+        """Whether responses in flight can go on with what the old weights have read."""
+        return all(map(can_keep_caches, self._engines()))
+
+    async def respond(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: int | None = None,
+        session: Hashable = None,
+        agent: str = "",
+        images: Sequence[str] | None = None,
+    ) -> Generation:
+        """Draw one response; see :meth:`torchrl_modules.AsyncEngine.respond`.
+
+        Args:
+            prompt: token ids.
+            params: the distribution.
+            max_new_tokens: overrides the budget in ``params``.
+            session: the same for all calls of one conversation.
+            agent: the author of the row.
+            images: those of the prompt.
+        """
+        self._check_whole()
+        name = self.name_of(agent)
+        if name is None:
+            return self._nobody(agent)
+        engine, further = self.by_agent[name], {"images": images} if images else {}
+        given: Generation = await engine.respond(
+            prompt, params, max_new_tokens=max_new_tokens, session=session, **further
+        )
+        return self._stamped(engine, given)
+
+    async def update_weights(
+        self, state_dict: Any, *, version: int | None = None, recompute: bool = True
+    ) -> None:
+        """Replace the weights of some agents, or of all, one engine after the other.
+
+        Args:
+            state_dict: an :class:`~torchrl_modules.weights.agent_weights.AgentWeights`.
+            version: the number of these weights, above the present one; ``None`` counts on.
+            recompute: what responses in flight have so far is read again.
+
+        Raises:
+            UpdateRefused: an engine refuses its weights.
+            RuntimeError: one does after others have taken theirs.
+        """
+        new = self._begin(state_dict, version)
+        for name, weights in state_dict.items():
+            with self._handing(name, state_dict, new) as engine:
+                await push_weights(engine, weights, version=new, recompute=recompute)
+
+    async def pause(self) -> None:
+        """Draw no more tokens."""
+        await asyncio.gather(*(engine.pause() for engine in self._engines()))
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await asyncio.gather(*(engine.resume() for engine in self._engines()))
+
+    def end_session(self, session: Hashable) -> None:
+        """Drop what the engines keep for a conversation.
+
+        Args:
+            session: as for `respond`.
+        """
+        for engine in self._engines():
+            engine.end_session(session)
+
+    def close(self) -> None:
+        """Close the engines. May be called twice."""
+        for engine in self._engines():
+            engine.close()
