@@ -313,6 +313,7 @@ def test_a_package_without_its_file_says_so(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")  # PEFT's, of a head that is tied
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 def test_a_folder_of_adapters_is_refused_with_a_program_that_merges_them(
     make_tiny_model, tmp_path, monkeypatch
 ):

@@ -39,9 +39,8 @@ def check_adapted_model(cfg: RecipeConfig, actor: Any, sampler: Any) -> None:
         raise SettingsError(changed_base(warmed))
     if urls := _urls(cfg):
         with refusing("engine"):
-            check_engine_of(
-                actor, sampler, engine=f"the server at {', '.join(urls)}", model=name_of_model(cfg)
-            )
+            names = {"engine": f"the server at {', '.join(urls)}", "model": name_of_model(cfg)}
+            check_engine_of(actor, sampler, count=len(urls), **names)
 
 
 def check_served(cfg: RecipeConfig, source: str) -> None:

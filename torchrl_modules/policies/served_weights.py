@@ -1,6 +1,6 @@
 """Tells by the log-probs of what an engine draws which weights it has."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -65,12 +65,15 @@ def check_same_weights(
     return gap
 
 
-def check_engine_of(trainer: Any, sampler: Any, *, engine: str, model: str) -> float:
+def check_engine_of(
+    trainer: Any, sampler: Any, *, count: int = 1, engine: str, model: str
+) -> float:
     """Check that a policy's engine draws with the weights of a policy over Transformers.
 
     Args:
         trainer: over the model.
         sampler: over the engine.
+        count: of rows that are drawn at once: of a fleet, which shares them out, one for each.
         engine: its name in errors.
         model: its name in errors.
 
@@ -80,21 +83,21 @@ def check_engine_of(trainer: Any, sampler: Any, *, engine: str, model: str) -> f
     Raises:
         ValueError: the engine has other weights, or can't draw.
     """
+    rows: list[Generation] = []
 
     def draw(prompt: list[int], params: SamplingParameters) -> Generation:
-        rows: Sequence[Generation] = sampler.engine.generate([prompt], params)
-        return rows[0]
+        if not rows:
+            rows.extend(sampler.engine.generate([prompt] * count, params))
+        return rows.pop()
 
     @torch.no_grad()
     def score(row: Tensor, first: int) -> Tensor:
         mask = torch.arange(len(row)) >= first
         return trainer.scorer.score_packed(row, torch.tensor([len(row)]), mask).log_prob
 
-    return check_same_weights(
-        trainer.tokenizer,
-        draw,
-        score,
-        quantized=getattr(sampler.engine, "quantization", None) is not None,
-        engine=engine,
-        model=model,
+    quantized = getattr(sampler.engine, "quantization", None) is not None
+    names = {"engine": engine, "model": model}
+    return max(
+        check_same_weights(trainer.tokenizer, draw, score, quantized=quantized, **names)
+        for _ in range(count)
     )
