@@ -1,13 +1,20 @@
 """A server that runs already has the model that a run is about, or is refused."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
 
-from torchrl_agents.models.policies import check_served
+from torchrl_agents.models.served_model import check_adapted_model, check_served
 from torchrl_agents.settings.errors import SettingsError
-from torchrl_agents.settings.schema import EngineConfig, PolicyConfig, RecipeConfig
+from torchrl_agents.settings.schema import (
+    EngineConfig,
+    PolicyConfig,
+    RecipeConfig,
+    RolloutsConfig,
+    WarmStartConfig,
+)
 from torchrl_modules import TransformersWrapper, vLLMWrapper
 from torchrl_modules.engines.engine import Generation
 from torchrl_modules.policies.served_weights import check_engine_of, check_same_weights
@@ -23,10 +30,35 @@ def test_an_engine_of_other_weights_is_told_by_what_it_draws(
         for each in (model, other_model)
     )
     sampler = vLLMWrapper(server_engine, tokenizer=chatml_tokenizer)
-    names = {"engine": "the server", "model": "mine"}
+    names: Any = {"engine": "the server", "model": "mine"}
     assert check_engine_of(trainer, sampler, **names) < 1e-4
     with pytest.raises(ValueError, match=r"the server has other weights than mine: .* nats"):
         check_engine_of(other, sampler, **names)
+
+
+def test_adapters_go_alone_over_the_weights_that_they_are_trained_over(
+    server, server_engine, model, other_model, chatml_tokenizer, monkeypatch
+):
+    monkeypatch.setattr(server_engine, "max_adapters", 1)  # as if begun with --enable-lora
+    trainer, other = (
+        TransformersWrapper(each, tokenizer=chatml_tokenizer, generate=False)
+        for each in (model, other_model)
+    )
+    sampler = vLLMWrapper(server_engine, tokenizer=chatml_tokenizer)
+
+    def check(actor, num_steps):
+        cfg = RolloutsConfig(
+            policy=PolicyConfig(model="mine", lora_rank=4),
+            engine=EngineConfig(name="vllm", url=server),
+            warm_start=WarmStartConfig(num_steps=num_steps),
+        )
+        check_adapted_model(cfg, actor, sampler)
+
+    check(trainer, 0)
+    with pytest.raises(SettingsError, match=r"has other weights than policy\.model='mine'"):
+        check(other, 0)
+    with pytest.raises(SettingsError, match=r"warm_start\.num_steps=3 trains the model before"):
+        check(trainer, 3)
 
 
 def test_eight_bits_may_be_further_from_the_model(chatml_tokenizer):
