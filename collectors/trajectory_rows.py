@@ -45,11 +45,11 @@ from torchrl_data.keys import (
 from torchrl_data.stop_reason import StopReason, stop_reason_of
 from torchrl_envs.agents.agent_program import AgentProgram
 from torchrl_envs.entries.rewards import REWARD_ERRORS, token_entries_of_row, turn_ends
-from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.episode import LOGGED_EXTRA, Episode
 from torchrl_envs.episode.episode_entries import EPISODE, batch_of_ended
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.episode.trajectory_transform import TrajectoryTransform
-from torchrl_envs.rewards.scoring_call import LOGGED_EXTRA, LOGGED_METRICS
+from torchrl_envs.rewards.scoring_call import LOGGED_METRICS
 
 _NO_BATCH = torch.Size([])
 _DENSE = (

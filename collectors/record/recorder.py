@@ -51,7 +51,8 @@ from torchrl_data.keys import (
 from torchrl_data.token_scorer import TokenScores
 from torchrl_envs.entries.rewards import REWARD_ERRORS
 from torchrl_envs.entries.whole_episodes import rows_by_episode, whole_episode
-from torchrl_envs.rewards.scoring_call import LOGGED_EXTRA, LOGGED_METRICS
+from torchrl_envs.episode.episode import LOGGED_EXTRA
+from torchrl_envs.rewards.scoring_call import LOGGED_METRICS
 
 from .files import write_lines
 from .provenance import token_spans

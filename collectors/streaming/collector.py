@@ -59,6 +59,7 @@ from .checks import (
 from .evaluation_point import EvaluationPoint
 from .load_cap import LoadCap, cap_of
 from .producer import Producer
+from .program_end import shut_down_at_end, was_shut_down
 from .snapshot_updater import SnapshotUpdater, shares_memory
 from .timeline import Timeline
 
@@ -212,9 +213,13 @@ class StreamingCollector(BackgroundCollector):
 
         On policy a batch begins when it is asked for: nothing is sampled between the steps.
         """
-        self._producer.open()
+        self._open()
         if not self.ledger.is_on_policy:
             self._producer.begin()
+
+    def _open(self) -> None:
+        self._producer.open()
+        shut_down_at_end(self)
 
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         self.start()
@@ -230,7 +235,7 @@ class StreamingCollector(BackgroundCollector):
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Draw no token and begin no group meanwhile; what runs goes on afterwards."""
-        self._producer.open()
+        self._open()
         engine = self._async_policy.engine
         with self._producer.holding():
             self._producer.submit(engine.pause()).result()
@@ -256,7 +261,7 @@ class StreamingCollector(BackgroundCollector):
                 "TransformersWrapper(copy.deepcopy(model), ...), or take staleness=OnPolicy()."
             )
         producer, ledger = self._producer, self.ledger
-        producer.open()
+        self._open()
         due = producer.queue.steps[self._pushed_version] + ledger.weight_sync_steps
         if not is_restored and producer.taken and ledger.version + 1 < due:
             producer.unchanged()
@@ -293,7 +298,7 @@ class StreamingCollector(BackgroundCollector):
         Raises:
             ValueError: environment and policy don't fit together.
         """
-        self._producer.open()
+        self._open()
         return self._producer.evaluate(env, wait=wait)
 
     def take_evaluations(self) -> list[EvaluationPoint]:
@@ -358,6 +363,7 @@ class StreamingCollector(BackgroundCollector):
         if self._is_closed:
             return
         self._is_closed = True
+        was_shut_down(self)
         self._async_policy.engine.close()
         self.env.close(raise_if_closed=False)
         _log.info("%s", self.ledger)

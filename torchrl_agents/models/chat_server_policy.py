@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 
 from torchrl_data import import_package
+from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_data.conversation import Conversations, Turn, waiting_rows
 from torchrl_modules import LLMWrapperBase
 
@@ -25,7 +27,7 @@ class ChatServerPolicy(LLMWrapperBase):
     Args:
         url: of the server, ``http://host:port/v1``.
         model: its name there.
-        timeout_s: deadline of one turn.
+        timeout_s: deadline of one turn, with all that is tried again for it.
         **arguments: of :class:`~torchrl_modules.LLMWrapperBase`; the tokenizer counts tokens, and
             writes what the server says down.
 
@@ -40,7 +42,8 @@ class ChatServerPolicy(LLMWrapperBase):
         super().__init__(engine, **arguments)
         if self.sampling.top_k or self.sampling.min_p:
             raise ValueError("OpenAI's protocol has no top_k and no min_p: leave them out.")
-        self._model = model
+        check_numbers("engine=chat", POSITIVE, timeout_s=timeout_s)
+        self._model, self._url, self._timeout_s = model, url, timeout_s
         key = os.environ.get("OPENAI_API_KEY") or "none"
         about = {"base_url": url, "api_key": key, "max_retries": 3, "timeout": timeout_s}
         # A client belongs to the event loop that it was first used on.
@@ -78,27 +81,52 @@ class ChatServerPolicy(LLMWrapperBase):
                     return None, f"error: {why}"
                 async with free:
                     try:
-                        reply = await client.chat.completions.create(
-                            model=self._model,
-                            messages=prompt.messages(row),
-                            max_tokens=limits[row],
-                            stop=list(self.sampling.stop) or None,
-                            temperature=self.sampling.temperature,
-                            top_p=self.sampling.top_p,
-                            **({"tools": list(tools)} if tools else {}),
-                        )
+                        async with asyncio.timeout(self._timeout_s):
+                            reply = await client.chat.completions.create(
+                                model=self._model,
+                                messages=prompt.messages(row),
+                                max_tokens=limits[row],
+                                stop=list(self.sampling.stop) or None,
+                                temperature=self.sampling.temperature,
+                                top_p=self.sampling.top_p,
+                                **({"tools": list(tools)} if tools else {}),
+                            )
                         return _text_of(reply.choices[0])
                     except Exception as error:  # what the server does ends this rollout alone
-                        return None, f"error: {error}"
+                        return None, self._failure(error)
 
             return list(await asyncio.gather(*map(ask, range(len(prompt)))))
+
+    def _failure(self, error: Exception) -> str:
+        """Return the reason of a turn that failed, and what to do about it."""
+        said = str(error)
+        if isinstance(error, TimeoutError):
+            said = (
+                f"no answer within {self._timeout_s:g} s "
+                "(+engine.engine_kwargs.timeout_s=... waits longer)"
+            )
+        advice = _ADVICE.get(getattr(error, "status_code", 0), "")
+        return f"error: {self._url}, model {self._model!r}: {said}{advice}"
+
+
+_ADVICE: Final = {
+    401: ". OPENAI_API_KEY of the environment has to be the server's key.",
+    404: ". engine.url ends in /v1 as a rule, and policy.model is the model's name there.",
+}
+"""By the status of an answer."""
 
 
 def _text_of(choice: Any) -> tuple[str, str]:
     """A turn of a server as text, its calls in the format of the embedded template."""
     text = choice.message.content or ""
+    # vLLM says which text of `stop` ended the turn, which it leaves out.
+    if isinstance(ended_by := getattr(choice, "stop_reason", None), str):
+        text += ended_by
     for call in choice.message.tool_calls or ():
         function = call.function
-        said = {"name": function.name, "arguments": json.loads(function.arguments or "{}")}
-        text += f"\n<tool_call>\n{json.dumps(said)}\n</tool_call>"
+        arguments = function.arguments or "{}"
+        with suppress(json.JSONDecodeError):  # the parser of calls says what is wrong with it
+            arguments = json.dumps(json.loads(arguments))
+        said = f'{{"name": {json.dumps(function.name)}, "arguments": {arguments}}}'
+        text += f"\n<tool_call>\n{said}\n</tool_call>"
     return text.lstrip("\n"), "length" if choice.finish_reason == "length" else "stop"

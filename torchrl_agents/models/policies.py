@@ -28,6 +28,7 @@ from .chat_server_policy import ChatServerPolicy
 from .loading import load_model, load_processor, load_tokenizer, refusing_to_load
 from .own_engine import engine_factory, own_engine_policy
 from .policy_arguments import wrapper_arguments
+from .served_model import check_adapted_model, check_served
 from .sglang_policy import sglang_policy
 from .sources import model_source, name_of_model, task_tokenizer
 from .vllm_policy import vllm_policy
@@ -57,7 +58,7 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
         arguments = wrapper_arguments(cfg.policy, task_tokenizer(task))
         url, model = cast("str", cfg.engine.url), cast("str", cfg.policy.model)
         with refusing("engine=chat"):
-            return None, ChatServerPolicy(url, model, **arguments)
+            return None, ChatServerPolicy(url, model, **cfg.engine.engine_kwargs, **arguments)
     is_library = cfg.engine.is_library and not collects_on_ray(cfg)
     if cfg.engine.is_own:
         engine_factory(cfg.engine)  # what is wrong with it shows before weights are loaded
@@ -67,6 +68,7 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
             with refusing_to_load("policy.model", source):
                 tokenizer = load_tokenizer(cfg.policy, source)
                 processor = load_processor(cfg.policy, source)
+            check_served(cfg, source)
             return None, _sampler(cfg, source, tokenizer, processor)
         model, tokenizer = load_model(cfg.policy, source, images=True)
         processor = load_processor(cfg.policy, source)
@@ -82,6 +84,7 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[Any, Any]:
         with refusing("policy.quantization"):
             if not cfg.engine.is_own:  # the user's, which may not say
                 check_quantization(actor, sampler)
+        check_adapted_model(cfg, actor, sampler)
         return actor, sampler
 
 

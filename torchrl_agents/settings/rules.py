@@ -353,9 +353,7 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
             f"policy.max_model_len={longest}: a server at engine.url has the length that it was "
             "started with (--max-model-len, or SGLang's --context-length). Leave it out."
         )
-    if (engine.name == "transformers" and engine.url) or (
-        not (is_library or engine.is_own) and engine.engine_kwargs
-    ):
+    if engine.name == "transformers" and (engine.url or engine.engine_kwargs):
         yield (
             "engine.url and engine.engine_kwargs are for engine=vllm or sglang, or an engine of "
             "yours."
@@ -366,9 +364,23 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
             "engine.colocate lends the memory of engine=vllm or sglang to a step: it needs "
             "collector=sync."
         )
+    unknown = sorted({*engine.engine_kwargs} - {"timeout_s"}) if engine.name == "chat" else []
+    if unknown:
+        yield f"engine.engine_kwargs of engine=chat takes timeout_s alone, got {unknown}."
     if engine.name == "chat" and not (engine.url and cfg.policy.model):
         yield "engine=chat needs engine.url=http://.../v1 and policy.model=, its name there."
     yield from _library_faults(cfg)
+
+
+def changed_base(num_steps: int) -> str:
+    """The fault of a warm start where adapters alone go to the engine."""
+    return (
+        f"warm_start.num_steps={num_steps} trains the model before it gets adapters, and an engine "
+        "that takes adapters alone (enable_lora) keeps the weights that policy.model has: it would "
+        "draw with another model than is trained. Set warm_start.num_steps=0 and begin with what "
+        "`torchrl-agents sft` leaves, or take an engine without enable_lora, which is sent whole "
+        "weights."
+    )
 
 
 def _library_faults(cfg: RecipeConfig) -> Iterator[str]:
@@ -384,6 +396,9 @@ def _library_faults(cfg: RecipeConfig) -> Iterator[str]:
         )
     if own_adapters and cfg.policy.lora_rank is None:
         yield "engine.engine_kwargs.enable_lora needs policy.lora_rank."
+    warmed = cfg.warm_start.num_steps if isinstance(cfg, RolloutsConfig) else None
+    if own_adapters and warmed and not cfg.policy.load_in_4bit:
+        yield changed_base(warmed)
     if own_adapters and (engine.url or engine.urls):
         yield "engine.engine_kwargs.enable_lora: start the servers with --enable-lora instead."
 

@@ -102,7 +102,8 @@ class EngineConfig:
     devices one engine is a server, too."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of vLLM (+engine.engine_kwargs.gpu_memory_utilization=0.4), of SGLang
-    (+engine.engine_kwargs.mem_fraction_static=0.4), or of your engine."""
+    (+engine.engine_kwargs.mem_fraction_static=0.4), or of your engine; of chat timeout_s, the
+    deadline of a turn (600 s)."""
     batch_invariant: bool = False
     """A token's log-prob does not depend on the rows beside it. transformers, in float32 on a CPU:
     what is scored is what was drawn, to the bit; vllm: its own mode, on a GPU (docs/verify.md)."""

@@ -1,5 +1,6 @@
 """A language model with the adapters of many training runs, of which one acts at a time."""
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,7 @@ from torchrl_data import import_package
 from torchrl_modules import SamplingParameters
 from torchrl_modules.engines.engine import Generation
 from torchrl_modules.engines.transformers import TransformersEngine
+from torchrl_modules.policies.served_weights import check_same_weights
 from torchrl_modules.scoring.head_product import plain_head
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.weights.adapter_weights import AdapterWeights
@@ -26,16 +28,14 @@ from .messages import INSTALL, Example, TopTokens
 from .sampling_engine import SamplingEngine
 from .token_losses import ScoredTokens
 
+_LOG: Final = logging.getLogger("torchrl_agents")
+
 _DOWN: Final = ".lora_A.weight"
 _UP: Final = ".lora_B.weight"
 _CPU_TOKENS: Final = 2_048
 """Of a training pass on a CPU."""
 _SCORED_TOKENS: Final = 8_192
 """Of a pass without a gradient."""
-_NUM_PROBED: Final = 16
-"""Tokens that an engine draws to show that it has the model's weights."""
-_MOST_GAP: Final = 0.1
-"""Mean distance of their log-probs, in nats: 16 bits make less, other weights more."""
 
 
 @dataclass(frozen=True)
@@ -149,17 +149,29 @@ class AdaptedModel:
                 f"serve-training: {engine.name} has a vocabulary of {engine.vocab_size} tokens, "
                 f"{self.name} one of {self.vocab_size}. Give one of the same model."
             )
-        prompt = self.tokenizer("The weather today is", add_special_tokens=False)["input_ids"]
-        params = SamplingParameters(stop_token_ids=())
-        (drawn,) = engine.draw(None, [prompt], params, [_NUM_PROBED], [None])
-        if drawn.error is not None:
-            raise ValueError(f"serve-training: {engine.name} can't draw: {drawn.error}.")
-        (now,) = self.score(None, [torch.tensor([*prompt, *drawn.ids])], [len(prompt)])
-        gap = float((now[len(prompt) :] - torch.tensor(drawn.log_probs)).abs().mean())
-        if gap > _MOST_GAP:
-            raise ValueError(
-                f"serve-training: {engine.name} has other weights than {self.name}: its log-probs "
-                f"are {gap:.2g} nats from the model's in the mean. Give one of the same model."
+
+        def draw(prompt: list[int], params: SamplingParameters) -> Generation:
+            (drawn,) = engine.draw(None, [prompt], params, [params.max_new_tokens], [None])
+            return drawn
+
+        def score(row: Tensor, first: int) -> Tensor:
+            return self.score(None, [row], [first])[0][first:]
+
+        gap = check_same_weights(
+            self.tokenizer,
+            draw,
+            score,
+            quantized=engine.quantization is not None,
+            engine=f"serve-training: {engine.name}",
+            model=self.name,
+        )
+        if engine.quantization is not None:
+            _LOG.warning(
+                "%s draws with weights quantised by %s, and %s, which is trained, has whole ones: "
+                "log-probs of what it draws are %.2g nats from those of a training pass in the "
+                "mean. A loss that weighs the ratio of both (importance_sampling, ppo, cispo) "
+                "takes it for a step that was made.",
+                *(engine.name, engine.quantization, self.name, gap),
             )
         self.sampling_engine = engine
         return gap

@@ -72,6 +72,7 @@ def _serve(
         CheckpointFolder(args.folder),
         max_rows=args.max_rows or 256,
         session_timeout_s=args.session_timeout,
+        missing_timeout_s=args.missing_timeout,
     )
     import uvicorn
 
@@ -181,6 +182,13 @@ def _parser() -> argparse.ArgumentParser:
         default=600.0,
         metavar="SECONDS",
         help="a session of which nothing is heard has ended after so long (%(default)s)",
+    )
+    parser.add_argument(
+        "--missing-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="a request that later ones of its run wait for is given up then (%(default)s)",
     )
     return parser
 

@@ -69,6 +69,11 @@ class SamplingEngine:
         return self._engine.vocab_size
 
     @property
+    def quantization(self) -> str | None:
+        """How its weights are quantised, by vLLM's name."""
+        return getattr(self._engine, "quantization", None)
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of a sequence."""
         return self._engine.max_model_len

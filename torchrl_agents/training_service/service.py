@@ -132,6 +132,8 @@ class TrainingService:
         max_rows: most sequences that are drawn at once.
         session_timeout_s: a session from which nothing was heard for so long has ended: its
             training runs and samplers are let go of, what was saved stays.
+        missing_timeout_s: a request that others of its run have waited for so long will not come:
+            it counts as a ``forward_backward`` that was refused, and they are done.
     """
 
     def __init__(
@@ -141,11 +143,13 @@ class TrainingService:
         *,
         max_rows: int = 256,
         session_timeout_s: float = 600.0,
+        missing_timeout_s: float = 600.0,
     ) -> None:
         self.models = {model.name: model for model in models}
         self.checkpoints = checkpoints
         self._device = DeviceThread(max_rows)
         self._session_timeout_s = session_timeout_s
+        self._missing_timeout_s = missing_timeout_s
         self._lock = threading.RLock()
         self._sessions: dict[str, float] = {}
         self._runs: dict[str, _Run] = {}
@@ -232,7 +236,18 @@ class TrainingService:
             self._forget_given()
             if request not in self._results:
                 raise RefusedRequest(f"There is no request {request} here: {_GONE}", 404)
-            return self._results[request]
+            found, run = self._results[request], self._runs.get(request.rpartition(":")[0])
+        if run is not None and not found.done():
+            self._pass_missing(run)
+        return found
+
+    def _pass_missing(self, run: _Run) -> None:
+        """Let a run go on whose next request has not come for too long."""
+        with self._lock:
+            missing = run.in_order.missing(self._missing_timeout_s)
+        told = f"it did not come within {self._missing_timeout_s:g} s, while later ones waited"
+        for number in missing:
+            self.pass_turn(run.id, number, told, is_gradient=True, is_step=False)
 
     def give(self, request: str) -> None:
         """Note that a result was given to its client."""

@@ -247,6 +247,8 @@ class AgentProgram(ToolSource, RewardSource):
         Raises:
             EpisodeStartError: it ended, or let its time pass, before it asked for anything.
         """
+        if isinstance(self.program, AgentCommand):
+            episode.note("isolation", self.program.isolation)
         server = self.server
         session = server.open()
         endpoint = AgentEndpoint(f"{server.url}/v1", session.key, self.model)

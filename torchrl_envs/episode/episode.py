@@ -22,6 +22,9 @@ from torchrl_envs.entries.rewards import Score
 from .resources import Resources
 from .row_origin import COMPACTION, RowOrigin, shared_beginning
 
+LOGGED_EXTRA: Final = "logged_extra"
+"""Values of a rollout that are recorded beside it, a dictionary per row: what reward functions log,
+and notes of its environment."""
 _CUT: Final = (FinishReason.LENGTH, FinishReason.CONTEXT_LENGTH)
 _NOTHING: Final = Conversations.from_messages([[]])
 _NO_MEMORY: Final[Mapping[str, Any]] = {}
@@ -134,6 +137,8 @@ class Episode:
         """What it was given at its end."""
         self.agent_rewards: Mapping[str, float] | None = None
         """What each agent was given at its end; ``None`` where its agents have one reward."""
+        self.notes: Mapping[str, Any] = _NO_MEMORY
+        """What its environment says for its record, see :meth:`note`."""
         self.metrics: dict[str, Any] = {}
         """What transforms measured at its end, by their ``key``."""
         self.token_entries: dict[Any, Tensor] = {}
@@ -284,6 +289,10 @@ class Episode:
         """Policy version of each token that the policy sampled in it, of all rows, int64."""
         versions = np.concatenate([row.policy_versions(0).numpy() for row in self.own_rows])
         return versions[versions >= 0]
+
+    def note(self, column: str, value: Any) -> None:
+        """Write down something about the episode, for its record."""
+        self.notes = {**self.notes, column: value}
 
     def say(self, *messages: Message) -> None:
         """Add messages of anybody but the policy to the conversation.

@@ -25,7 +25,7 @@ from torchrl_envs.concurrency.outcome import Outcome
 from torchrl_envs.entries.rewards import Score
 from torchrl_envs.tool_results import environment_error
 
-from .episode import Episode
+from .episode import LOGGED_EXTRA, Episode
 from .episode_transform import EpisodeStartError, EpisodeTransform, overrides
 from .lost_episodes import tell_lost
 from .pending_calls import EventCoroutine, PendingCall, PendingCalls
@@ -351,7 +351,8 @@ class EpisodeRunner:
         for episode in episodes:
             episode.drop_unanswered()
             episode.score = Score()
-            episode.metrics, episode.token_entries = {}, {}
+            episode.metrics = {LOGGED_EXTRA: episode.notes} if episode.notes else {}
+            episode.token_entries = {}
         scored = [episode for episode in episodes if episode.is_scorable]
         for transform in self._parts["finish"]:
             concerned = transform.concerned(scored)

@@ -15,10 +15,10 @@ from torchrl_data.conversation_io import read_conversations
 from torchrl_envs.datasets.row_checks import PROMPT_COLUMNS
 from torchrl_envs.entries.rewards import REWARD_ERRORS, dense_reward
 from torchrl_envs.entries.whole_episodes import episode_key
-from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.episode import LOGGED_EXTRA, Episode
 from torchrl_envs.episode.row_origin import COMPACTION, RowOrigin
 
-from .scoring_call import LOGGED_EXTRA, LOGGED_METRICS
+from .scoring_call import LOGGED_METRICS
 
 
 def finished_episodes(

@@ -15,7 +15,7 @@ from torchrl_envs.concurrency.calls import (
     accepted_arguments,
 )
 from torchrl_envs.concurrency.outcome import Call
-from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.episode import LOGGED_EXTRA, Episode
 from torchrl_envs.graders.answers import as_opened, text_of_message
 
 
@@ -45,8 +45,6 @@ OF_TRAINING: Final[tuple[str, ...]] = ("trainer_state", "log_metric", "log_extra
 """What a function of either kind may name that is no list."""
 LOGGED_METRICS: Final = "logged_metrics"
 """Numbers that reward functions logged, a dictionary per row."""
-LOGGED_EXTRA: Final = "logged_extra"
-"""Further values of each rollout that reward functions logged, a dictionary per row."""
 
 
 @dataclass

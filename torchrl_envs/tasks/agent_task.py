@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from torchrl_data.checks import check_counts
+from torchrl_data.checks import check_counts, check_names
 from torchrl_data.import_path import import_callable
 from torchrl_envs.agents.agent_command import AgentCommand
 from torchrl_envs.agents.agent_program import AgentProgram
@@ -64,8 +64,9 @@ def agent_task(
         num_held_out: rows held out.
 
     Raises:
-        ValueError: there is not one of ``program`` and ``command``, no such function or limit, no
-            data, or too few rows.
+        ValueError: there is not one of ``program`` and ``command``, no such function, no data, or
+            too few rows.
+        TypeError: there is no such limit.
     """
     check_counts("agent", max_turns=max_turns, max_new_tokens=max_new_tokens)
     if (program is None) == (command is None):
@@ -105,7 +106,5 @@ def agent_task(
 
 
 def _program_limits(given: Mapping[str, int]) -> ProgramLimits:
-    known = [field.name for field in fields(ProgramLimits)]
-    if unknown := [name for name in given if name not in known]:
-        raise ValueError(f"limits has no {unknown[0]}; there are {', '.join(known)}.")
+    check_names("agent: limits", given, [field.name for field in fields(ProgramLimits)])
     return ProgramLimits(**given)

@@ -89,6 +89,7 @@ class PythonInterpreter(ToolSource):
 
     def begin(self, episode: Episode) -> None:
         """Give an episode an interpreter of its own, which starts when it is first needed."""
+        episode.note("isolation", self.sandbox.isolation)
         if self.persistent:
             session = SandboxSession(self.sandbox)
             episode.resources.add(self, session, close=session.close)

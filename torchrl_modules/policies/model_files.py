@@ -105,9 +105,13 @@ def _refuse_adapter(path: Path) -> None:
     whole = f"This run's merged model is in {merged}: give that. " if merged.is_dir() else ""
     raise ValueError(
         f"{path} holds adapters (LoRA) for the model {base!r}, and no model by itself. {whole}Or "
-        "merge them: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
-        f"{base!r}), {str(path)!r}).merge_and_unload().save_pretrained('merged'), save the "
-        "tokenizer beside it, and give that folder."
+        "merge them, save the tokenizer beside it, and give that folder:\n"
+        "from collectors.weight_update.merged_adapters import merged_weights\n"
+        f"model = AutoModelForCausalLM.from_pretrained({base!r})\n"
+        f"adapted = PeftModel.from_pretrained(model, {str(path)!r})\n"
+        "model.save_pretrained('merged', state_dict=merged_weights(adapted))\n"
+        "(merge_and_unload of PEFT changes the embeddings, too, where a head that is tied to them "
+        "has adapters.)"
     )
 
 

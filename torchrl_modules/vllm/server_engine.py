@@ -127,8 +127,7 @@ class VLLMServerEngine(ServerRoutes, RowsOfServer):
             status, answer = self._client.request(
                 "POST", "/collective_rpc", {"method": "torchrl_limits", "args": []}
             )
-            if status in (401, 403):
-                raise PermissionError(f"VLLMServerEngine: {self._client.url} answers {answer}.")
+            self._check_let_in(status, answer)
             if status != 200:
                 limits = self._read_plain(status)
             else:
@@ -189,9 +188,23 @@ class VLLMServerEngine(ServerRoutes, RowsOfServer):
             self.close()
             raise
 
+    def _check_let_in(self, status: int, answer: Any) -> None:
+        if status in (401, 403):
+            raise PermissionError(
+                f"VLLMServerEngine: the server at {self._client.url} answers {status} ({answer}): "
+                f"it asks for another token. Give it as {TOKEN_VARIABLE} of the environment, or as "
+                "token=: the one that it was started with, or the --api-key of a `vllm serve`."
+            )
+
     def _read_plain(self, status: int) -> dict[str, Any]:
         """The limits of a ``vllm serve``, and what it lacks to be updated."""
-        answer = self._post("/v1/models", method="GET")
+        status_of_models, answer = self._client.request("GET", "/v1/models")
+        self._check_let_in(status_of_models, answer)
+        if status_of_models != 200:
+            raise RuntimeError(
+                f"VLLMServerEngine: {self._client.url}/v1/models answers {status_of_models} "
+                f"({answer}): it is no vLLM server."
+            )
         worker = "torchrl_modules.vllm.worker.vLLMWorker"
         self._missing = f"the worker extension (--worker-extension-cls {worker})"
         if status == 404:

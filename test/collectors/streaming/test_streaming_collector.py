@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import multiprocessing
+import os
 import random
 import threading
 import time
@@ -15,6 +16,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, LLMCollector, OnPolicy, StreamingCollector, Wait
+from collectors.streaming import program_end
 from collectors.streaming.evaluation_point import draw_point
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import (
@@ -177,6 +179,23 @@ def test_E10_no_token_is_too_old_and_none_is_lost(
     assert set(seen.values()) == {N}
     if isinstance(staleness, Wait):
         assert balance.num_dropped.groups == 0
+
+
+def test_the_end_of_the_program_ends_what_nobody_shut_down(make_policy, monkeypatch):
+    # Threads that are cut off in a step of the engine abort the process, with status 134.
+    called = [each.func for each in threading._threading_atexits]  # the last one first
+    names = [each.__name__ for each in called]
+    assert names.index("shut_down_running") > names.index("_python_exit")  # that of thread pools
+    collector = StreamingCollector(make_env(), make_policy(), replay_buffer=make_buffer())
+    collector.collect()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    program_end.shut_down_running()  # in a fork, which has none of the threads
+    assert collector.is_running
+    monkeypatch.undo()
+    program_end.shut_down_running()
+    assert not collector.is_running
+    assert collector.ledger.balance.in_flight.groups == 0
+    assert not program_end._RUNNING
 
 
 def test_all_data_are_trained_once_and_then_it_ends(make_policy):

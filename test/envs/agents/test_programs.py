@@ -235,6 +235,8 @@ time.sleep(60.0437)
     command = AgentCommand([sys.executable, "-c", script], sandbox=True, isolation=isolation)
     last = play(chatml_tokenizer, command, ["5"], timeout_s=3.0)
     assert reason_of(last).startswith("environment_error: agent: CallTimeout")
+    (episode,) = last["episode"]
+    assert episode.metrics["logged_extra"] == {"isolation": isolation}
     deadline = time.monotonic() + 20
     while any(
         "61.0437" in " ".join(each.info["cmdline"] or ())
@@ -267,7 +269,7 @@ def test_a_sandbox_that_shows_too_much_or_is_not_there_is_refused(monkeypatch):
         "dataset": [*ROWS, {**ROWS[0], "prompt": "other"}],
         "sandbox": True,
     }
-    with pytest.raises(ValueError, match="limits has no memory; there are memory_bytes, disk"):
+    with pytest.raises(TypeError, match=r"limits has no setting 'memory'.*mean 'memory_bytes'\?"):
         agent_task(**confined, limits={"memory": 1})
     with pytest.raises(ValueError, match="memory_bytes must be an integer of at least"):
         agent_task(**confined, limits={"memory_bytes": 1})

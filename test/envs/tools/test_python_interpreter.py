@@ -53,8 +53,13 @@ def block(code):
 def test_the_answer_of_a_block_is_a_message_of_its_own(scripted, play):
     square = "def square(x):\n    return x * x\nprint('testing with input 2:', square(2))"
     turn = f"{block(square)}\nand\n{block('1 / 0')}\nand\n```py\nprint(3)\n```\n```sh\nls\n```"
-    env = make_env(PythonInterpreter())
+    interpreter = PythonInterpreter()
+    env = make_env(interpreter)
     (end,) = play(env, scripted([turn, "done"]))
+    assert interpreter.sandbox.isolation in ("bubblewrap", "landlock")
+    # For its record, which the viewer shows.
+    (episode,) = end["episode"]
+    assert episode.metrics["logged_extra"] == {"isolation": interpreter.sandbox.isolation}
     assert answers(end) == [
         ("tool", "Code block 1 executed successfully:\ntesting with input 2: 4\n"),
         (
