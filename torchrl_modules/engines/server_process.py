@@ -1,5 +1,6 @@
 """Processes of servers that end with the process that started them, however that ends."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import Final
 
 from .json_client import JSONClient
 
+_LOG = logging.getLogger(__name__)
 _GUARDIAN: Final = """
 import contextlib, os, shutil, signal, sys, time
 import psutil
@@ -106,6 +108,9 @@ def run_server(
             printed = log_path.read_text(errors="replace")[-3000:]
             raise RuntimeError(f"{what} did not start (exit code {process.poll()}):\n{printed}")
         yield
+        if (code := process.poll()) is not None:
+            printed = log_path.read_text(errors="replace")[-3000:]
+            _LOG.warning("%s has ended by itself (exit code %s):\n%s", what, code, printed)
     finally:
         guardian.terminate()
         guardian.wait()
