@@ -151,6 +151,11 @@ class Job:
         start = "StartTime=now+4"  # SLURM waits for two minutes
         self.ask("scontrol", "update", f"jobid={self.number}", start)
 
+    def wait_for(self, text):
+        ended = ("COMPLETED", "FAILED", "TIMEOUT")
+        self.wait_until(lambda: text in self.log or self.state in ended)
+        assert text in self.log, self.log[-5000:]
+
     def wait_for_end(self):
         self.wait_until(lambda: self.state in ("COMPLETED", "FAILED", "TIMEOUT"))
         return self.state
@@ -174,7 +179,7 @@ def test_a_job_that_is_warned_saves_and_goes_on_in_its_folder(submit, tmp_path):
     settings = ["debug=tiny", "task=echo", "train.num_steps=20", "evaluate.num_prompts=2"]
     settings += ["evaluate.num_shown=0", "logger=none", "checkpoint.every=null"]
     job = submit("grpo", *settings)
-    job.wait_until(lambda: "grpo step 2/20" in job.log)
+    job.wait_for("grpo step 2/20")
     assert "NumNodes=2" in job.ask("scontrol", "show", "job", job.number)
     job.warn()
     assert "step 20/20" not in job.log
@@ -225,7 +230,7 @@ def test_a_node_of_its_own_draws_with_the_weights_of_each_step(
     submit_with_servers, cluster, tmp_path
 ):
     job = submit_with_servers("train.num_steps=3")
-    job.wait_until(lambda: "grpo step 1/3" in job.log or job.state != "RUNNING")
+    job.wait_for("grpo step 1/3")
     (environment,) = servers(cluster).values()
     assert environment["SLURMD_NODENAME"] == "127.0.0.2"
     secrets = [environment["TORCHRL_ENGINE_TOKEN"], environment["TORCHRL_VLLM_TOKEN"]]
@@ -248,14 +253,14 @@ def test_a_node_of_its_own_draws_with_the_weights_of_each_step(
 def test_a_server_that_dies_and_a_job_that_is_warned_go_on(submit_with_servers, cluster):
     streams = ("collector=streaming", "collector.max_staleness=1")
     job = submit_with_servers("train.num_steps=40", *streams)
-    job.wait_until(lambda: "grpo step 2/40" in job.log)
+    job.wait_for("grpo step 2/40")
     (server,) = servers(cluster)
     server.kill()
-    job.wait_until(lambda: "127.0.0.2, server 0 is healthy" in job.log)
+    job.wait_for("127.0.0.2, server 0 is healthy")
     assert "127.0.0.2, server 0 is dead" in job.log
     assert "127.0.0.2: The vLLM server has ended by itself (exit code -9)" in job.log
     step = int(re.findall(r"grpo step (\d+)/40", job.log)[-1])
-    job.wait_until(lambda: f"grpo step {step + 2}/40" in job.log)
+    job.wait_for(f"grpo step {step + 2}/40")
     (second,) = servers(cluster)
     job.warn()
     job.wait_until(lambda: not second.is_running())
