@@ -1,7 +1,7 @@
 """Process of a node that starts servers for a run: ``python -m torchrl_agents.engine_node``.
 
 A job of ``torchrl-agents slurm --engine-nodes=2`` runs it. It says on standard output where it is
-asked, and by which GPUs, and ends, with all servers, at SIGTERM.
+asked, and which GPUs it has. At SIGTERM and SIGUSR2, which srun forwards, it ends with all servers.
 """
 
 import json
@@ -25,7 +25,8 @@ def main() -> None:
     logging.basicConfig(format=f"{node}: %(message)s", level=logging.INFO)
     # The ranks are warned before the end of a job's time; what draws for them goes on.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda *_: sys.exit(0))
     starters = {"vllm": start_server, "sglang": start_sglang_server}
     with ServerHost(starters, token=os.environ[TOKEN_VARIABLE]) as host:
         said = {"node": node, "port": host.port, "devices": _devices()}

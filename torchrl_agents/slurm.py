@@ -86,7 +86,10 @@ env -u SLURM_CPUS_PER_TASK -u SLURM_TRES_PER_TASK \
 engines=$!
 rank_nodes=$(IFS=,; echo "${{nodes[*]:0:{ranked}}}")
 """
-_END_ENGINES: Final = r"""kill "$engines" 2> /dev/null && wait "$engines"
+_END_ENGINES: Final = r"""# Their servers have ended with rank 0; now so do they.
+kill -USR2 "$engines" 2> /dev/null && timeout 30 tail --pid="$engines" -f /dev/null
+kill "$engines" 2> /dev/null
+wait "$engines"
 """
 
 

@@ -89,8 +89,8 @@ def cluster(tmp_path_factory):
     # The second node sees no process of the first one, as on another machine.
     apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     can_part = subprocess.run([*apart, "true"], capture_output=True, check=False).returncode == 0
-    daemons += [["slurmd", "-D", "-N", NODES[0]]]
-    daemons += [[*(apart if can_part else []), "slurmd", "-D", "-N", NODES[1]]]
+    first, *others = (["slurmd", "-D", "-N", name] for name in NODES)
+    daemons += [first, *([*apart, *other] if can_part else other for other in others)]
     running = []
     try:
         for daemon in daemons:
@@ -252,23 +252,23 @@ def test_a_node_of_its_own_draws_with_the_weights_of_each_step(
 @pytest.mark.timeout(1200)
 def test_a_server_that_dies_and_a_job_that_is_warned_go_on(submit_with_servers, cluster):
     streams = ("collector=streaming", "collector.max_staleness=1")
-    job = submit_with_servers("train.num_steps=40", *streams)
-    job.wait_for("grpo step 2/40")
+    job = submit_with_servers("train.num_steps=12", *streams)
+    job.wait_for("grpo step 2/12")
     (server,) = servers(cluster)
     server.kill()
-    job.wait_for("127.0.0.2, server 0 is healthy")
+    job.wait_for("127.0.0.2, server 0 is stale")  # it runs again, and gets the weights
     assert "127.0.0.2, server 0 is dead" in job.log
     assert "127.0.0.2: The vLLM server has ended by itself (exit code -9)" in job.log
-    step = int(re.findall(r"grpo step (\d+)/40", job.log)[-1])
-    job.wait_for(f"grpo step {step + 2}/40")
+    step = int(re.findall(r"grpo step (\d+)/12", job.log)[-1])
+    job.wait_for(f"grpo step {step + 1}/12")
     (second,) = servers(cluster)
     job.warn()
     job.wait_until(lambda: not second.is_running())
-    assert "step 40/40" not in job.log
+    assert "step 12/12" not in job.log
     assert job.wait_for_end() == "COMPLETED", job.log[-3000:]
     first, second = job.log.split(f"job {job.number}, attempt 2, on 127.0.0.[1-2]")
-    steps = [int(n) for n in re.findall(r"grpo step (\d+)/40", first + second)]
-    assert steps == list(range(1, 41)), "each step was made once"
+    steps = [int(n) for n in re.findall(r"grpo step (\d+)/12", first + second)]
+    assert steps == list(range(1, 13)), "each step was made once"
     assert "going on after step" in second
     assert not servers(cluster)
 
@@ -308,9 +308,41 @@ def test_the_script_says_what_was_typed(tmp_path, monkeypatch):
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+def test_the_last_nodes_start_servers_and_the_others_have_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = script_of(
+        "--nodes=4", "--engine-nodes=1", "--ntasks-per-node=8", "--gpus-per-node=8",
+        "grpo", "engine=vllm",
+    )  # fmt: skip
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    # What its shell makes of four nodes: srun says what it is told, and scontrol which they are.
+    programs = {"srun": 'echo "${@@Q}"; sleep 1', "scontrol": "printf 'a\\nb\\nc\\nd\\n'"}
+    for name, words in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{words}\n")
+        (tmp_path / name).chmod(0o755)
+    told = text.replace('> >(cat > "$TORCHRL_ENGINE_HOSTS"', '> >(tee "$TORCHRL_ENGINE_HOSTS"')
+    told = told.replace("export PATH=", "export PATH=.:")
+    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[a-d]"}
+    done = subprocess.run(
+        ["bash"], input=told, env=environment, text=True, capture_output=True, check=True
+    )
+    lines = [shlex.split(line) for line in done.stdout.splitlines() if "torchrl_agents" in line]
+    (engines,) = [words for words in lines if "torchrl_agents.engine_node" in words]
+    assert {"--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--nodelist=d"} <= {*engines}
+    (ranks,) = [words for words in lines if "torchrl_agents" in words]
+    assert {"--nodes=3", "--ntasks=24", "--nodelist=a,b,c"} <= {*ranks}
+    assert ranks[-4:] == ["engine=vllm", "name=slurm-7", "resume=auto", "engine.nodes=1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ("--engine-nodes=2 --nodes=2 grpo", "--nodes= a number above it, got 2"),
+        ("--engine-nodes=1 grpo", "--nodes= a number above it, got 1"),
+        ("--engine-nodes=1 --nodes=2-4 grpo", "--nodes= a number above it, got 2-4"),
+        ("--engine-nodes=0 --nodes=2 grpo", "--engine-nodes=0 must be a whole number"),
+        ("--engine-nodes=1 --nodes=2 --gpus-per-task=1 grpo", "--gpus-per-task gives GPUs to task"),
+        ("--nodes=2 grpo engine.nodes=1", "engine.nodes= is set by --engine-nodes="),
         ("-N2 grpo", "by their long names"),
         ("--time 4 grpo", "= before their value"),
         ("grpa task=echo", "a recipe is due"),
@@ -332,6 +364,18 @@ def test_wrong_settings_and_a_machine_without_slurm_are_told(tmp_path, monkeypat
     assert main(["grpo", "task.nothing=1"]) == 2
     assert "no setting 'task.nothing'" in capfd.readouterr().err
     assert main(["grpo", "debug=tiny"]) == 2
+    assert "there is no sbatch here" in capfd.readouterr().err
+    # What the ranks would refuse is refused here, as they are counted and with their nodes.
+    shards = ["train.parallel=fsdp2", "train.num_replicas=2"]
+    assert main(["--nodes=3", "grpo", "debug=tiny", *shards]) == 2
+    assert "train.num_replicas=2 has to divide the 3 ranks" in capfd.readouterr().err
+    nodes = ["--nodes=3", "--engine-nodes=2"]
+    assert main([*nodes, "grpo", "debug=tiny"]) == 2
+    assert "engine.nodes is for engine=vllm or sglang" in capfd.readouterr().err
+    split = "+engine.engine_kwargs.tensor_parallel_size=3"
+    assert main([*nodes, "--gres=gpu:h100:8", "grpo", "debug=tiny", "engine=vllm", split]) == 2
+    assert "the 8 GPUs of a node are shared out evenly" in capfd.readouterr().err
+    assert main([*nodes, "--gres=gpu:h100:6", "grpo", "debug=tiny", "engine=vllm", split]) == 2
     assert "there is no sbatch here" in capfd.readouterr().err
     assert main(["--print", "grpo", "debug=tiny"]) == 0
     assert capfd.readouterr().out.startswith("#!/usr/bin/env bash\n#SBATCH ")
