@@ -107,10 +107,9 @@ class VLLMServerEngine(ServerRoutes, RowsOfServer):
         images = None if processor is None else as_image_processor(processor)
         one_of("weight_transfer", weight_transfer, ("auto", "file", "c10d"), who="VLLMServerEngine")
         url, said = without_token(url)
-        token = token or said or os.environ.get(TOKEN_VARIABLE)
         super().__init__(
             url,
-            token=token,
+            token=token or said or os.environ.get(TOKEN_VARIABLE),
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
             num_connections=num_connections,
