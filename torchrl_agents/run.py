@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, count
@@ -203,6 +203,8 @@ class Run(AbstractContextManager["Run", None]):
         """The processes that train."""
         self.loggers: Sequence[Logger] = ()
         """TorchRL's, where its metrics go."""
+        self.ends = ExitStack()
+        """Closed at its end, however it comes: servers that were started for it."""
         self.failures: dict[str, Failures] = {}
         """What could not be saved, by what it is; the run goes on without it."""
         self.record: dict[str, Any] = {
@@ -285,6 +287,7 @@ class Run(AbstractContextManager["Run", None]):
         os.ftruncate(file, len(text))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.ends.close()
         if self.record["status"] == "running":
             # What refuses to go on with a run that had finished has changed nothing of it.
             failed = FINISHED if self.had_finished and kind is SettingsError else "failed"

@@ -235,6 +235,8 @@ def load_models(cfg: RecipeConfig, setup: Setup, run: Run) -> tuple[Any, Any]:
     """
     with run.log.phase("loading the model"):
         actor, policy = build_policies(cfg, setup.task)
+        if cfg.engine.starts_servers and hasattr(policy.engine, "close"):
+            run.ends.callback(policy.engine.close)
         with refusing(f"task={cfg.task.id}"):
             set_limits(setup, cfg.limits, policy)
         if isinstance(cfg, TrainingConfig):

@@ -38,6 +38,7 @@ UNUSED: Final = {
     **dict.fromkeys(
         (
             *("engine.url", "engine.urls", "engine.num_engines", "engine.devices"),
+            *("engine.nodes", "engine.per_node"),
             *("engine.engine_kwargs", "engine.batch_invariant", "engine.colocate"),
         ),
         _NO_ENGINE,

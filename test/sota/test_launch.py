@@ -55,31 +55,3 @@ def assert_accepted(program, arguments, script, monkeypatch):
     assert cfg.seed == 3
     own = list(range(int(size)))
     assert not set(own) & set(cfg.engine.devices)
-    return cfg
-
-
-def test_on_two_nodes_the_trainer_is_given_the_servers(programs, script, monkeypatch, tmp_path):
-    calls_of = tmp_path / "calls"
-    calls_of.touch()
-    # The servers end with the trainer, so it waits until all have been started.
-    programs(
-        "srun",
-        f"import pathlib, shlex, sys, time; told = pathlib.Path({str(calls_of)!r})\n"
-        "while 'torchrun' in sys.argv and told.read_text().count('\\n') < 4: time.sleep(0.05)\n"
-        "print(shlex.join(sys.argv[1:]), file=told.open('a'))",
-    )
-    programs("scontrol", "print('node-a\\nnode-b')")
-    environment = {**os.environ, "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node-[a-b]"}
-    environment["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = ["bash", LAUNCH / "two_nodes.sbatch", "seed=3"]
-    subprocess.run(command, env=environment, check=True)
-    calls = [shlex.split(line) for line in calls_of.read_text().splitlines()]
-    (trainer,) = [call for call in calls if "torchrun" in call]
-    at = trainer.index("torchrun")
-    assert "--nodelist=node-a" in trainer[:at]
-    cfg = assert_accepted(trainer[at], trainer[at + 1 :], script, monkeypatch)
-    servers = [call for call in calls if "torchrl_modules.vllm.server" in call]
-    assert all("--nodelist=node-b" in call and cfg.policy.model in call for call in servers)
-    ports = sorted(call[call.index("--port") + 1] for call in servers)
-    assert list(cfg.engine.urls) == [f"http://node-b:{port}" for port in ports]
-    assert len(ports) == 4

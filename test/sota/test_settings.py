@@ -284,6 +284,24 @@ def test_the_same_model_has_the_same_defaults_whatever_it_is_called(compose, tmp
             ["engine=vllm", "engine.num_engines=2", "engine.devices=[1,2,3]"],
             r"engine.devices=\[1, 2, 3\] are shared out to engine.num_engines=2",
         ),
+        (["engine=vllm", "engine.nodes=1"], "--engine-nodes=1, and there are none here"),
+        (["engine.nodes=1"], "engine.nodes is for engine=vllm or sglang"),
+        (["engine=vllm", "engine.nodes=1", "engine.url=a"], "and nodes: give one of them"),
+        (["engine=vllm", "engine.nodes=1", "engine.num_engines=2"], "counted by engine.per_node"),
+        (
+            ["engine=vllm", "engine.nodes=1", "engine.colocate=true"],
+            "colocate is for servers on th",
+        ),
+        (
+            ["engine=vllm", "engine.nodes=1", "collector=ray"],
+            "it is for collector=sync or streaming",
+        ),
+        (["engine=sglang", "engine.nodes=1"], "needs a policy.model, which all nodes see"),
+        (["engine=vllm", "engine.per_node=2"], "engine.per_node=2 is for engine.nodes"),
+        (
+            ["engine=vllm", "engine.num_engines=2", "+engine.engine_kwargs.weight_transfer=file"],
+            "weight_transfer is for a server that runs already",
+        ),
         (["engine=sglang", "collector=ray"], "engine=sglang is for collector=sync or streaming"),
         (
             ["engine=sglang", f"+{ADAPTERS_ALONE}", "policy.lora_rank=4"],

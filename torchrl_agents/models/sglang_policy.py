@@ -1,5 +1,7 @@
 """A policy over SGLang: at servers that run, or at servers started here."""
 
+from functools import partial
+
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_agents.settings.errors import refusing
@@ -7,6 +9,7 @@ from torchrl_agents.settings.schema import RecipeConfig
 from torchrl_modules import LLMWrapperBase, SGLangWrapper, start_sglang_server
 from torchrl_modules.sglang.own_server import OwnSGLangServer
 
+from .hosted_fleet import hosted_fleet
 from .policy_arguments import wrapper_arguments
 from .sources import files_of
 from .started_fleet import started_fleet
@@ -37,6 +40,10 @@ def sglang_policy(
     # The folder of an embedded model goes, and a server may be started again.
     kept = source if cfg.policy.model is not None else files_of(source)
     devices, count = cfg.engine.devices, cfg.engine.num_engines
+    if cfg.engine.nodes:
+        own_there = partial(OwnSGLangServer, model=source)
+        fleet = hosted_fleet(source, cfg.engine, own=own_there, **options)
+        return SGLangWrapper(fleet, **arguments)
     with refusing("engine=sglang"):
         start, own = start_sglang_server, OwnSGLangServer
         fleet = started_fleet(kept, devices, count, start=start, own=own, **options)

@@ -14,6 +14,7 @@ from torchrl_modules import EngineFleet, LLMWrapperBase
 from torchrl_modules.vllm.runtime import import_vllm, request_batch_invariance
 from torchrl_modules.vllm.settings import ADAPTER_RANKS, mask_settings
 
+from .hosted_fleet import hosted_fleet
 from .loading import load_tokenizer
 from .policy_arguments import wrapper_arguments
 from .sources import Source, files_of, folder_of, model_files, model_folder
@@ -42,7 +43,13 @@ def vllm_policy(
         # The folder of an embedded model goes, and an engine may be started again.
         kept = source if cfg.policy.model is not None else files_of(source)
         devices, count = cfg.engine.devices, cfg.engine.num_engines
-        fleet = _started_fleet(kept, devices, count, engine_kwargs, processor)
+        if cfg.engine.nodes:
+            from torchrl_modules.vllm.bridges import OwnServerEngine
+
+            own = partial(OwnServerEngine, processor=processor)
+            fleet = hosted_fleet(kept, cfg.engine, own=own, **engine_kwargs)
+        else:
+            fleet = _started_fleet(kept, devices, count, engine_kwargs, processor)
         return vLLMWrapper(fleet, **arguments)
     where = list(cfg.engine.urls) or cfg.engine.url or source
     with refusing("engine"):  # servers that run are asked

@@ -8,6 +8,10 @@ from typing import Final
 TYPED_AS: Final = "TORCHRL_AGENTS_TYPED_AS"
 """The variable in which the command says what was typed to the script that it becomes."""
 
+SUBMITS: Final = "TORCHRL_AGENTS_SUBMITS"
+"""The variable with which settings that are shown (``--cfg job``) are checked, too: those of a job
+before it is submitted."""
+
 
 def escape_what_the_output_lacks() -> None:
     """Print a letter that the encoding of the output lacks as an escape, as standard error does.

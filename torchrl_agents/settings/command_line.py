@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchrl_data.output_file import output_folder
 from torchrl_envs.tasks import TASKS
 
-from . import escape_what_the_output_lacks
+from . import SUBMITS, escape_what_the_output_lacks
 from .arguments import setting_names
 from .errors import SettingsError
 from .field_rules import FieldRule, rule_of
@@ -187,7 +187,7 @@ def prepare(
         _check_sweep(recipe, typed, override)
     if shows_help:
         return recipe_help(recipe, composed, known_groups)
-    if one == overrides and not any(told.values()):
+    if one == overrides and (SUBMITS in os.environ or not any(told.values())):
         task_settings(typed)
         check_rules(recipe, cast("RecipeConfig", OmegaConf.to_object(typed)))
     return None

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from torchrl_envs.datasets import DATA_FILES, MODEL_FILES, check_source
 
+from .engine_nodes import node_faults
 from .errors import SettingsError, refusing
 from .field_rules import broken_rules
 from .recipe import Recipe, compares_groups
@@ -340,9 +341,11 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
     engine, longest = cfg.engine, cfg.policy.max_model_len
     is_library = engine.is_library
     if not is_library and (engine.urls or engine.starts_servers):
-        yield "engine.urls, num_engines and devices are for engine=vllm or sglang."
+        names = "engine.nodes is" if engine.nodes else "engine.urls, num_engines and devices are"
+        yield f"{names} for engine=vllm or sglang, got engine={engine.name}."
     if bool(engine.url) + bool(engine.urls) + engine.starts_servers > 1:
-        yield "engine.url, engine.urls, and num_engines with devices: give one of them."
+        others = "num_engines with devices, and nodes"
+        yield f"engine.url, engine.urls, {others}: give one of them."
     if len(engine.devices) % engine.num_engines:
         yield (
             f"engine.devices={engine.devices} are shared out to engine.num_engines="
@@ -370,6 +373,7 @@ def _engine_faults(cfg: RecipeConfig) -> Iterator[str]:
     if engine.name == "chat" and not (engine.url and cfg.policy.model):
         yield "engine=chat needs engine.url=http://.../v1 and policy.model=, its name there."
     yield from _library_faults(cfg)
+    yield from node_faults(cfg)
 
 
 def changed_base(num_steps: int) -> str:

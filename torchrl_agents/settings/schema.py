@@ -100,6 +100,12 @@ class EngineConfig:
     devices: list[int] = setting([], AT_LEAST_0)
     """Of num_engines: the GPUs of all of them, in equal shares; none: those of this process. With
     devices one engine is a server, too."""
+    nodes: int = setting(0, AT_LEAST_0)
+    """Of vllm and sglang: so many nodes of a job of SLURM start servers for the run, and train
+    nothing. torchrl-agents slurm --engine-nodes=2 sets it (docs/distributed.md)."""
+    per_node: int | None = setting(None, AT_LEAST_1)
+    """Of nodes: servers on each, which share out its GPUs; none: as many as their
+    engine_kwargs.tensor_parallel_size allows, or one without GPUs."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of vLLM (+engine.engine_kwargs.gpu_memory_utilization=0.4), of SGLang
     (+engine.engine_kwargs.mem_fraction_static=0.4), or of your engine; of chat timeout_s, the
@@ -125,7 +131,7 @@ class EngineConfig:
     def starts_servers(self) -> bool:
         """Whether servers are started for the run, and ended with it."""
         is_one = self.name == "sglang" and not (self.url or self.urls)
-        return self.num_engines > 1 or bool(self.devices) or is_one
+        return self.num_engines > 1 or bool(self.devices) or is_one or self.nodes > 0
 
 
 @dataclass

@@ -17,6 +17,20 @@ from .loop_thread import LoopThread
 _KEEP_IDLE_S: Final = 2.0
 
 
+def without_token(url: str) -> tuple[str, str | None]:
+    """Return a URL without the token that stands in it, and the token.
+
+    Example:
+        >>> without_token("http://:secret@node:8000")
+        ('http://node:8000', 'secret')
+    """
+    parts = urlsplit(url)
+    token = parts.password or parts.username
+    if token:
+        url = url.replace(f"{parts.netloc.rpartition('@')[0]}@", "", 1)
+    return url, token
+
+
 class AnswerTimeout(ConnectionError):
     """Somebody is there, but did not answer in time."""
 

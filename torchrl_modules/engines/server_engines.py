@@ -174,8 +174,8 @@ class OwnedServer(AsyncServerEngine):
         client: Callable[..., ServerClient],
         **client_settings: Any,
     ) -> None:
-        self.name = start if isinstance(start, str) else ""
-        """Its URL, where that stays the same."""
+        self.name: str = start if isinstance(start, str) else getattr(start, "name", "")
+        """Its URL, where that stays the same, or what starts it calls it."""
         with ExitStack() as stack:
             url = stack.enter_context(nullcontext(start) if isinstance(start, str) else start())
             self._client = client(url, **client_settings)

@@ -1,5 +1,6 @@
 """Processes of servers that end with the process that started them, however that ends."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import Final
 
 from .json_client import JSONClient
 
+_LOG = logging.getLogger(__name__)
 _GUARDIAN: Final = """
 import contextlib, os, shutil, signal, sys, time
 import psutil
@@ -87,6 +89,8 @@ def run_server(
         start_timeout_s: how long it may take to answer with 200.
         what: its name in the error.
 
+    The last lines of one that ends by itself later are logged.
+
     Raises:
         RuntimeError: it ends while it starts, or takes too long; the message holds the last lines
             that it printed.
@@ -103,9 +107,12 @@ def run_server(
                 "/health", start_timeout_s, goes_on=lambda: process.poll() is None
             )
         if not is_up:
-            printed = log_path.read_text(errors="replace")[-3000:]
+            printed = _last_words(log_path)
             raise RuntimeError(f"{what} did not start (exit code {process.poll()}):\n{printed}")
         yield
+        if (code := process.poll()) is not None:
+            printed = _last_words(log_path)
+            _LOG.warning("%s has ended by itself (exit code %s):\n%s", what, code, printed)
     finally:
         guardian.terminate()
         guardian.wait()
@@ -113,3 +120,9 @@ def run_server(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _last_words(log: Path) -> str:
+    """The end of what a server has printed, without the requests that it answered well."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(line for line in lines if '" 200' not in line)[-3000:]

@@ -48,13 +48,15 @@ def start_sglang_server(
     devices: Sequence[int | str] | None = None,
     start_timeout_s: float = 600.0,
     python: str | None = None,
+    address: tuple[str, int] | None = None,
     **options: Any,
 ) -> Iterator[str]:
     """Run a server of SGLang beside this process, and end it on leaving.
 
-    It listens on a port of this machine alone, asks for a token that only this process knows, and
-    does not outlive this process. The model's weights are taken in the type that they are saved in,
-    and in bfloat16 where that is float32 and there is a GPU: SGLang would take float16.
+    It listens on a port of this machine alone (``address`` says where else), asks for a token that
+    only this process knows, and does not outlive this process. The model's weights are taken in the
+    type that they are saved in, and in bfloat16 where that is float32 and there is a GPU: SGLang
+    would take float16.
 
     Args:
         model: a model's id on the hub, or a directory.
@@ -63,6 +65,7 @@ def start_sglang_server(
         start_timeout_s: how long it may take to start.
         python: the Python of the environment that SGLang is installed in; this one when not given.
             It needs other releases of some packages than the rest of a training environment.
+        address: host and port to listen on; ``("0.0.0.0", port)`` is reached from other machines.
         options: of ``sglang serve``, for instance ``context_length=512``,
             ``mem_fraction_static=0.5``, ``tp_size=2``; ``True`` for a flag, ``False`` to leave it.
 
@@ -93,8 +96,10 @@ def start_sglang_server(
     defaults = _ON_CPU if is_cpu else {"dtype": _dtype_on_gpu(model, options)}
     if devices is not None:
         defaults = {"tp_size": max(1, len(devices)), **defaults}
-    token, port = secrets.token_urlsafe(24), free_port()
-    settings = {**_FIXED, **defaults, **options, "host": "127.0.0.1", "port": port}
+    token = secrets.token_urlsafe(24)
+    host, port = address or ("127.0.0.1", free_port())
+    near = "127.0.0.1" if host == "0.0.0.0" else host
+    settings = {**_FIXED, **defaults, **options, "host": host, "port": port}
     settings = {name: value for name, value in settings.items() if value is not False}
     with tempfile.TemporaryDirectory(prefix="sglang-") as folder:
         environment: Mapping[str, str] = {
@@ -110,12 +115,12 @@ def start_sglang_server(
             words,
             environment,
             folder,
-            url=f"http://127.0.0.1:{port}",
+            url=f"http://{near}:{port}",
             token=token,
             start_timeout_s=start_timeout_s,
             what="The SGLang server",
         ):
-            yield f"http://:{token}@127.0.0.1:{port}"
+            yield f"http://:{token}@{near}:{port}"
 
 
 def _dtype_on_gpu(model: str, options: Mapping[str, Any]) -> str:

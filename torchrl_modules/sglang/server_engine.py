@@ -16,7 +16,7 @@ from torchrl_data.checks import one_of
 from torchrl_modules.engines.checked_generation import check_prompt
 from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation
 from torchrl_modules.engines.engine_load import read_load
-from torchrl_modules.engines.json_client import AnswerTimeout
+from torchrl_modules.engines.json_client import AnswerTimeout, without_token
 from torchrl_modules.engines.rows_of_server import RowsOfServer
 from torchrl_modules.engines.whole_batch_engine import KeptAdapters, Row
 from torchrl_modules.sampling.parameters import SamplingParameters
@@ -91,7 +91,8 @@ class SGLangServerEngine(RowsOfServer):
         weights_directory: str | None = None,
     ) -> None:
         one_of("weight_transfer", weight_transfer, ("auto", "file", "c10d"), who=_WHO)
-        url, token = _without_token(url, token)
+        url, said = without_token(url)
+        token = token or said or os.environ.get(TOKEN_VARIABLE)
         super().__init__(
             url,
             token=token,
@@ -423,15 +424,6 @@ class SGLangServerEngine(RowsOfServer):
         self.leave()
         for client in (self._rows, self._client, self._prober):
             client.close()
-
-
-def _without_token(url: str, token: str | None) -> tuple[str, str | None]:
-    """Return the URL without what it says of a token, and the token."""
-    parts = urlsplit(url)
-    if parts.password or parts.username:
-        token = token or parts.password or parts.username
-        url = url.replace(f"{parts.netloc.rpartition('@')[0]}@", "", 1)
-    return url, token or os.environ.get(TOKEN_VARIABLE)
 
 
 def _message(answer: Any) -> str:

@@ -11,6 +11,7 @@ them. ``--language-model-only`` serves it without.
 
 import argparse
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -171,6 +172,7 @@ def start_server(
     devices: Sequence[int | str] | None = None,
     start_timeout_s: float = 600.0,
     batch_invariant: bool = False,
+    address: tuple[str, int] | None = None,
     **options: Any,
 ) -> Iterator[str]:
     """Run a vLLM server beside this process, and end it on leaving.
@@ -185,6 +187,8 @@ def start_server(
         start_timeout_s: how long it may take to start.
         batch_invariant: ask for vLLM's batch-invariant mode, ``VLLM_BATCH_INVARIANT=1`` in the
             server's environment; a device without one is refused.
+        address: host and port to listen on, in place of a socket file; ``("0.0.0.0", port)`` is
+            reached from other machines. It asks for a token, which is in the URL.
         options: of ``vllm serve``, for instance ``dtype="float32"``, ``max_model_len=512``,
             ``tensor_parallel_size=2``; ``True`` for a flag.
 
@@ -212,9 +216,19 @@ def start_server(
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
             options = {"tensor_parallel_size": max(1, len(devices))} | options
-        arguments = as_options({"model": model, "uds": socket_path} | options)
+        token = os.environ.get(TOKEN_VARIABLE)
+        if address is None:
+            url, where = f"unix://{socket_path}", {"uds": socket_path}
+            shown = url
+        else:
+            token = token or secrets.token_urlsafe(24)
+            environment[TOKEN_VARIABLE] = token
+            host, port = address
+            near = "127.0.0.1" if host == "0.0.0.0" else host
+            url, where = f"http://{near}:{port}", {"host": host, "port": port}
+            shown = f"http://:{token}@{near}:{port}"
+        arguments = as_options({"model": model} | where | options)
         words = [sys.executable, "-m", "torchrl_modules.vllm.server", *arguments]
-        url, token = f"unix://{socket_path}", os.environ.get(TOKEN_VARIABLE)
         with run_server(
             words,
             environment,
@@ -224,7 +238,7 @@ def start_server(
             start_timeout_s=start_timeout_s,
             what="The vLLM server",
         ):
-            yield url
+            yield shown
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torchrl_data.checks import one_of
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.engines.checked_generation import check_prompt
 from torchrl_modules.engines.engine import EngineDied, Generation, VersionSpan
-from torchrl_modules.engines.json_client import AnswerTimeout
+from torchrl_modules.engines.json_client import AnswerTimeout, without_token
 from torchrl_modules.engines.process_state import is_near, is_stopped
 from torchrl_modules.engines.rows_of_server import RowsOfServer
 from torchrl_modules.engines.version_labels import StaleWeights, check_labels, version_number
@@ -58,9 +58,9 @@ class VLLMServerEngine(ServerRoutes, RowsOfServer):
     with ``--enable-lora`` each client has its own adapters, over weights that nobody updates.
 
     Args:
-        url: ``unix:///path/of/the/socket`` or ``http://host:port``.
-        token: what the server asks for on a TCP port; the environment's ``TORCHRL_VLLM_TOKEN`` when
-            not given.
+        url: ``unix:///path/of/the/socket``, ``http://host:port`` or ``http://:token@host:port``.
+        token: what the server asks for on a TCP port; the URL's, or the environment's
+            ``TORCHRL_VLLM_TOKEN``, when not given.
         wait_s: how long to wait for a server that is starting.
         timeout_s: a single request without an answer for so long means that the server is stuck.
         stall_timeout_s: a server that has requests and draws no token for so long is stuck, be its
@@ -106,10 +106,10 @@ class VLLMServerEngine(ServerRoutes, RowsOfServer):
     ) -> None:
         images = None if processor is None else as_image_processor(processor)
         one_of("weight_transfer", weight_transfer, ("auto", "file", "c10d"), who="VLLMServerEngine")
-        token = token or os.environ.get(TOKEN_VARIABLE)
+        url, said = without_token(url)
         super().__init__(
             url,
-            token=token,
+            token=token or said or os.environ.get(TOKEN_VARIABLE),
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
             num_connections=num_connections,
