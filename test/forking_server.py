@@ -84,6 +84,9 @@ def rehearse(arguments):
     for name, module in list(sys.modules.items()):  # recipes call different files alike
         if str(RECIPES) in str(getattr(module, "__file__", None)):
             KEPT[name] = sys.modules.pop(name)
+    for thread in threading.enumerate():  # such as the one that waited for signals, which ends
+        if thread is not threading.main_thread():
+            thread.join(30)
     assert threading.active_count() == 1, threading.enumerate()  # a fork would have no other
 
 

@@ -119,6 +119,7 @@ def test_a_program_is_short_and_names_what_it_imports(path):
                 "from_trl",
                 "from_torchrl",
                 "agent",
+                "two_agents",
                 "streaming",
             )
         ),

@@ -178,8 +178,7 @@ class AgentPolicies(LLMWrapperBase):
             places.append(targets.nonzero().squeeze(1))
         order = torch.cat(places).argsort()
         columns: list[Any] = [
-            None if column[0] is None else torch.cat(column)
-            for column in zip(*scores, strict=True)
+            None if column[0] is None else torch.cat(column) for column in zip(*scores, strict=True)
         ]
         return TokenScores(*(None if c is None else c[order.to(c.device)] for c in columns))
 

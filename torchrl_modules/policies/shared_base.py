@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from torchrl_data import import_package
+
 
 def models_over_one_base(model: nn.Module, configs: Mapping[str, Any]) -> dict[str, nn.Module]:
     """Models with adapters of their own over one model, whose weights they share.
@@ -35,8 +37,8 @@ def models_over_one_base(model: nn.Module, configs: Mapping[str, Any]) -> dict[s
         >>> len({id(m.get_input_embeddings().weight) for m in models.values()})
         1
     """
-    import peft
-
+    install = "pip install 'torchrl-agents[lora]'"
+    peft: Any = import_package("peft", who="models_over_one_base", install=install)
     if any(".lora_" in name or "modules_to_save" in name for name, _ in model.named_parameters()):
         raise ValueError(
             "models_over_one_base: the model has adapters already. Merge them "
