@@ -53,9 +53,14 @@ class ChatServerPolicy(LLMWrapperBase):
         return engine  # a version alone: turns come from the server
 
     def respond(
-        self, prompt: Conversations, *, max_new_tokens: Sequence[int] | None = None
+        self,
+        prompt: Conversations,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
+        agents: Sequence[str] | None = None,
     ) -> tuple[Conversations, Conversations, list[str]]:
         """A turn of the server in each conversation, see :meth:`LLMWrapperBase.respond`."""
+        del agents  # one model speaks for all of them
         limits = max_new_tokens or [self.sampling.max_new_tokens] * len(prompt)
         said = asyncio.run(self._ask_all(prompt, limits))
         turns: list[Turn | None] = [None] * len(prompt)

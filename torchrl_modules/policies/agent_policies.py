@@ -177,10 +177,14 @@ class AgentPolicies(LLMWrapperBase):
             )
             places.append(targets.nonzero().squeeze(1))
         order = torch.cat(places).argsort()
-        columns: list[Any] = [
-            None if column[0] is None else torch.cat(column) for column in zip(*scores, strict=True)
-        ]
-        return TokenScores(*(None if c is None else c[order.to(c.device)] for c in columns))
+
+        def joined(column: Any) -> Any:
+            if column[0] is None:
+                return None
+            values = torch.cat(column)
+            return values[order.to(values.device)]
+
+        return TokenScores._make(map(joined, zip(*scores, strict=True)))
 
     def rows_by_agent(self, batch: TensorDictBase) -> dict[str, TensorDictBase]:
         """The rows of a batch that each agent's policy has sampled, to be trained with it alone.
@@ -231,7 +235,8 @@ def _check_policies(policies: Mapping[str, LLMWrapperBase], otherwise: str | Non
             f"{policies!r:.60}."
         )
     for name, policy in policies.items():
-        if not isinstance(policy, LLMWrapperBase) or isinstance(policy, AgentPolicies):
+        is_own = getattr(type(policy), "respond", None) is LLMWrapperBase.respond
+        if not is_own or isinstance(policy, AgentPolicies):  # turns are drawn by its engine
             raise TypeError(
                 f"AgentPolicies: the policy of {name!r} is a {type(policy).__name__}. Take a "
                 "TransformersWrapper, vLLMWrapper or SGLangWrapper."
