@@ -129,7 +129,7 @@ class WeightUpdater:
                 pushed = pushed_weights(source, dtype)
                 weights: Mapping[str, Tensor] = stack.enter_context(pushed)
             else:
-                weights = self._gathered(source, getattr(self.policy, "engine", None))
+                weights = self._gathered(source, getattr(self._policy, "engine", None))
             known = self._metadata
             shapes = {} if known is None else _shapes_of(weights)
             if known is not None and shapes != known:
