@@ -29,6 +29,7 @@ from collectors.composition_checks import check_groups, check_storage, weigh_sou
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
 from collectors.refill import max_draws_of, refusing_parts
 from collectors.streaming.background_collector import BackgroundCollector
+from collectors.streaming.checks import check_one_policy
 from collectors.streaming.load_cap import LoadCap, together
 from collectors.streaming.snapshot_updater import SnapshotUpdater, shares_memory
 from collectors.weight_update.adapters_alone import adapter_weights
@@ -117,6 +118,7 @@ class RayLLMCollector(BackgroundCollector):
     ) -> None:
         if policy is None and policy_factory is None:
             raise TypeError(f"{WHO} takes one of policy and policy_factory, or both.")
+        check_one_policy(policy, who=WHO)
         check_counts(WHO, num_collectors=num_collectors, groups_per_step=groups_per_step)
         check_counts(WHO, total_trajectories=total_trajectories)
         is_cap = isinstance(max_inflight_tasks, LoadCap)

@@ -11,7 +11,12 @@ from collectors.ledger import StalenessPolicy
 from collectors.ledger.reasons import ENGINE_DIED
 from collectors.refill import is_wanted
 from collectors.resume.random_numbers import random_state, set_random_state
-from collectors.streaming.checks import check_adapters, check_streaming, recomputes
+from collectors.streaming.checks import (
+    check_adapters,
+    check_one_policy,
+    check_streaming,
+    recomputes,
+)
 from collectors.streaming.group_runner import GroupRunner, RunningGroup
 from collectors.streaming.load_cap import GroupCap, LoadCap, cap_of
 from collectors.streaming.timeline import Timeline
@@ -79,6 +84,7 @@ class CollectorWorker:
         settings = self._settings
         self._env = built(settings.env, EpisodeEnv)
         policy = built(settings.policy, LLMWrapperBase)
+        check_one_policy(policy, who=WHO)
         check_streaming(self._env, policy, None, None)
         engine = policy.engine
         options = {"copy_model": False} if isinstance(engine, TransformersEngine) else {}

@@ -11,7 +11,7 @@ from torchrl_data.checks import check_counts, check_type
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.transforms.branch_rollouts import BranchRollouts
-from torchrl_modules import LLMWrapperBase
+from torchrl_modules import AgentPolicies, LLMWrapperBase
 from torchrl_modules.engines.engine import can_keep_caches
 
 from .load_cap import LoadCap
@@ -127,6 +127,36 @@ def check_barriers(env: EpisodeEnv, ledger: GroupLedger) -> None:
             f"{WHO}: on policy all rollouts of a step are drawn in one batch, and with "
             "BranchRollouts some begin when others are over. Collect with LLMCollector (of a "
             "recipe collector.mode=sync), or allow some staleness."
+        )
+
+
+def check_agents_apart(policy: Any, engine: Any) -> None:
+    """Check that an engine which serves the policies of agents tells them apart.
+
+    Args:
+        policy: whose turns are taken.
+        engine: serves it.
+
+    Raises:
+        ValueError: one engine would draw for all of them.
+    """
+    if isinstance(policy, AgentPolicies) and not hasattr(engine, "by_agent"):
+        raise ValueError(
+            f"{WHO}: {type(engine).__name__} draws for one policy, and AgentPolicies has one for "
+            "each agent. Leave engine= out; on policy collect with LLMCollector."
+        )
+
+
+def check_one_policy(policy: Any, *, who: str) -> None:
+    """Check that a policy is not made of those of several agents.
+
+    Raises:
+        ValueError: it is.
+    """
+    if isinstance(policy, AgentPolicies):
+        raise ValueError(
+            f"{who}: collectors on Ray get the weights of one policy, and AgentPolicies has some "
+            "for each agent. Collect with StreamingCollector or LLMCollector."
         )
 
 

@@ -49,6 +49,7 @@ from .background_collector import BackgroundCollector
 from .checks import (
     WHO,
     check_adapters,
+    check_agents_apart,
     check_barriers,
     check_streaming,
     most_episodes,
@@ -187,6 +188,7 @@ class StreamingCollector(BackgroundCollector):
             serves = BatchingEngine(policy.engine, num_expected=number)
         serves = open_async(serves or policy.engine)
         try:
+            check_agents_apart(policy, serves)
             check_adapters(serves, ages)
             cap = cap_of(serves, self.ledger.num_slots, max_inflight_tasks, who=WHO)
             self._async_policy = AsyncPolicy(policy, serves, request_timeout_s=timeout_s)

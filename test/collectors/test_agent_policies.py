@@ -10,7 +10,14 @@ from peft import LoraConfig
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from collectors import InProcessUpdater, LLMCollector, StreamingCollector, Wait
+from collectors import (
+    InProcessUpdater,
+    LLMCollector,
+    OnPolicy,
+    RayLLMCollector,
+    StreamingCollector,
+    Wait,
+)
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer
 from torchrl_modules import AgentPolicies, TransformersWrapper, models_over_one_base
@@ -225,6 +232,10 @@ def test_what_does_not_fit_is_refused(policies, make_tiny_model, chatml_tokenize
     with pytest.raises(ValueError, match=r"\['second'\] have no policy"):
         LLMCollector(environment(chatml_tokenizer), AgentPolicies({"first": wrapper()}))
     agents = policies()
+    with pytest.raises(ValueError, match="BatchingEngine draws for one policy"):
+        StreamingCollector(environment(chatml_tokenizer), agents, staleness=OnPolicy())
+    with pytest.raises(ValueError, match="collectors on Ray get the weights of one policy"):
+        RayLLMCollector(lambda: environment(chatml_tokenizer), policy=agents)
     agents.temperature = 0.5
     assert {p.sampling.temperature for p in agents.by_agent.values()} == {0.5}
     agents.by_agent["second"].temperature = 1.0
