@@ -1,6 +1,7 @@
 """A server that runs already has the model that a run is about, or is refused."""
 
 import os
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torchrl_agents.settings.schema import (
 from torchrl_modules import TransformersWrapper, vLLMWrapper
 from torchrl_modules.engines.engine import Generation
 from torchrl_modules.policies.served_weights import check_engine_of, check_same_weights
+from torchrl_modules.vllm.server import start_server
+from torchrl_modules.vllm.server_engine import VLLMServerEngine
 
 pytestmark = pytest.mark.vllm
 
@@ -81,16 +84,21 @@ def test_eight_bits_may_be_further_from_the_model(chatml_tokenizer):
 
 
 def test_a_server_is_evaluated_under_its_own_name_and_with_its_own_weights(
-    server, server_engine, model_directory, other_model, tmp_path
+    model_directory, other_model, tmp_path
 ):
-    def check(name, source):
-        engine = EngineConfig(name="vllm", urls=[server])
-        check_served(RecipeConfig(policy=PolicyConfig(model=name), engine=engine), source)
+    options = {"max_model_len": 64, "kv_cache_memory_bytes": 16 << 20, "block_size": 32}
+    # One that no other test has given weights.
+    with start_server(model_directory, dtype="float32", **options) as url:
 
-    check("mine", model_directory)
-    check("mine", os.path.relpath(model_directory))
-    with pytest.raises(SettingsError, match=r"has the model .*policy.model='mine'.*--served-model"):
-        check("mine", str(tmp_path))
-    server_engine.update_weights(other_model.state_dict(), version=server_engine.version + 1)
-    with pytest.raises(SettingsError, match=r"replaced by a run \(\d+\)"):
+        def check(name, source):
+            engine = EngineConfig(name="vllm", urls=[url])
+            check_served(RecipeConfig(policy=PolicyConfig(model=name), engine=engine), source)
+
         check("mine", model_directory)
+        check("mine", os.path.relpath(model_directory))
+        with pytest.raises(SettingsError, match=r"has the model .*policy.model='mine'.*--served-"):
+            check("mine", str(tmp_path))
+        with closing(VLLMServerEngine(url)) as engine:
+            engine.update_weights(other_model.state_dict())
+        with pytest.raises(SettingsError, match=r"replaced by a run \(1\)"):
+            check("mine", model_directory)
