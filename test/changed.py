@@ -29,18 +29,21 @@ MARKS = "not slow and not vllm and not weekly"
 SECONDS = 120.0
 
 
+def git(root: Path, *arguments: str) -> list[str]:
+    """The lines that git says of a repository."""
+    told = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+    return told.stdout.splitlines()
+
+
+def changed_since(root: Path, commit: str) -> list[str]:
+    """What differs from a commit, untracked files too."""
+    untracked = git(root, "ls-files", "--others", "--exclude-standard")
+    return [*git(root, "diff", "--name-only", commit), *untracked]
+
+
 def changed_files() -> list[str]:
-    """What differs from HEAD, untracked files too; where nothing does, what HEAD changed."""
-
-    def git(*arguments: str) -> list[str]:
-        told = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        return told.stdout.splitlines()
-
-    found = [*git("diff", "--name-only", "HEAD")]
-    found += git("ls-files", "--others", "--exclude-standard")
-    return found or git("diff", "--name-only", "HEAD~1", "HEAD")
+    """What differs from HEAD; where nothing does, what HEAD changed."""
+    return changed_since(ROOT, "HEAD") or git(ROOT, "diff", "--name-only", "HEAD~1", "HEAD")
 
 
 class Imports:

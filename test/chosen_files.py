@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
-from changed import ROOT, Imports
+from changed import ROOT, Imports, changed_since, git
 
 LATELY_S = 4 * 3600
 NUM_TURNS = 4
@@ -43,15 +43,14 @@ def choose(root: Path = ROOT) -> Choice:
     """
     tests = [path.relative_to(root).as_posix() for path in sorted(root.glob("test/**/test_*.py"))]
     try:
-        is_shallow = _git(root, "rev-parse", "--is-shallow-repository") == ["true"]
-        now_s = int(_git(root, "log", "-1", "--format=%ct")[0])
-        base = _git(root, "rev-list", "-1", f"--before={now_s - LATELY_S}", "HEAD")
+        is_shallow = git(root, "rev-parse", "--is-shallow-repository") == ["true"]
+        now_s = int(git(root, "log", "-1", "--format=%ct")[0])
+        base = git(root, "rev-list", "-1", f"--before={now_s - LATELY_S}", "HEAD")
     except (OSError, subprocess.CalledProcessError):
         return Choice(frozenset(), "all files, because there is no history of commits")
     if is_shallow or not base:
         return Choice(frozenset(), "all files, because the history of commits is short")
-    changed = _git(root, "diff", "--name-only", base[0])
-    changed += _git(root, "ls-files", "--others", "--exclude-standard")
+    changed = changed_since(root, base[0])
     of_packages = [n for n in changed if n.startswith("requirements/") and n.endswith(".txt")]
     if of_packages or ("pyproject.toml" in changed and _needs(root, base[0]) != _needs(root)):
         return Choice(frozenset(), "all files, because other packages are needed than before")
@@ -75,18 +74,13 @@ def choose(root: Path = ROOT) -> Choice:
     )
 
 
-def _git(root: Path, *arguments: str) -> list[str]:
-    told = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
-    return told.stdout.splitlines()
-
-
 def _needs(root: Path, commit: str | None = None) -> dict:
     """The dependencies of the project, of a commit or as they are."""
     name = "pyproject.toml"
     text = (
         (root / name).read_text(encoding="utf-8")
         if commit is None
-        else "\n".join(_git(root, "show", f"{commit}:{name}"))
+        else "\n".join(git(root, "show", f"{commit}:{name}"))
     )
     project = tomllib.loads(text).get("project", {})
     return {key: project.get(key) for key in ("dependencies", "optional-dependencies")}

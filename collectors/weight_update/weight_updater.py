@@ -131,8 +131,7 @@ class WeightUpdater:
             else:
                 weights = self._gathered(source, getattr(self._policy, "engine", None))
             known = self._metadata
-            shapes = {} if known is None else _shapes_of(weights)
-            if known is not None and shapes != known:
+            if known is not None and (shapes := _shapes_of(weights)) != known:
                 names = sorted(shapes.keys() | known.keys())
                 wrong = [name for name in names if shapes.get(name) != known.get(name)]
                 raise UpdateRefused(

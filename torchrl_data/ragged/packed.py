@@ -231,36 +231,35 @@ def _collect(group: Any, path: tuple[str, ...], values: list[Tensor], lengths: l
     return True
 
 
-def read_agents(batch: Any) -> list[str] | None:
-    """The author of each row; ``None`` where no row has one."""
+def _objects_of_rows(batch: Any, key: str) -> list[Any] | None:
+    """A Python value per row, ``None`` for one without; ``None`` where no row has the entry."""
+    # Rows of a lazy stack are asked one by one: some of them may lack the entry.
     entries = entries_of(batch)
     if isinstance(entries, LazyStackedTensorDict):
         parts = entries.unbind(0)
-        found = [read_agents(row) or [""] * row.batch_size.numel() for row in parts]
-        agents = [agent for row in found for agent in row]
-    else:
-        leaf = entries.get(AGENT, None)
-        is_text = leaf is not None and not isinstance(leaf, Tensor)
-        known = objects_of_leaf(leaf, entries.batch_size) if is_text else ()
-        agents = [str(agent or "") for agent in known]
+        found = [_objects_of_rows(part, key) for part in parts]
+        if all(rows is None for rows in found):
+            return None
+        sizes = [part.batch_size.numel() for part in parts]
+        lists = [[None] * n if rows is None else rows for rows, n in zip(found, sizes, strict=True)]
+        return [row for rows in lists for row in rows]
+    leaf = entries.get(key, None)
+    if leaf is None or isinstance(leaf, Tensor):
+        return None
+    return objects_of_leaf(leaf, entries.batch_size)
+
+
+def read_agents(batch: Any) -> list[str] | None:
+    """The author of each row; ``None`` where no row has one."""
+    agents = [str(agent or "") for agent in _objects_of_rows(batch, AGENT) or ()]
     return agents if any(agents) else None
 
 
 def read_images(batch: Any) -> list[list[str]] | None:
     """The images of each row, in order and in base 64; ``None`` where no row has any."""
-    # Rows of a lazy stack are asked one by one: those without images lack the entry.
-    entries = entries_of(batch)
-    if isinstance(entries, LazyStackedTensorDict):
-        found = [read_images(row) for row in entries.unbind(0)]
-        if all(row is None for row in found):
-            return None
-        sizes = [row.batch_size.numel() for row in entries.unbind(0)]
-        lists = [[[]] * n if row is None else row for row, n in zip(found, sizes, strict=True)]
-        return [row for rows in lists for row in rows]
-    leaf = entries.get(IMAGES, None)
-    if leaf is None:
+    rows = _objects_of_rows(batch, IMAGES)
+    if rows is None:
         return None
-    rows = objects_of_leaf(leaf, entries.batch_size)
     return [[] if row is None else list(row["data"]) for row in rows]
 
 

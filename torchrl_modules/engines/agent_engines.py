@@ -1,6 +1,7 @@
 """Engines of several agents as one: what an agent says is drawn by its own."""
 
 import asyncio
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,11 @@ from .checked_generation import seeded
 from .engine import (
     AsyncEngine,
     ClosedOnLeaving,
-    Engine,
     Generation,
     VersionSpan,
     can_keep_caches,
+    common_of,
+    least_of,
     push_weights,
 )
 from .open_async import open_async
@@ -31,7 +33,7 @@ class _EnginesByAgent:
     the tokens of those whose weights stay are stamped with it, too.
     """
 
-    def __init__(self, engines: Mapping[str, Any], otherwise: str | None) -> None:
+    def __init__(self, engines: Mapping[str, Any], otherwise: str | None = None) -> None:
         self.by_agent = dict(engines)
         """An engine for each agent; agents may share one."""
         self.otherwise = otherwise
@@ -50,23 +52,23 @@ class _EnginesByAgent:
     @property
     def vocab_size(self) -> int | None:
         """Token ids are below it, for every agent; ``None`` where no engine says."""
-        return min(self._known("vocab_size"), default=None)
+        return least_of(self._engines(), "vocab_size")
 
     @property
     def max_model_len(self) -> int | None:
         """Most tokens of a prompt and its response, for every agent; ``None`` for no limit."""
-        return min(self._known("max_model_len"), default=None)
+        return least_of(self._engines(), "max_model_len")
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a response by the models' own settings."""
-        return tuple(dict.fromkeys(chain.from_iterable(self._known("end_token_ids"))))
+        ends = (getattr(engine, "end_token_ids", ()) for engine in self._engines())
+        return tuple(dict.fromkeys(chain.from_iterable(ends)))
 
     @property
     def update_dtype(self) -> Any:
         """In which type all of them take weights that are sent; ``None`` where they differ."""
-        found = {getattr(engine, "update_dtype", None) for engine in self._engines()}
-        return found.pop() if len(found) == 1 else None
+        return common_of(self._engines(), "update_dtype")
 
     @property
     def images(self) -> Any:
@@ -92,10 +94,6 @@ class _EnginesByAgent:
         """
         return agent if agent in self.by_agent else self.otherwise
 
-    def _known(self, name: str) -> list[Any]:
-        found = [getattr(engine, name, None) for engine in self._engines()]
-        return [value for value in found if value is not None]
-
     def _engines(self) -> Iterable[Any]:
         return {id(engine): engine for engine in self.by_agent.values()}.values()
 
@@ -117,10 +115,10 @@ class _EnginesByAgent:
         """The same, with the last version of all weights together that its own belong to."""
         spans = []
         for own, start, end in generation.drawn_by(engine.version).versions:
-            later = [number for number in self._pushes[id(engine)] if number > own]
-            spans.append(
-                VersionSpan(min(later) - 1 if later else max(own, self.version), start, end)
-            )
+            pushes = self._pushes[id(engine)]  # in rising order
+            at = bisect_right(pushes, own)
+            last = pushes[at] - 1 if at < len(pushes) else max(own, self.version)
+            spans.append(VersionSpan(last, start, end))
         return generation._replace(versions=spans)
 
     def _begin(self, weights: Any, version: int | None) -> int:
@@ -184,9 +182,6 @@ class AgentEngines(_EnginesByAgent):
         engines: for each agent, one that draws batches.
         otherwise: see :class:`~torchrl_modules.AgentPolicies`.
     """
-
-    def __init__(self, engines: Mapping[str, Engine], otherwise: str | None = None) -> None:
-        super().__init__(engines, otherwise)
 
     def generate(
         self,

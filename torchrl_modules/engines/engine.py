@@ -1,7 +1,7 @@
 """Engine: token ids in, token ids out, weights replaced; for batches or for each caller."""
 
 import asyncio
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 from torch import Tensor
@@ -321,6 +321,18 @@ class ClosedOnLeaving:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.to_thread(self.close)
+
+
+def common_of(engines: Iterable[Any], name: str) -> Any:
+    """Return what an attribute is of all engines; ``None`` where they differ or do not say."""
+    found = {getattr(engine, name, None) for engine in engines}
+    return found.pop() if len(found) == 1 else None
+
+
+def least_of(engines: Iterable[Any], name: str) -> int | None:
+    """Return the least of what engines say that a number is; ``None`` where none says so."""
+    known = [getattr(engine, name, None) for engine in engines]
+    return min((value for value in known if value is not None), default=None)
 
 
 def can_keep_caches(engine: Any) -> bool:

@@ -16,7 +16,15 @@ from torchrl_modules.weights.adapter_weights import AdapterWeights, mapped
 from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
 from torchrl_modules.weights.lazy_weights import copied_weights
 
-from .engine import ClosedOnLeaving, EngineDied, EngineLoad, Generation, can_keep_caches
+from .engine import (
+    ClosedOnLeaving,
+    EngineDied,
+    EngineLoad,
+    Generation,
+    can_keep_caches,
+    common_of,
+    least_of,
+)
 from .engine_load import tells_load
 from .fleet_member import SERVING, FleetMember, as_opener, close_engine
 from .loop_thread import LoopThread
@@ -167,12 +175,12 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
     @property
     def vocab_size(self) -> int | None:
         """Token ids are below it, where an engine knows it."""
-        return self._least("vocab_size")
+        return least_of(self._engines, "vocab_size")
 
     @property
     def max_model_len(self) -> int | None:
         """Most tokens of a prompt and its response, where an engine knows it."""
-        return self._least("max_model_len")
+        return least_of(self._engines, "max_model_len")
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -183,30 +191,26 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
     @property
     def update_dtype(self) -> Any:
         """In which type all take weights that are sent; ``None`` where they differ."""
-        return self._common("update_dtype")
+        return common_of(self._engines, "update_dtype")
 
     @property
     def quantization(self) -> Any:
         """How all quantise their weights; ``None``: not at all, or not alike."""
-        return self._common("quantization")
+        return common_of(self._engines, "quantization")
 
     @property
     def max_adapters(self) -> int:
         """Sets of adapters that every engine draws with at once; 0: they take whole weights."""
-        return self._least("max_adapters") or 0
+        return least_of(self._engines, "max_adapters") or 0
 
     @property
     def images(self) -> Any:
         """What images become; ``None`` where rows with images are refused."""
         return getattr(self._members[0].engine, "images", None)
 
-    def _common(self, name: str) -> Any:
-        found = {getattr(member.engine, name, None) for member in self._members}
-        return found.pop() if len(found) == 1 else None
-
-    def _least(self, name: str) -> int | None:
-        known = [getattr(member.engine, name, None) for member in self._members]
-        return min((value for value in known if value is not None), default=None)
+    @property
+    def _engines(self) -> list[Any]:
+        return [member.engine for member in self._members]
 
     @property
     def takes_seeds(self) -> bool:
