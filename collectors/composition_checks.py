@@ -148,7 +148,7 @@ def _check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
             )
         env.read_calls_as(policy.encoder)
         if isinstance(policy, AgentPolicies):
-            _check_authors(env, policy, who=who)
+            check_authors(env, [*policy.by_agent], policy.otherwise, who=who)
     elif not callable(policy) or {"base_model_prefix", "history_key"} & set(dir(policy)):
         # A bare model, or a wrapper of TorchRL's.
         raise TypeError(
@@ -267,22 +267,31 @@ def check_credit(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> N
         check_agents(env, credit, who=who)
 
 
-def _check_authors(env: EpisodeEnv, policy: AgentPolicies, *, who: str) -> None:
-    """Check that the policies of agents are those of agents who will ask for turns."""
+def check_authors(env: EpisodeEnv, have: Sequence[str], otherwise: str | None, *, who: str) -> None:
+    """Check that the policies of agents are those of agents who will ask for turns.
+
+    Args:
+        env: of the rollouts.
+        have: agents with a policy.
+        otherwise: the one whose policy also takes the turns of others.
+        who: the component, named in errors.
+
+    Raises:
+        ValueError: no program names its agents, or it has others.
+    """
     programs = [part for part in env.episode_transforms() if part.names_agents]
-    if policy.otherwise is None and not programs:
+    if otherwise is None and not programs:
         raise ValueError(
             f"{who}: AgentPolicies takes the turns of agents, of which an AgentProgram says who "
             "asks, and there is none. Append one, or say with otherwise= whose turns they are."
         )
     named = {name for part in programs for name in getattr(part, "agents", ())}
-    have = [*policy.by_agent]
-    lacking = [] if policy.otherwise else sorted(named - {*have})
+    lacking = [] if otherwise else sorted(named - {*have})
     unknown = sorted({*have} - named) if named else []
     if lacking or unknown:
         raise ValueError(
-            f"{who}: AgentProgram(agents={sorted(named)}) and AgentPolicies of {have} don't fit: "
-            f"{f'{lacking} have no policy' if lacking else f'{unknown} never ask'}."
+            f"{who}: AgentProgram(agents={sorted(named)}) and AgentPolicies of {[*have]} don't "
+            f"fit: {f'{lacking} have no policy' if lacking else f'{unknown} never ask'}."
         )
 
 

@@ -12,7 +12,7 @@ from torchrl_modules.scoring.value_scorer import ValueScorer
 from torchrl_modules.scoring.wrapped_models import evaluation_mode
 from torchrl_modules.transformers_releases import recomputes_activations
 
-from .settings.schema import TrainingConfig, critic_settings
+from .settings.schema import TrainingConfig, agents_settings, critic_settings
 
 _LOG = logging.getLogger("torchrl_agents")
 
@@ -136,6 +136,9 @@ def settle_micro_batches(
         return
     trained = sum(value.numel() for value in actor.parameters() if value.requires_grad)
     state = 3 * trained * model.dtype.itemsize  # gradients, and two moments of AdamW
+    if (agents := agents_settings(cfg)) is not None and cfg.policy.lora_rank is None:
+        models = len(agents.names) - 1  # which come yet, each with all of this
+        state = state * len(agents.trained) + models * trained * model.dtype.itemsize
     if critic_settings(cfg) is not None:  # the same of all of its weights, which come yet
         state += 4 * sum(value.numel() for value in model.parameters()) * model.dtype.itemsize
     num_bytes = bytes_of_a_token(model, actor.scorer)

@@ -45,6 +45,7 @@ from .settings.schema import (
     RecipeConfig,
     RolloutsConfig,
     TrainingConfig,
+    agents_settings,
     collects_on_ray,
 )
 from .setup import set_limits
@@ -176,6 +177,9 @@ def summary_of(
         lines["steps"] = f"{cfg.train.num_steps}, each of {each} ({cfg.collector.mode})"
     elif isinstance(cfg, TrainingConfig):
         lines["steps"] = f"{cfg.train.num_steps}"
+    if (agents := agents_settings(cfg)) is not None:
+        stay = f"; {', '.join(agents.frozen)} frozen" if agents.frozen else ""
+        lines["agents"] = f"{', '.join(agents.trained)}, each with weights of its own{stay}"
     lines["settings"] = f"{folder / 'config.yaml'} has all of them"
     told = "\n".join(f"  {name:<10}{text}" for name, text in lines.items())
     return f"{recipe.name}: nothing is refused; no weights were loaded.\n{told}"

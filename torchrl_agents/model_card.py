@@ -15,6 +15,7 @@ from torchrl_agents.settings.schema import TrainingConfig
 
 from .held_out import HeldOut
 from .run import Run
+from .saved_model import model_folders
 
 _LOG: Final = logging.getLogger("torchrl_agents")
 
@@ -26,7 +27,7 @@ def leave_card(
     tests: Mapping[str, Mapping[str, Estimate]],
     held_out: HeldOut,
 ) -> None:
-    """Write the card of the trained model, and the curve that it shows, into ``model/``.
+    """Write the card of a trained model, and the curve that it shows, into each model's folder.
 
     Args:
         cfg: the settings.
@@ -61,8 +62,9 @@ def leave_card(
         settings=(run.folder / "config.yaml").read_text(encoding="utf-8"),
         command=shlex.join(["torchrl-agents", run.recipe.name.replace("_", "-"), *given]),
     )
-    card.save(run.folder / "model/README.md")
-    shutil.copy(run.folder / "learning_curve.png", run.folder / "model")
+    for folder in model_folders(run.folder):
+        card.save(folder / "README.md")
+        shutil.copy(run.folder / "learning_curve.png", folder)
 
 
 def reach_hub(repository: str, *, create: bool) -> None:

@@ -51,6 +51,7 @@ def _settings_of(model: str) -> dict[str, Any]:
     """The settings of the run that left a model; nothing where none did."""
     path = Path(model)
     folder = path.parent if path.name == "model" else path
+    folder = folder.parent.parent if folder.parent.name == "agents" else folder  # of one agent
     if not (folder / "config.yaml").is_file():
         return {}
     settings: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))

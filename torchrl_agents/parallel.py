@@ -33,7 +33,7 @@ from collectors.weight_update.plain_weights import unwrapped_module
 from collectors.weight_update.sharded_weights import is_spread, pushed_weights
 from objectives import MixedLossOutput, NonFiniteGate, PackedBatch, Ranks, StepOutcome
 from torchrl_data.token_scorer import TokenScorer, image_arguments
-from torchrl_modules import LLMWrapperBase, TransformersCritic, TransformersWrapper
+from torchrl_modules import AgentPolicies, LLMWrapperBase, TransformersCritic, TransformersWrapper
 from torchrl_modules.model_splits import layers_of, split_model
 from torchrl_modules.scoring.packed_attention import can_share
 
@@ -47,6 +47,7 @@ from .models.adapters import (
     is_over_given,
     with_adapters,
 )
+from .models.agents import frozen_copies, scorer_of
 from .models.loading import load_model
 from .models.outline import outline
 from .models.policies import transformers_policy
@@ -69,7 +70,7 @@ Actor = TransformersWrapper | TransformersCritic
 def take_share(
     cfg: TrainingConfig,
     ranks: Ranks,
-    actor: Actor,
+    actor: Actor | AgentPolicies,
     loss: Any,
     batch: PackedBatch | None = None,
 ) -> RankShare:
@@ -82,8 +83,10 @@ def take_share(
         loss: counts the tokens.
         batch: all rows, which rank 0 has.
     """
-    shares = _shares_prefixes(actor, batch)
-    parts = ranks.scatter(batch, max_tokens=_most_tokens(cfg), count_shared_once=shares)
+    parts: list[PackedBatch] = []
+    for rows in _rows_by_model(actor, batch):
+        shares = _shares_prefixes(actor, rows)
+        parts += ranks.scatter(rows, max_tokens=_most_tokens(cfg), count_shared_once=shares)
     # Reduced once, the gradients of shards would be whole on every rank until then.
     copies = parallel_kind(cfg, ranks) != "fsdp2"
     reduces_once = copies if cfg.train.reduce == "auto" else cfg.train.reduce == "step"
@@ -155,9 +158,19 @@ def _most_tokens(cfg: TrainingConfig) -> int:
     return most * cfg.train.context_parallel_size
 
 
-def _shares_prefixes(actor: Actor, batch: PackedBatch | None) -> bool:
+def _rows_by_model(
+    actor: Actor | AgentPolicies, batch: PackedBatch | None
+) -> Sequence[PackedBatch | None]:
+    """The rows of each model that is trained: of agents with weights of their own several."""
+    if not isinstance(actor, AgentPolicies) or batch is None:
+        return [batch]
+    rows = actor.rows_of(batch.agents or [None] * batch.num_rows)
+    return [batch.take_rows(torch.tensor(own)) for own in rows.values()]
+
+
+def _shares_prefixes(actor: Actor | AgentPolicies, batch: PackedBatch | None) -> bool:
     """Whether the model reads once what the rows of a micro-batch begin with alike."""
-    scorer = actor.scorer
+    scorer = scorer_of(actor)
     if batch is None or not len(batch.lengths) or not (scorer.packed and scorer.share_prefixes):
         return False
     return can_share(scorer.model, int(batch.lengths.max()))
@@ -184,7 +197,7 @@ def combined(cfg: TrainingConfig, ranks: Ranks, outputs: Sequence[Any]) -> Any:
 
 def saved_parts(
     cfg: TrainingConfig,
-    actor: Actor,
+    actor: Actor | AgentPolicies,
     optimizer: torch.optim.Optimizer,
     critic: Critic | None = None,
 ) -> dict[str, Sharded]:
@@ -204,7 +217,9 @@ def saved_parts(
     }
 
 
-def identity_of_given(cfg: TrainingConfig, ranks: Ranks, actor: Actor) -> dict[str, str]:
+def identity_of_given(
+    cfg: TrainingConfig, ranks: Ranks, actor: Actor | AgentPolicies
+) -> dict[str, str]:
     """Say what a checkpoint without the frozen weights has to have in common; rank 0 calls it.
 
     Args:
@@ -563,7 +578,11 @@ def _shared(cfg: TrainingConfig, ranks: Ranks, model: PreTrainedModel) -> nn.Mod
 
 
 def freeze_reference(
-    cfg: TrainingConfig, run: Run, actor: TransformersWrapper, *, weight: float | None
+    cfg: TrainingConfig,
+    run: Run,
+    actor: TransformersWrapper | AgentPolicies,
+    *,
+    weight: float | None,
 ) -> tuple[TokenScorer | None, dict[str, nn.Module | WithoutAdapters]]:
     """Keep the model as it is now: a copy of it, or itself with its adapters off.
 
@@ -580,6 +599,9 @@ def freeze_reference(
         return None, {}
     adapted = is_adapted(actor.model)
     is_given = is_over_given(cfg, actor.model)  # policy.model has it, and no checkpoint
+    if isinstance(actor, AgentPolicies):
+        own = frozen_copies(actor)
+        return own, {} if is_given else {"reference": own.model}
     if adapted and parallel_kind(cfg, run.ranks) != "fsdp2":
         own = WithoutAdapters(actor)
         return own, {} if is_given else {"reference": own}

@@ -45,7 +45,8 @@ class LastTestError(RuntimeError):
 ROOT: Final = Path("outputs")
 LEFT_BY_A_RUN: Final = (
     *(CHECKPOINTS, "not_finite", "rollouts", "csv", "tensorboard", "wandb"),
-    *("adapter", "base", "model", "adapter.partial", "base.partial", "model.partial"),
+    *("adapter", "agents", "base", "model"),
+    *("adapter.partial", "agents.partial", "base.partial", "model.partial"),
     *("config.yaml", "evaluations.jsonl", "metrics.jsonl", "learning_curve.png", "timeline.json"),
 )
 _SECOND: Final = "%Y-%m-%d_%H-%M-%S"

@@ -10,7 +10,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from collectors.checkpoint.format import Encoder, known_tensorclasses
-from collectors.composition_checks import check_agents
+from collectors.composition_checks import check_agents, check_authors
 from torchrl_data.import_path import import_callable
 from torchrl_envs import BranchRollouts, DataLoadingPrimer, RewardErrorLimit, TokenBudget
 from torchrl_envs.rewards.metrics import names_that_solve
@@ -21,7 +21,9 @@ from torchrl_modules.weights.quantized_weights import quantization_of
 
 from .device_defaults import default_autocast, describe, settle_micro_batches
 from .models.adapters import add_adapters
+from .models.agents import add_agents
 from .models.policies import build_policies
+from .models.saved_agents import saved_agents
 from .models.task_reward_models import load_reward_models, task_reward_models
 from .models.user_model import user_models, with_user_models
 from .models.warm_start import drawn_demonstrations, warm_start
@@ -38,6 +40,7 @@ from .settings.schema import (
     RecipeConfig,
     RolloutsConfig,
     TrainingConfig,
+    agents_settings,
 )
 
 _LOG = logging.getLogger("torchrl_agents")
@@ -106,6 +109,8 @@ def build_task(recipe: Recipe, cfg: Any, settings: dict[str, Any]) -> Setup:
         loss = getattr(cfg, "loss", None)
         if getattr(loss, "advantage", "gae") != "gae":  # a critic pays by token
             check_agents(env, getattr(loss, "credit", None), who="loss.credit")
+        if (agents := agents_settings(cfg)) is not None:
+            check_authors(env, agents.names, agents.otherwise, who="agents.trained")
         return Setup(task, env, held_out_env)
 
 
@@ -247,6 +252,8 @@ def load_models(cfg: RecipeConfig, setup: Setup, run: Run) -> tuple[Any, Any]:
     if task_reward_models(setup.envs):
         with run.log.phase("loading the reward model"):
             load_reward_models(setup.envs, cfg.policy.device)
+    if not isinstance(cfg, TrainingConfig) and saved_agents(cfg.policy.model) is not None:
+        return add_agents(cfg, actor, policy)
     return actor, policy
 
 
@@ -256,8 +263,8 @@ def warm_up(
     run: Run,
     actor: TransformersWrapper,
     policy: LLMWrapperBase,
-) -> tuple[TransformersWrapper, LLMWrapperBase]:
-    """Demonstrations teach the format; then adapters, if there are any, are put on the model.
+) -> tuple[Any, LLMWrapperBase]:
+    """Demonstrations teach the format; then the model gets adapters, or each agent its weights.
 
     Args:
         cfg: the settings.
@@ -265,6 +272,9 @@ def warm_up(
         run: is told of the phases; if it goes on, a checkpoint has the weights.
         actor: what is trained.
         policy: samples with its weights.
+
+    Returns:
+        Both; of agents with weights of their own :class:`~torchrl_modules.AgentPolicies`.
     """
     torch.manual_seed(cfg.seed)
     num_steps = cfg.warm_start.num_steps
@@ -283,6 +293,8 @@ def warm_up(
                 micro_batch_tokens=cast("int", cfg.train.micro_batch_tokens),  # settled
                 on_step=lambda step, loss: tell(step, {"loss": loss}, quiet=step % 100 > 0),
             )
+    if agents_settings(cfg) is not None:
+        return add_agents(cfg, actor, policy)
     return (actor, policy) if is_quantized else add_adapters(cfg, actor, policy)
 
 

@@ -32,7 +32,7 @@ from collectors.collector import PostProcessing
 from collectors.resume.run_state import Stateful
 from collectors.streaming.background_collector import BackgroundCollector
 from objectives import NonFiniteGate, Ranks, StepOutcome
-from torchrl_modules import LLMWrapperBase, TransformersWrapper
+from torchrl_modules import AgentPolicies, LLMWrapperBase, TransformersWrapper
 
 from . import learning_curve
 from .checkpoints import Checkpoints
@@ -41,6 +41,7 @@ from .critic import Critic, mean_metrics
 from .held_out import HeldOut
 from .live_verification import live_verification
 from .model_card import leave_card, push_to_hub
+from .models.agents import pushed_models, scorer_of, trained_rows
 from .models.policies import set_generation
 from .models.reward_models import ChatRewardModel
 from .optimizers import build_optimizer, set_learning_rate
@@ -59,7 +60,7 @@ from .recorder import Recorder
 from .reward_watch import RewardWatch
 from .run import LastTestError, Run
 from .run_log import has_signal, tell_of_no_signal
-from .saved_model import leave, save_model
+from .saved_model import leave, left_in, save_agents, save_model
 from .settings.errors import SettingsError
 from .settings.recipe import Recipe, compares_groups
 from .settings.schema import EpochsTrainConfig, TrainingConfig
@@ -121,6 +122,8 @@ class TrainingStep:
                 raise
         training.checkpoints.unmark()
         self.trajectories, self.trained = drawn
+        if self.trained is not None:
+            self.trained = trained_rows(training.actor, self.trained)
         if training.critic is not None and self.trained is not None:
             with training.timer("train"):
                 training.critic.judge(self.trained)
@@ -248,7 +251,7 @@ class Training:
     run: Run
     setup: Setup
     """Has the task, and the environment of the tests."""
-    actor: TransformersWrapper | ChatRewardModel
+    actor: TransformersWrapper | ChatRewardModel | AgentPolicies
     """Is trained."""
     policy: LLMWrapperBase | ChatRewardModel
     """Samples with its weights; a reward model itself, which samples nothing."""
@@ -293,7 +296,7 @@ class Training:
         """Hand the weights to the policy, if one samples with them."""
         if (collector := self.data.collector) is not None:
             tell(self.ranks, RankJob.GIVE_WEIGHTS)
-            collector.update_policy_weights_(self.actor.model)
+            collector.update_policy_weights_(pushed_models(self.actor))
 
     def _policy_tests(self) -> HeldOut:
         collector, policy = self.data.collector, self.policy
@@ -307,7 +310,7 @@ class Training:
         sharded = saved_parts(self.cfg, self.actor, self.gate.optimizer, critic)
         own = identity_of_given(self.cfg, self.ranks, self.actor)
         reader: Any = self.policy  # a reward model has a tokenizer and a template, too
-        identity = identity_of(reader, self.actor.scorer.model) | own | held_out.identity()
+        identity = identity_of(reader, scorer_of(self.actor).model) | own | held_out.identity()
         parts = {"gate": self.gate, **self.parts, **self.data.parts}
         if critic is not None:
             parts["critic_gate"] = critic.gate
@@ -402,7 +405,7 @@ class Training:
         if failed is not None:
             raise LastTestError(
                 f"the last test failed: {type(failed).__name__}: {failed}\nAll {done} steps are "
-                f"made, and the model is in {run.folder / 'model'}. Mend what failed; "
+                f"made, and {left_in(run.folder, cfg)}. Mend what failed; "
                 f"resume={run.folder} makes the test again."
             ) from failed
         seconds = round(time.monotonic() - start, 1)
@@ -475,10 +478,13 @@ def _leave_results(
     """The model, the curve and the numbers of a run that is over."""
     cfg, run, task, history = training.cfg, training.run, training.setup.task, recorder.history
     if history:
-        actor, weights = whole_model(run.ranks, cfg, training.actor)
-        if isinstance(actor, TransformersWrapper):
-            set_generation(cfg.policy, actor)
-        save_model(run.folder, cfg, actor, weights)
+        if isinstance(training.actor, AgentPolicies):
+            save_agents(run.folder, cfg, training.actor)
+        else:
+            actor, weights = whole_model(run.ranks, cfg, training.actor)
+            if isinstance(actor, TransformersWrapper):
+                set_generation(cfg.policy, actor)
+            save_model(run.folder, cfg, actor, weights)
         if (critic := training.critic) is not None:
             own = whole_critic(run.ranks, critic)
             leave(run.folder / "critic", lambda path: critic.save(path, own))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
@@ -46,8 +47,10 @@ from torchrl_modules.quantized_forward import forward_quantization
 
 from .found_run import CHECKPOINTS
 from .models.adapters import frozen_weights, is_adapted
+from .models.agents import load_adapter, saved_models
 from .models.loading import load_model
 from .models.policy_arguments import sampling_of
+from .models.saved_agents import SavedAgents, saved_agents
 from .models.sources import model_folder
 from .settings.errors import SettingsError
 from .settings.schema import PolicyConfig
@@ -79,6 +82,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, action="append", help="only this one; may be repeated")
     parser.add_argument(
         "--rows", type=int, default=_MOST_ROWS, help=f"most rows of a step ({_MOST_ROWS})"
+    )
+    parser.add_argument(
+        "--agent", help="of a run of agents with weights of their own: whose rows are verified"
     )
     parser.add_argument("--device", default="cpu", help="to compute on: cpu, cuda, ... (cpu)")
     parser.add_argument(
@@ -118,12 +124,15 @@ def main(arguments: Sequence[str]) -> int:
                 raise SettingsError(
                     "--engine is for a run of this library, not a file of rollouts."
                 )
-            if given.bits:
-                raise SettingsError("--bits is for a run of this library, not a file of rollouts.")
+            for name in (each for each in ("bits", "agent") if getattr(given, each)):
+                raise SettingsError(
+                    f"--{name} is for a run of this library, not a file of rollouts."
+                )
             certificate = verify_file(given.run, given.model, sampling=sampling, **options)
         else:
             _refuse_foreign(given.model, sampling)
             options |= {"most_rows": given.rows, "bits": given.bits, "engine": given.engine}
+            options |= {"agent": given.agent}
             certificate = verify_run(given.run, steps=given.step, **options)
         if given.html is not None:
             write_html([VerifiedRecord(given.run, certificate)], given.html)
@@ -200,6 +209,7 @@ def verify_run(
     tolerance: float | None = None,
     engine: str = "transformers",
     bits: bool = False,
+    agent: str | None = None,
 ) -> Certificate:
     """Verify the recorded rollouts of a run.
 
@@ -213,6 +223,7 @@ def verify_run(
         tolerance: see :func:`~collectors.verification.verify_rows`.
         engine: ``"vllm"`` computes by vLLM, too.
         bits: refuse a run whose log-probs can't be had to the bit.
+        agent: of agents with weights of their own the one whose rows are verified.
 
     Raises:
         FileNotFoundError: the folder holds no record.
@@ -224,6 +235,7 @@ def verify_run(
         raise ValueError(f"--rows must be positive, got {most_rows}.")
     record = RunRecord(folder)
     settings = read_settings(record.run_folder)
+    saved = _agents_of(record.run_folder, agent)
     if bits:
         _check_bits(folder, settings, device=device, dtype=dtype)
     known = [summary.step for summary in record.steps]
@@ -234,11 +246,15 @@ def verify_run(
             )
     rows: list[SampledRow] = []
     for step in steps or known:
-        samples = [each for _, each in zip(range(most_rows), record.samples(step), strict=False)]
+        own = (x for x in record.samples(step) if saved is None or saved.owner(x.agent) == agent)
+        samples = [*islice(own, most_rows)]
         rows += [SampledRow.of_sample(each) for each in samples if each.sampled_tokens]
     if not rows:
-        raise ValueError(f"{folder}: no sampled token is recorded in the steps {steps or known}.")
-    weights = weights_of(record.run_folder, settings, device=device, dtype=dtype)
+        whose = "" if agent is None else f" of {agent}"
+        raise ValueError(
+            f"{folder}: no sampled token{whose} is recorded in the steps {steps or known}."
+        )
+    weights = weights_of(record.run_folder, settings, device=device, dtype=dtype, agent=agent)
     coeff = (settings.get("loss") or {}).get("observation_coeff") or 0.0
     recomputation = Recomputation(
         weights.policy,
@@ -331,10 +347,41 @@ def check_device(device: str) -> None:
         ) from error
 
 
+def _agents_of(folder: Path, agent: str | None) -> SavedAgents | None:
+    """The agents of a run, of which one is verified.
+
+    Raises:
+        SettingsError: it is none of them, or nobody says which.
+    """
+    saved = saved_agents(str(folder))
+    if saved is None and agent is not None:
+        raise SettingsError(
+            f"--agent {agent}: {folder} has no agents with weights of their own. Leave it out."
+        )
+    if saved is not None and agent not in saved.settings.names:
+        told = "say whose rows are verified, --agent=" if agent is None else f"got --agent {agent}"
+        raise SettingsError(
+            f"{folder}: the agents {saved.settings.names} have weights of their own; {told}."
+        )
+    return saved
+
+
 def weights_of(
-    folder: Path, settings: Mapping[str, Any], *, device: str, dtype: str | None
+    folder: Path,
+    settings: Mapping[str, Any],
+    *,
+    device: str,
+    dtype: str | None,
+    agent: str | None = None,
 ) -> _Weights:
     """The model of a run, and how it gets the weights of each version that there still are.
+
+    Args:
+        folder: of the run.
+        settings: of the run.
+        device: to compute on.
+        dtype: to compute in; that of the settings when not given.
+        agent: whose model it is, of agents with weights of their own.
 
     Raises:
         SettingsError: there is no model.
@@ -344,8 +391,9 @@ def weights_of(
     numbers = _numbers(settings, cfg, dtype)
     check_device(device)
     model, tokenizer, of_adapters = _model_of(folder, cfg, device)
+    own = model if agent is None else model[agent]
     policy = TransformersWrapper(
-        model,
+        own,
         tokenizer=tokenizer,
         generate=False,
         generate_kwargs=sampling_of(cfg),
@@ -359,10 +407,14 @@ def weights_of(
     warmed = (settings.get("warm_start") or {}).get("num_steps") or 0
     # Adapters are put on after the demonstrations, so without them the first step's model is there.
     has_base = (folder / "base" / "config.json").is_file()
-    if of_adapters and (has_base or not warmed):
+    begun = None if agent is None else saved_agents(cfg.model)
+    if begun is not None and agent is not None:
+        load[1] = partial(_load_saved, begun, agent, cfg, of_adapters)
+        where[1] = f"{agent} of {cfg.model}, with which the run began"
+    elif of_adapters and (has_base or not warmed):
         load[1], where[1] = _no_adapters, "the model before its adapters were trained"
     elif cfg.model is not None and not warmed and not of_adapters:
-        load[1] = partial(_load_first, cfg)
+        load[1] = partial(_load_first, cfg, model_folder(cfg.model))
         where[1] = f"{cfg.model}, with which the run began"
     is_partial = of_adapters and not has_base
     store = CheckpointStore(folder / CHECKPOINTS)
@@ -381,7 +433,7 @@ def weights_of(
                 )
         if version not in load:
             fill = partial(checkpoint.load_sharded, "model")
-            load[version] = partial(_load_checkpoint, fill, is_partial)
+            load[version] = partial(_load_checkpoint, fill, is_partial, model)
             where[version] = f"the checkpoint of step {one.step}"
     if not load:
         raise SettingsError(
@@ -421,7 +473,9 @@ def _numbers(settings: Mapping[str, Any], cfg: PolicyConfig, dtype: str | None) 
 
 
 def _model_of(folder: Path, cfg: PolicyConfig, device: str) -> tuple[Any, Any, bool]:
-    """The model of a run with its tokenizer, and whether it has adapters."""
+    """The model of a run, or those of its agents; its tokenizer; and whether it has adapters."""
+    if (saved := saved_agents(str(folder))) is not None:
+        return saved_models(saved, replace(cfg, device=device, gradient_checkpointing=False))
     own = folder / "model"
     is_left = (own / "config.json").is_file()
     if not is_left and cfg.model is None:
@@ -452,22 +506,34 @@ def _model_of(folder: Path, cfg: PolicyConfig, device: str) -> tuple[Any, Any, b
 
 
 def _load_checkpoint(
-    fill: Callable[[dict[str, Any]], None], is_partial: bool, model: nn.Module
+    fill: Callable[[dict[str, Any]], None], is_partial: bool, whole: nn.Module, model: nn.Module
 ) -> None:
+    """Load what a checkpoint has: the model, or those of all agents, of which it is one."""
+    del model
     with torch.no_grad():
-        ShardedModel(model, trained_only=is_partial).load_sharded(fill)
+        ShardedModel(whole, trained_only=is_partial).load_sharded(fill)
 
 
-def _load_first(cfg: PolicyConfig, model: nn.Module) -> None:
-    source = model_folder(str(cfg.model))
+def _load_saved(
+    saved: SavedAgents, agent: str, cfg: PolicyConfig, of_adapters: bool, model: nn.Module
+) -> None:
+    """Load what an earlier run left of an agent."""
+    if not of_adapters:
+        _load_first(cfg, saved.whole(agent), model)
+    elif saved.adapter(agent).is_dir():
+        load_adapter(model, saved.adapter(agent))
+    elif is_adapted(model):
+        _no_adapters(model)
+
+
+def _load_first(cfg: PolicyConfig, source: str, model: nn.Module) -> None:
     first = load_causal_lm(source, dtype=getattr(torch, cfg.dtype), **dict(cfg.model_kwargs))
     model.load_state_dict(first.state_dict())
 
 
 @torch.no_grad()
 def _no_adapters(model: nn.Module) -> None:
-    """As adapters are before the first step: what they add is zero."""
-    assert is_adapted(model)
+    """As adapters are before the first step: what they add is zero. A model may have none."""
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.zero_()

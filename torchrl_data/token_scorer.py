@@ -91,8 +91,9 @@ def image_arguments(
 
 
 def agent_arguments(scorer: TokenScorer, agents: Sequence[str] | None) -> dict[str, Any]:
-    """Arguments of ``score_packed`` for the authors of its sequences, where it asks for them."""
-    return {"agents": agents} if takes_argument(scorer.score_packed, "agents") else {}
+    """Arguments of ``score_packed`` for the authors of its sequences, where it names ``agents``."""
+    asks = "agents" in inspect.signature(scorer.score_packed).parameters
+    return {"agents": agents} if asks else {}
 
 
 def expert_arguments(scorer: TokenScorer, experts: Tensor | None, who: str) -> dict[str, Tensor]:

@@ -8,7 +8,12 @@ from typing import Any, Final
 from objectives.losses.grpo_options import GRPOOptions
 from torchrl_agents.settings.field_rules import NOT_NEGATIVE, among, setting
 from torchrl_agents.settings.option_settings import option_settings
-from torchrl_agents.settings.schema import CriticConfig, EpochsTrainConfig, RolloutsConfig
+from torchrl_agents.settings.schema import (
+    AgentsConfig,
+    CriticConfig,
+    EpochsTrainConfig,
+    RolloutsConfig,
+)
 
 ALGORITHMS: Final = (
     *("bnpo", "cispo", "dapo", "dppo", "gmpo", "grpo", "gspo", "ipo", "kpop", "luspo", "sapo"),
@@ -78,4 +83,5 @@ class GRPOConfig(RolloutsConfig):
 
     loss: LossConfig = field(default_factory=LossConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    agents: AgentsConfig = field(default_factory=AgentsConfig)
     train: GRPOTrainConfig = field(default_factory=GRPOTrainConfig)

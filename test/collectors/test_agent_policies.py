@@ -19,7 +19,7 @@ from collectors import (
     Wait,
 )
 from objectives import GRPOLoss, MCAdvantage
-from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer
+from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, RetrieveLogProb
 from torchrl_modules import AgentPolicies, TransformersWrapper, models_over_one_base
 
 SAMPLING = {"max_new_tokens": 6, "seed": 3}
@@ -112,6 +112,24 @@ def test_turns_are_drawn_by_the_agents_own_model(
             collector.update_policy_weights_({"first": changed})
         assert worst.keys() == {"first", "second"}
         assert max(worst.values()) < 2e-5
+
+
+def test_a_reference_scores_each_row_with_its_agents_model(policies, chatml_tokenizer):
+    agents = policies()
+    at_the_end = RetrieveLogProb(agents, log_probs_full_key=("own", "full"))
+    env = environment(chatml_tokenizer).append_transform(at_the_end)
+    rows = LLMCollector(env, agents).collect()
+    later = RetrieveLogProb(agents, log_probs_full_key=("later", "full"))(rows)
+    for row in later.unbind(0):
+        mask, drawn = row["masks", "all_assistant_mask"], row["log_probs", "full"]
+        for key in ("own", "later"):
+            gap = (row["next", key, "full"] - drawn)[mask].abs().max()
+            assert gap < 2e-5, key
+    # Compared with the very models that are drawn from, there would be no KL.
+    with pytest.raises(ValueError, match="its model is the one that the policy samples with"):
+        RetrieveLogProb(agents).check_policy(agents)
+    frozen = policies([deepcopy(p.model) for p in agents.by_agent.values()])
+    RetrieveLogProb(frozen).check_policy(agents)
 
 
 def test_each_agent_is_trained_by_its_own_rows(policies, chatml_tokenizer):

@@ -47,21 +47,29 @@ def with_adapters(settings: PolicyConfig, model: Any) -> Any:
     """
     import peft
 
+    config = adapter_config(settings, model)
+    with refusing("policy.lora_target_modules"):
+        return peft.get_peft_model(model, config)
+
+
+def adapter_config(settings: PolicyConfig, model: Any) -> Any:
+    """The configuration of PEFT for adapters on a model, as the settings say."""
+    import peft
+
     assert settings.lora_rank is not None
     alpha: Any = settings.lora_alpha or 2 * settings.lora_rank  # PEFT divides it
     modules = list(settings.lora_target_modules) or "all-linear"
     # Of a reward model the head is trained, too, and saved beside the adapters.
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
-    config = peft.LoraConfig(
+    return peft.LoraConfig(
         r=settings.lora_rank, lora_alpha=alpha, target_modules=modules, task_type=kind
     )
-    with refusing("policy.lora_target_modules"):
-        return peft.get_peft_model(model, config)
 
 
 def is_adapted(model: Any) -> bool:
-    """Return whether a model has adapters."""
-    return hasattr(unwrapped_module(model), "peft_config")
+    """Return whether a model has adapters; of agents' models, whether one of them has."""
+    models = model.values() if isinstance(model, nn.ModuleDict) else [model]
+    return any(hasattr(unwrapped_module(each), "peft_config") for each in models)
 
 
 def is_over_given(cfg: TrainingConfig, model: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torchrl_agents.settings.schema import (
     RecipeConfig,
     RolloutsConfig,
     TrainingConfig,
+    agents_settings,
     collects_on_ray,
 )
 from torchrl_agents.settings.started_ranks import num_ranks
@@ -132,6 +133,7 @@ def check_images(cfg: RecipeConfig, processor: Any) -> None:
         "policy.add_control_tokens": policy.add_control_tokens,
         f"{num_ranks()} ranks": num_ranks() > 1,
         "engine=sglang": cfg.engine.name == "sglang",
+        "agents.trained": agents_settings(cfg) is not None,
     }
     if isinstance(cfg, RolloutsConfig):
         collector, streams = cfg.collector, cfg.collector.mode == "streaming"

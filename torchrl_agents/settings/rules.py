@@ -17,6 +17,7 @@ from .errors import SettingsError, refusing
 from .field_rules import broken_rules
 from .recipe import Recipe, compares_groups
 from .schema import (
+    AgentsConfig,
     CollectorConfig,
     CriticConfig,
     OptimConfig,
@@ -26,6 +27,7 @@ from .schema import (
     TrainConfig,
     TrainingConfig,
     collects_on_ray,
+    critic_settings,
 )
 from .started_ranks import OF_RANKS, num_ranks
 
@@ -48,7 +50,7 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
     if isinstance(cfg, RolloutsConfig):
         faults.append(_rollout_faults(recipe, cfg))
         faults += [_record_faults(cfg), _watch_faults(cfg)]
-        faults.append(_critic_faults(cfg))
+        faults += [_critic_faults(cfg), _agents_faults(cfg)]
     # One after the other: what is looked at later may need that the rest is right.
     if (words := next(chain.from_iterable(faults), None)) is not None:
         raise SettingsError(words)
@@ -474,6 +476,41 @@ def _critic_faults(cfg: RolloutsConfig) -> Iterator[str]:
     if critic.model is not None:
         with refusing("critic.model"):
             check_source(critic.model, MODEL_FILES)
+
+
+def _agents_faults(cfg: RolloutsConfig) -> Iterator[str]:
+    """Faults of agents with weights of their own, and of settings that these can't have."""
+    given: AgentsConfig = getattr(cfg, "agents", AgentsConfig())
+    names = given.names
+    if not given.trained:
+        if given != AgentsConfig():
+            yield "agents.frozen and agents.otherwise are for agents.trained: name those, too."
+        return
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield f"agents: {twice} are there twice."
+    if given.otherwise is not None and given.otherwise not in names:
+        yield f"agents.otherwise must be one of {', '.join(names)}, got {given.otherwise!r}."
+    engine, collector, policy = cfg.engine, cfg.collector, cfg.policy
+    in_turn = collector.mode == "streaming" and collector.max_staleness == 0
+    is_set = {
+        f"{num_ranks()} ranks": num_ranks() > 1,
+        "collector=ray": collects_on_ray(cfg),
+        "collector.max_staleness=0": in_turn,
+        "collector.verify_every": collector.verify_every is not None,
+        "loss.advantage=gae": critic_settings(cfg) is not None,
+        "policy.load_in_4bit": policy.load_in_4bit,
+        f"policy.quantization={policy.quantization}": policy.quantization is not None,
+        "push_to_hub": cfg.push_to_hub is not None,
+    }
+    for name in (name for name, value in is_set.items() if value):
+        yield f"{name} does not go with agents.trained: leave one of them out."
+    if engine.name not in ("transformers", "vllm"):
+        yield f"agents.trained is for engine=transformers or vllm, got engine={engine.name}."
+    if engine.name == "vllm" and not (engine.url and policy.lora_rank):
+        yield (
+            "agents.trained with engine=vllm: one server has the adapters of all agents. Start it "
+            "with --enable-lora, and give its engine.url= and policy.lora_rank=."
+        )
 
 
 def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:

@@ -4,6 +4,7 @@
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -463,6 +464,30 @@ class CriticConfig:
     """Steps in which the critic alone learns."""
 
 
+_AGENT_NAME: Final = FieldRule(
+    "1 to 60 letters, digits, - and _",
+    lambda name: re.fullmatch(r"[A-Za-z0-9_-]{1,60}", name) is not None,
+)
+
+
+@dataclass
+class AgentsConfig:
+    """Agents of a program that have weights of their own (docs/users-and-agents.md)."""
+
+    trained: list[str] = setting([], _AGENT_NAME)
+    """Their names: [planner, worker]. Each has adapters of its own with policy.lora_rank, or else a
+    model of its own; none: one policy for all agents."""
+    frozen: list[str] = setting([], _AGENT_NAME)
+    """Names of others, which stay as policy.model has them."""
+    otherwise: str | None = None
+    """One of all these, which also takes the turns of agents that are not named."""
+
+    @property
+    def names(self) -> list[str]:
+        """All that have a policy."""
+        return [*self.trained, *self.frozen]
+
+
 @dataclass
 class TrainingConfig(RecipeConfig):
     """Settings of every recipe that trains."""
@@ -495,3 +520,9 @@ def critic_settings(cfg: Any) -> CriticConfig | None:
     """Return the settings of the critic of a run; ``None`` where it has none."""
     has_one = getattr(getattr(cfg, "loss", None), "advantage", None) == "gae"
     return cfg.critic if has_one else None
+
+
+def agents_settings(cfg: Any) -> AgentsConfig | None:
+    """Return the settings of agents with weights of their own; ``None`` where there are none."""
+    agents: AgentsConfig | None = getattr(cfg, "agents", None)
+    return agents if agents is not None and agents.trained else None

@@ -13,9 +13,10 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
+from torchrl_data.batched_object import read_objects
 from torchrl_data.conversation import Conversations
 from torchrl_data.conversation_io import read_conversations
-from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, REWARD
+from torchrl_data.keys import AGENT, ASSISTANT_MASK, FULL, LOG_PROBS_FULL, REWARD
 from torchrl_data.missing_entry import MissingEntryError
 from torchrl_data.ragged.packed import read_images, read_sampling_masks
 from torchrl_data.ragged.token_entries import TokenEntries
@@ -48,6 +49,8 @@ class ScoredRow:
     """What the reward gets in addition, float32 ``[T]``."""
     conversation: Callable[[], Conversations] | None = None
     """Gives its messages and tokens, a snapshot of one row; ``None`` where it is made by hand."""
+    agent: str = ""
+    """Its author, where a program names its agents."""
 
     def sets_of(self, targets: Tensor) -> list[bytes]:
         """The sets that some tokens were drawn from, an empty one where none was recorded.
@@ -112,7 +115,7 @@ class TrajectoryTransform(EpisodeTransform):
         for episode in episodes:
             found.append([])
             end = 0
-            for row in episode.rows:
+            for row, origin in zip(episode.rows, episode.origins, strict=True):
                 start, end = end, end + row.num_tokens(0)
                 known = {key: values[start:end] for key, values in episode.token_entries.items()}
                 find = {**known, LOG_PROBS_FULL: row.log_probs(0)}.get
@@ -121,6 +124,7 @@ class TrajectoryTransform(EpisodeTransform):
                     "images": row.images(0),
                     "sampling_masks": row.sampling_masks(0),
                     "conversation": functools.partial(_itself, row),
+                    "agent": origin.agent,
                 }
                 found[-1].append(ScoredRow(ids, mask, find, self._get_name(), **further))
         self.score([row for rows in found for row in rows])
@@ -167,6 +171,7 @@ class TrajectoryTransform(EpisodeTransform):
                 images=[image for its in read_images(row) or () for image in its],
                 sampling_masks=sets,
                 conversation=functools.partial(read_conversations, row, FULL, who=who),
+                agent=str(read_objects(row, AGENT, "")[0] or ""),
             )
             for own, mask, row, keep, sets in zip(
                 ids, masks, rows, keeps, _sets_of_rows(tensordict, ids, keeps, who), strict=True

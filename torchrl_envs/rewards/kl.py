@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_data.checks import POSITIVE, check_numbers
 from torchrl_data.keys import FULL, LOG_PROBS_FULL
@@ -21,6 +21,7 @@ from torchrl_data.sampling_masks import SamplingMasks
 from torchrl_data.token_scorer import (
     TokenScorer,
     TokenScores,
+    agent_arguments,
     check_scorer,
     image_arguments,
     mask_arguments,
@@ -104,7 +105,9 @@ class RetrieveLogProb(TrajectoryTransform):
             images = image_arguments(model, [rows[i].images for i in chosen], self._get_name())
             masks = SamplingMasks.of(s for i in chosen for s in rows[i].sets_of(targets[i]))
             recorded = mask_arguments(model, masks, self._get_name())
+            by_agent = agent_arguments(model, [rows[i].agent for i in chosen])
             options: dict[str, Any] = {"temperature": self.temperature, **images, **recorded}
+            options |= by_agent
             scores: TokenScores = model.score_packed(ids, lengths, mask, **options)
         log_probs = scores.log_prob.to(ids.device).float()
         counts = [int(targets[i].sum()) for i in chosen]
@@ -125,8 +128,7 @@ class RetrieveLogProb(TrajectoryTransform):
         if self.entry != REF_LOG_PROBS or getattr(policy, "untempered_log_probs", False):
             return
         self.check_recorded(policy)
-        own = getattr(policy, "model", None)
-        if own is not None and getattr(self._model[0], "model", None) is own:
+        if _trained_models(policy) & _trained_models(self._model[0]):
             raise ValueError(
                 f"{self._get_name()}: its model is the one that the policy samples with, from "
                 "which the KL of what it has just sampled is 0. Give it a copy of the model as it "
@@ -136,6 +138,14 @@ class RetrieveLogProb(TrajectoryTransform):
     def check_recorded(self, policy: Any) -> None:
         """See :func:`check_recorded`."""
         check_recorded(self._get_name(), self._model[0], self.temperature, policy)
+
+
+def _trained_models(policy: Any) -> set[int]:
+    """The models of a policy, each by its identity; of agents' those that are trained."""
+    model = getattr(policy, "model", None)
+    if not isinstance(model, nn.ModuleDict):
+        return set() if model is None else {id(model)}
+    return {id(own) for own in model.values() if any(x.requires_grad for x in own.parameters())}
 
 
 class KLComputation(TrajectoryTransform):

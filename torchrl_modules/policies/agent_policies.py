@@ -81,6 +81,32 @@ class AgentPolicies(LLMWrapperBase):
         return dict(zip(self._names, self._modules_by_agent, strict=True))  # type: ignore[arg-type]
 
     @property
+    def model(self) -> torch.nn.ModuleDict:
+        """The model of each agent, by name; agents with one policy have one model.
+
+        Raises:
+            AttributeError: a policy has none in this process.
+        """
+        models: dict[str, Any] = {name: policy.model for name, policy in self.by_agent.items()}
+        return torch.nn.ModuleDict(models)
+
+    @property
+    def trained(self) -> list[str]:
+        """The agents whose policies have weights that are trained."""
+        own = self.by_agent.items()
+        return [name for name, p in own if any(value.requires_grad for value in p.parameters())]
+
+    def trained_models(self) -> dict[str, torch.nn.Module]:
+        """The models that are trained, each once, by the name of its first agent: what is pushed.
+
+        Raises:
+            AttributeError: a policy has no model in this process.
+        """
+        models, names = self.model, self.trained
+        first = {id(models[name]): name for name in names[::-1]}
+        return {name: models[name] for name in names if first[id(models[name])] == name}
+
+    @property
     def otherwise(self) -> str | None:
         """The agent whose policy also takes the turns of agents without one."""
         return self._engines.otherwise
@@ -146,7 +172,7 @@ class AgentPolicies(LLMWrapperBase):
             ValueError: an author has no policy, or nobody says who they are.
             TypeError: a policy does not score.
         """
-        rows = self._rows_of(agents or [None] * len(lengths))
+        rows = self.rows_of(agents or [None] * len(lengths))
         sizes = lengths.cpu()
         row_of_token = torch.arange(len(sizes)).repeat_interleave(sizes)
         is_target = target_mask.cpu()
@@ -198,11 +224,21 @@ class AgentPolicies(LLMWrapperBase):
         Raises:
             ValueError: the batch does not say who wrote its rows, or nobody's policy did.
         """
-        rows = self._rows_of(read_objects(batch, AGENT))
+        rows = self.rows_of(read_objects(batch, AGENT))
         return {name: batch[own] for name, own in rows.items()}
 
-    def _rows_of(self, authors: Sequence[str | None]) -> dict[str, list[int]]:
-        """The numbers of the rows that each agent's policy has sampled."""
+    def rows_of(self, authors: Sequence[str | None]) -> dict[str, list[int]]:
+        """The numbers of the rows that each agent's policy has sampled.
+
+        Args:
+            authors: of each row; ``None`` where nobody says.
+
+        Returns:
+            By the name of the agent, those that have any.
+
+        Raises:
+            ValueError: an author has no policy, or nobody says who it is.
+        """
         rows: dict[str, list[int]] = {name: [] for name in self._names}
         for row, author in enumerate(self._checked_authors(authors)):
             name = self._engines.name_of(author)

@@ -1,0 +1,213 @@
+"""Agents with weights of their own in a run: trained, frozen, saved, resumed, verified, gone on."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from torchrl_agents.models.agents import saved_models
+from torchrl_agents.models.saved_agents import saved_agents
+from torchrl_agents.settings.command_line import prepare
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import PolicyConfig
+from torchrl_agents.start import check_config
+from torchrl_agents.verify import main as verify
+from torchrl_modules.policies.loading import load_causal_lm
+
+PROGRAM = '''
+import openai
+
+NAMES = ("writer", "critic", "judge")
+
+
+def talk(endpoint, *, prompt):
+    """Each says something, and wants more letters than fit, fewer, or none."""
+    said = {}
+    client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+    with client:
+        for name in NAMES:
+            reply = client.chat.completions.create(
+                model=endpoint.model,
+                messages=[{"role": "user", "content": f"{prompt} {name}"}],
+                extra_headers={"x-agent-name": name},
+            )
+            said[name] = float(sum(map(ord, reply.choices[0].message.content or "")))
+    return said | {"critic": -said["critic"]}
+'''
+TASK = ("task=agent", "task.program=own_talk:talk", "task.agents=[writer,critic,judge]")
+AGENTS = ("agents.trained=[writer,critic]", "agents.frozen=[judge]")
+TINY = (
+    *("task.dataset=rows.jsonl", "evaluate.solved_by=reward", "evaluate.num_prompts=2"),
+    *("evaluate.num_shown=0", "logger=none", "policy.max_new_tokens=6", "loss.credit=agent"),
+    *("collector.num_prompts=2", "collector.group_size=2", "train.num_epochs=1"),
+    *("checkpoint.every=1", "checkpoint.keep_last=3", "optim.schedule=constant"),
+    *("optim.learning_rate=0.01", "optim.num_warmup_steps=0", "train.num_steps=2"),
+)
+IDS = torch.arange(40)[None]
+
+
+@pytest.fixture
+def run(run_recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("own_talk.py").write_text(PROGRAM)
+    lines = [json.dumps({"prompt": f"Number {n}, please."}) for n in range(8)]
+    Path("rows.jsonl").write_text("\n".join(lines))
+
+    def run(*arguments):
+        return Path(run_recipe("grpo", *TASK, *AGENTS, *TINY, *arguments)["output_dir"])
+
+    return run
+
+
+def samples(folder, step):
+    with gzip.open(folder / "rollouts" / f"step-{step:06}.jsonl.gz", "rt") as file:
+        return [json.loads(line) for line in file][1:]
+
+
+def rewrite(folder, step, change):
+    path = folder / "rollouts" / f"step-{step:06}.jsonl.gz"
+    with gzip.open(path, "rt") as file:
+        lines = [json.loads(line) for line in file]
+    for line in lines[1:]:
+        change(line)
+    with gzip.open(path, "wt") as file:
+        file.write("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def check_adapters(folder):
+    """Two agents have adapters over one base, which differ; the third is the base."""
+    agents = folder / "agents"
+    assert sorted(path.name for path in agents.iterdir()) == ["agents.json", "critic", "writer"]
+    said = []
+    for name in ("writer", "critic"):
+        base = load_causal_lm(str(folder / "base"))
+        before = logits(base)
+        adapted = peft.PeftModel.from_pretrained(base, str(agents / name / "adapter"))
+        merged = load_causal_lm(str(agents / name / "model"))
+        torch.testing.assert_close(logits(adapted), logits(merged), atol=1e-4, rtol=1e-4)
+        assert (logits(merged) - before).abs().max() > 1e-2  # it was trained
+        said.append(logits(merged))
+    assert (said[0] - said[1]).abs().max() > 1e-2
+    settings = PolicyConfig(max_new_tokens=1)
+    models, _, has_adapters = saved_models(saved_agents(str(folder)), settings)
+    assert has_adapters
+    for name, own in zip(("writer", "critic"), said, strict=True):
+        torch.testing.assert_close(logits(models[name]), own, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(models["judge"]), before)
+    of_base = {models["judge"].get_input_embeddings().weight.data_ptr()}
+    assert {m.get_input_embeddings().weight.data_ptr() for m in models.values()} == of_base
+
+
+def test_adapters_of_agents_are_trained_saved_resumed_and_verified(run, tmp_path, capsys):
+    more = ("policy.lora_rank=4", "loss.kl_to_ref_coeff=0.1")
+    whole = run(*more, "name=whole")
+    check_adapters(whole)
+
+    # Those of the frozen one are no rows of the training, and the others are.
+    trained = {(row["agent"], row["is_trained"]) for row in samples(whole, 1)}
+    assert trained == {("writer", True), ("critic", True), ("judge", False)}
+
+    # A run that was cut leaves the same bytes.
+    cut = run(*more, "name=cut", "train.num_steps=1")
+    record = json.loads((cut / "run.json").read_text())
+    (cut / "run.json").write_text(json.dumps(record | {"status": "interrupted"}))
+    assert run(*more, "name=cut", "resume=auto") == cut
+    for name in ("writer", "critic"):
+        file = f"agents/{name}/adapter/adapter_model.safetensors"
+        assert (cut / file).read_bytes() == (whole / file).read_bytes()
+
+    # Each token is one of its agent's weights, and no token is another one's.
+    capsys.readouterr()
+    for name in ("writer", "critic", "judge"):
+        assert verify([str(whole), "--agent", name]) == 0
+        assert "version 2: the checkpoint of step 1" in capsys.readouterr().out
+    assert verify([str(whole)]) == 2
+    assert "say whose rows are verified, --agent=" in capsys.readouterr().err
+    other = {"writer": "critic", "critic": "writer", "judge": "judge"}
+    mixed = Path(shutil.copytree(whole, tmp_path / "mixed"))
+    rewrite(mixed, 2, lambda row: row.update(agent=other[row["agent"]]))
+    assert verify([str(mixed), "--agent", "writer", "--step", "2"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [True, False])
+def test_a_run_goes_on_with_what_another_one_left_of_its_agents(run, run_recipe, adapters):
+    rank = ["policy.lora_rank=4"] if adapters else []
+    first = run(*rank, "name=first", "collector=streaming")
+    # At such a rate no bit changes: the models that a run begins with.
+    second = run(*rank, f"policy.model={first}", "optim.learning_rate=1e-30", "name=second")
+    for name in ("writer", "critic"):
+        own, other = (
+            load_file(each / f"agents/{name}/model/model.safetensors") for each in (first, second)
+        )
+        assert own.keys() == other.keys()
+        assert all(torch.equal(own[key], other[key]) for key in own)
+    assert verify([str(second), "--agent", "critic", "--step", "1"]) == 0
+    # One of them is a model like any other; and all are evaluated together.
+    evaluation = (*TASK, "task.dataset=rows.jsonl", "evaluate.solved_by=reward")
+    few = ("evaluate.num_prompts=2", "evaluate.num_samples=1", "evaluate.num_shown=0")
+    alone = f"policy.model={first}/agents/writer"
+    found = [
+        run_recipe("evaluate", *evaluation, *few, model)["estimates"]
+        for model in (f"policy.model={second}", alone)
+    ]
+    assert found[0]["reward"] != found[1]["reward"]
+    for model, words in (
+        (f"policy.model={first}", "give agents.trained= of grpo, or the model of one of them"),
+        (f"policy.model={first} agents.trained=[poet,critic,judge,writer]", "none that are called"),
+        (f"policy.model={first} agents.trained=[writer,critic,judge] policy.lora_rank=7", "rank"),
+    ):
+        named = [] if "agents" not in model else ["task.agents=[]"]
+        agents = [] if named else ["agents.trained=[]", "agents.frozen=[]"]
+        chosen = ["loss.credit=episode", "agents.frozen=[]"] if named else agents
+        with pytest.raises(SystemExit, match=words):
+            run_recipe("grpo", *TASK, *AGENTS, *TINY, *chosen, *named, *model.split())
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["agents.trained=[writer,writer]"], r"\['writer'\] are there twice"),
+        (["agents.otherwise=poet"], "agents.otherwise must be one of writer, critic, judge"),
+        (["agents.trained=[]"], "agents.frozen and agents.otherwise are for agents.trained"),
+        (["agents.trained=['a b']"], "must be 1 to 60 letters"),
+        (["collector=streaming", "collector.max_staleness=0"], "max_staleness=0 does not go with"),
+        (["collector.verify_every=2"], "collector.verify_every does not go with agents.trained"),
+        (["loss.advantage=gae", "loss.credit=episode"], "loss.advantage=gae does not go with"),
+        (["push_to_hub=a/b"], "push_to_hub does not go with agents.trained"),
+        (["engine=vllm", "policy.lora_rank=4"], "one server has the adapters of all agents"),
+        (["engine=sglang"], "agents.trained is for engine=transformers or vllm"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_agents_with_weights_can_not_have_is_refused(script, more, words):
+    recipe = script("grpo").RECIPE
+    given = [*TASK, *AGENTS, *TINY, "task.dataset=org/rows"]
+    with pytest.raises(SettingsError, match=words):
+        check_config(recipe, prepare(recipe, [*given, *more]))
+
+
+@pytest.mark.parametrize(
+    ("agents", "words"),
+    [
+        (["agents.trained=[writer,critic]"], r"\['judge'\] have no policy"),
+        (["agents.trained=[writer,critic,judge,poet]"], r"\['poet'\] never ask"),
+    ],
+)
+def test_agents_that_the_task_does_not_have_are_refused_before_a_model_is_loaded(
+    run, run_recipe, agents, words
+):
+    del run
+    with pytest.raises(SystemExit, match=words):
+        run_recipe("grpo", *TASK, *TINY, *agents, "policy.model=org/none")

@@ -1,0 +1,215 @@
+"""Policies of agents with weights of their own: adapters over one model, or a model each."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import nn
+
+from torchrl_agents.settings.errors import SettingsError, refusing
+from torchrl_agents.settings.schema import (
+    AgentsConfig,
+    PolicyConfig,
+    RecipeConfig,
+    TrainingConfig,
+    agents_settings,
+)
+from torchrl_data.batched_object import read_objects
+from torchrl_data.keys import AGENT
+from torchrl_modules import (
+    AgentPolicies,
+    LLMWrapperBase,
+    TransformersWrapper,
+    models_over_one_base,
+)
+
+from .adapters import adapter_config
+from .loading import load_model
+from .policies import transformers_policy
+from .policy_arguments import wrapper_arguments
+from .saved_agents import SavedAgents, found_agents
+
+
+def add_agents(
+    cfg: RecipeConfig, actor: TransformersWrapper, policy: LLMWrapperBase
+) -> tuple[AgentPolicies, AgentPolicies]:
+    """Give each agent weights of its own.
+
+    Args:
+        cfg: the settings.
+        actor: over the model that they begin with, or over the one below their adapters.
+        policy: that samples: the actor itself, or one over a server that takes adapters.
+
+    Returns:
+        What is trained, and what samples: the same, but for a server.
+
+    Raises:
+        SettingsError: the server takes no adapters, or agents that a run left have others.
+    """
+    saved = found_agents(cfg)
+    agents = agents_settings(cfg) or (saved and saved.settings)
+    assert agents is not None
+    is_base = saved is not None and saved.base is not None and not isinstance(cfg, TrainingConfig)
+    kind = _adapted_models if is_base or cfg.policy.lora_rank is not None else _whole_models
+    models = kind(cfg.policy, agents, actor.model, saved)
+    for name in agents.frozen:
+        models[name].requires_grad_(False)
+    own: dict[str, LLMWrapperBase] = {
+        name: actor if model is actor.model else transformers_policy(cfg, model, actor.tokenizer)
+        for name, model in models.items()
+    }
+    actors = AgentPolicies(own, otherwise=agents.otherwise)
+    if policy is actor:
+        return actors, actors
+    if not getattr(policy.engine, "max_adapters", 0):
+        raise SettingsError(
+            f"agents.trained={agents.trained}: the server at {cfg.engine.url} takes no adapters, "
+            "with which it would draw for all agents. Start it with --enable-lora."
+        )
+    samplers = {name: _client(cfg, actor) for name in agents.names}
+    return actors, AgentPolicies(samplers, otherwise=agents.otherwise)
+
+
+def _client(cfg: RecipeConfig, actor: TransformersWrapper) -> LLMWrapperBase:
+    """A policy over the server, which has adapters of its own there."""
+    from torchrl_modules import vLLMWrapper
+
+    arguments = wrapper_arguments(cfg.policy, actor.tokenizer)
+    with refusing("engine"):
+        return vLLMWrapper(
+            cfg.engine.url, engine_kwargs=cfg.engine.engine_kwargs or None, **arguments
+        )
+
+
+def _whole_models(
+    cfg: PolicyConfig, agents: AgentsConfig, given: nn.Module, saved: SavedAgents | None
+) -> dict[str, nn.Module]:
+    """A model for each agent: a copy of the one that is given, or what a run left."""
+    if saved is not None:
+        return {name: load_model(cfg, saved.whole(name))[0] for name in agents.names}
+    return {name: deepcopy(given) for name in agents.names}
+
+
+def _adapted_models(
+    cfg: PolicyConfig, agents: AgentsConfig, base: Any, saved: SavedAgents | None
+) -> dict[str, nn.Module]:
+    """A model for each agent over one base: with new adapters, or those that a run left."""
+    if saved is not None:
+        return _models_over(base, saved, agents.names, rank=cfg.lora_rank)
+    configs = dict.fromkeys(agents.trained, adapter_config(cfg, base))
+    with refusing("policy.lora_target_modules"):
+        adapted = models_over_one_base(base, configs)
+    return _with_base(adapted, agents.names, base)
+
+
+def _models_over(
+    base: Any, saved: SavedAgents, names: Sequence[str], *, rank: int | None = None
+) -> dict[str, nn.Module]:
+    """The models of agents that a run left adapters of, over one base.
+
+    Raises:
+        SettingsError: adapters have another rank.
+    """
+    import peft
+
+    configs: dict[str, Any] = {}
+    for name in (name for name in names if saved.adapter(name).is_dir()):
+        config: Any = peft.PeftConfig.from_pretrained(str(saved.adapter(name)))
+        if rank not in (None, config.r):
+            raise SettingsError(
+                f"policy.lora_rank={rank}: the adapters of {name} in {saved.adapter(name)} have "
+                f"rank {config.r}. Give policy.lora_rank={config.r}."
+            )
+        config.inference_mode = False
+        config.base_model_name_or_path = None  # the base is here, wherever it was then
+        configs[name] = config
+    adapted = models_over_one_base(base, configs)
+    for name, model in adapted.items():
+        load_adapter(model, saved.adapter(name))
+    return _with_base(adapted, names, base)
+
+
+def _with_base(
+    adapted: Mapping[str, nn.Module], names: Sequence[str], base: nn.Module
+) -> dict[str, nn.Module]:
+    """A model for each agent: the base itself where it has no adapters."""
+    return {name: adapted.get(name, base) for name in names}
+
+
+def load_adapter(model: Any, folder: Path) -> None:
+    """Give a model with adapters the weights that a folder has of them.
+
+    Args:
+        model: of PEFT.
+        folder: with adapters of the same shapes.
+    """
+    import peft
+
+    peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device="cpu"))
+
+
+def saved_models(saved: SavedAgents, cfg: PolicyConfig) -> tuple[nn.ModuleDict, Any, bool]:
+    """The models of all agents that a run has left.
+
+    Args:
+        saved: by the run.
+        cfg: of that run.
+
+    Returns:
+        The models by the names of the agents, their tokenizer, and whether they have adapters.
+    """
+    plain = replace(cfg, model_kwargs={}, add_control_tokens=False, chat_template=None)
+    names, is_over_base = saved.settings.names, saved.base is not None
+    source = saved.source(adapters=True)
+    settings = plain if Path(source).is_dir() else cfg
+    model, tokenizer = load_model(settings, source, who="the model of the run")
+    if is_over_base:
+        models = _models_over(model, saved, names)
+    else:
+        models = {name: load_model(plain, saved.whole(name))[0] for name in names}
+    return nn.ModuleDict(models), tokenizer, is_over_base
+
+
+def frozen_copies(policies: AgentPolicies) -> AgentPolicies:
+    """The policies as they are now, to compare with: weights that are not trained are shared."""
+    own: dict[str, LLMWrapperBase] = {}
+    for name, policy in policies.by_agent.items():
+        model: Any = policy.model
+        every = chain(model.parameters(), model.buffers())
+        shared = {id(value): value for value in every if not value.requires_grad}
+        own[name] = TransformersWrapper(
+            deepcopy(model, shared).eval().requires_grad_(False),
+            tokenizer=policies.tokenizer,
+            generate_kwargs=policies.sampling,
+            generate=False,
+        )
+    return AgentPolicies(own, otherwise=policies.otherwise)
+
+
+def trained_rows(actor: Any, rows: TensorDictBase) -> TensorDictBase | None:
+    """The rows of agents that are trained, in order; ``None`` where there are none.
+
+    Args:
+        actor: what is trained.
+        rows: ``[B]``, with the agents that wrote them, where these have weights of their own.
+    """
+    if not isinstance(actor, AgentPolicies):
+        return rows
+    by_agent = actor.rows_of(read_objects(rows, AGENT))
+    chosen = sorted(row for name in actor.trained for row in by_agent.get(name, ()))
+    return rows[chosen] if chosen else None
+
+
+def pushed_models(actor: Any) -> Any:
+    """The weights that a push takes: a model, or those of the agents that are trained."""
+    return actor.trained_models() if isinstance(actor, AgentPolicies) else actor.model
+
+
+def scorer_of(actor: Any) -> Any:
+    """The scorer over the trained model; of agents over the first of their models, all alike."""
+    policies: Mapping[str, Any] = getattr(actor, "by_agent", {"": actor})
+    return next(iter(policies.values())).scorer
