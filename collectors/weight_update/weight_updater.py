@@ -12,6 +12,7 @@ from torchrl_modules.weights.expected_weights import UpdateRefused
 from torchrl_modules.weights.lazy_weights import facts_of
 
 from .adapters_alone import adapter_weights
+from .beside_shared import weights_beside_shared
 from .plain_weights import gathered_state_dict
 from .sharded_weights import is_spread, pushed_weights
 
@@ -158,6 +159,8 @@ class WeightUpdater:
             return AgentWeights(
                 {name: self._gathered(own, engines.get(name)) for name, own in source.items()}
             )
+        if isinstance(source, nn.Module) and getattr(engine, "shared_names", None):
+            return weights_beside_shared(source, engine)
         if isinstance(source, nn.Module) and getattr(engine, "max_adapters", 0):
             return adapter_weights(source)
         return gathered_state_dict(source)

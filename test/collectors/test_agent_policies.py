@@ -185,6 +185,32 @@ def test_adapters_over_one_base_are_models_of_their_own(
         models_over_one_base(base, {"third": LoraConfig(target_modules=["q_proj"], bias="all")})
 
 
+def test_adapters_that_are_trained_are_drawn_with_as_they_were_pushed(
+    policies, make_tiny_model, chatml_tokenizer, reference_log_probs
+):
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    models = models_over_one_base(make_tiny_model(), {"first": config, "second": config})
+    agents = policies(list(models.values()))
+    with StreamingCollector(environment(chatml_tokenizer), agents, staleness=Wait(1)) as collector:
+        pushed = [deepcopy(models["first"])]
+        for version in (1, 2, 3):
+            collector.collect()
+            with torch.no_grad():  # a step of training of one agent
+                for value in models["first"].parameters():
+                    value.add_(0.3 * torch.randn_like(value) * value.requires_grad)
+            pushed.append(deepcopy(models["first"]))
+            assert collector.update_policy_weights_({"first": models["first"]}) == version
+        rows = agents.rows_by_agent(collector.collect())
+    for row in rows["second"].unbind(0):
+        assert gaps(row, models["second"], reference_log_probs).max() < 1e-4
+    for row in rows["first"].unbind(0):
+        mask, versions = row["masks", "all_assistant_mask"], row["policy_versions", "full"]
+        assert versions[mask].max() > 0
+        for version in versions[mask].unique().tolist():
+            own = versions[mask] == version
+            assert gaps(row, pushed[version], reference_log_probs)[own].max() < 1e-4
+
+
 def test_turns_of_an_agent_without_a_policy_fail_alone(policies, chatml_tokenizer):
     def third(endpoint, *, prompt):
         return duel(endpoint, prompt=prompt, names=("first", "third"))
