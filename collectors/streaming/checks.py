@@ -147,25 +147,14 @@ def check_agents_apart(policy: Any, engine: Any) -> None:
         )
 
 
-def check_one_policy(policy: Any, *, who: str) -> None:
-    """Check that a policy is not made of those of several agents.
-
-    Raises:
-        ValueError: it is.
-    """
-    if isinstance(policy, AgentPolicies):
-        raise ValueError(
-            f"{who}: collectors on Ray get the weights of one policy, and AgentPolicies has some "
-            "for each agent. Collect with StreamingCollector or LLMCollector."
-        )
-
-
 def check_adapters(engine: Any, policy: StalenessPolicy) -> None:
     """Check that responses of all versions that may be in flight are drawn beside each other.
 
     Raises:
         ValueError: some would wait until others have ended.
     """
+    for own in (getattr(engine, "by_agent", None) or {}).values():
+        check_adapters(own, policy)
     most, needed = getattr(engine, "max_adapters", 0), policy.max_staleness + 2
     if most and policy.max_staleness and most < needed:
         raise ValueError(

@@ -130,7 +130,7 @@ class WeightUpdater:
                 pushed = pushed_weights(source, dtype)
                 weights: Mapping[str, Tensor] = stack.enter_context(pushed)
             else:
-                weights = self._gathered(source, getattr(self._policy, "engine", None))
+                weights = self._gathered(source, self._taker())
             known = self._metadata
             if known is not None and (shapes := _shapes_of(weights)) != known:
                 names = sorted(shapes.keys() | known.keys())
@@ -140,6 +140,10 @@ class WeightUpdater:
                     f"init(model_metadata) said, such as {wrong[:4]}. Nothing was sent."
                 )
             yield weights
+
+    def _taker(self) -> Any:
+        """The engine that takes the weights, or what has its facts."""
+        return getattr(self._policy, "engine", None)
 
     def _gathered(self, source: Any, engine: Any) -> Mapping[str, Any]:
         """The weights as an engine takes them; of the models of agents, those of each."""

@@ -14,7 +14,6 @@ from collectors import (
     InProcessUpdater,
     LLMCollector,
     OnPolicy,
-    RayLLMCollector,
     StreamingCollector,
     Wait,
 )
@@ -260,8 +259,6 @@ def test_what_does_not_fit_is_refused(policies, make_tiny_model, chatml_tokenize
     agents = policies()
     with pytest.raises(ValueError, match="BatchingEngine draws for one policy"):
         StreamingCollector(environment(chatml_tokenizer), agents, staleness=OnPolicy())
-    with pytest.raises(ValueError, match="collectors on Ray get the weights of one policy"):
-        RayLLMCollector(lambda: environment(chatml_tokenizer), policy=agents)
     agents.temperature = 0.5
     assert {p.sampling.temperature for p in agents.by_agent.values()} == {0.5}
     agents.by_agent["second"].temperature = 1.0
