@@ -140,10 +140,10 @@ def check_agents_apart(policy: Any, engine: Any) -> None:
     Raises:
         ValueError: one engine would draw for all of them.
     """
-    if isinstance(policy, AgentPolicies) and not hasattr(engine, "by_agent"):
+    if isinstance(policy, AgentPolicies) and not getattr(engine, "by_agent", None):
         raise ValueError(
             f"{WHO}: {type(engine).__name__} draws for one policy, and AgentPolicies has one for "
-            "each agent. Leave engine= out; on policy collect with LLMCollector."
+            "each agent. Leave engine= out."
         )
 
 

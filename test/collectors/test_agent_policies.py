@@ -20,6 +20,7 @@ from collectors import (
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer
 from torchrl_modules import AgentPolicies, TransformersWrapper, models_over_one_base
+from torchrl_modules.engines.batching_engine import BatchingEngine
 
 SAMPLING = {"max_new_tokens": 6, "seed": 3}
 
@@ -77,8 +78,12 @@ def gradients(policy):
 
 @pytest.mark.parametrize(
     "make",
-    [LLMCollector, partial(StreamingCollector, staleness=Wait(1))],
-    ids=["batch", "streaming"],
+    [
+        LLMCollector,
+        partial(StreamingCollector, staleness=Wait(1)),
+        partial(StreamingCollector, staleness=OnPolicy()),
+    ],
+    ids=["batch", "streaming", "on policy"],
 )
 def test_turns_are_drawn_by_the_agents_own_model(
     make, policies, chatml_tokenizer, reference_log_probs
@@ -258,7 +263,8 @@ def test_what_does_not_fit_is_refused(policies, make_tiny_model, chatml_tokenize
         LLMCollector(environment(chatml_tokenizer), AgentPolicies({"first": wrapper()}))
     agents = policies()
     with pytest.raises(ValueError, match="BatchingEngine draws for one policy"):
-        StreamingCollector(environment(chatml_tokenizer), agents, staleness=OnPolicy())
+        engine = BatchingEngine(agents.by_agent["first"].engine)
+        StreamingCollector(environment(chatml_tokenizer), agents, engine=engine)
     agents.temperature = 0.5
     assert {p.sampling.temperature for p in agents.by_agent.values()} == {0.5}
     agents.by_agent["second"].temperature = 1.0
