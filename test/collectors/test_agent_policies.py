@@ -262,8 +262,8 @@ def test_what_does_not_fit_is_refused(policies, make_tiny_model, chatml_tokenize
     with pytest.raises(ValueError, match=r"\['second'\] have no policy"):
         LLMCollector(environment(chatml_tokenizer), AgentPolicies({"first": wrapper()}))
     agents = policies()
+    engine = BatchingEngine(agents.by_agent["first"].engine)
     with pytest.raises(ValueError, match="BatchingEngine draws for one policy"):
-        engine = BatchingEngine(agents.by_agent["first"].engine)
         StreamingCollector(environment(chatml_tokenizer), agents, engine=engine)
     agents.temperature = 0.5
     assert {p.sampling.temperature for p in agents.by_agent.values()} == {0.5}
