@@ -18,7 +18,7 @@ Shape legend: B rows.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor, nn
@@ -29,24 +29,22 @@ from collectors.composition_checks import check_groups, check_storage, weigh_sou
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
 from collectors.refill import max_draws_of, refusing_parts
 from collectors.streaming.background_collector import BackgroundCollector
-from collectors.streaming.checks import check_one_policy
 from collectors.streaming.load_cap import LoadCap, together
 from collectors.streaming.snapshot_updater import SnapshotUpdater, shares_memory
-from collectors.weight_update.adapters_alone import adapter_weights
-from collectors.weight_update.merged_adapters import has_adapters
-from collectors.weight_update.plain_weights import gathered_state_dict, unwrapped_module
 from objectives.advantages.ray_mc_advantage import start_ray
 from torchrl_data.checks import check_counts
 from torchrl_envs.datasets.primer import DataExhaustedError
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.weights.adapter_weights import mapped
+from torchrl_modules.weights.agent_weights import AgentWeights
 
 from .ledger_client import LedgerClient
 from .ledger_service import WHO, LedgerService
 from .ray_door import is_death, load_ray
+from .served_engine import ServedEngine
 from .supervisor import AWAY_S, CLOSE_S, GONE_S, Supervisor, Weights
-from .worker import WorkerSettings
+from .worker import ALL, WorkerSettings
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +116,6 @@ class RayLLMCollector(BackgroundCollector):
     ) -> None:
         if policy is None and policy_factory is None:
             raise TypeError(f"{WHO} takes one of policy and policy_factory, or both.")
-        check_one_policy(policy, who=WHO)
         check_counts(WHO, num_collectors=num_collectors, groups_per_step=groups_per_step)
         check_counts(WHO, total_trajectories=total_trajectories)
         is_cap = isinstance(max_inflight_tasks, LoadCap)
@@ -211,13 +208,12 @@ class RayLLMCollector(BackgroundCollector):
         return max(self._pushed_version, self._supervisor.first_version)
 
     @property
-    def max_adapters(self) -> int:
-        """Sets of adapters that its engines draw with at once; 0: they take whole weights.
-
-        A collector has to be there that says so, which is waited for.
-        """
-        self._supervisor.ask(self._supervisor.ready())
-        return self._supervisor.max_adapters
+    def served(self) -> ServedEngine:
+        """The facts of its engines. A collector has to have told them, which is waited for."""
+        if self._supervisor.served is None:
+            self._supervisor.ask(self._supervisor.ready())
+        assert self._supervisor.served is not None
+        return self._supervisor.served
 
     @property
     def _served_version(self) -> int:
@@ -241,7 +237,8 @@ class RayLLMCollector(BackgroundCollector):
         snapshot = self._updater.snapshot(source)
         if self.policy is not None and not shares_memory(source, self.policy.engine):
             self.policy.update_weights(snapshot, version=number)
-        weights = load_ray().put(mapped(snapshot, Tensor.cpu))
+        parts: Any = snapshot if isinstance(snapshot, AgentWeights) else {ALL: snapshot}
+        weights = {n: load_ray().put(mapped(own, Tensor.cpu)) for n, own in parts.items()}
         used = [] if is_restored else self._ledger_client.used()
         step = self._ledger_client.ask("push", used, number)
         push = self._supervisor.push(Weights(weights, number, step))
@@ -331,10 +328,6 @@ class _RemoteUpdater(SnapshotUpdater):
         """Version of the collector."""
         return self._collector.policy_version
 
-    def _gathered(self, source: Any, engine: Any) -> Mapping[str, Any]:
-        if self._to_copies:  # copies of the policy have its adapters
-            return super()._gathered(source, engine)
-        is_adapted = isinstance(source, nn.Module) and has_adapters(unwrapped_module(source))
-        if is_adapted and self._collector.max_adapters:
-            return adapter_weights(cast("nn.Module", source))
-        return gathered_state_dict(source)
+    def _taker(self) -> Any:
+        # Copies of the policy have its adapters.
+        return super()._taker() if self._to_copies else self._collector.served

@@ -15,7 +15,8 @@ from torchrl_modules.weights.expected_weights import UpdateRefused
 
 from .ledger_service import WHO
 from .ray_door import CollectorDied, death_text, is_death, is_unreadable, load_ray
-from .worker import CollectorWorker, WorkerSettings
+from .served_engine import ServedEngine
+from .worker import CollectorWorker, PartlyRefused, WorkerSettings
 
 T = TypeVar("T")
 _MAX_RESTARTS: Final = 3
@@ -38,11 +39,26 @@ _log = logging.getLogger(__name__)
 class Weights(NamedTuple):
     """The weights that collectors draw with."""
 
-    reference: Any
-    """To a state dict in Ray's memory."""
+    references: Mapping[str, Any]
+    """To a state dict of each agent in Ray's memory; of one policy to that of :data:`ALL`."""
     version: int
     step: int
     """Of the training that is in them."""
+
+    async def give(self, worker: Any) -> int:
+        """Let a collector have them; gives the version that it has then.
+
+        Args:
+            worker: the handle of its actor.
+        """
+        # Ray hands over what a reference is to where the reference itself is an argument.
+        agents, values = [*self.references], self.references.values()
+        return await worker.update_weights.remote(agents, self.version, self.step, *values)
+
+    def over(self, before: "Weights | None") -> "Weights":
+        """These, with those of agents that they lack as they were before."""
+        known = before.references if before else {}
+        return self._replace(references={**known, **self.references})
 
 
 class Supervisor(CollectionThread):
@@ -82,8 +98,8 @@ class Supervisor(CollectionThread):
         self.weights: Weights | None = None
         self.first_version = 0
         """Of the weights that collectors are made with."""
-        self.max_adapters = 0
-        """Sets of adapters that the engines draw with at once; 0: they take whole weights."""
+        self.served: ServedEngine | None = None
+        """The facts of their engines, once a collector was made."""
         self._num_failures = [0] * num_collectors
         self._restored: Any = None
         self._is_to_restore = [False] * num_collectors
@@ -201,13 +217,13 @@ class Supervisor(CollectionThread):
 
     async def _run(self, index: int, worker: Any) -> None:
         incarnation = self.known[index].incarnation
-        version, self.max_adapters = await worker.open.remote()
+        version, self.served = await worker.open.remote()
         async with self._updating:  # It serves once it has what the others have.
             await self._restore(index)
             if self.weights is None:
                 self.first_version = max(self.first_version, version)
             else:
-                version = await worker.update_weights.remote(*self.weights)
+                version = await self.weights.give(worker)
             await self._ledger.join.remote(index, incarnation, version)
             self.known[index] = self.known[index].acknowledged(incarnation, version)
         self._notify()
@@ -268,20 +284,22 @@ class Supervisor(CollectionThread):
             taken = [i for i, each in zip(present, outcomes, strict=True) if each is True]
             for refusal in outcomes:
                 if isinstance(refusal, UpdateRefused):
-                    # Who has taken them comes back with the weights of the others.
+                    # Who has taken any comes back with the weights of the others.
+                    pairs = zip(present, outcomes, strict=True)
+                    taken += [i for i, each in pairs if isinstance(each, PartlyRefused)]
                     self._kill(*(self.workers[index] for index in taken))
                     raise UpdateRefused(str(refusal)) from refusal
             for index in taken:
                 known = self.known[index]
                 self.known[index] = known.acknowledged(known.incarnation, weights.version)
-            self.weights = weights
+            self.weights = weights.over(self.weights)
             await self._ledger.pulled.remote(weights.step)
 
     async def _push_one(self, index: int, weights: Weights) -> UpdateRefused | bool:
         """Return whether a collector has taken weights, or why it refuses them."""
         incarnation = self.known[index].incarnation
         try:
-            await self.workers[index].update_weights.remote(*weights)
+            await weights.give(self.workers[index])
         except UpdateRefused as error:
             return error
         except EngineDied:  # It has no engine any more: another collector makes new ones.

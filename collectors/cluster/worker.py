@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from collectors.refill import is_wanted
 from collectors.resume.random_numbers import random_state, set_random_state
 from collectors.streaming.checks import (
     check_adapters,
-    check_one_policy,
     check_streaming,
     recomputes,
 )
@@ -25,12 +24,19 @@ from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase, TransformersEngine, open_async
-from torchrl_modules.engines.engine import push_weights
+from torchrl_modules.engines.agent_engines import AgentEngines
+from torchrl_modules.engines.engine import EngineDied, push_weights
 from torchrl_modules.policies.async_policy import AsyncPolicy
 from torchrl_modules.weights.adapter_weights import mapped
+from torchrl_modules.weights.agent_weights import AgentWeights
+from torchrl_modules.weights.expected_weights import UpdateRefused
 
 from .ledger_service import WHO, Scored, built
 from .ray_door import load_ray
+from .served_engine import ServedEngine
+
+ALL: Final = ""
+"""In the place of an agent's name: weights of one policy."""
 
 
 class WorkerSettings(NamedTuple):
@@ -55,8 +61,11 @@ class Opened(NamedTuple):
 
     version: int
     """Of the weights that serve."""
-    max_adapters: int
-    """Sets of adapters that its engine draws with at once; 0: it takes whole weights."""
+    engine: ServedEngine
+
+
+class PartlyRefused(UpdateRefused):
+    """Weights of which the engines of some agents have theirs, and another one refused its own."""
 
 
 class CollectorWorker:
@@ -84,10 +93,10 @@ class CollectorWorker:
         settings = self._settings
         self._env = built(settings.env, EpisodeEnv)
         policy = built(settings.policy, LLMWrapperBase)
-        check_one_policy(policy, who=WHO)
         check_streaming(self._env, policy, None, None)
         engine = policy.engine
-        options = {"copy_model": False} if isinstance(engine, TransformersEngine) else {}
+        is_here = isinstance(engine, TransformersEngine | AgentEngines)
+        options = {"copy_model": False} if is_here else {}
         self._policy = AsyncPolicy(
             policy, open_async(engine, **options), request_timeout_s=settings.request_timeout_s
         )
@@ -96,7 +105,7 @@ class CollectorWorker:
         self._cap = cap_of(serves, most, asked, who=WHO)
         self._recompute = recomputes(serves, settings.staleness, who=WHO)
         check_adapters(serves, settings.staleness)
-        return Opened(self._policy.version, getattr(serves, "max_adapters", 0))
+        return Opened(self._policy.version, ServedEngine.of(serves))
 
     async def load(self) -> dict[str, float]:
         """Metrics of its engine, see :meth:`GroupCap.metrics`; empty where it is not followed."""
@@ -154,23 +163,35 @@ class CollectorWorker:
             set_random_state(own["random"])
 
     async def update_weights(
-        self, state_dict: Mapping[str, Tensor], version: int, step: int
+        self, agents: Sequence[str], version: int, step: int, *state_dicts: Mapping[str, Tensor]
     ) -> int:
         """Replace the weights; gives the version that serves.
 
         Args:
-            state_dict: parameter name to value.
+            agents: whose they are, one of each; of one policy :data:`ALL`.
             version: the number of the weights.
             step: of the training, which reward functions are told.
+            *state_dicts: of each agent, parameter name to value.
 
         Raises:
             UpdateRefused: the engine refuses them.
+            PartlyRefused: the engine of an agent does, and those of others have theirs.
+            EngineDied: one is gone.
         """
         if self._policy.version != version:
             # Ray's tensors lie in memory that nobody may write to.
-            own = mapped(state_dict, Tensor.clone)
+            own = [mapped(state_dict, Tensor.clone) for state_dict in state_dicts]
+            by_agent = AgentWeights(zip(agents, own, strict=True))
+            weights: Any = by_agent.get(ALL, by_agent)
             engine = self._policy.engine
-            await push_weights(engine, own, version=version, recompute=self._recompute)
+            try:
+                await push_weights(engine, weights, version=version, recompute=self._recompute)
+            except RuntimeError as error:  # of the engines of agents, of which some have taken them
+                if isinstance(error.__cause__, UpdateRefused):
+                    raise PartlyRefused(str(error)) from error
+                if isinstance(error.__cause__, EngineDied):
+                    raise EngineDied(str(error)) from error
+                raise
         for functions in self._env.transforms_of(RewardFunctions):
             functions.trainer_state.global_step = step
         return self._policy.version

@@ -140,23 +140,10 @@ def check_agents_apart(policy: Any, engine: Any) -> None:
     Raises:
         ValueError: one engine would draw for all of them.
     """
-    if isinstance(policy, AgentPolicies) and not hasattr(engine, "by_agent"):
+    if isinstance(policy, AgentPolicies) and not getattr(engine, "by_agent", None):
         raise ValueError(
             f"{WHO}: {type(engine).__name__} draws for one policy, and AgentPolicies has one for "
-            "each agent. Leave engine= out; on policy collect with LLMCollector."
-        )
-
-
-def check_one_policy(policy: Any, *, who: str) -> None:
-    """Check that a policy is not made of those of several agents.
-
-    Raises:
-        ValueError: it is.
-    """
-    if isinstance(policy, AgentPolicies):
-        raise ValueError(
-            f"{who}: collectors on Ray get the weights of one policy, and AgentPolicies has some "
-            "for each agent. Collect with StreamingCollector or LLMCollector."
+            "each agent. Leave engine= out."
         )
 
 
@@ -166,6 +153,8 @@ def check_adapters(engine: Any, policy: StalenessPolicy) -> None:
     Raises:
         ValueError: some would wait until others have ended.
     """
+    for own in (getattr(engine, "by_agent", None) or {}).values():
+        check_adapters(own, policy)
     most, needed = getattr(engine, "max_adapters", 0), policy.max_staleness + 2
     if most and policy.max_staleness and most < needed:
         raise ValueError(

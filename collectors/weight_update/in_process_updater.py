@@ -27,7 +27,8 @@ class InProcessUpdater(WeightUpdater):
 
     def _gathered(self, source: Any, engine: Any) -> Mapping[str, Any]:
         model = getattr(engine, "model", None)
-        if isinstance(source, nn.Module) and isinstance(model, nn.Module):
+        has_shared = getattr(engine, "shared_names", None)
+        if isinstance(source, nn.Module) and isinstance(model, nn.Module) and not has_shared:
             inside = unwrapped_module(source)
             if inside is unwrapped_module(model):
                 return inside.state_dict()

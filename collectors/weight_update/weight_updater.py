@@ -12,6 +12,7 @@ from torchrl_modules.weights.expected_weights import UpdateRefused
 from torchrl_modules.weights.lazy_weights import facts_of
 
 from .adapters_alone import adapter_weights
+from .beside_shared import weights_beside_shared
 from .plain_weights import gathered_state_dict
 from .sharded_weights import is_spread, pushed_weights
 
@@ -129,7 +130,7 @@ class WeightUpdater:
                 pushed = pushed_weights(source, dtype)
                 weights: Mapping[str, Tensor] = stack.enter_context(pushed)
             else:
-                weights = self._gathered(source, getattr(self._policy, "engine", None))
+                weights = self._gathered(source, self._taker())
             known = self._metadata
             if known is not None and (shapes := _shapes_of(weights)) != known:
                 names = sorted(shapes.keys() | known.keys())
@@ -139,6 +140,10 @@ class WeightUpdater:
                     f"init(model_metadata) said, such as {wrong[:4]}. Nothing was sent."
                 )
             yield weights
+
+    def _taker(self) -> Any:
+        """The engine that takes the weights, or what has its facts."""
+        return getattr(self._policy, "engine", None)
 
     def _gathered(self, source: Any, engine: Any) -> Mapping[str, Any]:
         """The weights as an engine takes them; of the models of agents, those of each."""
@@ -158,6 +163,8 @@ class WeightUpdater:
             return AgentWeights(
                 {name: self._gathered(own, engines.get(name)) for name, own in source.items()}
             )
+        if isinstance(source, nn.Module) and getattr(engine, "shared_names", None):
+            return weights_beside_shared(source, engine)
         if isinstance(source, nn.Module) and getattr(engine, "max_adapters", 0):
             return adapter_weights(source)
         return gathered_state_dict(source)

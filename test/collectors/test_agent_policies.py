@@ -14,13 +14,13 @@ from collectors import (
     InProcessUpdater,
     LLMCollector,
     OnPolicy,
-    RayLLMCollector,
     StreamingCollector,
     Wait,
 )
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, RetrieveLogProb
 from torchrl_modules import AgentPolicies, TransformersWrapper, models_over_one_base
+from torchrl_modules.engines.batching_engine import BatchingEngine
 
 SAMPLING = {"max_new_tokens": 6, "seed": 3}
 
@@ -78,8 +78,12 @@ def gradients(policy):
 
 @pytest.mark.parametrize(
     "make",
-    [LLMCollector, partial(StreamingCollector, staleness=Wait(1))],
-    ids=["batch", "streaming"],
+    [
+        LLMCollector,
+        partial(StreamingCollector, staleness=Wait(1)),
+        partial(StreamingCollector, staleness=OnPolicy()),
+    ],
+    ids=["batch", "streaming", "on policy"],
 )
 def test_turns_are_drawn_by_the_agents_own_model(
     make, policies, chatml_tokenizer, reference_log_probs
@@ -203,6 +207,32 @@ def test_adapters_over_one_base_are_models_of_their_own(
         models_over_one_base(base, {"third": LoraConfig(target_modules=["q_proj"], bias="all")})
 
 
+def test_adapters_that_are_trained_are_drawn_with_as_they_were_pushed(
+    policies, make_tiny_model, chatml_tokenizer, reference_log_probs
+):
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    models = models_over_one_base(make_tiny_model(), {"first": config, "second": config})
+    agents = policies(list(models.values()))
+    with StreamingCollector(environment(chatml_tokenizer), agents, staleness=Wait(1)) as collector:
+        pushed = [deepcopy(models["first"])]
+        for version in (1, 2, 3):
+            collector.collect()
+            with torch.no_grad():  # a step of training of one agent
+                for value in models["first"].parameters():
+                    value.add_(0.3 * torch.randn_like(value) * value.requires_grad)
+            pushed.append(deepcopy(models["first"]))
+            assert collector.update_policy_weights_({"first": models["first"]}) == version
+        rows = agents.rows_by_agent(collector.collect())
+    for row in rows["second"].unbind(0):
+        assert gaps(row, models["second"], reference_log_probs).max() < 1e-4
+    for row in rows["first"].unbind(0):
+        mask, versions = row["masks", "all_assistant_mask"], row["policy_versions", "full"]
+        assert versions[mask].max() > 0
+        for version in versions[mask].unique().tolist():
+            own = versions[mask] == version
+            assert gaps(row, pushed[version], reference_log_probs)[own].max() < 1e-4
+
+
 def test_turns_of_an_agent_without_a_policy_fail_alone(policies, chatml_tokenizer):
     def third(endpoint, *, prompt):
         return duel(endpoint, prompt=prompt, names=("first", "third"))
@@ -250,10 +280,9 @@ def test_what_does_not_fit_is_refused(policies, make_tiny_model, chatml_tokenize
     with pytest.raises(ValueError, match=r"\['second'\] have no policy"):
         LLMCollector(environment(chatml_tokenizer), AgentPolicies({"first": wrapper()}))
     agents = policies()
+    engine = BatchingEngine(agents.by_agent["first"].engine)
     with pytest.raises(ValueError, match="BatchingEngine draws for one policy"):
-        StreamingCollector(environment(chatml_tokenizer), agents, staleness=OnPolicy())
-    with pytest.raises(ValueError, match="collectors on Ray get the weights of one policy"):
-        RayLLMCollector(lambda: environment(chatml_tokenizer), policy=agents)
+        StreamingCollector(environment(chatml_tokenizer), agents, engine=engine)
     agents.temperature = 0.5
     assert {p.sampling.temperature for p in agents.by_agent.values()} == {0.5}
     agents.by_agent["second"].temperature = 1.0

@@ -24,6 +24,8 @@ from .engine import (
     push_weights,
 )
 from .open_async import open_async
+from .shared_weights import copies_of_shared, note_shared_weights
+from .transformers import TransformersEngine
 
 
 class _EnginesByAgent:
@@ -178,10 +180,17 @@ class _EnginesByAgent:
 class AgentEngines(_EnginesByAgent):
     """Draws each row with the engine of its agent.
 
+    Frozen weights that the models of several agents share are theirs together: an update of one
+    has the others alone, its adapters.
+
     Args:
         engines: for each agent, one that draws batches.
         otherwise: see :class:`~torchrl_modules.AgentPolicies`.
     """
+
+    def __init__(self, engines: Mapping[str, Any], otherwise: str | None = None) -> None:
+        super().__init__(engines, otherwise)
+        note_shared_weights(self._engines())
 
     def generate(
         self,
@@ -252,13 +261,20 @@ class AsyncAgentEngines(_EnginesByAgent, ClosedOnLeaving):
 
     Args:
         engines: of the agents, each served to asyncio; it belongs to this until this is closed.
+        copy_model: draw from copies of Transformers models, see
+            :class:`~torchrl_modules.AsyncTransformersEngine`; frozen weights that they share are
+            copied once.
     """
 
-    def __init__(self, engines: AgentEngines) -> None:
+    def __init__(self, engines: AgentEngines, *, copy_model: bool = True) -> None:
         opened: dict[int, AsyncEngine] = {}
+        options: dict[str, Any] = {"copy_model": copy_model}
+        if copy_model:
+            options["shared"] = copies_of_shared(engines._engines())
         try:
             for engine in engines._engines():
-                opened[id(engine)] = open_async(engine)
+                own = options if isinstance(engine, TransformersEngine) else {}
+                opened[id(engine)] = open_async(engine, **own)
         except BaseException:
             for engine in opened.values():
                 engine.close()

@@ -42,6 +42,8 @@ class AsyncTransformersEngine(ChecksAttributes, SteppedEngine):
         copy_model: draw from a copy of the model, so that the model may be trained meanwhile.
             ``False`` draws from the model itself, which nobody else may change until this is
             closed.
+        shared: of :func:`~.shared_weights.copies_of_shared`: what the copy has in common with those
+            of other engines.
         max_running: most rows that are drawn at a time; more wait, in the order in which they came.
         max_cached_tokens: most tokens of earlier turns that are kept, the latest used ones;
             ``None`` for as many as take 1 GiB.
@@ -59,6 +61,7 @@ class AsyncTransformersEngine(ChecksAttributes, SteppedEngine):
         engine: TransformersEngine,
         *,
         copy_model: bool = True,
+        shared: Mapping[int, Tensor] | None = None,
         max_running: int = 256,
         max_cached_tokens: int | None = None,
         stall_timeout_s: float = 30.0,
@@ -67,7 +70,7 @@ class AsyncTransformersEngine(ChecksAttributes, SteppedEngine):
         who = type(self).__name__
         check_counts(who, max_running=max_running)
         check_counts(who, 0, max_cached_tokens=max_cached_tokens)
-        self._inside = self._engine = engine.copied() if copy_model else engine
+        self._inside = self._engine = engine.copied(shared) if copy_model else engine
         self._decoding = ContinuousDecoding(
             self._engine,
             max_running=max_running,

@@ -20,6 +20,7 @@ class _Request(NamedTuple):
     prompt: Sequence[int]
     params: SamplingParameters
     budget: int
+    agent: str
     future: "asyncio.Future[Generation]"
 
 
@@ -61,6 +62,11 @@ class BatchingEngine(EngineOver):
         """The model that it draws from, where that is in this process."""
         return getattr(self._inside, "model", None)
 
+    @property
+    def by_agent(self) -> Any:
+        """The engines of agents, of which rows of all are in one batch; ``None`` of one policy."""
+        return getattr(self._inside, "by_agent", None)
+
     async def respond(
         self,
         prompt: Sequence[int],
@@ -68,12 +74,21 @@ class BatchingEngine(EngineOver):
         *,
         max_new_tokens: int | None = None,
         session: Hashable = None,
+        agent: str = "",
     ) -> Generation:
-        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.respond`."""
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.respond`.
+
+        Args:
+            prompt: as there.
+            params: as there.
+            max_new_tokens: as there.
+            session: as there.
+            agent: the author of the row, for engines of agents.
+        """
         self._check_open()
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
-        request = _Request(session, prompt, params, budget, future)
+        request = _Request(session, prompt, params, budget, agent, future)
         self._waiting.append(request)
         self.check()
         try:
@@ -114,6 +129,8 @@ class BatchingEngine(EngineOver):
             version = self._inside.version
             seeds = [each.params.seed for each in batch if each.params.seed is not None]
             params, own = seeded(self._inside, batch[0].params, seeds)
+            if self.by_agent is not None:
+                own["agents"] = [request.agent for request in batch]
             generations = self._inside.generate(
                 [request.prompt for request in batch],
                 params,

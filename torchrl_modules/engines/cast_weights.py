@@ -6,7 +6,9 @@ and a half as often as the products themselves read them.
 """
 
 from copy import deepcopy
+from threading import Lock
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,8 @@ class CastModel:
     """A model like another one, whose ``nn.Linear`` hold their weights in the type of autocast.
 
     Inside autocast it computes what the other does, to the bit: what autocast casts is there
-    already. All else, such as norms and embeddings, it shares with the other.
+    already. All else, such as norms and embeddings, it shares with the other. Models that have a
+    weight in common, such as that of a base under several adapters, have one cast of it.
 
     Args:
         model: with its weights on their device.
@@ -36,25 +39,47 @@ class CastModel:
                 shared[id(config)] = config
         self.model: Any = deepcopy(model, shared).eval()
         """It draws; whose weights are current after :meth:`refresh`."""
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._casts: list[_Cast] = []
         for its, own in zip(model.modules(), self.model.modules(), strict=True):
             for name, weight in _to_cast(own, dtype):
-                cast = torch.empty_like(weight, dtype=dtype, requires_grad=False)
-                setattr(own, name, nn.Parameter(cast, requires_grad=False))
-                self._pairs.append((cast, weight))
+                self._casts.append(_cast_of(weight, dtype))
+                setattr(own, name, self._casts[-1].cast)
             compile_alike(own, its)
         self.refresh()
 
     @property
     def nbytes(self) -> int:
         """Of the weights that are cast."""
-        return sum(cast.nbytes for cast, _ in self._pairs)
+        return sum(each.cast.nbytes for each in self._casts)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the other's weights as they are now."""
-        for cast, weight in self._pairs:
-            cast.copy_(weight)
+        for each in self._casts:
+            each.cast.copy_(each.weight)
+
+
+class _Cast:
+    """A weight in another type, once for all models that have it."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self.weight = weight
+        cast = torch.empty_like(weight, dtype=dtype, requires_grad=False)
+        self.cast = nn.Parameter(cast, requires_grad=False)
+
+
+_casts: "WeakValueDictionary[tuple[int, torch.dtype, torch.device], _Cast]" = WeakValueDictionary()
+"""By the ``id`` of a weight, which lives as long as its cast does, and where the weight is."""
+_lock = Lock()
+
+
+def _cast_of(weight: Tensor, dtype: torch.dtype) -> _Cast:
+    key = id(weight), dtype, weight.device
+    with _lock:
+        found = _casts.get(key)
+        if found is None:
+            found = _casts[key] = _Cast(weight, dtype)
+        return found
 
 
 def is_cast_for_each_token(model: nn.Module, dtype: torch.dtype) -> bool:

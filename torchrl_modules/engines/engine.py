@@ -279,6 +279,16 @@ class EngineOver:
         return getattr(self._inside, "max_adapters", 0)
 
     @property
+    def shared_names(self) -> frozenset[str]:
+        """See `TransformersEngine.shared_names`; none over another engine."""
+        return getattr(self._inside, "shared_names", frozenset())
+
+    @property
+    def adapter_settings(self) -> tuple[Any, ...]:
+        """See `TransformersEngine.adapter_settings`; none over another engine."""
+        return getattr(self._inside, "adapter_settings", ())
+
+    @property
     def takes_seeds(self) -> bool:
         """True where a seed makes a row repeat."""
         return getattr(self._inside, "takes_seeds", True)

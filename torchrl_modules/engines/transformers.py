@@ -27,6 +27,7 @@ from torchrl_modules.scoring.image_reading import alike, own_positions
 from torchrl_modules.scoring.rope_factors import settle_rope_factors
 from torchrl_modules.scoring.wrapped_models import (
     acting_adapters,
+    adapter_settings,
     evaluation_mode,
     has_hooks,
     is_sharded,
@@ -220,6 +221,7 @@ class TransformersEngine(ChecksAttributes):
         self.version = 0
         """How many updates the weights have seen, or the number that the last one was given."""
         self._is_mixed = False
+        self._shared_names: frozenset[str] = frozenset()
         if check and not is_sharded(model):
             self.reader  # noqa: B018
             if batch_invariant:
@@ -244,6 +246,23 @@ class TransformersEngine(ChecksAttributes):
                 "Sample with vLLM or from a copy that is whole, and push the weights to it."
             )
         return find_prompt_reader(self.inside, share_prefixes=not self.batch_invariant)
+
+    @property
+    def shared_names(self) -> frozenset[str]:
+        """Entries of the model that other engines draw with, too: an update has the others alone.
+
+        They are frozen, and the same in every model.
+        """
+        return self._shared_names
+
+    @shared_names.setter
+    def shared_names(self, names: frozenset[str]) -> None:
+        self._shared_names = names
+
+    @property
+    def adapter_settings(self) -> tuple[Any, ...]:
+        """See :func:`~torchrl_modules.scoring.wrapped_models.adapter_settings`."""
+        return adapter_settings(self.inside)
 
     @property
     def vocab_size(self) -> int:
@@ -420,10 +439,16 @@ class TransformersEngine(ChecksAttributes):
             self._kept.clear()
         self._steps.clear()
 
-    def copied(self) -> "TransformersEngine":
-        """The same over a copy of the model, with the same version."""
+    def copied(self, shared: Mapping[int, Tensor] | None = None) -> "TransformersEngine":
+        """The same over a copy of the model, with the same version.
+
+        Args:
+            shared: what takes the place of tensors in the copy, by the ``id`` of each: what copies
+                of several models have in common.
+        """
+        memo: dict[int, Any] = {**(shared or {})}
         engine = TransformersEngine(
-            deepcopy(without_ddp(self.model)).requires_grad_(False),
+            deepcopy(without_ddp(self.model), memo).requires_grad_(False),
             max_model_len=None if self.max_model_len == 1 << 62 else self.max_model_len,
             autocast_dtype=self._autocast_dtype,
             max_cached_tokens=self.max_cached_tokens,
@@ -432,7 +457,7 @@ class TransformersEngine(ChecksAttributes):
             compile_layers=self._compile_layers,
             batch_invariant=self.batch_invariant,
         )
-        engine.version = self.version
+        engine.version, engine.shared_names = self.version, self.shared_names
         return engine
 
     def precision(self) -> Any:
@@ -466,7 +491,9 @@ class TransformersEngine(ChecksAttributes):
     ) -> None:
         """See :meth:`torchrl_modules.engines.engine.Engine.update_weights`."""
         version = next_version(version, self.version, who=f"{type(self).__name__}.update_weights")
-        expected = ExpectedWeights.of(without_ddp(self.model).state_dict())
+        state = without_ddp(self.model).state_dict()
+        own = {name: value for name, value in state.items() if name not in self.shared_names}
+        expected = ExpectedWeights.of(own)
         weights = expected.check(state_dict, who=type(self).__name__)
         names = list(weights)
         if not isinstance(weights, LazyWeights):

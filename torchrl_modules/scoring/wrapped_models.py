@@ -147,15 +147,30 @@ def acting_adapters(model: nn.Module) -> tuple[tuple[bool, tuple[Any, ...]], ...
     Args:
         model: of PEFT, or any other one.
     """
-    peft: Any = sys.modules.get("peft")
-    if peft is None:
-        return ()
-    layers: list[Any] = list(model.modules())
     return tuple(
         (bool(layer.disable_adapters), tuple(layer.active_adapters))
-        for layer in layers
-        if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer)
+        for layer in _tuner_layers(model)
     )
+
+
+def adapter_settings(model: nn.Module) -> tuple[Any, ...]:
+    """Of each layer with adapters of PEFT, what its output follows from beside its weights.
+
+    Args:
+        model: of PEFT, or any other one.
+    """
+    scales = (getattr(layer, "scaling", {}) for layer in _tuner_layers(model))
+    merged = (tuple(layer.merged_adapters) for layer in _tuner_layers(model))
+    own = (tuple(sorted(each.items())) if isinstance(each, dict) else () for each in scales)
+    return tuple(zip(acting_adapters(model), merged, own, strict=True))
+
+
+def _tuner_layers(model: nn.Module) -> list[Any]:
+    peft: Any = sys.modules.get("peft")
+    if peft is None:
+        return []
+    layer = peft.tuners.tuners_utils.BaseTunerLayer
+    return [each for each in model.modules() if isinstance(each, layer)]
 
 
 def precision(model: PreTrainedModel, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
