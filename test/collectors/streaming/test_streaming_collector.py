@@ -215,7 +215,7 @@ def test_a_batch_that_is_cut_off_on_its_way_comes_again(error, make_policy):
     calls = []
 
     def judge(batch):
-        assert "judged" not in batch.keys()
+        assert "judged" not in list(batch.keys())
         calls.append(batch.set("judged", torch.ones(len(batch))))
         if len(calls) == 2:
             raise error
