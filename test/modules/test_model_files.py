@@ -333,6 +333,8 @@ def test_a_folder_of_adapters_is_refused_with_a_program_that_merges_them(
     monkeypatch.chdir(tmp_path)
     exec(program, {"AutoModelForCausalLM": AutoModelForCausalLM, "PeftModel": peft.PeftModel})
     merged = AutoModelForCausalLM.from_pretrained("merged")
+    # Engines may take the embeddings for the head where the config ties them.
+    assert (merged.config.tie_word_embeddings, model.config.tie_word_embeddings) == (False, True)
     ids = torch.tensor([[5, 6, 7, 8]])
     torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=0, atol=1e-5)
     (tmp_path / "run/model").mkdir()
