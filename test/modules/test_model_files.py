@@ -395,3 +395,20 @@ def test_a_path_that_is_not_there_is_named_and_the_hub_is_not_asked(path, tmp_pa
         TransformersWrapper(path)
     assert local_model("owner/name-1.5_b") == "owner/name-1.5_b"
     assert local_model("gpt2") == "gpt2"
+
+
+def test_a_file_is_another_one_if_a_matrix_in_its_middle_is(tmp_path):
+    path = tmp_path / "model.gguf"
+    sizes = (80 << 20, 3 << 20)
+    found = []
+    for size in sizes:
+        for changed in (False, True):
+            with path.open("wb") as file:
+                file.write(b"GGUF")
+                file.truncate(size)
+                if changed:  # a matrix of 1 MiB, neither at the beginning nor at the end
+                    file.seek(size // 2 + 4321)
+                    file.write(b"\1" * (1 << 20))
+            found.append(gguf_files.file_digest(path))
+    assert len(set(found)) == 4
+    assert gguf_files.file_digest(path) == found[-1]
