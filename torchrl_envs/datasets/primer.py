@@ -103,6 +103,7 @@ class DataLoadingPrimer(EpisodeTransform):
 
     _prompt_bounds: Sequence[int] = ()
     """The longest prompts after which the parts of the environment begin a turn."""
+    _told_system = False
 
     def __init__(
         self,
@@ -142,7 +143,6 @@ class DataLoadingPrimer(EpisodeTransform):
         self.pools: DifficultyPools | None = None
         """What :meth:`admit_by` was given."""
         self._system_prompt: str | None = None
-        self._told_system = False
         self._keeps_prompts = False
         self._model_limit: tuple[ConversationEncoder, int] | None = None
         self._num_rows = 1
