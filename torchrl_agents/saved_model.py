@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from collectors.weight_update.merged_adapters import merged_weights
+from collectors.weight_update.merged_adapters import declared_untied, merged_weights
 from torchrl_modules import AgentPolicies, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.weights.quantized_weights import declared_whole
@@ -126,7 +126,7 @@ def _save(
     policy: TransformersWrapper | ChatRewardModel,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    with declared_whole(model):
+    with declared_whole(model), declared_untied(model, weights or {}):
         model.save_pretrained(path, state_dict=None if weights is None else dict(weights))
     if isinstance(policy, TransformersWrapper):
         images = cast("TransformersEngine", policy.engine).images

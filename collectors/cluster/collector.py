@@ -30,6 +30,7 @@ from collectors.ledger import GroupLedger, StalenessPolicy, Wait
 from collectors.refill import max_draws_of, refusing_parts
 from collectors.streaming.background_collector import BackgroundCollector
 from collectors.streaming.load_cap import LoadCap, together
+from collectors.streaming.program_end import shut_down_at_end, was_shut_down
 from collectors.streaming.snapshot_updater import SnapshotUpdater, shares_memory
 from objectives.advantages.ray_mc_advantage import start_ray
 from torchrl_data.checks import check_counts
@@ -177,6 +178,7 @@ class RayLLMCollector(BackgroundCollector):
         self._wait_s, self._since_s = 0.0, time.monotonic()
         self._ledger: GroupLedger | None = None
         self._is_closed = False
+        shut_down_at_end(self)
         if is_cap or not getattr(self.staleness, "recompute", True):
             # A collector has to say whether its engine can do what is asked of it.
             try:
@@ -301,6 +303,7 @@ class RayLLMCollector(BackgroundCollector):
         if self._is_closed:
             return
         self._is_closed = True
+        was_shut_down(self)
         push, self._push_under_way = self._push_under_way, None
         had_ended = push is not None and push.done()
         self._supervisor.stop(CLOSE_S if timeout is None else timeout)

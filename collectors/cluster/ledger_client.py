@@ -3,6 +3,7 @@
 import logging
 import pickle
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from tensordict import TensorDictBase
@@ -87,6 +88,12 @@ class LedgerClient:
             if not is_death(error):
                 raise
             return None
+
+    def put_back(self) -> None:
+        """Let the groups that were taken last be taken again: the trainer has not had them."""
+        with suppress(RuntimeError):  # the collection has ended, as the next call says
+            self.ask("put_back", [])
+            self.taken = []
 
     def used(self) -> list[Ticket]:
         """Return what the trainer has used since it last said so."""

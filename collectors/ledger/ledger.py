@@ -3,7 +3,8 @@
 The letters: P groups per step of training, N episodes of a group, B slots.
 """
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torchrl_data.checks import check_counts
@@ -11,7 +12,7 @@ from torchrl_data.checks import check_counts
 from .accounts import LengthHistogram
 from .balance import Balance
 from .generation_ledger import GenerationLedger
-from .groups import UNFINISHED, Eviction, GroupState, Ticket
+from .groups import UNFINISHED, Eviction, Group, GroupState, Ticket
 from .reasons import STALE, IllegalTransition, LedgerError
 from .staleness_policies import OnPolicy, Wait
 
@@ -90,9 +91,7 @@ class GroupLedger(GenerationLedger):
         if chosen is None:
             return None
         now, step = self._clock(), self.next_step
-        ages = [
-            0 if group.oldest_version is None else step - group.oldest_version for group in chosen
-        ]
+        ages = _ages(chosen, step)
         if max(ages) > self.policy.max_staleness:
             worst = chosen[ages.index(max(ages))]
             raise LedgerError(
@@ -125,9 +124,12 @@ class GroupLedger(GenerationLedger):
 
     def put_back(self) -> None:
         """Put back the groups that steps have taken and not trained: they may be taken again."""
-        for batch in self._batches:
-            for ticket in batch:
-                self._move(self._groups[ticket.ordinal], GroupState.FINISHED)
+        for step, batch in enumerate(self._batches, self.version):
+            groups = [self._groups[ticket.ordinal] for ticket in batch]
+            for group in groups:
+                self._move(group, GroupState.FINISHED)
+            self._accounts.ages -= Counter(_ages(groups, step))
+            self._schedule.pop()
         self._batches.clear()
         self._happened()
 
@@ -321,3 +323,8 @@ class GroupLedger(GenerationLedger):
         for group in lost:
             self.cancel(group.ticket)
         self._happened()
+
+
+def _ages(groups: Sequence[Group], step: int) -> list[int]:
+    """Return the age of each group's oldest token when a step trains it, in versions."""
+    return [0 if each.oldest_version is None else step - each.oldest_version for each in groups]

@@ -17,9 +17,10 @@ class BackgroundCollector(Collector):
     """Collects beside training: what is pushed to the policy is on its way for a while."""
 
     _source: Any
-    """Gives batches. It has ``is_with_caller``, whether the rows of the last one are with who asked
-    for them, and ``state()`` and ``load(state)``: of the ledger, the place in the data, and the
-    rows of the groups that wait."""
+    """Gives batches. It has ``taken``, the tickets of the last one, ``is_with_caller``, whether its
+    rows are with who asked for them, and ``put_back()``, after which they may be taken again; and
+    ``state()`` and ``load(state)``: of the ledger, the place in the data, and the rows of the
+    groups that wait."""
 
     _loop: CollectionThread
     """In which it collects, and weights are pushed."""
@@ -62,6 +63,8 @@ class BackgroundCollector(Collector):
     def collect(self) -> TensorDictBase:
         """The next batch: complete groups, as soon as there are enough.
 
+        After an error, such as one of ``postproc``, the next call gives the same groups.
+
         Returns:
             Rows ``[B]`` as :meth:`LLMCollector.collect` gives them, the groups in the order in
             which they are trained. The same rows are in the replay buffer.
@@ -71,7 +74,12 @@ class BackgroundCollector(Collector):
             CollectorDied: on a cluster the ledger, or a place of collectors, is gone.
             RuntimeError: the collection has failed; the cause is attached.
         """
-        batch = super().collect()
+        try:
+            batch = super().collect()
+        except BaseException:  # of ``postproc`` or the buffer, or a Ctrl-C on the way
+            if self._source.taken and not self._source.is_with_caller:
+                self._source.put_back()
+            raise
         self._source.is_with_caller = True
         return batch
 

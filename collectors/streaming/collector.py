@@ -231,7 +231,9 @@ class StreamingCollector(BackgroundCollector):
             self._producer.unchanged()
         with self._producer.holding(-1) if self.ledger.is_on_policy else nullcontext():
             groups = self._producer.take()
-        rows = [row for group in groups for row in group.rows]
+        # Copies of the entries' names: a ``postproc`` that fails may have set some, and is called
+        # again with the same groups.
+        rows = [row.copy() for group in groups for row in group.rows]
         return lazy_stack(rows), len(groups) * self.group_size
 
     @contextmanager

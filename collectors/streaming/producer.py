@@ -90,6 +90,8 @@ class Producer(CollectionThread):
         self.cap = cap
         self.taken: list[Ticket] = []
         """The batch that the trainer has, and has not told to be trained."""
+        self._batch: dict[Ticket, RunningGroup] = {}
+        """Their groups."""
         self.is_with_caller = True
         """Whether the rows of those taken have reached who asked for them."""
         self.num_queued = 0
@@ -157,12 +159,19 @@ class Producer(CollectionThread):
                 self.changed.wait(LOOK_S)
             if not tickets:
                 raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
+            self._batch = {ticket: self.queue.finished.pop(ticket) for ticket in tickets}
             self.taken, self.is_with_caller = tickets, False
-            groups = [self.queue.finished.pop(ticket) for ticket in tickets]
             self.num_queued = len(self.queue.finished)
         self.timeline.add("wait for rollouts", "trainer", 0, begin_s, time.monotonic())
         self.wake()
-        return groups
+        return list(self._batch.values())
+
+    def put_back(self) -> None:
+        """Let the groups that were taken last be taken again: the trainer has not had them."""
+        with self.changed:
+            self.ledger.put_back()
+            self.queue.finished |= self._batch
+            self.taken, self._batch = [], {}
 
     def used(self) -> list[Ticket]:
         """Return what the trainer has used since it last said so."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,49 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
     for make in makers:
         merged |= make(None)
     return merged
+
+
+def save_merged(model: Any, folder: str | Path) -> None:
+    """Save a model of PEFT as one without adapters that computes the same, in a folder.
+
+    Args:
+        model: of PEFT, over a model of Transformers; it stays as it is.
+        folder: gets weights and config, to which a tokenizer has to be added.
+
+    Raises:
+        TypeError: as :func:`merged_weights`.
+        ValueError: the same.
+    """
+    weights = merged_weights(model)
+    with declared_untied(model, weights):
+        model.get_base_model().save_pretrained(folder, state_dict=weights)
+
+
+@contextmanager
+def declared_untied(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within, a model says that its head is its own, where weights have one beside the embeddings.
+
+    Who reads ``tie_word_embeddings`` in what is saved would take the embeddings for the head.
+
+    Args:
+        model: of Transformers, with adapters or without.
+        weights: that are saved of it, by their names in the model without adapters.
+    """
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    ends = [plain.get_output_embeddings(), plain.get_input_embeddings()]
+    names = {id(module): f"{name}.weight" for name, module in plain.named_modules()}
+    head, embedding = (weights.get(names.get(id(module), "")) for module in ends)
+    configs = {id(each): each for each in (plain.config, plain.config.get_text_config())}
+    tied = [each for each in configs.values() if getattr(each, "tie_word_embeddings", False)]
+    if head is None or embedding is None or torch.equal(head, embedding):
+        tied = []
+    for config in tied:
+        config.tie_word_embeddings = False
+    try:
+        yield
+    finally:
+        for config in tied:
+            config.tie_word_embeddings = True
 
 
 def tuner_layers(model: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import CollectorDied, LoadCap, OnPolicy, RayLLMCollector, Wait
+from collectors.streaming import program_end
 from objectives import MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -545,7 +546,9 @@ class TestRay:
         collector = RayLLMCollector(make_env, policy_factory=lambda: policy, staleness=Wait(2))
         pushed = collector._supervisor.submit(push(collector))
         collector._push_under_way = pushed
+        assert id(collector) in program_end._RUNNING  # the end of the program shuts it down, too
         collector.shutdown()
+        assert id(collector) not in program_end._RUNNING
         # Whichever the loop comes to first: the ledger's end, or its own, which ends the push.
         assert pushed.cancelled() or "died" in str(pushed.exception())
 

@@ -333,6 +333,8 @@ def test_a_folder_of_adapters_is_refused_with_a_program_that_merges_them(
     monkeypatch.chdir(tmp_path)
     exec(program, {"AutoModelForCausalLM": AutoModelForCausalLM, "PeftModel": peft.PeftModel})
     merged = AutoModelForCausalLM.from_pretrained("merged")
+    # Engines may take the embeddings for the head where the config ties them.
+    assert (merged.config.tie_word_embeddings, model.config.tie_word_embeddings) == (False, True)
     ids = torch.tensor([[5, 6, 7, 8]])
     torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=0, atol=1e-5)
     (tmp_path / "run/model").mkdir()
@@ -393,3 +395,20 @@ def test_a_path_that_is_not_there_is_named_and_the_hub_is_not_asked(path, tmp_pa
         TransformersWrapper(path)
     assert local_model("owner/name-1.5_b") == "owner/name-1.5_b"
     assert local_model("gpt2") == "gpt2"
+
+
+def test_a_file_is_another_one_if_a_matrix_in_its_middle_is(tmp_path):
+    path = tmp_path / "model.gguf"
+    sizes = (80 << 20, 3 << 20)
+    found = []
+    for size in sizes:
+        for changed in (False, True):
+            with path.open("wb") as file:
+                file.write(b"GGUF")
+                file.truncate(size)
+                if changed:  # a matrix of 1 MiB, neither at the beginning nor at the end
+                    file.seek(size // 2 + 4321)
+                    file.write(b"\1" * (1 << 20))
+            found.append(gguf_files.file_digest(path))
+    assert len(set(found)) == 4
+    assert gguf_files.file_digest(path) == found[-1]

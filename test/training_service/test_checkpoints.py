@@ -52,6 +52,41 @@ def test_another_server_has_what_the_first_one_saved(
     assert told.result()[1:] == pytest.approx(saved, abs=2e-5)
 
 
+@pytest.mark.filterwarnings("ignore:DEPRECATED")
+def test_an_adapter_is_refused_over_other_weights_of_the_same_name(
+    serve, run, make_tiny_model, chatml_tokenizer, tiny_folder
+):
+    path = run.save_state("third").result().path
+    sampler = run.save_weights_for_sampler("third").result().path
+    model = make_tiny_model()
+    made = (NAME, model, chatml_tokenizer, str(tiny_folder))
+    digest = AdaptedModel(*made).digest
+    with torch.no_grad():
+        model.model.layers[-1].mlp.down_proj.weight[0, 0] += 1
+    other = serve(AdaptedModel(*made)).client
+    with pytest.raises(tinker.RequestFailedError, match="other weights than those that"):
+        other.create_training_client_from_state(path).result()
+    with pytest.raises(tinker.APIStatusError, match="other weights than those that"):
+        other.create_sampling_client(model_path=sampler).result()
+    running = other.create_lora_training_client(NAME, rank=4, seed=1).result()
+    with pytest.raises(tinker.RequestFailedError, match="other weights than those that"):
+        running.load_state(path).result()
+    # The same checkpoint in another type is the same model, as far as it can be told.
+    rounded = make_tiny_model().to(torch.bfloat16)
+    assert AdaptedModel(NAME, rounded, *made[2:]).digest == digest
+    assert AdaptedModel(NAME, rounded.half(), *made[2:]).digest == ""
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused_by_its_path(served, run):
+    path = run.save_state("half").result().path
+    folder = served.service.checkpoints.root / run.model_id / "weights/half"
+    for file in ("optimizer.safetensors", "adapter_model.safetensors"):
+        whole = (folder / file).read_bytes()
+        (folder / file).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(tinker.RequestFailedError, match=rf"weights/half can't be.*{file}"):
+            served.client.create_training_client_from_state_with_optimizer(path).result()
+
+
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
 @pytest.mark.parametrize("shape", [{}, {"train_unembed": False}, {"train_mlp": False}])
 def test_a_saved_adapter_is_one_of_peft(served, make_tiny_model, shape):

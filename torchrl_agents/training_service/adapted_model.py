@@ -1,5 +1,6 @@
 """A language model with the adapters of many training runs, of which one acts at a time."""
 
+import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ _CPU_TOKENS: Final = 2_048
 """Of a training pass on a CPU."""
 _SCORED_TOKENS: Final = 8_192
 """Of a pass without a gradient."""
+_DIGEST_VALUES: Final = 256
+"""Of each weight, about."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ class AdaptedModel:
         import_package("peft", who="serve-training", install=INSTALL)
         self.name, self.tokenizer, self.folder = name, tokenizer, folder
         self._model = model.requires_grad_(False).eval()
+        self.digest = _digest_of(model)
+        """Of its frozen weights, by which an adapter knows them again; empty: can't be told."""
         self._lora_alpha = lora_alpha
         self._micro_batch_tokens = micro_batch_tokens
         self._autocast_dtype = autocast_dtype
@@ -469,6 +474,20 @@ class AdaptedModel:
         ids[mask, : best.indices.shape[1]] = best.indices.cpu()
         log_probs[mask, : best.values.shape[1]] = best.values.cpu()
         return TopTokens(ids, log_probs)
+
+
+def _digest_of(model: nn.Module) -> str:
+    """Return a digest of some values of every weight; empty in float16.
+
+    The values are rounded to bfloat16: the same checkpoint has it in float32, too.
+    """
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        if weight.dtype == torch.float16:
+            return ""
+        some = weight.detach().flatten()[:: max(1, weight.numel() // _DIGEST_VALUES)]
+        digest.update(name.encode() + some.to(torch.bfloat16).float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _linear_layers(model: PreTrainedModel) -> dict[str, str]:

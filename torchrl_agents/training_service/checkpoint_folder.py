@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -65,6 +66,7 @@ class CheckpointFolder:
         write: Callable[[AdapterState, Path], None],
         *,
         base_model: str,
+        base_digest: str = "",
         optimizer: Mapping[str, Tensor] | None = None,
         user_metadata: Mapping[str, str] | None = None,
         overwrite: bool = False,
@@ -78,6 +80,7 @@ class CheckpointFolder:
             weights: of the adapter.
             write: writes them into a folder.
             base_model: the name of the model.
+            base_digest: of its frozen weights; none where it is not known.
             optimizer: its state, for one to go on from.
             user_metadata: kept with it.
             overwrite: take the place of one of this name.
@@ -102,6 +105,7 @@ class CheckpointFolder:
         partial.mkdir(parents=True)
         about = {
             "base_model": base_model,
+            "base_digest": base_digest,
             "shape": asdict(weights.shape),
             "time": time.time(),
             "user_metadata": None if user_metadata is None else dict(user_metadata),
@@ -140,21 +144,52 @@ class CheckpointFolder:
         size = sum(file.stat().st_size for file in folder.iterdir())
         return Saved(run, kind, name, about, size)
 
+    def check_base(self, saved: Saved, base_model: str, base_digest: str) -> None:
+        """Check that a checkpoint is of an adapter over a model that is served.
+
+        Args:
+            saved: which.
+            base_model: the name of the model that is to have it.
+            base_digest: of its frozen weights; empty where it is not known.
+
+        Raises:
+            RefusedRequest: it is an adapter over another one.
+        """
+        name, known = saved.about["base_model"], saved.about.get("base_digest")
+        if known and base_digest and known != base_digest:
+            raise RefusedRequest(
+                f"{saved.path} is an adapter of {name!r} with other weights than those that "
+                f"{base_model!r} has here. Serve the model that it was trained over."
+            )
+        if not (known and base_digest) and name != base_model:
+            raise RefusedRequest(f"{saved.path} is an adapter of {name!r}, not of {base_model!r}.")
+
     def load(self, saved: Saved) -> AdapterState:
-        """Read the weights of a checkpoint."""
-        tensors = load_file(self.root / saved.run / saved.kind / saved.name / _ADAPTER)
-        return AdapterState(saved.shape, tensors)
+        """Read the weights of a checkpoint.
+
+        Raises:
+            RefusedRequest: they can't be read.
+        """
+        return AdapterState(saved.shape, self._read(saved, _ADAPTER))
 
     def load_optimizer(self, saved: Saved) -> dict[str, Tensor]:
         """Read the optimizer's state of a checkpoint.
 
         Raises:
-            RefusedRequest: it has none, as one to sample with.
+            RefusedRequest: it has none, as one to sample with, or it can't be read.
         """
-        file = self.root / saved.run / saved.kind / saved.name / _OPTIMIZER
-        if not file.is_file():
+        if not (self.root / saved.run / saved.kind / saved.name / _OPTIMIZER).is_file():
             raise RefusedRequest(f"{saved.path} has no state of an optimizer.")
-        return load_file(file)
+        return self._read(saved, _OPTIMIZER)
+
+    def _read(self, saved: Saved, name: str) -> dict[str, Tensor]:
+        file = self.root / saved.run / saved.kind / saved.name / name
+        try:
+            return load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise RefusedRequest(
+                f"{saved.path} can't be read: {file} is not whole: {error}. Take another one."
+            ) from error
 
     def delete(self, saved: Saved) -> None:
         """Delete a checkpoint."""

@@ -337,7 +337,7 @@ class TrainingService:
             try:
                 optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=parameters[0].is_cuda)
                 if load is not None:
-                    model.set_weights(adapter, self.checkpoints.load(load))
+                    model.set_weights(adapter, self._saved_weights(model, load))
                     if with_optimizer:
                         restore_optimizer(optimizer, self.checkpoints.load_optimizer(load))
                 if model.sampling_engine is not None:
@@ -476,6 +476,7 @@ class TrainingService:
                 *(run.id, kind, name, run.model.weights_of(_adapter_of(run.id), run.shape)),
                 run.model.save,
                 base_model=run.model.name,
+                base_digest=run.model.digest,
                 optimizer=optimizer_tensors(run.optimizer) if kind == "weights" else None,
                 user_metadata=user_metadata or run.user_metadata,
                 overwrite=overwrite,
@@ -484,6 +485,10 @@ class TrainingService:
             return {"type": of[kind], "path": saved.path}
 
         return self._in_turn(run, number, do)
+
+    def _saved_weights(self, model: AdaptedModel, saved: Saved) -> AdapterState:
+        self.checkpoints.check_base(saved, model.name, model.digest)
+        return self.checkpoints.load(saved)
 
     def load(self, run_id: str, number: int, saved: Saved, *, with_optimizer: bool) -> str:
         """Overwrite the adapter of a run; the id of the request."""
@@ -495,7 +500,7 @@ class TrainingService:
                     f"{saved.path} is an adapter of another shape, {saved.shape}; this run has "
                     f"{run.shape}. Begin a run from it: create_training_client_from_state."
                 )
-            run.model.set_weights(_adapter_of(run.id), self.checkpoints.load(saved))
+            run.model.set_weights(_adapter_of(run.id), self._saved_weights(run.model, saved))
             run.optimizer.state.clear()
             if with_optimizer:
                 restore_optimizer(run.optimizer, self.checkpoints.load_optimizer(saved))
@@ -520,7 +525,7 @@ class TrainingService:
         else:
             saved = self.checkpoints.find(path)
             model = self.model(saved.about["base_model"])
-            weights = _Weights(self._adapter_name(), self.checkpoints.load(saved))
+            weights = _Weights(self._adapter_name(), self._saved_weights(model, saved))
             made = _Sampler(session, model, weights, path)
         with self._lock:
             self._samplers[sampler] = made

@@ -4,7 +4,8 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
 
 from torchrl_data import import_package
 from torchrl_data.checks import POSITIVE, check_counts, check_numbers
@@ -14,6 +15,9 @@ from .answerer import Answers
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+
+_FAULTS: Final[ContextVar[list[str]]] = ContextVar("faults of the server")
+"""What the server answered to the attempts of one question that failed."""
 
 
 class ChatCompletions:
@@ -63,7 +67,9 @@ class ChatCompletions:
             api_key=api_key or os.environ.get("OPENAI_API_KEY") or "none",
             max_retries=max_retries,
             timeout=timeout_s,
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [_note_fault]}),
         )
+        self._unreached: type[Exception] = openai.APIConnectionError
 
     async def __call__(
         self,
@@ -87,27 +93,61 @@ class ChatCompletions:
                 chat: Any = [_as_sent(message) for message in messages]
                 offered: Any = {"tools": list(schemas)} if schemas else {}
                 complete = client.chat.completions.create
+                _FAULTS.set([])
                 async with free:
                     try:
                         async with asyncio.timeout(self.timeout_s):
                             reply = await complete(
                                 model=self.model, messages=chat, **offered, **self.generation
                             )
-                        if not reply.choices:
-                            raise ValueError(f"{self.model} gave no answer at all")
-                        choice = reply.choices[0]
-                        if choice.finish_reason == "length":
-                            raise ValueError(f"{self.model}: the answer was cut; raise max_tokens")
-                        if schemas and choice.message.tool_calls:
-                            return choice.message.model_dump(exclude_none=True)
-                        return choice.message.content or ""
+                        return _said(reply, self.model, offers_tools=bool(schemas))
                     except TimeoutError:
-                        return TimeoutError(f"{self.model}: no answer within {self.timeout_s:g} s")
+                        why = "".join(f"; it last said {fault}" for fault in _FAULTS.get()[-1:])
+                        late = f"no answer within {self.timeout_s:g} s{why}"
+                        return TimeoutError(f"{self.model}: {late}")
+                    except self._unreached as error:
+                        where = str(client.base_url)
+                        return ConnectionError(f"{self.model}: {where} can't be reached: {error}")
                     except Exception as error:  # whatever the server does is this rollout's error
                         return error
 
             offers = [()] * len(questions) if tools is None else tools
             return list(await asyncio.gather(*map(ask, questions, offers)))
+
+
+async def _note_fault(response: Any) -> None:
+    """Remember an answer of the server that another attempt follows."""
+    if response.status_code >= 400:
+        _FAULTS.get().append(f"HTTP {response.status_code} {response.reason_phrase}".strip())
+
+
+def _said(reply: Any, model: str, *, offers_tools: bool) -> str | Message:
+    """Return what a server answered.
+
+    Raises:
+        ValueError: nothing, a part, or nothing but thoughts.
+    """
+    if not reply.choices:
+        raise ValueError(f"{model} gave no answer at all")
+    choice = reply.choices[0]
+    if choice.finish_reason == "length":
+        raise ValueError(f"{model}: the answer was cut; raise max_tokens")
+    if choice.finish_reason == "content_filter":
+        raise ValueError(f"{model}: the answer was cut by the server's filter of contents")
+    said = choice.message
+    if offers_tools and said.tool_calls:
+        return said.model_dump(exclude_none=True)
+    if said.content:
+        return said.content
+    if refusal := getattr(said, "refusal", None):
+        raise ValueError(f"{model} refuses: {refusal!r:.200}")
+    thoughts = getattr(said, "reasoning_content", None) or getattr(said, "reasoning", None)
+    if thoughts:
+        raise ValueError(
+            f"{model} gave reasoning and no answer after it: {thoughts[-200:]!r}. Does the server "
+            "have the reasoning parser of another model?"
+        )
+    return ""
 
 
 def _as_sent(message: Message) -> Message:

@@ -180,7 +180,7 @@ def rows_of_json(path: Path, *, skip_bad_rows: bool = False) -> LazyRows:
         for number, (begin, line) in enumerate(_written_rows(path, file), 1):
             try:
                 if text := line.decode("utf-8-sig").strip():
-                    row = json.loads(text)
+                    row = json.loads(text, object_pairs_hook=_named_once)
                     if "\\u" in text:
                         json.dumps(row, ensure_ascii=False).encode()  # no half of a character
                     if not isinstance(row, dict):
@@ -192,6 +192,16 @@ def rows_of_json(path: Path, *, skip_bad_rows: bool = False) -> LazyRows:
                 bad.append(f"line {number}: {error}")
     tell_bad_lines(path, bad, num_rows=len(places) // 2, skip=skip_bad_rows)
     return LazyRows(read, np.array(places).reshape(-1, 2), columns, digest.hexdigest())
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of a row, of which the decoder would take the last of two values of a key."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in made if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return made
 
 
 def _parsed(path: Path, written_ns: int, begin: int, size: int) -> dict[str, Any]:

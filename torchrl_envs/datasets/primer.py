@@ -103,6 +103,7 @@ class DataLoadingPrimer(EpisodeTransform):
 
     _prompt_bounds: Sequence[int] = ()
     """The longest prompts after which the parts of the environment begin a turn."""
+    _told_system = False
 
     def __init__(
         self,
@@ -293,6 +294,9 @@ class DataLoadingPrimer(EpisodeTransform):
         ]
         base: Any = env.base_env
         self._system_prompt = getattr(base, "system_prompt", None)
+        if self._system_prompt is not None:
+            for number, row in self._rows.sample(_SAMPLE_ROWS):
+                self._tell_system_message(number, row)
         sources = [source for source in env.transforms_of(ToolSource) if source.show_schemas]
         self._shown_tools = [name for source in sources for name in source.tool_names()]
         if getattr(base, "tokenizer", None) is not None:
@@ -397,6 +401,7 @@ class DataLoadingPrimer(EpisodeTransform):
             kind, reason = self._fault(item)
             if not reason:
                 self._last_good_epoch = item.epoch
+                self._tell_system_message(item.row_id, item.row)
                 return item._replace(row=with_plain_prompt(item.row, self.prompt_column))
             if kind:
                 if not self.skipped.counts[kind]:
@@ -438,6 +443,23 @@ class DataLoadingPrimer(EpisodeTransform):
         if self._prompt_limit is not None:
             reason = self._prompt_limit.error(prompt, self._system_prompt)
         return "too_long", reason or self._length_error(prompt)
+
+    def _tell_system_message(self, number: int, row: Any) -> None:
+        """Warn, once, of a row whose own system message takes the place of the environment's."""
+        if self._told_system or self._system_prompt is None or isinstance(row, BadRow):
+            return
+        prompt = row.get(self.prompt_column)
+        first = prompt[0] if isinstance(prompt, Sequence) and prompt else None
+        if not isinstance(first, Mapping) or first.get("role") != "system":
+            return
+        if first.get("content") != self._system_prompt:
+            self._told_system = True
+            _log.warning(
+                "Row %d of the data begins with a system message of its own, %.60r. It takes the "
+                "place of the environment's system_prompt, %.60r, and so does that of any other "
+                "row. Leave one of the two out, if that is not meant.",
+                *(number, first.get("content"), self._system_prompt),
+            )
 
     def _length_error(self, prompt: Any) -> str:
         """That a prompt is too long for the model, or ``""``."""

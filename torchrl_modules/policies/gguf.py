@@ -26,7 +26,9 @@ _LOG = logging.getLogger("torchrl_agents")
 _MAGIC: Final = b"GGUF"
 _FORMAT: Final = 1
 """Counts changes of the conversion: what an earlier one made is not used any more."""
+_READ_WHOLE: Final = 64 << 20
 _SAMPLE: Final = 1 << 20
+_BLOCK: Final = 1 << 12
 _SLACK: Final = 64 << 20
 """Bytes of a converted folder beside the weights, at most: tokenizer and settings."""
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -42,18 +44,14 @@ def converted(path: Path) -> Path:
     """The folder of a converted file; the first who asks for it makes it, others wait."""
     if not path.is_file():
         raise OSError(f"There is no file {path}.")
-    # Of size, beginning and end, so that a large file need not be read whole.
-    size = path.stat().st_size
     with path.open("rb") as file:
-        begin = file.read(_SAMPLE)
-        file.seek(max(0, size - _SAMPLE))
-        end = file.read()
-    if not begin.startswith(_MAGIC):
+        begin = file.read(len(_MAGIC))
+    if begin != _MAGIC:
         raise ValueError(
-            f"{path} is no GGUF file: it begins with {begin[: len(_MAGIC)]!r}, not with {_MAGIC!r}."
+            f"{path} is no GGUF file: it begins with {begin!r}, not with {_MAGIC!r}."
             " A model is a hub id, a folder or a .gguf file."
         )
-    digest = hashlib.sha256(f"{_FORMAT} {size} ".encode() + begin + end).hexdigest()[:16]
+    digest = file_digest(path)
     folder = cache_folder() / "models" / f"{path.stem}-{digest}"
     if folder.is_dir():
         return folder
@@ -74,6 +72,27 @@ def converted(path: Path) -> Path:
             "TORCHRL_AGENTS_CACHE=<folder> takes another place."
         ) from error
     return folder
+
+
+def file_digest(path: Path) -> str:
+    """Return a digest by which a file of weights is known again, though it is not read whole.
+
+    Of a small file all counts, of a large one its size, its beginning and end, and a block of each
+    MiB: another training of the same model, or of a part of it, differs in all of a matrix.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{_FORMAT} {size} ".encode())
+    with path.open("rb") as file:
+        if size <= _READ_WHOLE:
+            digest.update(file.read())
+        else:
+            digest.update(file.read(_SAMPLE))
+            for place in range(_SAMPLE, size - _SAMPLE, _SAMPLE):
+                file.seek(place)
+                digest.update(file.read(_BLOCK))
+            file.seek(size - _SAMPLE)
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
 
 
 def _convert(path: Path, folder: Path) -> None:

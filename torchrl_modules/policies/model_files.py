@@ -102,14 +102,13 @@ def _refuse_adapter(path: Path) -> None:
     except (OSError, ValueError, AttributeError):
         base = None
     merged = path.parent / "model"
-    whole = f"This run's merged model is in {merged}: give that. " if merged.is_dir() else ""
+    whole = f"This run's merged model is in {merged}: give that. Or m" if merged.is_dir() else "M"
     raise ValueError(
-        f"{path} holds adapters (LoRA) for the model {base!r}, and no model by itself. {whole}Or "
-        "merge them, save the tokenizer beside it, and give that folder:\n"
-        "from collectors.weight_update.merged_adapters import merged_weights\n"
+        f"{path} holds adapters (LoRA) for the model {base!r}, and no model by itself. {whole}erge "
+        "them, save the tokenizer beside it, and give that folder:\n"
+        "from collectors.weight_update.merged_adapters import save_merged\n"
         f"model = AutoModelForCausalLM.from_pretrained({base!r})\n"
-        f"adapted = PeftModel.from_pretrained(model, {str(path)!r})\n"
-        "model.save_pretrained('merged', state_dict=merged_weights(adapted))\n"
+        f"save_merged(PeftModel.from_pretrained(model, {str(path)!r}), 'merged')\n"
         "(merge_and_unload of PEFT changes the embeddings, too, where a head that is tied to them "
         "has adapters.)"
     )

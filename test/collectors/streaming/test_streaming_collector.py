@@ -210,6 +210,33 @@ def test_all_data_are_trained_once_and_then_it_ends(make_policy):
     assert collector.ledger.balance.trained.groups in (12, 14)
 
 
+@pytest.mark.parametrize("error", [ConnectionError("the judge is away"), KeyboardInterrupt()])
+def test_a_batch_that_is_cut_off_on_its_way_comes_again(error, make_policy):
+    calls = []
+
+    def judge(batch):
+        assert "judged" not in list(batch.keys())
+        calls.append(batch.set("judged", torch.ones(len(batch))))
+        if len(calls) == 2:
+            raise error
+        return batch
+
+    collector = streaming(make_env(num_prompts=6, num_epochs=1), make_policy(), postproc=judge)
+    first = collector.collect()
+    with pytest.raises(type(error)):
+        collector.collect()
+    batches = [first, *collector]
+    collector.shutdown()
+    assert Counter(i for batch in batches for i in batch["group_id"].tolist()) == dict.fromkeys(
+        range(6), N
+    )
+    ledger = collector.ledger
+    assert ledger.balance.trained.groups == 6
+    assert sorted(o for step in ledger.schedule for o in step) == [*range(6)]
+    assert sum(v for k, v in ledger.metrics().items() if k.startswith("staleness/at_")) == 1
+    assert sum(ledger._accounts.ages.values()) == 6
+
+
 def test_a_group_without_a_signal_is_asked_for_again(make_policy):
     attempts = Counter()
 

@@ -154,6 +154,10 @@ def test_a_large_file_is_drawn_from_as_the_same_rows_in_memory(tmp_path, monkeyp
         (b'{"prompt": "a"}\n[3]\n', "line 2: .3. is no object with columns"),
         (b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n', "line 2: 'utf-8' codec can't decode byte"),
         (
+            b'{"prompt": "a"}\n{"prompt": "b", "to": {"n": 1, "m": 0, "n": 2}}\n',
+            "line 2: the key 'n' stands twice in one object",
+        ),
+        (
             b'[{"prompt": "a"} {"prompt": "b"}]',
             "its list breaks off after byte 16: Expecting value",
         ),
@@ -162,7 +166,7 @@ def test_a_large_file_is_drawn_from_as_the_same_rows_in_memory(tmp_path, monkeyp
     ],
     ids=[
         *("empty", "blank", "broken", "half a character", "UTF-16", "no object", "Latin-1"),
-        *("list without a comma", "list without an end", "more after the list"),
+        *("key twice", "list without a comma", "list without an end", "more after the list"),
     ],
 )
 def test_a_file_that_cannot_be_read_names_its_line(content, found, tmp_path, caplog):
@@ -177,3 +181,20 @@ def test_a_file_that_cannot_be_read_names_its_line(content, found, tmp_path, cap
     else:  # nothing is left
         with pytest.raises(ValueError, match=found):
             DataLoadingPrimer(path, options=skips)
+
+
+@pytest.mark.parametrize(("place", "num_rows"), [(3, 4), (41, 100)], ids=["found early", "drawn"])
+def test_a_system_message_of_a_row_is_told_once_by_its_number(place, num_rows, caplog):
+    rows = [{"prompt": [{"role": "user", "content": f"<{i}>"}]} for i in range(num_rows)]
+    for row, text in ((rows[0], "Be brief."), (rows[place], "Be rude.")):
+        row["prompt"].insert(0, {"role": "system", "content": text})
+    env = ChatEnv(batch_size=(num_rows,), system_prompt="Be brief.")
+    env = env.append_transform(DataLoadingPrimer(rows))
+    env.check()
+    assert ("system message" in caplog.text) == (place == 3)
+    chats = [chat for _ in range(2) for chat in env.reset()["history"].prompt.to_chats()]
+    assert [chat[0]["content"] for chat in chats].count("Be rude.") == 2
+    (told,) = [r.getMessage() for r in caplog.records if "system message" in r.msg]
+    assert f"Row {place} of the data" in told
+    assert "of its own, 'Be rude.'" in told
+    assert "system_prompt, 'Be brief.'" in told

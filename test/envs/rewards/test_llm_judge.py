@@ -45,7 +45,7 @@ class Server:
                 choice = {
                     "index": 0,
                     "finish_reason": reason,
-                    "message": {"role": "assistant", "content": text},
+                    "message": {"role": "assistant", "content": text, **outer.beside(graded)},
                 }
                 reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge"}
                 data = json.dumps({**reply, "choices": [choice]}).encode()
@@ -54,6 +54,8 @@ class Server:
                 self.send_header("Content-Length", str(len(data)))
                 if status == 503:
                     self.send_header("Retry-After-Ms", "1")
+                if status == 429:
+                    self.send_header("Retry-After", "30")
                 self.end_headers()
                 with contextlib.suppress(BrokenPipeError):  # nobody waits any more
                     self.wfile.write(data)
@@ -69,7 +71,13 @@ class Server:
     def url(self):
         return f"http://127.0.0.1:{self.http.server_address[1]}/v1"
 
+    def beside(self, graded):
+        fields = {"mind": "reasoning_content", "other mind": "reasoning", "prim": "refusal"}
+        return {fields[graded]: "Hm. <score>1</score>"} if graded in fields else {}
+
     def answer(self, graded):
+        if graded == "full":
+            return 429, "", "stop"
         if graded == "busy" and self.num_asked[graded] == 1:
             return 503, "", "stop"
         if graded == "away" and self.num_asked[graded] <= 8:
@@ -84,8 +92,9 @@ class Server:
             "mute": "I would rather not say.",
             "wild": "<score>7</score>",
             "cut": "<score>0.5</score> and",
+            **dict.fromkeys(("mind", "other mind", "prim")),
         }.get(graded, "<score>0</score>")
-        return 200, text, "length" if graded == "cut" else "stop"
+        return 200, text, {"cut": "length", "filtered": "content_filter"}.get(graded, "stop")
 
 
 @pytest.fixture
@@ -137,6 +146,16 @@ def test_failures_are_no_zeros_and_cost_no_other_row(server, scripted, play):
     assert "from 0 to 1" in body["messages"][0]["content"]
 
 
+def test_an_answer_that_is_none_says_why(server, scripted, play):
+    judge = ChatCompletions("judge", base_url=server.url, timeout_s=2)
+    end = judged(scripted, play, judge, ["mind", "other mind", "prim", "filtered", "full"])
+    assert not end["scorable"].any()
+    wanted = [*["reasoning and no answer after it: 'Hm. <score>1"] * 2, "refuses: 'Hm."]
+    wanted += ["filter of contents", "no answer within 2 s; it last said HTTP 429 Too Many"]
+    for error, part in zip(read_objects(end, "reward_errors"), wanted, strict=True):
+        assert part in error
+
+
 def test_a_server_that_is_away_is_asked_eight_times_more(server, scripted, play):
     judge = ChatCompletions("judge", base_url=server.url)
     end = judged(scripted, play, judge, ["away", "good"])
@@ -148,7 +167,7 @@ def test_a_server_that_is_not_there_makes_rows_unscorable(scripted, play):
     judge = ChatCompletions("judge", base_url="http://127.0.0.1:9/v1", max_retries=0)
     end = judged(scripted, play, judge, ["good", "good"])
     assert not end["scorable"].any()
-    assert "Connection error" in read_objects(end, "reward_errors")[0]
+    assert "http://127.0.0.1:9/v1/ can't be reached" in read_objects(end, "reward_errors")[0]
 
 
 def test_a_policy_judges(scripted, play, make_tiny_model, chatml_tokenizer):
