@@ -490,13 +490,10 @@ def _agents_faults(cfg: RolloutsConfig) -> Iterator[str]:
         yield f"agents: {twice} are there twice."
     if given.otherwise is not None and given.otherwise not in names:
         yield f"agents.otherwise must be one of {', '.join(names)}, got {given.otherwise!r}."
-    engine, collector, policy = cfg.engine, cfg.collector, cfg.policy
-    in_turn = collector.mode == "streaming" and collector.max_staleness == 0
+    engine, policy = cfg.engine, cfg.policy
     is_set = {
         f"{num_ranks()} ranks": num_ranks() > 1,
-        "collector=ray": collects_on_ray(cfg),
-        "collector.max_staleness=0": in_turn,
-        "collector.verify_every": collector.verify_every is not None,
+        "collector.verify_every": cfg.collector.verify_every is not None,
         "loss.advantage=gae": critic_settings(cfg) is not None,
         "policy.load_in_4bit": policy.load_in_4bit,
         f"policy.quantization={policy.quantization}": policy.quantization is not None,
@@ -506,6 +503,8 @@ def _agents_faults(cfg: RolloutsConfig) -> Iterator[str]:
         yield f"{name} does not go with agents.trained: leave one of them out."
     if engine.name not in ("transformers", "vllm"):
         yield f"agents.trained is for engine=transformers or vllm, got engine={engine.name}."
+    if engine.name == "vllm" and collects_on_ray(cfg):
+        yield "agents.trained: collector=ray draws for agents with engine=transformers, got vllm."
     if engine.name == "vllm" and not (engine.url and policy.lora_rank):
         yield (
             "agents.trained with engine=vllm: one server has the adapters of all agents. Start it "
