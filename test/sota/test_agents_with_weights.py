@@ -118,6 +118,10 @@ def test_adapters_of_agents_are_trained_saved_resumed_and_verified(run, tmp_path
     trained = {(row["agent"], row["is_trained"]) for row in samples(whole, 1)}
     assert trained == {("writer", True), ("critic", True), ("judge", False)}
 
+    # Each is compared with itself as it was: the same at first, and then another one.
+    metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert abs(metrics[0]["kl_to_ref"]) < 1e-7 < metrics[1]["kl_to_ref"]
+
     # A run that was cut leaves the same bytes.
     cut = run(*more, "name=cut", "train.num_steps=1")
     record = json.loads((cut / "run.json").read_text())
