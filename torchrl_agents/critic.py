@@ -254,10 +254,10 @@ def critic_metrics(output: CriticLossOutput, outcome: StepOutcome) -> dict[str, 
 
 
 def mean_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each number over the optimizer steps of a critic in one step of the run.
+    """The mean of each number over the optimizer steps in one step of the run.
 
     Args:
-        updates: one or more of :meth:`Critic.update`; empty where there was none.
+        updates: the numbers of each optimizer step, by the same names; empty where there was none.
     """
     names = dict.fromkeys(name for update in updates for name in update)
     return {n: sum(update[n] for update in updates) / len(updates) for n in names}

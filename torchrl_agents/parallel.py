@@ -27,7 +27,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from collectors import RunState, ShardedModel, ShardedOptimizer, contribute_weights
+from collectors import (
+    RunState,
+    ShardedModel,
+    ShardedOptimizer,
+    contribute_weights,
+    update_metrics,
+)
 from collectors.resume.sharded import Sharded
 from collectors.weight_update.plain_weights import unwrapped_module
 from collectors.weight_update.sharded_weights import is_spread, pushed_weights
@@ -84,14 +90,17 @@ def take_share(
         batch: all rows, which rank 0 has.
     """
     parts: list[PackedBatch] = []
-    for rows in _rows_by_model(actor, batch):
+    agents: list[str] = []
+    for agent, rows in _rows_by_model(actor, batch):
         shares = _shares_prefixes(actor, rows)
-        parts += ranks.scatter(rows, max_tokens=_most_tokens(cfg), count_shared_once=shares)
+        own = ranks.scatter(rows, max_tokens=_most_tokens(cfg), count_shared_once=shares)
+        parts += own
+        agents += [] if agent is None else [agent] * len(own)
     # Reduced once, the gradients of shards would be whole on every rank until then.
     copies = parallel_kind(cfg, ranks) != "fsdp2"
     reduces_once = copies if cfg.train.reduce == "auto" else cfg.train.reduce == "step"
     window = loss.measure_window(parts, ranks=ranks)
-    return RankShare(parts, window, actor.model, reduces_once, ranks)
+    return RankShare(parts, window, actor.model, reduces_once, ranks, agents)
 
 
 def score_share(
@@ -160,12 +169,14 @@ def _most_tokens(cfg: TrainingConfig) -> int:
 
 def _rows_by_model(
     actor: Actor | AgentPolicies, batch: PackedBatch | None
-) -> Sequence[PackedBatch | None]:
+) -> Iterator[tuple[str | None, PackedBatch | None]]:
     """The rows of each model that is trained: of agents with weights of their own several."""
     if not isinstance(actor, AgentPolicies) or batch is None:
-        return [batch]
+        yield None, batch
+        return
     rows = actor.rows_of(batch.agents or [None] * batch.num_rows)
-    return [batch.take_rows(torch.tensor(own)) for own in rows.values()]
+    for name, own in rows.items():
+        yield name, batch.take_rows(torch.tensor(own))
 
 
 def _shares_prefixes(actor: Actor | AgentPolicies, batch: PackedBatch | None) -> bool:
@@ -193,6 +204,29 @@ def combined(cfg: TrainingConfig, ranks: Ranks, outputs: Sequence[Any]) -> Any:
     if cfg.engine.colocate:
         torch.cuda.empty_cache()  # the engine takes its memory back
     return output
+
+
+def metrics_by_agent(
+    cfg: TrainingConfig, share: RankShare, outputs: Sequence[Any]
+) -> dict[str, float]:
+    """Return what an update was like for each agent with weights of its own; nothing of others.
+
+    Args:
+        cfg: the settings.
+        share: the rows.
+        outputs: of the loss, one of each micro-batch.
+
+    Returns:
+        As :func:`~collectors.update_metrics` names them, under ``agents/<name>/``. Losses are
+        shares of that of all agents, and add up to it.
+    """
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(share.agents):
+        pairs = zip(share.agents, outputs, strict=True)
+        own = combined(cfg, share.ranks, [output for agent, output in pairs if agent == name])
+        values = update_metrics([own], [])
+        found |= {f"agents/{name}/{key}": x for key, x in values.items() if "steps" not in key}
+    return found
 
 
 def saved_parts(

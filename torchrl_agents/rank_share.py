@@ -19,6 +19,7 @@ class RankShare:
         model: adds the gradients of all ranks up.
         reduces_once: it does so after the last micro-batch alone, or else after each.
         ranks: of the run.
+        agents: of agents with weights of their own, whose rows each part has.
     """
 
     parts: Sequence[PackedBatch]
@@ -26,6 +27,7 @@ class RankShare:
     model: nn.Module
     reduces_once: bool
     ranks: Ranks
+    agents: Sequence[str] = ()
 
     def micro_batches(self) -> Iterable[PackedBatch]:
         """Each of them, one after the other; forward and backward come before the next one."""

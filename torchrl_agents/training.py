@@ -49,6 +49,7 @@ from .parallel import (
     Follower,
     combined,
     identity_of_given,
+    metrics_by_agent,
     saved_parts,
     take_share,
     whole_critic,
@@ -94,10 +95,15 @@ class TrainingStep:
     """What came of computing its rows again, where some were."""
     critic_updates: list[Mapping[str, float]] = field(default_factory=list)
     """Metrics of the critic's optimizer steps."""
+    agent_updates: list[Mapping[str, float]] = field(default_factory=list)
+    """Metrics of each agent with weights of its own, of the optimizer steps."""
+    share: RankShare | None = None
+    """The rows of the passes, once they are taken."""
 
     def state(self) -> dict[str, Any] | None:
         """Give what a resumed run needs to go on inside of it; ``None`` before it is drawn."""
         names = ("number", "trajectories", "trained", "num_epochs", "critic_updates")
+        names += ("agent_updates",)
         kept = {name: getattr(self, name) for name in names}
         return kept | {"metrics": self.metrics.state_dict()} if self.is_drawn else None
 
@@ -154,7 +160,7 @@ class TrainingStep:
             also = {} if critic is None else {"also": [critic.loss]}
             batch = loss.pack(self.trained, **also)
             tell(ranks, RankJob.TAKE_ROWS, self.number)
-            share = take_share(cfg, ranks, training.actor, loss, batch)
+            self.share = share = take_share(cfg, ranks, training.actor, loss, batch)
             while self.num_epochs < training.num_epochs:
                 tell(ranks, RankJob.TRAIN_PASS)
                 yield share
@@ -171,6 +177,9 @@ class TrainingStep:
         """
         training = self.training
         self.metrics.add_update(combined(training.cfg, training.ranks, outputs), outcome)
+        if isinstance(training.actor, AgentPolicies):
+            assert self.share is not None
+            self.agent_updates.append(metrics_by_agent(training.cfg, self.share, outputs))
 
     def note_critic(self, metrics: Mapping[str, float]) -> None:
         """Note how an optimizer step of the critic went.
@@ -192,7 +201,7 @@ class TrainingStep:
         is_beside = isinstance(collector, StreamingCollector | RayLLMCollector)
         further = collector.metrics() if is_beside else {}
         further = {**training.measure(self), **self.verified, **further}
-        further |= mean_metrics(self.critic_updates)
+        further |= mean_metrics(self.critic_updates) | mean_metrics(self.agent_updates)
         return self.metrics.reduce(learning_rate=self.learning_rate, **further)
 
 

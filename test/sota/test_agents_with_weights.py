@@ -121,6 +121,13 @@ def test_adapters_of_agents_are_trained_saved_resumed_and_verified(run, tmp_path
     # Each is compared with itself as it was: the same at first, and then another one.
     metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert abs(metrics[0]["kl_to_ref"]) < 1e-7 < metrics[1]["kl_to_ref"]
+    for step in metrics:
+        of_both = [step[f"agents/{name}/loss"] for name in ("writer", "critic")]
+        assert sum(of_both) == pytest.approx(step["loss"], abs=1e-6)
+        counts = [step[f"agents/{name}/trained_tokens"] for name in ("writer", "critic")]
+        assert sum(counts) == step["trained_tokens"]
+        assert min(counts) > 0
+    assert not [key for key in metrics[0] if "agents/judge" in key]
 
     # A run that was cut leaves the same bytes.
     cut = run(*more, "name=cut", "train.num_steps=1")
