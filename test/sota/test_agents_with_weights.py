@@ -165,6 +165,11 @@ def test_a_run_goes_on_with_what_another_one_left_of_its_agents(run, run_recipe,
         assert own.keys() == other.keys()
         assert all(torch.equal(own[key], other[key]) for key in own)
     assert verify([str(second), "--agent", "critic", "--step", "1"]) == 0
+    if adapters:  # an agent that was frozen gets adapters of its own, which are trained
+        every = ["agents.trained=[writer,critic,judge]", "agents.frozen=[]", "train.num_steps=1"]
+        third = run(*rank, f"policy.model={first}", *every, "name=third")
+        own = load_file(third / "agents/judge/adapter/adapter_model.safetensors")
+        assert any(bool(value.any()) for key, value in own.items() if "lora_B" in key)
     # One of them is a model like any other; and all are evaluated together.
     evaluation = (*TASK, "task.dataset=rows.jsonl", "evaluate.solved_by=reward")
     few = ("evaluate.num_prompts=2", "evaluate.num_samples=1", "evaluate.num_shown=0")

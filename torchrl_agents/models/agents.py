@@ -1,5 +1,6 @@
 """Policies of agents with weights of their own: adapters over one model, or a model each."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -33,6 +34,8 @@ from .policies import transformers_policy
 from .policy_arguments import wrapper_arguments
 from .saved_agents import SavedAgents, found_agents
 
+_LOG = logging.getLogger("torchrl_agents")
+
 
 def add_agents(
     cfg: RecipeConfig, actor: TransformersWrapper, policy: LLMWrapperBase
@@ -58,6 +61,9 @@ def add_agents(
     models = kind(cfg.policy, agents, actor.model, saved)
     for name in agents.frozen:
         models[name].requires_grad_(False)
+    what = "adapters over one model" if kind is _adapted_models else "a whole model each"
+    frozen = f"; {', '.join(agents.frozen)} stay as they are" if agents.frozen else ""
+    _LOG.info("agents: %s have %s%s", ", ".join(agents.trained), what, frozen)
     own: dict[str, LLMWrapperBase] = {
         name: actor if model is actor.model else transformers_policy(cfg, model, actor.tokenizer)
         for name, model in models.items()
@@ -98,45 +104,44 @@ def _adapted_models(
     cfg: PolicyConfig, agents: AgentsConfig, base: Any, saved: SavedAgents | None
 ) -> dict[str, nn.Module]:
     """A model for each agent over one base: with new adapters, or those that a run left."""
-    if saved is not None:
-        return _models_over(base, saved, agents.names, rank=cfg.lora_rank)
-    configs = dict.fromkeys(agents.trained, adapter_config(cfg, base))
+    new = {} if cfg.lora_rank is None else dict.fromkeys(agents.trained, adapter_config(cfg, base))
     with refusing("policy.lora_target_modules"):
-        adapted = models_over_one_base(base, configs)
-    return _with_base(adapted, agents.names, base)
+        return _models_over(base, agents.names, saved, new)
 
 
 def _models_over(
-    base: Any, saved: SavedAgents, names: Sequence[str], *, rank: int | None = None
+    base: nn.Module, names: Sequence[str], saved: SavedAgents | None, new: Mapping[str, Any]
 ) -> dict[str, nn.Module]:
-    """The models of agents that a run left adapters of, over one base.
+    """Models over one base: with adapters that a run left, with new ones, or without any.
+
+    Args:
+        base: without adapters.
+        names: of the agents.
+        saved: by the run, if there was one.
+        new: configurations of agents that get adapters, where the run left none of theirs.
 
     Raises:
-        SettingsError: adapters have another rank.
+        SettingsError: adapters of the run have another rank.
     """
     import peft
 
-    configs: dict[str, Any] = {}
-    for name in (name for name in names if saved.adapter(name).is_dir()):
+    left = [] if saved is None else [name for name in names if saved.adapter(name).is_dir()]
+    configs = dict(new)
+    for name in left:
+        assert saved is not None
         config: Any = peft.PeftConfig.from_pretrained(str(saved.adapter(name)))
-        if rank not in (None, config.r):
+        if name in new and config.r != new[name].r:
             raise SettingsError(
-                f"policy.lora_rank={rank}: the adapters of {name} in {saved.adapter(name)} have "
-                f"rank {config.r}. Give policy.lora_rank={config.r}."
+                f"policy.lora_rank={new[name].r}: the adapters of {name} in {saved.adapter(name)} "
+                f"have rank {config.r}. Give policy.lora_rank={config.r}."
             )
         config.inference_mode = False
         config.base_model_name_or_path = None  # the base is here, wherever it was then
         configs[name] = config
     adapted = models_over_one_base(base, configs)
-    for name, model in adapted.items():
-        load_adapter(model, saved.adapter(name))
-    return _with_base(adapted, names, base)
-
-
-def _with_base(
-    adapted: Mapping[str, nn.Module], names: Sequence[str], base: nn.Module
-) -> dict[str, nn.Module]:
-    """A model for each agent: the base itself where it has no adapters."""
+    for name in left:
+        assert saved is not None
+        load_adapter(adapted[name], saved.adapter(name))
     return {name: adapted.get(name, base) for name in names}
 
 
@@ -168,7 +173,7 @@ def saved_models(saved: SavedAgents, cfg: PolicyConfig) -> tuple[nn.ModuleDict, 
     settings = plain if Path(source).is_dir() else cfg
     model, tokenizer = load_model(settings, source, who="the model of the run")
     if is_over_base:
-        models = _models_over(model, saved, names)
+        models = _models_over(model, names, saved, {})
     else:
         models = {name: load_model(plain, saved.whole(name))[0] for name in names}
     return nn.ModuleDict(models), tokenizer, is_over_base
