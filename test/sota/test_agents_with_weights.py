@@ -110,7 +110,7 @@ def check_adapters(folder):
 
 
 def test_adapters_of_agents_are_trained_saved_resumed_and_verified(run, tmp_path, capsys):
-    more = ("policy.lora_rank=4", "loss.kl_to_ref_coeff=0.1")
+    more = ("policy.lora_rank=4", "loss.kl_to_ref_coeff=0.1", "collector.verify_every=1")
     whole = run(*more, "name=whole")
     check_adapters(whole)
 
@@ -122,6 +122,7 @@ def test_adapters_of_agents_are_trained_saved_resumed_and_verified(run, tmp_path
     metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert abs(metrics[0]["kl_to_ref"]) < 1e-7 < metrics[1]["kl_to_ref"]
     for step in metrics:
+        assert step["verify/tokens"] > 0 == step["verify/at_fault"]
         of_both = [step[f"agents/{name}/loss"] for name in ("writer", "critic")]
         assert sum(of_both) == pytest.approx(step["loss"], abs=1e-6)
         counts = [step[f"agents/{name}/trained_tokens"] for name in ("writer", "critic")]
@@ -202,7 +203,6 @@ def test_a_run_goes_on_with_what_another_one_left_of_its_agents(run, run_recipe,
             ["collector=ray", "engine=vllm"],
             "collector=ray draws for agents with engine=transformers",
         ),
-        (["collector.verify_every=2"], "collector.verify_every does not go with agents.trained"),
         (["loss.advantage=gae", "loss.credit=episode"], "loss.advantage=gae does not go with"),
         (["push_to_hub=a/b"], "push_to_hub does not go with agents.trained"),
         (["engine=vllm", "policy.lora_rank=4"], "one server has the adapters of all agents"),

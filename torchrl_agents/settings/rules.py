@@ -493,7 +493,6 @@ def _agents_faults(cfg: RolloutsConfig) -> Iterator[str]:
     engine, policy = cfg.engine, cfg.policy
     is_set = {
         f"{num_ranks()} ranks": num_ranks() > 1,
-        "collector.verify_every": cfg.collector.verify_every is not None,
         "loss.advantage=gae": critic_settings(cfg) is not None,
         "policy.load_in_4bit": policy.load_in_4bit,
         f"policy.quantization={policy.quantization}": policy.quantization is not None,
