@@ -129,7 +129,8 @@ class GroupLedger(GenerationLedger):
             for group in groups:
                 self._move(group, GroupState.FINISHED)
             self._accounts.ages -= Counter(_ages(groups, step))
-            self._schedule.pop()
+            if self._schedule:  # a ledger that goes on where another was has none of its steps
+                self._schedule.pop()
         self._batches.clear()
         self._happened()
 
