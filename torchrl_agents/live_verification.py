@@ -3,7 +3,6 @@
 import logging
 import random
 import time
-from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import torch
@@ -18,6 +17,7 @@ from torchrl_data.keys import AGENT
 from torchrl_modules import AgentPolicies, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 
+from .models.agents import policies_of
 from .settings.schema import RolloutsConfig, TrainingConfig
 
 _LOG = logging.getLogger("torchrl_agents")
@@ -36,17 +36,11 @@ def live_verification(cfg: TrainingConfig, actor: Any) -> "LiveVerification | No
     every = cfg.collector.verify_every if isinstance(cfg, RolloutsConfig) else None
     if every is None:
         return None
-    assert isinstance(
-        actor, TransformersWrapper | AgentPolicies
-    )  # a reward model samples nothing to verify
-    engine = cast("TransformersEngine", next(iter(_policies_of(actor).values())).engine)
+    # A reward model samples nothing to verify.
+    assert isinstance(actor, TransformersWrapper | AgentPolicies)
+    engine = cast("TransformersEngine", next(iter(policies_of(actor).values())).engine)
     numbers = Numbers(engine.inside.dtype, torch.bfloat16 if cfg.train.autocast else None)
     return LiveVerification(actor, every=every, numbers=numbers)
-
-
-def _policies_of(actor: Any) -> Mapping[str, TransformersWrapper]:
-    """The policies of agents by their names; or the one of all rows."""
-    return getattr(actor, "by_agent", {"": actor})
 
 
 class LiveVerification:
@@ -68,7 +62,7 @@ class LiveVerification:
     ) -> None:
         self._every = every
         self._agents = actor if isinstance(actor, AgentPolicies) else None
-        policies = _policies_of(actor).items()
+        policies = policies_of(actor).items()
         self._recomputations = {name: Recomputation(own, numbers=numbers) for name, own in policies}
         self._seconds_a_row = 0.0
         self._since = time.perf_counter()

@@ -16,7 +16,6 @@ from torchrl_agents.settings.schema import (
     AgentsConfig,
     PolicyConfig,
     RecipeConfig,
-    TrainingConfig,
     agents_settings,
 )
 from torchrl_data.batched_object import read_objects
@@ -31,8 +30,8 @@ from torchrl_modules import (
 from .adapters import adapter_config
 from .loading import load_model
 from .policies import transformers_policy
-from .policy_arguments import wrapper_arguments
-from .saved_agents import SavedAgents, found_agents
+from .saved_agents import SavedAgents, found_agents, takes_adapters
+from .vllm_policy import vllm_policy
 
 _LOG = logging.getLogger("torchrl_agents")
 
@@ -56,8 +55,7 @@ def add_agents(
     saved = found_agents(cfg)
     agents = agents_settings(cfg) or (saved and saved.settings)
     assert agents is not None
-    is_base = saved is not None and saved.base is not None and not isinstance(cfg, TrainingConfig)
-    kind = _adapted_models if is_base or cfg.policy.lora_rank is not None else _whole_models
+    kind = _adapted_models if takes_adapters(cfg, saved) else _whole_models
     models = kind(cfg.policy, agents, actor.model, saved)
     for name in agents.frozen:
         models[name].requires_grad_(False)
@@ -76,19 +74,10 @@ def add_agents(
             f"agents.trained={agents.trained}: the server at {cfg.engine.url} takes no adapters, "
             "with which it would draw for all agents. Start it with --enable-lora."
         )
-    samplers = {name: _client(cfg, actor) for name in agents.names}
+    # One for each, over the server that runs: each has adapters of its own there.
+    url = str(cfg.engine.url)
+    samplers = {name: vllm_policy(cfg, url, actor.tokenizer) for name in agents.names}
     return actors, AgentPolicies(samplers, otherwise=agents.otherwise)
-
-
-def _client(cfg: RecipeConfig, actor: TransformersWrapper) -> LLMWrapperBase:
-    """A policy over the server, which has adapters of its own there."""
-    from torchrl_modules import vLLMWrapper
-
-    arguments = wrapper_arguments(cfg.policy, actor.tokenizer)
-    with refusing("engine"):
-        return vLLMWrapper(
-            cfg.engine.url, engine_kwargs=cfg.engine.engine_kwargs or None, **arguments
-        )
 
 
 def _whole_models(
@@ -214,7 +203,11 @@ def pushed_models(actor: Any) -> Any:
     return actor.trained_models() if isinstance(actor, AgentPolicies) else actor.model
 
 
+def policies_of(actor: Any) -> Mapping[str, Any]:
+    """The policies of agents by their names; of one policy that one, under nobody's name."""
+    return getattr(actor, "by_agent", {"": actor})
+
+
 def scorer_of(actor: Any) -> Any:
     """The scorer over the trained model; of agents over the first of their models, all alike."""
-    policies: Mapping[str, Any] = getattr(actor, "by_agent", {"": actor})
-    return next(iter(policies.values())).scorer
+    return next(iter(policies_of(actor).values())).scorer

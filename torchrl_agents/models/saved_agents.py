@@ -110,3 +110,15 @@ def found_agents(cfg: RecipeConfig) -> SavedAgents | None:
             f"policy.lora_rank={rank}: the agents of {who} have a whole model each. Leave it out."
         )
     return saved
+
+
+def takes_adapters(cfg: RecipeConfig, saved: SavedAgents | None) -> bool:
+    """Return whether agents have adapters over one model, and not a whole model each.
+
+    Args:
+        cfg: the settings; where nothing is trained agents are as the run left them.
+        saved: agents of the run that ``policy.model`` is, if it is one.
+    """
+    if isinstance(cfg, TrainingConfig):
+        return cfg.policy.lora_rank is not None
+    return saved is not None and saved.base is not None

@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from collectors.weight_update.plain_weights import gathered_state_dict
 from torchrl_agents.settings.errors import refusing
-from torchrl_agents.settings.schema import RecipeConfig, TrainingConfig
+from torchrl_agents.settings.schema import RecipeConfig
 from torchrl_data.templates.registry import builtin_template
 from torchrl_envs.datasets import MODEL_FILES, check_source
 from torchrl_envs.tasks.task import Task
@@ -20,7 +20,7 @@ from torchrl_modules import LLMWrapperBase, local_model
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
-from .saved_agents import found_agents
+from .saved_agents import found_agents, takes_adapters
 
 Source = str | Mapping[str, bytes]
 """Hub id or folder of a model, or the files of one that was made here, by name."""
@@ -31,8 +31,7 @@ _NUM_TEXTS = 1024
 def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
     """Yield the source of the model: as given, a run's, or a folder with the embedded one."""
     if (saved := found_agents(cfg)) is not None:
-        has_adapters = cfg.policy.lora_rank is not None or not isinstance(cfg, TrainingConfig)
-        yield model_folder(saved.source(adapters=has_adapters))
+        yield model_folder(saved.source(adapters=takes_adapters(cfg, saved)))
         return
     if cfg.policy.model is not None:
         yield model_folder(cfg.policy.model)
