@@ -23,6 +23,7 @@ from .engine import (
     least_of,
     push_weights,
 )
+from .joined_engine import AsyncJoinedEngine, JoinedBatches, JoinedEngine, joined_groups
 from .open_async import open_async
 from .shared_weights import copies_of_shared, note_shared_weights
 from .transformers import TransformersEngine
@@ -178,7 +179,7 @@ class _EnginesByAgent:
 
 
 class AgentEngines(_EnginesByAgent):
-    """Draws each row with the engine of its agent.
+    """Draws each row with the engine of its agent; rows of adapters over one base in one batch.
 
     Frozen weights that the models of several agents share are theirs together: an update of one
     has the others alone, its adapters.
@@ -191,6 +192,7 @@ class AgentEngines(_EnginesByAgent):
     def __init__(self, engines: Mapping[str, Any], otherwise: str | None = None) -> None:
         super().__init__(engines, otherwise)
         note_shared_weights(self._engines())
+        self._joined = JoinedBatches()
 
     def generate(
         self,
@@ -221,20 +223,30 @@ class AgentEngines(_EnginesByAgent):
                 "AgentPolicies: nobody says which agent takes a turn. The entry 'agent' of a batch "
                 "does, which an AgentProgram writes."
             )
-        rows: dict[str | None, list[int]] = defaultdict(list)
-        for row, agent in enumerate(agents):
-            rows[self.name_of(agent)].append(row)
-        drawn = {row: self._nobody(agents[row]) for row in rows.pop(None, ())}
-        for name, own in rows.items():
-            engine = self.by_agent[name or ""]
+        names = [self.name_of(agent) for agent in agents]
+        drawn = {row: self._nobody(agents[row]) for row, name in enumerate(names) if name is None}
+        # Of each batch the rows, and the numbers of their models where it has several.
+        batches: dict[Any, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        joins = not params.routed_experts and not any(images or ())
+        joined = self._joined.places(self._engines()) if joins else {}
+        for row, name in enumerate(names):
+            if name is not None:
+                engine = self.by_agent[name]
+                one, number = joined.get(id(engine), (engine, 0))
+                its_rows, numbers = batches[one]
+                its_rows.append(row)
+                numbers.append(number)
+        for engine, (own, numbers) in batches.items():
             its, further = seeded(engine, params, seeds and [seeds[i] for i in own])
+            if isinstance(engine, JoinedEngine):
+                further["models"] = numbers
             if max_new_tokens is not None:
                 further["max_new_tokens"] = [max_new_tokens[i] for i in own]
             if images is not None and any(images[i] for i in own):
                 further["images"] = [images[i] for i in own]
             given = engine.generate([prompts[i] for i in own], its, **further)
             drawn |= {
-                row: self._stamped(engine, generation)
+                row: self._stamped(self.by_agent[names[row] or ""], generation)
                 for row, generation in zip(own, given, strict=True)
             }
         return [drawn[row] for row in range(len(prompts))]
@@ -257,7 +269,7 @@ class AgentEngines(_EnginesByAgent):
 
 
 class AsyncAgentEngines(_EnginesByAgent, ClosedOnLeaving):
-    """Draws for each caller with the engine of its agent.
+    """Draws for each caller with the engine of its agent; adapters over one base with one thread.
 
     Args:
         engines: of the agents, each served to asyncio; it belongs to this until this is closed.
@@ -272,7 +284,12 @@ class AsyncAgentEngines(_EnginesByAgent, ClosedOnLeaving):
         if copy_model:
             options["shared"] = copies_of_shared(engines._engines())
         try:
+            for group in joined_groups(engines._engines()):
+                over = AsyncJoinedEngine(group, **options)
+                opened |= {id(e): m for e, m in zip(group.engines, over.members, strict=True)}
             for engine in engines._engines():
+                if id(engine) in opened:
+                    continue
                 own = options if isinstance(engine, TransformersEngine) else {}
                 opened[id(engine)] = open_async(engine, **own)
         except BaseException:

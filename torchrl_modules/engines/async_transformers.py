@@ -132,6 +132,16 @@ class AsyncTransformersEngine(ChecksAttributes, SteppedEngine):
         session: Hashable = None,
     ) -> Generation:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.respond`."""
+        return await self._respond(prompt, params, max_new_tokens, session)
+
+    async def _respond(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParameters,
+        max_new_tokens: int | None,
+        session: Hashable,
+        mark: int = 0,
+    ) -> Generation:
         params.check_stops_are_found()
         self.check_sampling(params)
         budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -146,6 +156,7 @@ class AsyncTransformersEngine(ChecksAttributes, SteppedEngine):
         seed = int(torch.randint(1 << 31, ())) if seed is None else seed
         request = Request(
             tokens=list(prompt),
+            mark=mark,
             params=params,
             budget=budget,
             stream=random.Random(seed),
@@ -180,7 +191,16 @@ class AsyncTransformersEngine(ChecksAttributes, SteppedEngine):
                 old weights have read, which is faster, and the log-probs are of neither version
                 alone. New requests never meet what old weights have read.
         """
-        load = partial(self._engine.update_weights, state_dict, version=version)
+        await self._load(self._engine, state_dict, version, recompute)
+
+    async def _load(
+        self,
+        engine: TransformersEngine,
+        state_dict: Mapping[str, Tensor],
+        version: int | None,
+        recompute: bool,
+    ) -> None:
+        load = partial(engine.update_weights, state_dict, version=version)
         await self._thread.call(
             partial(self._decoding.update, load, recompute),
             spares=lambda error: isinstance(error, UpdateRefused),

@@ -14,7 +14,7 @@ from torchrl_data.devices import on_device
 from torchrl_modules.scoring.wrapped_models import evaluation_mode
 
 from .decoding import PromptReader
-from .drawn_tokens import TokenDraw, draw_block, look
+from .drawn_tokens import TokenDraw, advancing, draw_block, look
 from .kept_caches import KeptCaches
 from .readers import group_rows
 from .request import Request, alike_rows
@@ -67,7 +67,7 @@ class ContinuousDecoding:
         self.num_drawn = 0
         """Tokens of all responses."""
         # Of a model that others have, too: they must not change it, and may train it by its modes.
-        self._watched = [] if is_own else list(model.parameters())
+        self._watched = [] if is_own else engine.drawn_with()
         self._evaluating = nullcontext if is_own else partial(evaluation_mode, model)
         if is_own:
             model.eval()
@@ -94,7 +94,8 @@ class ContinuousDecoding:
                     most = (max if reader.reads_past_ends else min)(left)
                     num_steps = min(self._engine.tokens_per_look, most)
                     last = on_device([row.tokens[-1] for row in members], self._model.device)
-                    self._draw(reader, members, reader.advance(last), last, num_steps)
+                    logits = advancing(reader.advance, members, last.device)(last)
+                    self._draw(reader, members, logits, last, num_steps)
             # Those that wait and may run: a pass over few prompts costs as much as over many.
             room = min(self._max_running - len(self._running), len(self.waiting))
             self._num_steps_waited += max(1, num_steps) if room > 0 else 0
@@ -104,14 +105,14 @@ class ContinuousDecoding:
                 new = [self.waiting.popleft() for _ in range(room)]
                 self._running |= {id(row): row for row in new}
                 # Read the tokens of those that join, and draw their first ones.
-                prompts = [row.tokens for row in new]
+                prompts = [row.marked for row in new]
                 by_length = self._engine.reader.needs_one_length
                 for group in group_rows(prompts, range(len(new)), by_length=by_length):
                     if self.slots is None:
                         self._groups.append((self._engine.reader(self._model), []))
                     reader, members = self._groups[-1]
                     joining = [new[at] for at in group]
-                    logits = reader.read([row.tokens for row in joining])
+                    logits = reader.read([prompts[at] for at in group])
                     members += joining
                     last = on_device([row.tokens[-1] for row in joining], self._model.device)
                     self._draw(reader, joining, logits, last, 1)
@@ -138,11 +139,12 @@ class ContinuousDecoding:
             )
             for some, group in zip(alike, groups.values(), strict=True)
         ]
-        drawn, _ = draw_block(parts, logits, last, reader.advance, num_steps)
+        advance = advancing(reader.advance, rows, logits.device)
+        drawn, _ = draw_block(parts, logits, last, advance, num_steps)
         ended: list[Request] = []
         for some, steps in zip(alike, look(drawn, logits.shape[-1]), strict=True):
             for at, request in enumerate(some):
-                before, version = request.num_drawn, self._engine.version
+                before, version = request.num_drawn, self._engine.version_of(request.mark)
                 if not request.starts or request.starts[-1][0] != version:
                     request.starts.append((version, before))
                 request.take(steps, at)
@@ -168,7 +170,7 @@ class ContinuousDecoding:
                 if self.slots is not None and row.finish_reason == "error":
                     self.slots.wipe(at)
                 elif self.slots is not None and row.session is not None:
-                    self.slots.leave_behind(at, row.tokens, row.session)
+                    self.slots.leave_behind(at, row.marked, row.session)
                 last = order.pop()
                 if at < len(order):
                     order[at] = last
@@ -194,7 +196,7 @@ class ContinuousDecoding:
             with torch.no_grad(), self._evaluating(), self._engine.precision():
                 for at, (_, members) in enumerate(self._groups):
                     left = [row for row in members if id(row) in self._running]
-                    read = [row.tokens[:-1] for row in left]
+                    read = [row.marked[:-1] for row in left]
                     if self.slots is not None:
                         self.slots.fill(read, range(len(left)))
                     else:

@@ -20,7 +20,15 @@ from transformers import PreTrainedModel
 from torchrl_data.devices import on_device
 from torchrl_modules.sampling.parameters import SamplingParameters
 
-from .drawn_tokens import AlikeRows, DrawnRow, TokenDraw, draw_block, look, start_history
+from .drawn_tokens import (
+    AlikeRows,
+    DrawnRow,
+    TokenDraw,
+    advancing,
+    draw_block,
+    look,
+    start_history,
+)
 from .engine import Generation
 
 _COMPACT_BELOW = 0.75
@@ -80,6 +88,7 @@ def decode(
     seeds: Sequence[int] | None = None,
     *,
     per_look: int = 1,
+    marks: Sequence[int] | None = None,
 ) -> list[Generation]:
     """Continue one batch of prompts until every row has drawn a stop token or used up its budget.
 
@@ -92,15 +101,16 @@ def decode(
         per_look: so many tokens are drawn of each row before the host looks at them. With seeds a
             row is the same whatever the number. Torch's generator also draws for rows that have
             ended and are still in the batch, so without seeds it decides which numbers others get.
+        marks: of each row, see :class:`~.joined_model.JoinedModel`; 0 when not given.
     """
     rows = [
-        DrawnRow(tokens=[*prompt], params=params, budget=budget)
-        for prompt, budget in zip(prompts, budgets, strict=True)
+        DrawnRow(tokens=[*prompt], params=params, budget=budget, mark=mark)
+        for prompt, budget, mark in zip(prompts, budgets, marks or [0] * len(prompts), strict=True)
     ]
     streams = None if seeds is None else [random.Random(seed) for seed in seeds]
     # Row of each batch element; elements leave the batch when their rows have ended.
     here = list(range(len(rows)))
-    logits, draw, num_drawn = reader.read(prompts), TokenDraw(params), 0
+    logits, draw, num_drawn = reader.read([row.marked for row in rows]), TokenDraw(params), 0
     reader.expect(max(len(row.tokens) + row.budget for row in rows))
     seen, counts = start_history(prompts, logits) if params.penalises else (None, None)
     while True:
@@ -113,7 +123,8 @@ def decode(
         )
         left = [rows[row].budget for row in here if rows[row].finish_reason is None]
         num_steps = min(per_look, (max if reader.reads_past_ends else min)(left) - num_drawn)
-        drawn, tokens = draw_block([batch], logits, None, reader.advance, num_steps)
+        advance = advancing(reader.advance, [rows[row] for row in here], logits.device)
+        drawn, tokens = draw_block([batch], logits, None, advance, num_steps)
         num_drawn += num_steps
         (steps,) = look(drawn, logits.shape[-1])
         for element, row in enumerate(here):
@@ -133,7 +144,8 @@ def decode(
             tokens, here = tokens[at], [here[k] for k in keep]
             if seen is not None and counts is not None:
                 seen, counts = seen[at], counts[at]
-        logits = reader.advance(tokens)
+            advance = advancing(reader.advance, [rows[row] for row in here], logits.device)
+        logits = advance(tokens)
     _leave_behind(reader, [rows[row] for row in here], ended=False)
     return [row.generation() for row in rows]
 
@@ -142,4 +154,4 @@ def _leave_behind(reader: PromptReader, rows: Sequence[DrawnRow], *, ended: bool
     """Rows of a batch leave, all or those that have ended; what was read may serve later turns."""
     for element, row in enumerate(rows) if reader.keeps_rows else ():
         if not ended or row.finish_reason is not None:
-            reader.leave_behind(element, row.tokens)
+            reader.leave_behind(element, row.marked)

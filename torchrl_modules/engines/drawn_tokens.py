@@ -263,6 +263,8 @@ class DrawnRow:
     params: SamplingParameters
     budget: int
     """Most new tokens."""
+    mark: int = 0
+    """What is added to its tokens where they are read: see :class:`~.joined_model.JoinedModel`."""
     num_prompt: int = 0
     log_probs: list[float] = field(default_factory=list)
     untempered_log_probs: list[float] = field(default_factory=list)
@@ -284,6 +286,11 @@ class DrawnRow:
     def drawn(self) -> list[int]:
         """Tokens of the response so far."""
         return self.tokens[self.num_prompt :]
+
+    @property
+    def marked(self) -> list[int]:
+        """All tokens, as they are read."""
+        return [token + self.mark for token in self.tokens] if self.mark else self.tokens
 
     def take(self, steps: Sequence[SeenTokens], at: int) -> None:
         """Take tokens up to the one that ends the row; what was drawn behind it is dropped.
@@ -329,6 +336,22 @@ class DrawnRow:
         if matcher is not None and matcher.may_end(token) and matcher.just_ended(self.drawn):
             return "stop"
         return "length" if self.num_drawn >= self.budget else None
+
+
+def advancing(
+    advance: Callable[[Tensor], Tensor], rows: Sequence[DrawnRow], device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """What reads one more token of each row of a batch, as it was drawn.
+
+    Args:
+        advance: reads it with its mark.
+        rows: of the batch.
+        device: of the model.
+    """
+    if not any(row.mark for row in rows):
+        return advance
+    marks = on_device([row.mark for row in rows], device, torch.int64)
+    return lambda tokens: advance(tokens + marks)
 
 
 def start_history(prompts: Sequence[Sequence[int]], logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -258,7 +258,7 @@ def find_prompt_reader(
     if getattr(model, "_is_stateful", False):  # padding on the left would be part of the state
         readers = [reader for reader in readers if reader.needs_one_length]
     run = partial(run_trial, model, who="TransformersEngine")
-    return fastest(_found, model, readers, run, _tried, "a row")
+    return fastest(_found, model, readers, run, read_trial, "a row")
 
 
 def fastest(
@@ -303,11 +303,21 @@ def fastest(
     return readers[at]
 
 
-def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: ReadingTrial) -> list[Tensor]:
-    """Return what a reader says of rows, in the first way of using it that is wrong, if one is."""
+def read_trial(
+    cls: type[PromptReader], model: PreTrainedModel, trial: ReadingTrial, mark: int = 0
+) -> list[Tensor]:
+    """Say what a reader makes of rows, in the first way of using it that is wrong, if one is.
+
+    Args:
+        cls: of the reader.
+        model: that it reads with.
+        trial: the rows.
+        mark: of the rows, see :class:`~.joined_model.JoinedModel`. Rows of one that is not 0 are
+            not tried in further ways.
+    """
     # Read one by one; rows leave on the way.
     rows = trial.rows
-    prompts = [row[: max(1, min(4, len(row) - 2))].tolist() for row in rows]
+    prompts = [(row[: max(1, min(4, len(row) - 2))] + mark).tolist() for row in rows]
     results: list[list[Tensor]] = [[] for _ in rows]
     for group in group_rows(prompts, range(len(rows)), by_length=cls.needs_one_length):
         reader, here = _on_trial(cls(model)), list(group)
@@ -325,9 +335,9 @@ def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: ReadingTrial)
             if len(left) < len(here) and reader.can_drop:
                 reader.keep(left)
                 drawn, here = drawn[left], [here[k] for k in left]
-            logits = reader.advance(drawn)
+            logits = reader.advance(drawn + mark)
     continued = [torch.stack(values) for values in results]
-    if not issubclass(cls, SlotReader) or not trial.allows(trial.difference(continued)):
+    if mark or not issubclass(cls, SlotReader) or not trial.allows(trial.difference(continued)):
         return continued
     return _joined(cls, model, trial.rows)
 

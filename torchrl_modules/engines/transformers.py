@@ -304,13 +304,25 @@ class TransformersEngine(ChecksAttributes):
             RuntimeError: an update broke off in the middle, because a rank that had a part of the
                 weights ended, say.
         """
+        return self._generate(
+            prompts, params, max_new_tokens=max_new_tokens, seeds=seeds, images=images
+        )
+
+    @torch.no_grad()
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: Sequence[int] | None,
+        seeds: Sequence[int | None] | None,
+        images: Sequence[Sequence[str]] | None = None,
+        marks: Sequence[int] | None = None,
+    ) -> list[Generation]:
+        """Draw rows, of which each may be read with a mark: see :class:`JoinedEngine`."""
         params.check_stops_are_found()
         self.check_sampling(params)
-        if self._is_mixed:
-            raise RuntimeError(
-                "TransformersEngine cannot serve: an update broke off in the middle, and its "
-                "weights are a mixture. Update them again."
-            )
+        self.check_whole()
         budgets = list(max_new_tokens or [params.max_new_tokens] * len(prompts))
         rows_seeds = list(seeds or params.row_seeds(len(prompts)))
         num_seeds = sum(seed is not None for seed in rows_seeds)
@@ -333,7 +345,12 @@ class TransformersEngine(ChecksAttributes):
             return results
         self._give_back_memory()
         with evaluation_mode(self.inside), self.precision():
-            for group, reader in self._batches(prompts, good, media, params):
+            read: Sequence[Sequence[int]] = prompts
+            if marks is not None:
+                read = [
+                    [token + mark for token in p] for p, mark in zip(prompts, marks, strict=True)
+                ]
+            for group, reader in self._batches(read, good, media, params):
                 own_seeds: Any = [rows_seeds[i] for i in group] if num_seeds else None
                 generations = decode(
                     reader,
@@ -342,6 +359,7 @@ class TransformersEngine(ChecksAttributes):
                     [budgets[i] for i in group],
                     own_seeds,
                     per_look=self.tokens_per_look,
+                    marks=marks and [marks[i] for i in group],
                 )
                 for k, (i, generation) in enumerate(zip(group, generations, strict=True)):
                     results[i] = generation
@@ -358,6 +376,18 @@ class TransformersEngine(ChecksAttributes):
         """
         if self._is_trimmed:
             _malloc_trim(0)
+
+    def check_whole(self) -> None:
+        """Check that its weights are of one update.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        if self._is_mixed:
+            raise RuntimeError(
+                "TransformersEngine cannot serve: an update broke off in the middle, and its "
+                "weights are a mixture. Update them again."
+            )
 
     def check_sampling(self, params: SamplingParameters) -> None:
         """Check that the engine can report what is asked for.
@@ -395,7 +425,7 @@ class TransformersEngine(ChecksAttributes):
         if text:
             new_reader: Callable[[PreTrainedModel], PromptReader] = self.reader
             if self._kept is not None and issubclass(self.reader, SlotReader):
-                now = (weights_fingerprint(self.inside), acting_adapters(self.inside))
+                now = self.weights_state()
                 if now != self._kept_for:  # What other weights have read is not what these would.
                     self._kept.clear()
                     self._kept_for = now
@@ -423,6 +453,22 @@ class TransformersEngine(ChecksAttributes):
         state = self._state_of_steps()
         return self._steps.renew(state, self.inside, self._autocast_dtype)
 
+    def weights_state(self) -> Hashable:
+        """Another one, in all likelihood, once what is drawn with is another."""
+        return weights_fingerprint(self.inside), acting_adapters(self.inside)
+
+    def drawn_with(self) -> list[Tensor]:
+        """The weights that it draws with."""
+        return list(self.inside.parameters())
+
+    def version_of(self, mark: int) -> int:  # noqa: ARG002
+        """Version of the weights that read a row.
+
+        Args:
+            mark: of the row; one of several models has its own.
+        """
+        return self.version
+
     def make_room(self) -> None:
         """A gradient is to be computed: let go of what drawing keeps, if it takes over 4 GiB."""
         self._steps.clear(_KEPT_BESIDE_TRAINING)
@@ -439,6 +485,26 @@ class TransformersEngine(ChecksAttributes):
             self._kept.clear()
         self._steps.clear()
 
+    def settings(self) -> dict[str, Any]:
+        """The arguments that it was made with, but for the model."""
+        return {
+            "max_model_len": None if self.max_model_len == 1 << 62 else self.max_model_len,
+            "autocast_dtype": self._autocast_dtype,
+            "max_cached_tokens": self.max_cached_tokens,
+            "images": self.images,
+            "tokens_per_look": self.tokens_per_look,
+            "compile_layers": self._compile_layers,
+            "batch_invariant": self.batch_invariant,
+        }
+
+    def share_steps(self, other: "TransformersEngine") -> None:
+        """Keep for steps what another engine keeps, one of the two at a time.
+
+        Args:
+            other: which draws in the place of this one.
+        """
+        self._steps = other._steps
+
     def copied(self, shared: Mapping[int, Tensor] | None = None) -> "TransformersEngine":
         """The same over a copy of the model, with the same version.
 
@@ -447,16 +513,8 @@ class TransformersEngine(ChecksAttributes):
                 of several models have in common.
         """
         memo: dict[int, Any] = {**(shared or {})}
-        engine = TransformersEngine(
-            deepcopy(without_ddp(self.model), memo).requires_grad_(False),
-            max_model_len=None if self.max_model_len == 1 << 62 else self.max_model_len,
-            autocast_dtype=self._autocast_dtype,
-            max_cached_tokens=self.max_cached_tokens,
-            images=self.images,
-            tokens_per_look=self.tokens_per_look,
-            compile_layers=self._compile_layers,
-            batch_invariant=self.batch_invariant,
-        )
+        model = deepcopy(without_ddp(self.model), memo).requires_grad_(False)
+        engine = TransformersEngine(model, **self.settings())
         engine.version, engine.shared_names = self.version, self.shared_names
         return engine
 

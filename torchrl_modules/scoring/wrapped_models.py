@@ -149,7 +149,7 @@ def acting_adapters(model: nn.Module) -> tuple[tuple[bool, tuple[Any, ...]], ...
     """
     return tuple(
         (bool(layer.disable_adapters), tuple(layer.active_adapters))
-        for layer in _tuner_layers(model)
+        for layer in tuned_layers(model).values()
     )
 
 
@@ -159,18 +159,23 @@ def adapter_settings(model: nn.Module) -> tuple[Any, ...]:
     Args:
         model: of PEFT, or any other one.
     """
-    scales = (getattr(layer, "scaling", {}) for layer in _tuner_layers(model))
-    merged = (tuple(layer.merged_adapters) for layer in _tuner_layers(model))
+    scales = (getattr(layer, "scaling", {}) for layer in tuned_layers(model).values())
+    merged = (tuple(layer.merged_adapters) for layer in tuned_layers(model).values())
     own = (tuple(sorted(each.items())) if isinstance(each, dict) else () for each in scales)
     return tuple(zip(acting_adapters(model), merged, own, strict=True))
 
 
-def _tuner_layers(model: nn.Module) -> list[Any]:
+def tuned_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers of a model that have adapters of PEFT, by name.
+
+    Args:
+        model: of PEFT, or any other one.
+    """
     peft: Any = sys.modules.get("peft")
     if peft is None:
-        return []
+        return {}
     layer = peft.tuners.tuners_utils.BaseTunerLayer
-    return [each for each in model.modules() if isinstance(each, layer)]
+    return {name: each for name, each in model.named_modules() if isinstance(each, layer)}
 
 
 def precision(model: PreTrainedModel, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

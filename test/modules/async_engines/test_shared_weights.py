@@ -49,12 +49,13 @@ def test_what_draws_has_the_base_once(models, make_tiny_model, is_cast, monkeypa
     base, adapters = make_tiny_model(), [adapters_of(model) for model in models.values()]
     matrices = [each.weight for each in base.modules() if type(each) is torch.nn.Linear]
     of_adapters = sum(4 * x.numel() for own in adapters for x in own.values())
-    expected = num_bytes(base) + of_adapters
+    expected = num_bytes(base) + 2 * of_adapters  # of each model, and joined
     if is_cast:  # half as wide, and once, too
         expected += sum(2 * x.numel() for x in matrices) + of_adapters // 2
     with AsyncAgentEngines(AgentEngines(engines)) as drawing:
-        own = [each._engine for each in drawing.by_agent.values()]
-        held = [model for each in own for model in (each.model, each.drawing_model())]
+        (joined,) = {each._over.joined for each in drawing.by_agent.values()}
+        own = [each.model for each in drawing.by_agent.values()]
+        held = [*own, joined.inside, joined.drawing_model()]
         assert num_bytes(*held) == expected
         trained = {x.data_ptr() for model in models.values() for x in model.parameters()}
         assert trained.isdisjoint(x.data_ptr() for model in held for x in model.parameters())
@@ -71,7 +72,7 @@ def test_a_push_of_one_agent_leaves_the_other_as_it_is(models, reference_log_pro
             name: asyncio.create_task(engine.respond([1, 2, 3], PARAMS, agent=name))
             for name in models
         }
-        while min(each.num_tokens_drawn for each in engine.by_agent.values()) < 5:
+        while engine.by_agent["first"]._over.num_tokens_drawn < 10:
             await asyncio.sleep(0)
         await engine.pause()  # both are in the middle of their responses
         await engine.update_weights(AgentWeights({"first": adapters_of(new)}))
