@@ -967,6 +967,64 @@ def lora(run: Run) -> None:
     run.holds("greedy tokens", ids_here == ids_there)
 
 
+@scenario(limit_s=80, timed=True)
+def agents(run: Run) -> None:
+    """Adapters of several agents over one base: rows in one batch, and one agent's at a time."""
+    _needs("peft")
+    import torch
+    from peft import LoraConfig
+
+    from torchrl_modules import SamplingParameters, TransformersEngine, models_over_one_base
+    from torchrl_modules.engines.joined_engine import JoinedEngine
+
+    new, num_rows = _NEW[run.is_tiny], 8 if run.is_tiny else 64
+    params = SamplingParameters(max_new_tokens=new, seed=1, stop_token_ids=())
+
+    def engines_of(model: Any, num_agents: int) -> list[Any]:
+        options = {"r": 16, "target_modules": "all-linear", "init_lora_weights": False}
+        configs = {str(number): LoraConfig(**options) for number in range(num_agents)}
+        return [TransformersEngine(one) for one in models_over_one_base(model, configs).values()]
+
+    def drawn_alike() -> None:
+        exactly()
+        prompts, models = [[5, 6, 7], [8, 9], [5, 6, 7], [8, 9]], [0, 0, 1, 1]
+        greedy = dataclasses.replace(params, temperature=0.0, max_new_tokens=24)
+        engines = engines_of(small_model(run).to(run.device), 2)
+        apart = [one for engine in engines for one in engine.generate(prompts[:2], greedy)]
+        joined = JoinedEngine(engines).generate(prompts, greedy, models=models)
+        gap = max(
+            abs(a - b)
+            for one, other in zip(joined, apart, strict=True)
+            for a, b in zip(one.log_probs, other.log_probs, strict=True)
+        )
+        run.holds("greedy tokens", [x.ids for x in joined] == [x.ids for x in apart])
+        run.check("log-probs in one batch", gap, 1e-3)
+
+    def timed(num_agents: int) -> None:
+        model = big_model(run, torch.bfloat16 if run.is_cuda else torch.float32).eval()
+        engines, prompts = engines_of(model, num_agents), _drawing_prompts(run, num_rows)
+        models = [row % num_agents for row in range(num_rows)]
+        own = [prompts[number::num_agents] for number in range(num_agents)]
+
+        def apart() -> Any:
+            return [e.generate(rows, params) for e, rows in zip(engines, own, strict=True)]
+
+        limit = _token_limit_ms(run, model, num_rows)
+        name = f"{num_rows} rows of {num_agents} agents"
+        one_by_one = run.seconds(apart, warm=1, repeats=2)
+        joined = JoinedEngine(engines)
+        taken = run.seconds(
+            lambda: joined.generate(prompts, params, models=models), warm=1, repeats=2
+        )
+        run.figure(f"{name}, one by one", 1e3 * one_by_one / new, "ms a token", limit)
+        told = f"{one_by_one / taken:.2f} times as fast"
+        run.figure(f"{name}, in one batch", 1e3 * taken / new, "ms a token", limit, told)
+
+    run.attempt("the same tokens", drawn_alike)
+    for num_agents in (2, 4):
+        run.attempt(f"{num_agents} agents", functools.partial(timed, num_agents))
+
+
 # Is it fast ---------------------------------------------------------------------------------------
 
 

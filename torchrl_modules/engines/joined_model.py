@@ -15,11 +15,13 @@ Shape legend: A rows, T tokens, M models, R rank of all adapters of a layer, D i
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 from transformers import PreTrainedModel
 
 from torchrl_modules.scoring.wrapped_models import has_hooks, is_distributed, tuned_layers
@@ -159,8 +161,10 @@ class _JoinedLinear(nn.Module):
         like, rank = adapters[0].down, sum(len(each.down) for each in adapters)
         options: dict[str, Any] = {"bias": False, "device": like.device, "dtype": like.dtype}
         self.base_layer = base_layer
-        self.down = nn.Linear(like.shape[1], rank, **options).requires_grad_(False)
-        self.up = nn.Linear(rank, len(adapters[0].up), **options).requires_grad_(False)
+        # Not initialised: torch's generator is that of the run.
+        linear = partial(skip_init, nn.Linear, **options)
+        self.down = linear(like.shape[1], rank).requires_grad_(False)
+        self.up = linear(rank, len(adapters[0].up)).requires_grad_(False)
         scales = [
             [each.scale * (each.number == number) for each in adapters for _ in each.down]
             for number in range(num_models)

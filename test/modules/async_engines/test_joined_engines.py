@@ -73,8 +73,9 @@ def joined_of(engines):
 )
 def test_each_row_is_what_its_model_draws_alone(models, more):
     params = SamplingParameters(**{"max_new_tokens": 12, "stop_token_ids": ()} | more)
-    engines = engines_of(models)
+    engines, before = engines_of(models), torch.get_rng_state()
     check_same(draw(engines, params), alone(models, params))
+    assert torch.equal(torch.get_rng_state(), before)  # rows have seeds
     assert len(set(map(id, joined_of(engines)))) == 1
 
 
