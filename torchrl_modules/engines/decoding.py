@@ -110,7 +110,10 @@ def decode(
     streams = None if seeds is None else [random.Random(seed) for seed in seeds]
     # Row of each batch element; elements leave the batch when their rows have ended.
     here = list(range(len(rows)))
-    logits, draw, num_drawn = reader.read([row.marked for row in rows]), TokenDraw(params), 0
+    logits = reader.read(prompts if marks is None else [row.marked for row in rows])
+    draw, num_drawn, advance = TokenDraw(params), 0, reader.advance
+    if marks is not None:
+        advance = advancing(reader.advance, rows, logits.device)
     reader.expect(max(len(row.tokens) + row.budget for row in rows))
     seen, counts = start_history(prompts, logits) if params.penalises else (None, None)
     while True:
@@ -123,7 +126,6 @@ def decode(
         )
         left = [rows[row].budget for row in here if rows[row].finish_reason is None]
         num_steps = min(per_look, (max if reader.reads_past_ends else min)(left) - num_drawn)
-        advance = advancing(reader.advance, [rows[row] for row in here], logits.device)
         drawn, tokens = draw_block([batch], logits, None, advance, num_steps)
         num_drawn += num_steps
         (steps,) = look(drawn, logits.shape[-1])
@@ -144,7 +146,8 @@ def decode(
             tokens, here = tokens[at], [here[k] for k in keep]
             if seen is not None and counts is not None:
                 seen, counts = seen[at], counts[at]
-            advance = advancing(reader.advance, [rows[row] for row in here], logits.device)
+            if marks is not None:
+                advance = advancing(reader.advance, [rows[row] for row in here], logits.device)
         logits = advance(tokens)
     _leave_behind(reader, [rows[row] for row in here], ended=False)
     return [row.generation() for row in rows]

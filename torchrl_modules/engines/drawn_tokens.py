@@ -341,17 +341,18 @@ class DrawnRow:
 def advancing(
     advance: Callable[[Tensor], Tensor], rows: Sequence[DrawnRow], device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """What reads one more token of each row of a batch, as it was drawn.
+    """Read one more token of each row of a batch as it was drawn, without its mark.
 
     Args:
         advance: reads it with its mark.
         rows: of the batch.
         device: of the model.
     """
-    if not any(row.mark for row in rows):
+    marks = [row.mark for row in rows]
+    if not any(marks):
         return advance
-    marks = on_device([row.mark for row in rows], device, torch.int64)
-    return lambda tokens: advance(tokens + marks)
+    added = on_device(marks, device, torch.int64)
+    return lambda tokens: advance(tokens + added)
 
 
 def start_history(prompts: Sequence[Sequence[int]], logits: Tensor) -> tuple[Tensor, Tensor]:

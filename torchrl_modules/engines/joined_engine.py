@@ -123,7 +123,7 @@ class JoinedEngine(TransformersEngine):
 
 
 class JoinedBatches:
-    """What draws for several engines at once, made when it is first asked for.
+    """Draws for several engines at once; made when it is first asked for.
 
     It is made anew when models have got other adapters, or were moved.
     """
@@ -137,7 +137,7 @@ class JoinedBatches:
         return type(self), ()
 
     def places(self, engines: Iterable[object]) -> dict[int, tuple[JoinedEngine, int]]:
-        """Where rows of engines are drawn with those of others.
+        """Find the engines whose rows are drawn with those of others.
 
         Args:
             engines: each once.
@@ -157,7 +157,7 @@ class JoinedBatches:
 
 
 def joined_groups(engines: Iterable[object]) -> list[JoinedEngine]:
-    """What draws for engines whose models have one base, and which draw alike otherwise.
+    """Join engines whose models have one base, and which draw alike otherwise.
 
     Engines of one base that can't be joined are warned of.
 

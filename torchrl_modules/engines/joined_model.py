@@ -103,7 +103,7 @@ class _Adapter(NamedTuple):
 
 
 class _RowsOfModels:
-    """Whose rows a pass has; the embedding says so, and the layers behind it ask."""
+    """The models that a pass has rows of: the embedding says so, and the layers behind it ask."""
 
     def __init__(self) -> None:
         self._scales: dict[tuple[tuple[float, ...], ...], int] = {}
@@ -162,9 +162,9 @@ class _JoinedLinear(nn.Module):
         options: dict[str, Any] = {"bias": False, "device": like.device, "dtype": like.dtype}
         self.base_layer = base_layer
         # Not initialised: torch's generator is that of the run.
-        linear = partial(skip_init, nn.Linear, **options)
-        self.down = linear(like.shape[1], rank).requires_grad_(False)
-        self.up = linear(rank, len(adapters[0].up)).requires_grad_(False)
+        linear: Any = partial(skip_init, nn.Linear, **options)
+        self.down: nn.Linear = linear(like.shape[1], rank).requires_grad_(False)
+        self.up: nn.Linear = linear(rank, len(adapters[0].up)).requires_grad_(False)
         scales = [
             [each.scale * (each.number == number) for each in adapters for _ in each.down]
             for number in range(num_models)
