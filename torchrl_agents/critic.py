@@ -33,6 +33,7 @@ from torchrl_modules.critics.value_model import check_value_config
 from torchrl_modules.engines.transformers import TransformersEngine
 
 from .device_defaults import DEFAULT_TOKENS
+from .models.loading import recompute_activations
 from .models.outline import check_weight_files
 from .optimizers import build_optimizer, set_learning_rate
 from .rank_jobs import RankJob, tell
@@ -121,8 +122,7 @@ def critic_of_config(cfg: TrainingConfig, config: Any, dtype: torch.dtype) -> Pr
 
 def _for_training(cfg: TrainingConfig, model: Any) -> Any:
     if cfg.policy.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()
+        recompute_activations(model)
     return model
 
 

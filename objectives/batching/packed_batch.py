@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_data.devices import on_device, on_host
@@ -377,6 +377,45 @@ class _Columns:
         repeats = torch.where(by_row, expected, 1).repeat_interleave(lengths)
         return self._kept(values.repeat_interleave(repeats))
 
+    def mask(self, key: NestedKey) -> Tensor:
+        """A mask of the tokens, bool ``[N]``."""
+        return self._as_flags(key, self.tokens(key))
+
+    def flags(self, key: NestedKey) -> Tensor:
+        """An entry of rows that is True or False, bool ``[N]``."""
+        return self._as_flags(key, self.tokens_or_rows(key))
+
+    def _as_flags(self, key: NestedKey, values: Tensor) -> Tensor:
+        if values.dtype == torch.bool:
+            return values
+        strange = (values != 0) & (values != 1)
+        if bool(strange.any()):
+            raise ValueError(
+                f"{self.who}: {key!r} has to be True or False, 1 or 0, and holds "
+                f"{values[strange][0].item():g}. Of labels with -100 give labels != -100, of a "
+                "mask that is added to scores mask == 0; weights of tokens are for MixedLoss."
+            )
+        return values.bool()
+
+    def check_beginnings(self, pad_id: int | None) -> None:
+        """Check that a padded batch without an attention mask does not begin with padding.
+
+        Raises:
+            ValueError: its rows begin with different numbers of padding ids.
+        """
+        rows = self.read[self.tokens_key]
+        is_padded = not isinstance(self.batch, LazyStackedTensorDict) and len(rows.lengths) > 1
+        if pad_id is None or not is_padded:
+            return
+        pads = (rows.values.view(len(rows.lengths), -1) == pad_id).long().cumprod(1).sum(1)
+        if bool((pads != pads[0]).any()):
+            raise ValueError(
+                f"{self.who}: rows of {self.tokens_key!r} begin with different numbers of the "
+                f"tokenizer's padding id {pad_id} ({pads.tolist()[:8]}), and no attention mask "
+                "says that this is padding, which would be read as a part of the prompt. Give "
+                "('masks', 'all_attention_mask'), False on padding; True if these tokens are real."
+            )
+
     def _kept(self, values: Tensor) -> Tensor:
         return values if self.keep is None else values[self.keep]
 
@@ -411,11 +450,13 @@ class Entries(NamedTuple):
     """Entries of one value per row or token."""
     optional: Mapping[str, NestedKey] = MappingProxyType({})
     """The same, of which a batch may have none."""
+    flags: Mapping[str, NestedKey] = MappingProxyType({})
+    """Entries of one value per row or token that are True or False."""
 
     @property
     def required(self) -> dict[str, NestedKey]:
         """Those that every batch has."""
-        return {**self.tokens, **self.rows}
+        return {**self.tokens, **self.rows, **self.flags}
 
 
 def check_batch(batch: Any, *, who: str) -> None:
@@ -424,6 +465,11 @@ def check_batch(batch: Any, *, who: str) -> None:
     Raises:
         TypeError: it is none; the message says how rows become one.
     """
+    if batch is None:
+        raise TypeError(
+            f"{who} got None for a batch: MCAdvantage.inv gives it while no group is complete. Its "
+            "group_size has to be the number of rows with the same group_id."
+        )
     if not isinstance(batch, TensorDictBase):
         raise TypeError(
             f"{who} takes a TensorDict [B] of one row per trajectory, as a collector gives it, or "
@@ -440,12 +486,14 @@ def pack_batch(
     wanted: Entries,
     *,
     who: str,
+    pad_id: int | None = None,
 ) -> PackedBatch:
     """Pack the rows of a batch ``[B]``, ragged or padded, and what a loss reads of them."""
     check_batch(batch, who=who)
     if batch.ndim == 1 and not len(batch):
         none = torch.zeros(0, dtype=torch.int64)
         entries = dict.fromkeys(wanted.required, torch.zeros(0))
+        entries |= dict.fromkeys(wanted.flags, none > 0)
         return PackedBatch(none, none, none > 0, none, none > 0, entries, none > 0)
     columns = _Columns(batch, read, who)
     needed = [read.tokens, *wanted.required.values()]
@@ -458,16 +506,19 @@ def pack_batch(
     ids, lengths = columns.read[read.tokens]
     sequence = sequence_index(lengths)
     if is_masked:
-        real = columns.tokens(read.attention_mask).bool()
+        real = columns.mask(read.attention_mask)
         if not bool(real.all()):
             lengths = _count(real, sequence, lengths)
             columns.keep = real
             ids, sequence = ids[real], sequence[real]
-    assistant = columns.tokens(read.assistant_mask).bool() if known else torch.zeros_like(ids) > 0
+    else:
+        columns.check_beginnings(pad_id)
+    assistant = columns.mask(read.assistant_mask) if known else torch.zeros_like(ids) > 0
     target_mask = _targets(assistant, lengths, sequence, strategy)
     entries = {name: columns.tokens(key) for name, key in wanted.tokens.items()}
     by_row = {**wanted.rows, **further}
     entries |= {name: columns.tokens_or_rows(key) for name, key in by_row.items()}
+    entries |= {name: columns.flags(key) for name, key in wanted.flags.items()}
     target_lengths = _count(target_mask, sequence, lengths)
     sizes = columns.read[read.tokens].lengths.tolist()
     experts = read_experts(batch, sizes, who=who)

@@ -90,16 +90,18 @@ def pack_streams(
     # A row need not have the entries of a stream in which it takes no part: 0 stands for them.
     by_token: dict[str, NestedKey] = {f"{name}.weight": (STREAMS, name) for name in streams}
     by_row: dict[str, NestedKey] = {}
+    flags: dict[str, NestedKey] = {}
     for name, entries in streams.items():
         by_token |= {f"{name}.{field}": key for field, key in entries.tokens.items()}
         by_row |= {f"{name}.{field}": key for field, key in entries.rows.items()}
+        flags |= {f"{name}.{field}": key for field, key in entries.flags.items()}
     rows = batch.unbind(0) if batch.ndim == 1 else []
     whole = [_completed(row, i, read, streams, who) for i, row in enumerate(rows)]
     packed = pack_batch(
         lazy_stack(whole) if whole else batch,
         read,
         "all",
-        Entries(by_token, by_row),
+        Entries(by_token, by_row, flags=flags),
         who=who,
     )
     takes_part = torch.zeros_like(packed.sampled)
@@ -122,7 +124,7 @@ def _completed(
     missing: dict[NestedKey, Tensor] = {}
     for name, entries in streams.items():
         weight = row.get((STREAMS, name), None)
-        needed = (*entries.tokens.values(), *entries.rows.values())
+        needed = [*entries.required.values()]
         absent = [key for key in needed if read_rows(row, key) is None]
         if weight is None:
             missing[STREAMS, name] = like

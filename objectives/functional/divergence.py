@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .ratios import log_ratio
-from .sequences import at_least_float32, flagged, masked
+from .sequences import at_least_float32, check_alike, flagged, masked
 from .surrogates import Surrogate
 
 BinaryDivergence = Literal["tv", "kl", "symmetric_kl"]
@@ -112,6 +112,7 @@ def divergence_masked(
         Qi et al., 2026 (DPPO), arXiv:2602.04879, eq. 12; Guo et al., 2026 (KPop),
         https://ringtech.notion.site/kpop.
     """
+    check_alike(log_prob=log_prob, advantage=advantage)
     distance = binary_divergence(log_prob, behavior_log_prob, mask, divergence=divergence)
     threshold = DIVERGENCE_THRESHOLDS[divergence] if threshold is None else threshold
     if not threshold > 0:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .ratios import LOG_RATIO_LIMIT
-from .sequences import at_least_float32, masked
+from .sequences import at_least_float32, check_alike, masked
 
 KLEstimator = Literal["k1", "k2", "k3"]
 KL_ESTIMATORS: Final[tuple[KLEstimator, ...]] = ("k1", "k2", "k3")
@@ -50,6 +50,7 @@ def kl_estimate(
     """
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"estimator must be one of {KL_ESTIMATORS}, got {estimator!r}.")
+    check_alike(log_prob=log_prob, ref_log_prob=ref_log_prob)
     difference = at_least_float32(ref_log_prob.detach()) - at_least_float32(log_prob)
     difference = masked(difference, mask)
     if estimator == "k1":

@@ -8,7 +8,7 @@ from typing import Final, Literal
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .sequences import at_least_float32, masked, sequence_mean, spread
+from .sequences import at_least_float32, check_alike, masked, sequence_mean, spread
 
 LOG_RATIO_LIMIT: Final = 20.0
 """A log-ratio is kept within plus or minus this, in nats.
@@ -38,6 +38,7 @@ def log_ratio(
         ``log_prob - behavior_log_prob`` in nats, within plus or minus :data:`LOG_RATIO_LIMIT`;
         float32 at least, in which its exponential is finite.
     """
+    check_alike(log_prob=log_prob, behavior_log_prob=behavior_log_prob)
     difference = at_least_float32(log_prob) - at_least_float32(behavior_log_prob.detach())
     return masked(difference, mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .ratios import LOG_RATIO_LIMIT
-from .sequences import masked, sequence_mean, sequence_sum, spread
+from .sequences import check_alike, masked, sequence_mean, sequence_sum, spread
 from .surrogates import Surrogate
 
 VESPO_LOG_WEIGHT_FLOOR: Final = math.log(1e-8)
@@ -56,6 +56,7 @@ def vespo(
     """
     if not all(0 <= setting < torch.inf for setting in (*positive, *negative)):
         raise ValueError(f"k and lam must be finite and not negative: {positive=}, {negative=}.")
+    check_alike(log_ratio=log_ratio, log_prob=log_prob, advantage=advantage)
     total = sequence_sum(log_ratio.detach(), mask, lengths)
     if sampler_log_ratio is not None:
         total = total + sequence_sum(sampler_log_ratio.detach(), mask, lengths)
@@ -103,6 +104,7 @@ def gmpo(
     """
     if not (clip_low >= 0 and clip_high >= 0):
         raise ValueError(f"Clip bounds must not be negative, got {clip_low=}, {clip_high=}.")
+    check_alike(log_ratio=log_ratio, advantage=advantage)
     log_ratio = masked(log_ratio, mask)
     advantage = masked(advantage.detach(), mask)
     good, bad = advantage > 0, advantage < 0

@@ -22,15 +22,58 @@ from torch import Tensor
 def masked(
     values: Shaped[Tensor, "*shape"], mask: Bool[Tensor, "*shape"] | None, fill: float = 0.0
 ) -> Shaped[Tensor, "*shape"]:
-    """Values with another one outside the mask, whatever they hold there, without gradient."""
-    return values if mask is None else values.masked_fill(~mask, fill)
+    """Values with another one outside the mask, whatever they hold there, without gradient.
+
+    Raises:
+        TypeError: the mask is not of booleans.
+        ValueError: it has another number of dimensions than the values.
+    """
+    if mask is None:
+        return values
+    check_mask(mask)
+    check_alike(values=values, mask=mask)
+    return values.masked_fill(~mask, fill)
 
 
 def flagged(
     flag: Bool[Tensor, "*shape"], mask: Bool[Tensor, "*shape"] | None
 ) -> Bool[Tensor, "*shape"]:
     """A flag, False outside the mask."""
-    return flag if mask is None else flag & mask
+    if mask is None:
+        return flag
+    check_mask(mask)
+    return flag & mask
+
+
+def check_mask(mask: Tensor, name: str = "mask") -> None:
+    """Check that a mask is of booleans: ``~`` of other numbers is no negation.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"{name} must be of booleans, got {mask.dtype}. Of a mask of 0 and 1 give {name}.bool()"
+            ", of labels with -100 labels != -100."
+        )
+
+
+def check_alike(**tensors: Tensor) -> None:
+    """Check that tensors of one value per token have one number of dimensions.
+
+    Values ``[B]`` beside ``[B, T]`` would go by the columns where B is T. A scalar goes with all.
+
+    Raises:
+        ValueError: they differ.
+    """
+    shapes = {name: tuple(each.shape) for name, each in tensors.items() if each.ndim}
+    if len({len(shape) for shape in shapes.values()}) > 1:
+        raise ValueError(
+            "Tensors of one value per token need one number of dimensions, found "
+            f"{', '.join(f'{name} {list(shape)}' for name, shape in shapes.items())}. Of one value "
+            "per sequence, [B], make values[:, None]; of packed tokens, [N], spread(values, like, "
+            "lengths)."
+        )
 
 
 def check_layout(values: Tensor, lengths: Tensor | None) -> None:

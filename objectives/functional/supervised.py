@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .kl import kl_between, kl_estimate
 from .ratios import LOG_RATIO_LIMIT, log_ratio
-from .sequences import at_least_float32, masked
+from .sequences import at_least_float32, check_alike, masked
 
 KLDirection = Literal["forward", "reverse"]
 KL_DIRECTIONS: Final[tuple[KLDirection, ...]] = ("forward", "reverse")
@@ -92,6 +92,7 @@ def sampled_distillation(
         raise ValueError(f"direction must be one of {KL_DIRECTIONS}, got {direction!r}.")
     if direction == "reverse":
         return kl_estimate(log_prob, teacher_log_prob, mask, estimator="k3")
+    check_alike(log_prob=log_prob, teacher_log_prob=teacher_log_prob)
     difference = at_least_float32(log_prob) - at_least_float32(teacher_log_prob.detach())
     difference = masked(difference, mask)
     return difference.clamp(max=LOG_RATIO_LIMIT).expm1() - difference

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .sequences import masked
+from .sequences import check_alike, masked
 
 
 class Surrogate(NamedTuple):
@@ -68,6 +68,7 @@ def clipped_surrogate(
         raise ValueError(f"clip_high must not be negative, got {clip_high}.")
     if ratio_cap is not None and not ratio_cap > 1 + clip_high:
         raise ValueError(f"ratio_cap must be above 1 + clip_high = {1 + clip_high}: {ratio_cap}.")
+    check_alike(log_ratio=log_ratio, advantage=advantage)
     ratio = masked(log_ratio, mask).exp()
     advantage = masked(advantage.detach(), mask)
     first = ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)
@@ -112,6 +113,7 @@ def cispo(
             f"max_ratio bounds the ratio itself and must be at least 1, got {max_ratio}; "
             "for an epsilon pass 1 + epsilon."
         )
+    check_alike(log_ratio=log_ratio, log_prob=log_prob, advantage=advantage)
     ratio = masked(log_ratio.detach(), mask).exp()
     weight = ratio.clamp(max=max_ratio) * masked(advantage.detach(), mask)
     return Surrogate(
@@ -154,6 +156,7 @@ def sapo(
     ):
         if not 0 < value < torch.inf:
             raise ValueError(f"{name} must be positive and finite, got {value}.")
+    check_alike(log_ratio=log_ratio, advantage=advantage)
     ratio = masked(log_ratio, mask).exp()
     advantage = masked(advantage.detach(), mask)
     positive = torch.full_like(advantage, temperature_positive)

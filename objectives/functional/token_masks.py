@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .ratios import log_ratio
-from .sequences import flagged, masked, sequence_mean, spread
+from .sequences import check_alike, check_mask, flagged, masked, sequence_mean, spread
 
 
 def entropy_threshold(
@@ -130,6 +130,7 @@ def off_policy_sequence_mask(
     See Also:
         DeepSeek-AI, 2025 (V3.2), arXiv:2512.02556, eq. 9.
     """
+    check_alike(log_prob=log_prob, advantage=advantage)
     drift = sequence_mean(-log_ratio(log_prob, sampler_log_prob, mask), mask, lengths)
     close = spread(drift, log_prob, lengths) <= threshold
     return flagged((advantage >= 0) | close, mask)
@@ -156,6 +157,8 @@ def overlong_mask(
     See Also:
         Yu et al., 2025 (DAPO), arXiv:2503.14476, section 3.4.
     """
+    check_mask(mask)
+    check_mask(truncated, "truncated")
     return mask & (spread((~truncated).to(torch.float32), mask, lengths) > 0)
 
 

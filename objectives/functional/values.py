@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from .sequences import at_least_float32, check_layout, masked, sequence_index
+from .sequences import at_least_float32, check_alike, check_layout, masked, sequence_index
 
 CriticLossType = Literal["smooth_l1", "l2", "l1"]
 CRITIC_LOSS_TYPES: Final[tuple[CriticLossType, ...]] = ("smooth_l1", "l2", "l1")
@@ -79,6 +79,7 @@ def generalized_advantage(
         tensor([0.5000, 0.7500, 0.5000])
     """
     check_layout(value, lengths)
+    check_alike(reward=reward, value=value)
     shape, device = value.shape, value.device
     if lengths is None:
         lengths = torch.full((shape[0],), shape[1], device=device)

@@ -139,7 +139,7 @@ class DPOLoss(PairLoss[DPOLossKeys, DPOLossOutput]):
 
     def _entries(self) -> Entries:
         tokens = {"ref_log_probs": self.read.ref_log_probs} if self.options.has_reference else {}
-        return Entries(tokens, self._pair_entries())
+        return self._pair_entries()._replace(tokens=tokens)
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> DPOLossOutput:
         """See the base class."""

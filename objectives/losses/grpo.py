@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from tensordict import TensorClass, TensorDictBase
+from tensordict import NestedKey, TensorClass, TensorDictBase
 from torch import Tensor
 
 from objectives import functional as F
@@ -85,7 +85,7 @@ class GRPOLossOutput(LossTerms, TensorClass["nocast"]):
     """Rows of this call."""
     num_rows_left_out: Tensor
     """Of them, those that no policy can have sampled with the log-probs that they hold (NaN,
-    infinite or positive); nothing of them is trained."""
+    infinite or positive), and those without a finite advantage; nothing of them is trained."""
     entropy: Tensor | None = None
     """Mean entropy in nats, where it was asked for."""
     loss_entropy: Tensor | None = None
@@ -139,8 +139,10 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
     Then give it in parts that fit, ``loss.measure_window(packed.micro_batches(max_tokens=8192))``;
     the result does not depend on them, of which all ranks give equally many.
 
-    A row whose log-probs no policy can have sampled (NaN, infinite, positive) is left out, logged
-    and counted in ``num_rows_left_out``.
+    A row whose log-probs no policy can have sampled (NaN, infinite, positive), or whose advantage
+    is not finite, is left out, logged and counted in ``num_rows_left_out``. The log-probs with
+    which tokens were sampled are read where a term goes by them, so that with
+    ``old_policy="current"`` a batch need not have them.
 
     Args:
         actor_network: scores packed tokens (:class:`~torchrl_data.TokenScorer`), such
@@ -231,7 +233,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         return packed if packed is batch else self.fit(packed)
 
     def fit(self, packed: PackedBatch) -> PackedBatch:
-        """Leave out the rows that no policy can have sampled with the log-probs that they hold.
+        """Leave out the rows that no policy can have sampled, and those without a finite advantage.
 
         Args:
             packed: a batch.
@@ -239,28 +241,40 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         Returns:
             The batch with all of its rows; how many were left out is logged.
         """
+        unfit = torch.zeros_like(packed.left_out)
+        if "log_probs" in packed.entries and self._reads_sampler:
+            log_probs = packed.entries["log_probs"]
+            possible = log_probs.isfinite() & (log_probs <= _MOST_LOG_PROB)
+            why = "NaN, infinite or positive, which no policy can have sampled"
+            unfit |= self._tell_unfit(packed, packed.sampled & ~possible, self.read.log_probs, why)
+        if "advantage" in packed.entries:
+            endless = ~packed.entries["advantage"].isfinite()
+            unfit |= self._tell_unfit(packed, endless, self.read.advantage, "NaN or infinite")
+        return packed.leave_out(unfit) if bool(unfit.any()) else packed
+
+    def _tell_unfit(self, packed: PackedBatch, flag: Tensor, key: NestedKey, why: str) -> Tensor:
+        """Rows of which a trained token carries a flag ``[K]``, bool ``[B]``, which is logged."""
+        bad = rows_with(flag, packed)
+        if bool(bad.any()):
+            rows = bad.nonzero().squeeze(1).tolist()
+            _LOG.warning(
+                "%s: %d of %d rows hold %r of trained tokens that are %s; they are left out "
+                "(rows %s).",
+                *(self._get_name(), len(rows), packed.num_rows, key, why, rows[:16]),
+            )
+        return bad
+
+    @property
+    def _reads_sampler(self) -> bool:
+        """Whether a term goes by the log-probs with which tokens were sampled."""
         options = self.options
-        reads_sampler = (
+        return (
             options.old_policy == "sampler"
             or options.sampler_correction is not None
-            or options.kl_to_inference_coeff
+            or bool(options.kl_to_inference_coeff)
             or self._filters.trust_region is not None
             or self._filters.off_policy_threshold is not None
         )
-        if not reads_sampler:
-            return packed
-        log_probs = packed.entries["log_probs"]
-        possible = log_probs.isfinite() & (log_probs <= _MOST_LOG_PROB)
-        bad = rows_with(packed.sampled & ~possible, packed)
-        if not bool(bad.any()):
-            return packed
-        rows = bad.nonzero().squeeze(1).tolist()
-        _LOG.warning(
-            "%s: %d of %d rows hold %r of sampled tokens that are NaN, infinite or positive, which "
-            "no policy can have sampled; they are left out (rows %s).",
-            *(self._get_name(), len(rows), packed.num_rows, self.read.log_probs, rows[:16]),
-        )
-        return packed.leave_out(bad)
 
     def has_signal(self, packed: PackedBatch) -> bool:
         """Return whether an optimizer step on a batch can follow from it.
@@ -303,6 +317,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         scored = batch
         if self.options.skip_rows_without_signal:  # advantage 0 on every trained token
             scored = batch.take_rows(rows_with(batch.entries["advantage"] != 0, batch))
+        self._tell_of_dropout()
         scores = self._score(scored, entropy=self.wants_entropy)
         output = self.of_scores(scored, scores, window)
         if scored is not batch:
@@ -312,6 +327,20 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
         if is_whole and is_filtered and float(output.kept_fraction) == 0:
             self._tell_of_nothing("filtered", f"{filters} leaves none of its tokens")
         return output
+
+    def _tell_of_dropout(self) -> None:
+        """Log once that ratios hold the noise of the model's dropout."""
+        drops_out = self.options.old_policy != "current" and getattr(
+            self.actor_network, "drops_out", False
+        )
+        if drops_out and not self._num_empty["dropout"]:
+            self._num_empty["dropout"] = 1
+            _LOG.warning(
+                "%s: the model is in training mode and has dropout, so that ratios are not 1 on "
+                "tokens that it has just sampled. Call eval() on it, which does not stop the "
+                "training, or set its dropout to 0.",
+                self._get_name(),
+            )
 
     @property
     def wants_entropy(self) -> bool:
@@ -352,20 +381,18 @@ class GRPOLoss(TokenLoss[GRPOLossKeys, GRPOLossOutput]):
 
     def _entries(self) -> Entries:
         tokens = {
-            "log_probs": True,
+            "log_probs": self._reads_sampler,
             "old_log_probs": self.options.old_policy == "recomputed",
             "ref_log_probs": self.options.kl_to_ref_coeff,
             "teacher_log_probs": self.options.teacher_coeff is not None,
         }
-        rows = {
-            "advantage": self.options.advantage_coeff,
-            "truncated": self._filters.drop_truncated,
-        }
-        by_token, by_row = (
-            {n: getattr(self.read, n) for n, on in c.items() if on} for c in (tokens, rows)
+        rows = {"advantage": self.options.advantage_coeff}
+        flags = {"truncated": self._filters.drop_truncated}
+        by_token, by_row, flagged = (
+            {n: getattr(self.read, n) for n, on in c.items() if on} for c in (tokens, rows, flags)
         )
         own = {f"{_OF_SURROGATE}{name}": key for name, key in self._surrogate_entries.items()}
-        return Entries(by_token, by_row | own)
+        return Entries(by_token, by_row | own, flags=flagged)
 
     def _pack_window(
         self, batch: TensorDictBase | PackedBatch, window: Window | None

@@ -146,8 +146,8 @@ class KTOLoss(TokenLoss[KTOLossKeys, KTOLossOutput]):
 
     def _entries(self) -> Entries:
         read = self.read
-        rows = {"label": read.label, "mismatched": read.mismatched}
-        return Entries({"ref_log_probs": read.ref_log_probs}, rows)
+        flags = {"label": read.label, "mismatched": read.mismatched}
+        return Entries({"ref_log_probs": read.ref_log_probs}, {}, flags=flags)
 
     def pack(
         self,
@@ -171,7 +171,7 @@ class KTOLoss(TokenLoss[KTOLossKeys, KTOLossOutput]):
         return packed
 
     def _counts(self, packed: PackedBatch) -> Window:
-        is_trained = ~packed.entries["mismatched"].bool()
+        is_trained = ~packed.entries["mismatched"]
         return Window(int(is_trained.sum()), int(rows_with(is_trained, packed).sum()))
 
     def _pack_window(
@@ -195,7 +195,7 @@ class KTOLoss(TokenLoss[KTOLossKeys, KTOLossOutput]):
             return {}
         scores = [torch.zeros(0, dtype=torch.float64)]
         for batch in batches:
-            rows = batch.take_rows(rows_with(batch.entries["mismatched"].bool(), batch))
+            rows = batch.take_rows(rows_with(batch.entries["mismatched"], batch))
             scores.append(self._log_ratios(rows, self._score(rows))[1].double().cpu())
         found = torch.cat(scores)
         total, count = float(found.sum()), float(len(found))
@@ -239,13 +239,13 @@ class KTOLoss(TokenLoss[KTOLossKeys, KTOLossOutput]):
                 window has no divergence, or no row is mismatched where there is none.
         """
         batch, window = self._pack_window(tensordict, window)
-        batch = batch.take_rows(rows_with(~batch.entries["mismatched"].bool(), batch))
+        batch = batch.take_rows(rows_with(~batch.entries["mismatched"], batch))
         return self.of_scores(batch, self._score(batch), window)
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> KTOLossOutput:
         """See the base class; none of the rows is mismatched."""
         options, point = self.options, window.reference_kl or 0.0
-        label = batch.row_entry("label").bool()
+        label = batch.row_entry("label")
         said, score = self._log_ratios(batch, scores)
         num_desirable = int(label.sum())
         nums = {"chosen": num_desirable, "rejected": len(label) - num_desirable}

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from objectives.batching.loss_keys import PairLossKeys
-from objectives.batching.packed_batch import PackedBatch
+from objectives.batching.packed_batch import Entries, PackedBatch
 
 from .loss_output import Output
 from .token_loss import Keys, TokenLoss
@@ -23,11 +23,11 @@ from .token_loss import Keys, TokenLoss
 class PairLoss(TokenLoss[Keys, Output]):
     """Base of the losses that compare the two rows of a pair; see :class:`TokenLoss`."""
 
-    def _pair_entries(self) -> dict[str, Any]:
+    def _pair_entries(self) -> Entries:
         """The entries that say which rows are pairs, by their fields."""
         read: Any = self.read
         assert isinstance(read, PairLossKeys)
-        return {"pair_id": read.pair_id, "chosen": read.chosen}
+        return Entries({}, {"pair_id": read.pair_id}, flags={"chosen": read.chosen})
 
     def pack(
         self,
@@ -86,10 +86,10 @@ def _check_pairs(batch: PackedBatch, *, who: str) -> None:
         )
     by_row = map(batch.row_entry, ("pair_id", "chosen"))
     pair, chosen = (each.view(batch.num_rows // 2, 2) for each in by_row)
-    wrong = (pair[:, 0] != pair[:, 1]) | ~(chosen.bool() == torch.tensor([True, False])).all(1)
+    wrong = (pair[:, 0] != pair[:, 1]) | ~(chosen == torch.tensor([True, False])).all(1)
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0])
-        (a, b), (x, y) = pair[at].tolist(), chosen[at].bool().tolist()
+        (a, b), (x, y) = pair[at].tolist(), chosen[at].tolist()
         raise ValueError(
             f"{who}: rows {2 * at} and {2 * at + 1} are no pair: the better answer comes first, "
             f"then the other one of the same pair_id; they have pair_id {a} and {b}, chosen {x} "

@@ -82,5 +82,5 @@ def filter_tokens(
             threshold=filters.off_policy_threshold,
         )
     if filters.drop_truncated:
-        keep = keep & ~batch.entries["truncated"].bool()
+        keep = keep & ~batch.entries["truncated"]
     return keep

@@ -128,7 +128,7 @@ class RewardModelLoss(PairLoss[RewardModelLossKeys, RewardModelLossOutput]):
         check_reward_network(self._get_name(), network)
 
     def _entries(self) -> Entries:
-        return Entries({}, self._pair_entries(), {"margin": self.read.margin})
+        return self._pair_entries()._replace(optional={"margin": self.read.margin})
 
     def forward(
         self, tensordict: TensorDictBase | PackedBatch, *, window: Window | None = None

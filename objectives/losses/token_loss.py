@@ -298,6 +298,7 @@ class TokenLoss(ChecksAttributes, TensorDictModuleBase, Generic[Keys, Output]):
             self.masking_strategy,
             wanted,
             who=self._get_name(),
+            pad_id=getattr(getattr(self._network, "tokenizer", None), "pad_token_id", None),
         )
 
     def measure_window(

@@ -100,12 +100,12 @@ def test_L01_ends_the_run_only_when_it_keeps_happening(tmp_path):
 
 def test_L01_the_batch_is_kept_to_look_at(make_scorer, make_batch, tmp_path):
     scorer = make_scorer()
-    loss = GRPOLoss(scorer)
+    loss = GRPOLoss(scorer, kl_to_ref_coeff=0.1)
     optimizer = torch.optim.SGD(scorer.parameters(), lr=0.1)
     gate = NonFiniteGate(optimizer, dump_dir=tmp_path / "bad")
     batch = make_batch()
     for row in batch.unbind(0):
-        row["advantage"] = torch.full_like(row["advantage"], math.inf)
+        row["next", "ref_log_probs", "full"].fill_(math.nan)
     packed = loss.pack(batch)
     before = scorer.table.detach().clone()
     for part in packed.micro_batches(num_rows=4):
@@ -114,10 +114,10 @@ def test_L01_the_batch_is_kept_to_look_at(make_scorer, make_batch, tmp_path):
     assert torch.equal(scorer.table, before)
     assert outcome.dump == tmp_path / "bad" / "step_1.safetensors"
     with safe_open(outcome.dump, "pt") as file:
-        assert "loss_objective" in file.metadata()["reason"]
+        assert "loss_kl_to_ref" in file.metadata()["reason"]
         ids = torch.cat([file.get_tensor(f"{i}.ids") for i in range(2)])
         assert torch.equal(ids, packed.ids)
-        assert file.get_tensor("0.entries.advantage").isinf().all()
+        assert file.get_tensor("0.entries.ref_log_probs").isnan().all()
 
 
 def test_a_batch_with_images_and_recorded_sets_is_kept_too(make_scorer, make_batch, tmp_path):

@@ -44,6 +44,23 @@ def test_a_row_that_no_policy_can_have_sampled_is_left_out(make_scorer, make_bat
     torch.testing.assert_close(got_gradient, want_gradient)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_row_without_a_finite_advantage_is_left_out(make_scorer, make_batch, value, caplog):
+    """The loss is that of the other rows; an advantage that no trained token has counts nothing."""
+    batch, clean = make_batch(), make_batch()
+    batch.unbind(0)[1]["advantage"].fill_(value)
+    batch.unbind(0)[4]["advantage"].fill_(value)  # has no sampled token
+    clean.unbind(0)[1]["masks", "all_assistant_mask"][:] = False
+    for old_policy in ("sampler", "current"):
+        caplog.clear()
+        got, got_gradient = gradient(make_scorer(), batch, old_policy=old_policy)
+        want, want_gradient = gradient(make_scorer(), clean, old_policy=old_policy)
+        assert got.num_rows_left_out == 1
+        assert "1 of 6 rows hold 'advantage'" in caplog.text
+        torch.testing.assert_close(got.total(), want.total())
+        torch.testing.assert_close(got_gradient, want_gradient)
+
+
 def test_parts_of_a_window_leave_it_out_as_well(make_scorer, make_batch):
     batch = make_batch()
     spoil(batch, 0, math.nan)

@@ -104,9 +104,26 @@ def load_model(
             quantize_forward(model, cfg.quantization)
         model.to(device)  # type: ignore[arg-type]
         if cfg.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
-            model.train()
+            recompute_activations(model)
     return model, tokenizer
+
+
+def recompute_activations(model: Any) -> None:
+    """Have a model compute its layers again in the backward pass, and leave nothing out of them.
+
+    Layers do so in training mode alone, in which dropout would make the log-probs of a token differ
+    from those that it was sampled with: only they are in it, and theirs is set to 0.
+
+    Args:
+        model: of Transformers, in evaluation mode.
+    """
+    model.gradient_checkpointing_enable()
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.training = True
+            for name, value in [*vars(module).items()]:
+                if "drop" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
 
 
 def place_of(cfg: PolicyConfig) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+FOLDERS: Final = ("hydra.run.dir", "hydra.sweep.dir")
+"""Settings that are folders, which Hydra would make."""
 OF_A_START: Final = ("resume", "overwrite", "dry_run")
 """Settings of one start of a run, which the settings that it writes down leave out."""
 

@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
@@ -18,14 +19,14 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import AnyNode, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_data.output_file import output_folder
 from torchrl_envs.tasks import TASKS
 
 from . import SUBMITS, escape_what_the_output_lacks
-from .arguments import setting_names
+from .arguments import FOLDERS, setting_names
 from .errors import SettingsError
 from .field_rules import FieldRule, rule_of
 from .recipe import FILES, Recipe
@@ -37,8 +38,6 @@ from .setting_files import with_files
 from .task_settings import store_task, task_settings
 from .text_arguments import with_texts
 
-_FOLDERS: Final = ("hydra.run.dir", "hydra.sweep.dir")
-"""Settings that are folders, which Hydra would make."""
 _ELSEWHERE: Final = Path(__file__).with_name("elsewhere.yaml")
 """What other libraries call settings."""
 _OF_OWN_PARTS: Final = ("task.factory", "task.tools", "task.rewards")
@@ -103,7 +102,7 @@ def _refuse_options(recipe: Recipe, arguments: Sequence[str]) -> None:
     """Name the right way to a file of settings, where Hydra's options for it are typed."""
     for option, value in pairwise([*arguments, ""]):
         name, _, given = option.partition("=")
-        if name in ("-cn", "-cp") or (name.startswith("--config") and name != "--config-dir"):
+        if name in ("-cn", "-cp", "-cd") or name.startswith("--config"):
             file = given or value
             file = file if file.endswith((".yaml", ".yml")) else "run.yaml"
             raise SettingsError(
@@ -129,6 +128,7 @@ def _chosen(recipe: Recipe, choices: Sequence[Override]) -> DictConfig:
     for name in TASKS:
         store_task(name)
     for override in choices:
+        _refuse_to_take_out(override)
         _check_choice(recipe, known, override)
     one = [each for each in choices if not each.is_sweep_override()]
     return compose_config(recipe, [each.input_line or "" for each in one])
@@ -291,17 +291,18 @@ def _check_setting(
     own_parts: Sequence[str] = (),
 ) -> None:
     key = override.key_or_group
-    if key in _FOLDERS and isinstance(folder := override.value(), str) and "$" not in folder:
+    if key in FOLDERS and isinstance(folder := override.value(), str) and "$" not in folder:
         try:
             output_folder(folder)
         except ArgumentTypeError as error:
             raise SettingsError(f"{key}: {error}") from error
-    if override.is_delete():
-        raise SettingsError(f"{key} can't be taken out: give it a value, null for none.")
+    _refuse_to_take_out(override)
     inside = [name for name in known if name.startswith(f"{key}.")]
     if inside and "." in key and isinstance(override.value(), str | int | float):
         raise SettingsError(f"{key} is a group: {', '.join(inside)}.")
-    if key in known or key.startswith(("hydra.", "hydra/")) or override.is_add():
+    if key in known or key.startswith(("hydra.", "hydra/")):
+        return
+    if (override.is_add() or override.is_force_add()) and _is_in_dictionary(composed, key):
         return
     parent, _, last = key.rpartition(".")
     node = OmegaConf.select(composed, parent)
@@ -319,6 +320,26 @@ def _check_setting(
     if beside and not guess:
         guess = f" There are {', '.join(beside)}."
     raise SettingsError(f"There is no setting {key!r}{of}.{guess} --help shows all.")
+
+
+def _refuse_to_take_out(override: Override) -> None:
+    """Refuse ``~name``: what is not given has its default."""
+    if override.is_delete():
+        name = override.key_or_group
+        raise SettingsError(f"{name} can't be taken out: give it a value, null for none.")
+
+
+def _is_in_dictionary(composed: DictConfig, key: str) -> bool:
+    """Tell whether a name that no setting has is inside one that takes names of the user's own."""
+    node: object = composed
+    for part in key.split(".")[:-1]:
+        inside = isinstance(node, DictConfig) and not node._is_none() and part in node
+        if not inside:
+            break
+        node = cast("DictConfig", node)._get_node(part)
+    if not isinstance(node, DictConfig):
+        return isinstance(node, AnyNode) and not is_dataclass(node._metadata.ref_type)
+    return not is_dataclass(OmegaConf.get_type(node)) and not is_dataclass(node._metadata.ref_type)
 
 
 def _check_sweep(recipe: Recipe, cfg: DictConfig, override: Override) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from hydra.core.override_parser.types import Override, QuotedString
 from omegaconf import AnyNode, DictConfig, OmegaConf, StringNode
 
-from .arguments import escaped, name_of, parse, setting_names, written
+from .arguments import FOLDERS, escaped, name_of, parse, setting_names, written
 from .errors import SettingsError
 from .recipe import FILES, Recipe
 
@@ -43,7 +43,7 @@ def with_texts(
     odd = {
         each
         for each in arguments
-        if not each.startswith(("-", "hydra.", "hydra/"))
+        if (not each.startswith(("-", "hydra.", "hydra/")) or name_of(each) in FOLDERS)
         and not _PLAIN.fullmatch(each.partition("=")[2])
         and name_of(each) not in groups
     }
@@ -63,6 +63,8 @@ def with_texts(
 def _as_text(argument: str, composed: DictConfig, *, several: bool) -> str:
     """Write one argument so that Hydra reads the text that was typed."""
     name, _, text = argument.partition("=")
+    if name in FOLDERS and parse(argument) is None:  # a space, or a letter beyond ASCII
+        return f"{name}={written(text)}"
     path, _, last = name_of(argument).rpartition(".")
     parent = OmegaConf.select(composed, path) if path else composed
     node = parent._get_node(last) if isinstance(parent, DictConfig) and last in parent else None

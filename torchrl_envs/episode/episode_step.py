@@ -4,7 +4,8 @@ Shape legend: B rows.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -210,7 +211,8 @@ class StepOrder(Compose):
                 step.answer(parts)
             else:
                 any_entry = role == "edits"
-                next_tensordict = step.edit(parts[0], next_tensordict, any_entry=any_entry)
+                with _telling_when_the_reward_is_there(parts[0]):
+                    next_tensordict = step.edit(parts[0], next_tensordict, any_entry=any_entry)
         for counter in plan.counters:
             next_tensordict = step.count(counter, next_tensordict)
         next_tensordict = step.end(next_tensordict)
@@ -219,6 +221,21 @@ class StepOrder(Compose):
             next_tensordict = transform._step(tensordict, next_tensordict)
             transform_past(transform, step.ended)
         return next_tensordict
+
+
+@contextmanager
+def _telling_when_the_reward_is_there(transform: Any) -> Iterator[None]:
+    """Add to what a transform raises that reads the reward before the episodes are scored."""
+    try:
+        yield
+    except KeyError as error:
+        if f'"{keys.REWARD}"' in str(error):
+            error.add_note(
+                f"{type(transform).__name__} reads {keys.REWARD!r}, which is there once the "
+                "episodes are scored. A transform that reads it says so, and comes then: "
+                f"super().__init__(in_keys=[{keys.REWARD!r}])."
+            )
+        raise
 
 
 class StepPlan(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from transformers import (
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -21,7 +22,7 @@ from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.sampling.distribution import warped_log_softmax
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.sampling.token_history import TargetHistory
-from torchrl_modules.scoring.packed_attention import PACKED_SDPA
+from torchrl_modules.scoring.packed_attention import PACKED_SDPA, drops_out
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.scoring.token_distribution import TokenDistribution
 
@@ -187,6 +188,11 @@ class TransformersWrapper(LLMWrapperBase):
     def is_distributed(self) -> bool:
         """Whether other ranks take part in every scoring pass: all have to make equally many."""
         return self.scorer.is_distributed
+
+    @property
+    def drops_out(self) -> bool:
+        """Whether scores differ from pass to pass: the model is in training, and has dropout."""
+        return drops_out(cast("PreTrainedModel", self.model))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Sample a turn (``generate=True``) or score ``full`` (``generate=False``).

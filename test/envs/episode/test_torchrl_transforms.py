@@ -247,6 +247,24 @@ def test_a_reward_is_kept_or_refused_where_two_give_one(scripted):
         collect(policy, Gives(), rewards())
 
 
+class Adds(Transform):
+    """Reads the reward of others, and changes it."""
+
+    def _step(self, tensordict, next_tensordict):
+        return next_tensordict.set("reward", next_tensordict["reward"] + 10)
+
+
+def test_a_transform_that_reads_the_reward_comes_after_it_wherever_it_stands(scripted):
+    """`said_once` gives 1: 11 in either order; without `in_keys` it is told how to say so."""
+    policy = scripted(["hello"])
+    for parts in ((rewards(), Adds(in_keys=["reward"])), (Adds(in_keys=["reward"]), rewards())):
+        assert collect(policy, *parts)["reward"].flatten().tolist() == [11.0] * 4
+    with pytest.raises(KeyError) as failed:
+        collect(policy, rewards(), Adds())
+    assert "Adds reads 'reward'" in failed.value.__notes__[0]
+    assert "super().__init__(in_keys=['reward'])" in failed.value.__notes__[0]
+
+
 def test_what_belongs_to_torchrl_s_own_layer_is_refused_when_composed(
     scripted, make_tiny_model, chatml_tokenizer
 ):
