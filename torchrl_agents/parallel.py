@@ -53,12 +53,18 @@ from .models.adapters import (
     is_over_given,
     with_adapters,
 )
-from .models.agents import frozen_copies, scorer_of
+from .models.agents import (
+    adapters_of,
+    frozen_copies,
+    models_alike,
+    policies_of,
+    scorer_of,
+)
 from .models.loading import load_model
 from .models.outline import outline
 from .models.policies import transformers_policy
 from .models.reward_models import ChatRewardModel, network_options, reward_model_over
-from .models.sources import folder_of, model_files, model_folder
+from .models.sources import folder_of, given_model, model_files
 from .optimizers import set_learning_rate
 from .rank_jobs import RankJob, tell
 from .rank_scores import target_scores
@@ -66,7 +72,7 @@ from .rank_share import RankShare
 from .run import Run
 from .settings.errors import refusing
 from .settings.recipe import Recipe
-from .settings.schema import TrainingConfig, critic_settings
+from .settings.schema import TrainingConfig, agents_settings, critic_settings
 from .stop_signals import SIGNALS
 
 Actor = TransformersWrapper | TransformersCritic
@@ -91,7 +97,7 @@ def take_share(
     """
     parts: list[PackedBatch] = []
     agents: list[str] = []
-    for agent, rows in _rows_by_model(actor, batch):
+    for agent, rows in _rows_by_model(ranks, actor, batch).items():
         shares = _shares_prefixes(actor, rows)
         own = ranks.scatter(rows, max_tokens=_most_tokens(cfg), count_shared_once=shares)
         parts += own
@@ -168,15 +174,17 @@ def _most_tokens(cfg: TrainingConfig) -> int:
 
 
 def _rows_by_model(
-    actor: Actor | AgentPolicies, batch: PackedBatch | None
-) -> Iterator[tuple[str | None, PackedBatch | None]]:
+    ranks: Ranks, actor: Actor | AgentPolicies, batch: PackedBatch | None
+) -> Mapping[str | None, PackedBatch | None]:
     """The rows of each model that is trained: of agents with weights of their own several."""
-    if not isinstance(actor, AgentPolicies) or batch is None:
-        yield None, batch
-        return
-    rows = actor.rows_of(batch.agents or [None] * batch.num_rows)
-    for name, own in rows.items():
-        yield name, batch.take_rows(torch.tensor(own))
+    if not isinstance(actor, AgentPolicies):
+        return {None: batch}
+    rows: dict[str | None, PackedBatch] = {}
+    if batch is not None:
+        of_agents = actor.rows_of(batch.agents or [None] * batch.num_rows)
+        rows = {name: batch.take_rows(torch.tensor(own)) for name, own in of_agents.items()}
+    names: list[str | None] = ranks.broadcast([*rows])  # those that have any
+    return {name: rows.get(name) for name in names}
 
 
 def _shares_prefixes(actor: Actor | AgentPolicies, batch: PackedBatch | None) -> bool:
@@ -272,6 +280,8 @@ def parallel_kind(cfg: TrainingConfig, ranks: Ranks) -> str:
     if ranks.size == 1:
         return "none"
     automatic = "fsdp2" if ranks.device.type == "cuda" or cfg.train.splits_model else "ddp"
+    if agents_settings(cfg) is not None:  # each rank has the models of all agents whole
+        automatic = "ddp"
     return automatic if cfg.train.parallel == "auto" else cfg.train.parallel
 
 
@@ -283,9 +293,12 @@ def loading_device(cfg: TrainingConfig, ranks: Ranks) -> str | None:
 
 
 def share_model(
-    cfg: TrainingConfig, run: Run, actor: TransformersWrapper, policy: LLMWrapperBase
-) -> tuple[TransformersWrapper, LLMWrapperBase]:
-    """Let all ranks train the model that rank 0 has, which calls it.
+    cfg: TrainingConfig,
+    run: Run,
+    actor: TransformersWrapper | AgentPolicies,
+    policy: LLMWrapperBase,
+) -> tuple[Any, LLMWrapperBase]:
+    """Let all ranks train the model that rank 0 has, which calls it; or those of its agents.
 
     Args:
         cfg: the settings.
@@ -295,15 +308,20 @@ def share_model(
 
     Returns:
         The actor over the wrapped model, and the policy: over a copy where the model is sharded.
-        One process gets back what it gave.
+        One process gets back what it gave, and so does one of agents, whose models get no wrappers.
     """
     ranks = run.ranks
     if ranks.size == 1:
         return actor, policy
-    files = model_files(actor, weights=False) if cfg.policy.model is None else None
+    first = next(iter(policies_of(actor).values()))
+    files = model_files(first, weights=False) if cfg.policy.model is None else None
     # Config and tokenizer, where they were made here; else `policy.model` has them. The settings of
     # a task are of a class made here, and nobody else's business.
     ranks.broadcast((replace(cfg, task=None), files))
+    if isinstance(actor, AgentPolicies):
+        ranks.broadcast(adapters_of(actor))
+        ranks.copy_from_first(actor.model)
+        return actor, policy
     model: Any = actor.model
     if policy is actor and parallel_kind(cfg, ranks) == "fsdp2":
         whole = copy.deepcopy(model)
@@ -373,7 +391,7 @@ class Follower:
         recipe: of the run.
         cfg: the settings, as rank 0 has filled them in.
         ranks: of the run.
-        actor: over this rank's part of the model.
+        actor: over this rank's part of the model, or over the models of agents.
         folder: of its own, for what is not finite.
         critic: over this rank's part of it, if the run has one.
     """
@@ -383,7 +401,7 @@ class Follower:
         recipe: Recipe,
         cfg: TrainingConfig,
         ranks: Ranks,
-        actor: Actor,
+        actor: Actor | AgentPolicies,
         folder: Path,
         critic: Critic | None = None,
     ) -> None:
@@ -423,6 +441,7 @@ class Follower:
         if isinstance(self.actor, TransformersCritic):
             reward_share(self.cfg, self.ranks, self.actor)
         else:
+            assert isinstance(self.actor, TransformersWrapper)
             score_share(self.cfg, self.ranks, self.actor)
 
     def _jobs_of_critic(self) -> dict[RankJob, Callable[..., Any]]:
@@ -448,7 +467,7 @@ class Follower:
     def passes(self) -> Iterator[RankShare]:
         """Make the passes that rank 0 makes, over the share of this rank."""
         (self.number,) = self._order[1]
-        share = take_share(self.cfg, self.ranks, self.actor, self._loss)
+        self._share = share = take_share(self.cfg, self.ranks, self.actor, self._loss)
         optim, num_steps = self.cfg.optim, self.cfg.train.num_steps
         set_learning_rate(optim, self._gate.optimizer, self.number, num_steps)
         self._order = self.ranks.broadcast()
@@ -460,6 +479,7 @@ class Follower:
         """Give what this rank's rows add to the metrics."""
         del outcome
         combined(self.cfg, self.ranks, outputs)
+        metrics_by_agent(self.cfg, self._share, outputs)
 
     def note_critic(self, metrics: Mapping[str, float]) -> None:
         """Nothing: rank 0 has the metrics of all."""
@@ -498,13 +518,20 @@ def follow(ranks: Ranks, recipe: Recipe, train: Callable[[Follower], Any]) -> No
         train(Follower(recipe, cfg, ranks, actor, Path(folder), critic))
 
 
-def _followed_policy(cfg: TrainingConfig, ranks: Ranks, files: Any) -> TransformersWrapper:
+def _followed_policy(
+    cfg: TrainingConfig, ranks: Ranks, files: Any
+) -> TransformersWrapper | AgentPolicies:
     """The actor of a rank other than 0, which has its weights from rank 0."""
-    given = cfg.policy.model
-    with folder_of(files if given is None else model_folder(given)) as folder:
+    given = given_model(cfg)
+    with folder_of(files if given is None else given) as folder:
         # It has no weights before rank 0 gives them, part by part.
         settings = replace(cfg.policy, device="meta")
         model, tokenizer = load_model(settings, folder, load=partial(outline, check=False))
+    if (agents := agents_settings(cfg)) is not None:
+        models = models_alike(agents, model, ranks.broadcast())
+        ranks.copy_from_first(models)
+        own = {n: transformers_policy(cfg, x, tokenizer, generate=False) for n, x in models.items()}
+        return AgentPolicies(own, otherwise=agents.otherwise)
     if cfg.policy.lora_rank is not None:
         model = with_adapters(cfg.policy, model)
     return _wrapped(cfg, ranks, model, tokenizer)

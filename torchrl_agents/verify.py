@@ -31,6 +31,7 @@ from collectors import CheckpointError, CheckpointStore, ShardedModel
 from collectors.checkpoint.retention import stored
 from collectors.record.html import write_html
 from collectors.record.run_record import RunRecord
+from collectors.resume.sharded import Load
 from collectors.verification.certificate import Certificate
 from collectors.verification.conditions import Numbers
 from collectors.verification.engine_check import EngineCheck, check_engine_can
@@ -505,9 +506,7 @@ def _model_of(folder: Path, cfg: PolicyConfig, device: str) -> tuple[Any, Any, b
     return adapted, tokenizer, True
 
 
-def _load_checkpoint(
-    fill: Callable[[dict[str, Any]], None], is_partial: bool, whole: nn.Module, model: nn.Module
-) -> None:
+def _load_checkpoint(fill: Load, is_partial: bool, whole: nn.Module, model: nn.Module) -> None:
     """Load what a checkpoint has: the model, or those of all agents, of which it is one."""
     del model
     with torch.no_grad():

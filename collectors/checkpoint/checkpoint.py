@@ -41,13 +41,20 @@ class Checkpoint:
         """The names under which state dicts were saved as ``sharded``."""
         return tuple(self._plain)
 
-    def load_sharded(self, name: str, target: dict[str, Any]) -> None:
+    def load_sharded(
+        self, name: str, target: dict[str, Any], *, may_lack: str | None = None
+    ) -> list[str]:
         """Fill a state dict with one that was saved as ``sharded``; all ranks call it together.
 
         Args:
             name: under which it was saved.
             target: nested dictionaries and lists of tensors, sharded in whatever way over however
                 many ranks; they are filled in place. Other values are replaced.
+            may_lack: places of tensors that may not have been saved begin with this: the keys that
+                lead to one, joined by dots. ``None``: all have been.
+
+        Returns:
+            The places of those that were not, which stay as they are.
 
         Raises:
             CheckpointError: there is none of the name, or it holds others, or of other shapes.
@@ -57,13 +64,15 @@ class Checkpoint:
                 f"{self.path}: has no sharded state {name!r}; it has {sorted(self._plain)}."
             )
         tensors, _ = flatten(name, target)
-        load_shards(self.path / SHARDED / name, name, tensors, self._ranks)
+        folder = self.path / SHARDED / name
+        lacking = load_shards(folder, name, tensors, self._ranks, may_lack=may_lack)
         plain = self._plain[name]
         for holder, key, place, value in leaves(target):
             if not isinstance(value, torch.Tensor):
                 if place not in plain:
                     raise CheckpointError(f"sharded {name!r}: {place!r} is not in the checkpoint.")
                 holder[key] = plain[place]
+        return lacking
 
 
 def read_checkpoint(

@@ -105,9 +105,24 @@ def plan_shards(
 
 
 def load_shards(
-    folder: Path, name: str, tensors: dict[str, torch.Tensor], ranks: CheckpointGroup
-) -> None:
+    folder: Path,
+    name: str,
+    tensors: dict[str, torch.Tensor],
+    ranks: CheckpointGroup,
+    *,
+    may_lack: str | None = None,
+) -> list[str]:
     """Fill tensors, sharded in whatever way, with what a folder holds; all ranks call it together.
+
+    Args:
+        folder: of the state dict.
+        name: of the state dict.
+        tensors: by their places.
+        ranks: all that load.
+        may_lack: what the folder may have none of begins with this; ``None`` for nothing.
+
+    Returns:
+        The places of what it has none of, which stays as it is.
 
     Raises:
         CheckpointError: the folder holds others, or of other shapes.
@@ -116,7 +131,7 @@ def load_shards(
     from torch.distributed.checkpoint.state_dict_loader import load
 
     if not tensors and not folder.is_dir():
-        return
+        return []
     reader = HuggingFaceStorageReader(str(folder))
     with ranks.agreed():
         try:
@@ -125,7 +140,10 @@ def load_shards(
             # The files are whole, and say what was never saved.
             raise CheckpointError(f"{folder}: {error} ({type(error).__name__}).") from error
         stored = {key: tuple(value.size) for key, value in found.items()}
-        problems = [f"{key!r} is not in the checkpoint" for key in tensors if key not in stored]
+        missing = [key for key in tensors if key not in stored]
+        lacking = [key for key in missing if may_lack is not None and key.startswith(may_lack)]
+        tensors = {key: value for key, value in tensors.items() if key not in lacking}
+        problems = [f"{key!r} is not in the checkpoint" for key in missing if key in tensors]
         problems += [f"{key!r} is not in the target" for key in stored if key not in tensors]
         problems += [
             f"{key!r} has the shape {tuple(value.shape)}, and {stored[key]} in the checkpoint"
@@ -140,3 +158,4 @@ def load_shards(
         if alone:
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
         load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=alone)
+    return lacking

@@ -13,10 +13,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from collectors.checkpoint.errors import CheckpointError
+
 _KERNELS: Final = ("foreach", "fused")
 """Settings of an optimizer that say by what kernels it makes a step."""
-Load = Callable[[dict[str, Any]], None]
-"""Fills a state dict in place, with what the ranks of a checkpoint saved."""
+Load = Callable[..., list[str]]
+"""Fills a state dict in place, with what the ranks of a checkpoint saved: ``load_sharded`` of a
+:class:`~collectors.Checkpoint`, whose name is given."""
 
 
 @runtime_checkable
@@ -114,13 +117,23 @@ class ShardedOptimizer:
             load: fills this rank's share of it in place.
 
         Raises:
-            CheckpointError: it is of other parameters.
+            CheckpointError: it is of other parameters, or remembered something else of them.
         """
         state: Any = get_optimizer_state_dict(self._model, self._optimizer)
         groups = self._optimizer.param_groups
         # How a step is computed depends on the shards of this run, not on those of the other one.
         kernels = [{n: x for n, x in group.items() if n in _KERNELS} for group in groups]
-        load(state)
+        names = [name for group in state["param_groups"] for name in group["params"]]
+        owners = dict(zip(names, (p for group in groups for p in group["params"]), strict=True))
+        kept: dict[str, dict[str, Any]] = state["state"]
+        whole = {name: {f"state.{name}.{key}" for key in own} for name, own in kept.items()}
+        lacking = {*load(state, may_lack="state.")}
+        # What had no gradient before the save, such as of an agent without turns, has no state.
+        without = [name for name, places in whole.items() if places and places <= lacking]
+        if odd := sorted(lacking.difference(*(whole[name] for name in without))):
+            raise CheckpointError(f"the optimizer's {odd[0]!r} is not in the checkpoint.")
         set_optimizer_state_dict(self._model, self._optimizer, state)
+        for name in without:
+            del self._optimizer.state[owners[name]]
         for group, own in zip(self._optimizer.param_groups, kernels, strict=True):
             group.update(own)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
 from typing import Any, Final
@@ -24,6 +24,8 @@ dist: Any = torch.distributed  # it names little of what is used here as exporte
 _FAILURE: Final = "torchrl-ranks/first-failure"
 _HEARSAY_S: Final = 5.0
 """How long a rank that lost another one waits for what that one has to say."""
+_BUCKET_BYTES: Final = 64 << 20
+"""Most bytes of gradients that are reduced at once; a larger one is alone."""
 
 
 class RankFailedError(RuntimeError):
@@ -333,6 +335,40 @@ class Ranks:
             sharded(left == 0)
             yield parts[-1 - left]
 
+    @torch.no_grad()
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Replace gradients by their means over the ranks, where no wrapper of a model does it.
+
+        For models that each rank has whole and computes by itself, such as those of several agents:
+        a rank may make other passes than the others, or none. Every rank calls it, before the step.
+
+        Args:
+            parameters: that are trained, in the same order on each rank. One without a gradient
+                counts as 0 where another rank has one, and stays without where none has.
+
+        Raises:
+            ValueError: ranks give different numbers of parameters.
+        """
+        if self.size == 1:
+            return
+        every = list(parameters)
+        has = self.gather([each.grad is not None for each in every])
+        if len({len(flags) for flags in has}) > 1:
+            raise ValueError(
+                f"Ranks.average_gradients: ranks give {[len(flags) for flags in has]} parameters. "
+                "Each gives those of the same models."
+            )
+        chosen = [each for each, *flags in zip(every, *has, strict=True) if any(flags)]
+        for each in chosen:
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+        grads = [each.grad for each in chosen if each.grad is not None]
+        for bucket in _buckets(grads):
+            mean = torch.cat([grad.reshape(-1) for grad in bucket])
+            dist.all_reduce(mean.div_(self.size))
+            for grad, new in zip(bucket, mean.split([x.numel() for x in bucket]), strict=True):
+                grad.copy_(new.view_as(grad))
+
     def __enter__(self) -> Ranks:
         return self
 
@@ -368,6 +404,20 @@ class Ranks:
         except RuntimeError:  # the store has gone with the rank or the agent that had it
             return own if is_loss else None
         return None if found == own and not is_loss else found
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in order, some of one type at a time, of as many bytes as are reduced at once."""
+    bucket: list[Tensor] = []
+    size = 0
+    for each in tensors:
+        if bucket and (each.dtype != bucket[0].dtype or size + each.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(each)
+        size += each.nbytes
+    if bucket:
+        yield bucket
 
 
 def gathered_rows(ranks: Ranks | None, values: Tensor) -> Tensor:

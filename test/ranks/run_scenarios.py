@@ -6,6 +6,7 @@ import warnings
 from itertools import chain
 from pathlib import Path
 
+import agent_scenarios
 import context_scenarios
 import critic_scenarios
 import preference_scenarios
@@ -22,7 +23,7 @@ if __name__ == "__main__":
     kinds = (
         *(training_scenarios, split_scenarios, context_scenarios),
         *(weight_scenarios, recipe_scenarios, critic_scenarios, preference_scenarios),
-        reference_scenarios,
+        *(reference_scenarios, agent_scenarios),
     )
     for name, run in chain(*(kind.scenarios() for kind in kinds)):
         if not any(word in name for word in sys.argv[2:] or [name]):

@@ -113,6 +113,13 @@ def test_gradients_that_were_not_reduced_are_noticed(found):
         assert "parameters are spread over several ranks" in no_ranks
 
 
+def test_gradients_of_models_without_a_wrapper_are_averaged(found):
+    """Of (10, -20), of 20 alone, of (30, -60), and of none."""
+    for grads, error in found("averaged"):
+        assert grads == [[-5.0, -5.0], [10.0, 10.0], [-15.0, -15.0], None]
+        assert "Ranks.average_gradients: ranks give [1, 4] parameters" in error
+
+
 def test_passes_of_limited_size_are_as_many_on_each_rank(found):
     assert found("limited") == [5, 20]
 

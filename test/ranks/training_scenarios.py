@@ -327,6 +327,21 @@ def partly_sharded(ranks, how):
     return float(norm_over(ranks, [sharded, torch.tensor([3.0, 4.0])]))
 
 
+def averaged(ranks, how):
+    """Gradients of parameters of two types, of which rank 1 has not all, and one has none."""
+    del how
+    kinds = (torch.float32, torch.float32, torch.bfloat16, torch.float32)
+    parameters = [torch.nn.Parameter(torch.zeros(2, 1, dtype=kind)) for kind in kinds]
+    for place, parameter in enumerate(parameters[:3]):
+        if ranks.rank == 0 or place != 1:
+            value = 10.0 * (place + 1) * (1 - 3 * ranks.rank)
+            parameter.grad = torch.full_like(parameter, value)
+    ranks.average_gradients(parameters)
+    grads = [None if each.grad is None else each.grad.flatten().tolist() for each in parameters]
+    odd = parameters if ranks.rank else parameters[:1]
+    return grads, error_of(lambda: ranks.average_gradients(odd))
+
+
 def limited_passes(ranks, how):
     """Passes without a gradient, of which ranks would need different numbers."""
     scorer = PackedScorer(wrap(build("grpo"), how, "grpo"), micro_batch_tokens=8)
@@ -389,6 +404,7 @@ def scenarios():
         yield f"loaded, {size} ranks", lambda size=size: run_ranks(size, lambda r: loaded(r, ""))
     yield "limited", lambda: run_ranks(2, lambda r: limited_passes(r, "fsdp2"))
     yield "partly sharded", lambda: run_ranks(2, lambda r: partly_sharded(r, ""))
+    yield "averaged", lambda: run_ranks(2, lambda r: averaged(r, ""))
     yield "unreduced", lambda: run_ranks(2, lambda r: unreduced(r, ""))
     yield "failing", lambda: error_of(lambda: run_ranks(2, lambda r: failing(r, "")))
     yield "stuck", lambda: run_ranks(2, lambda r: stuck(r, ""), wait_s=3.0)

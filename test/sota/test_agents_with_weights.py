@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from objectives import Ranks
 from torchrl_agents.models.agents import saved_models
 from torchrl_agents.models.saved_agents import saved_agents
+from torchrl_agents.parallel import parallel_kind
 from torchrl_agents.settings.command_line import prepare
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import PolicyConfig
@@ -215,6 +217,34 @@ def test_what_agents_with_weights_can_not_have_is_refused(script, more, words):
     given = [*TASK, *AGENTS, *TINY, "task.dataset=org/rows"]
     with pytest.raises(SettingsError, match=words):
         check_config(recipe, prepare(recipe, [*given, *more]))
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        ([], None),
+        (["train.parallel=ddp", "train.reduce=step", "collector.verify_every=1"], None),
+        (["train.parallel=fsdp2"], "train.parallel=fsdp2"),
+        (["train.reduce=micro_batch"], "train.reduce=micro_batch"),
+        (["train.tensor_parallel_size=2"], "train.tensor_parallel_size and expert_parallel_size"),
+        (["train.context_parallel_size=2"], "train.context_parallel_size"),
+    ],
+    ids=lambda value: value[0] if value and isinstance(value, list) else "",
+)
+def test_ranks_have_the_models_of_all_agents_whole_or_refuse(script, monkeypatch, more, refused):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    recipe = script("grpo").RECIPE
+    given = [*TASK, *AGENTS, *TINY, "task.dataset=org/rows", *more]
+    if refused is None:
+        prepare(recipe, given)
+        cfg = recipe.config()
+        kinds = [parallel_kind(cfg, Ranks(0, 2, device="cuda", control=object()))]
+        cfg.agents.trained = ["writer"]
+        kinds += [parallel_kind(cfg, Ranks(0, 2, device="cuda", control=object()))]
+        assert kinds == ["fsdp2", "ddp"]
+        return
+    with pytest.raises(SettingsError, match=f"{refused} does not go with agents.trained: each of"):
+        prepare(recipe, given)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from torchrl_modules import (
     models_over_one_base,
 )
 
-from .adapters import adapter_config
+from .adapters import adapter_config, is_adapted
 from .loading import load_model
 from .policies import transformers_policy
 from .saved_agents import SavedAgents, found_agents, takes_adapters
@@ -196,6 +196,31 @@ def trained_rows(actor: Any, rows: TensorDictBase) -> TensorDictBase | None:
     by_agent = actor.rows_of(read_objects(rows, AGENT))
     chosen = sorted(row for name in actor.trained for row in by_agent.get(name, ()))
     return rows[chosen] if chosen else None
+
+
+def adapters_of(policies: AgentPolicies) -> dict[str, Any]:
+    """The configurations of the adapters that agents have, by name; none of whole models."""
+    models: dict[str, Any] = {**policies.model}
+    return {name: own.peft_config["default"] for name, own in models.items() if is_adapted(own)}
+
+
+def models_alike(
+    agents: AgentsConfig, model: nn.Module, adapters: Mapping[str, Any]
+) -> nn.ModuleDict:
+    """The models of all agents as another rank has them, to which their weights come.
+
+    Args:
+        agents: their settings.
+        model: that they begin with, or below their adapters.
+        adapters: their configurations, see :func:`adapters_of`.
+    """
+    adapted = models_over_one_base(model, adapters) if adapters else {}
+    models = {
+        name: adapted.get(name, model) if adapters else deepcopy(model) for name in agents.names
+    }
+    for name in agents.frozen:
+        models[name].requires_grad_(False)
+    return nn.ModuleDict(models)
 
 
 def pushed_models(actor: Any) -> Any:

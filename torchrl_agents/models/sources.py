@@ -30,11 +30,8 @@ _NUM_TEXTS = 1024
 @contextmanager
 def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
     """Yield the source of the model: as given, a run's, or a folder with the embedded one."""
-    if (saved := found_agents(cfg)) is not None:
-        yield model_folder(saved.source(adapters=takes_adapters(cfg, saved)))
-        return
-    if cfg.policy.model is not None:
-        yield model_folder(cfg.policy.model)
+    if (given := given_model(cfg)) is not None:
+        yield given
         return
     with _folder_of_a_model() as folder:
         tokenizer = task_tokenizer(task)
@@ -42,6 +39,19 @@ def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
         torch.manual_seed(cfg.seed)
         tiny_qwen3(len(tokenizer)).save_pretrained(folder)
         yield folder
+
+
+def given_model(cfg: RecipeConfig) -> str | None:
+    """Hub id or folder of the model that is loaded; ``None`` where it is made here.
+
+    Of a run with several agents it is the one below their adapters, or the first agent's.
+
+    Raises:
+        SettingsError: it can't be had, or the run has other agents.
+    """
+    if (saved := found_agents(cfg)) is not None:
+        return model_folder(saved.source(adapters=takes_adapters(cfg, saved)))
+    return None if cfg.policy.model is None else model_folder(cfg.policy.model)
 
 
 def name_of_model(cfg: RecipeConfig) -> str:

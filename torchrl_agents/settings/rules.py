@@ -26,6 +26,7 @@ from .schema import (
     SamplesConfig,
     TrainConfig,
     TrainingConfig,
+    agents_settings,
     collects_on_ray,
     critic_settings,
 )
@@ -492,7 +493,6 @@ def _agents_faults(cfg: RolloutsConfig) -> Iterator[str]:
         yield f"agents.otherwise must be one of {', '.join(names)}, got {given.otherwise!r}."
     engine, policy = cfg.engine, cfg.policy
     is_set = {
-        f"{num_ranks()} ranks": num_ranks() > 1,
         "loss.advantage=gae": critic_settings(cfg) is not None,
         "policy.load_in_4bit": policy.load_in_4bit,
         f"policy.quantization={policy.quantization}": policy.quantization is not None,
@@ -500,6 +500,7 @@ def _agents_faults(cfg: RolloutsConfig) -> Iterator[str]:
     }
     for name in (name for name, value in is_set.items() if value):
         yield f"{name} does not go with agents.trained: leave one of them out."
+    yield from _agents_ranks_faults(cfg)
     if engine.name not in ("transformers", "vllm"):
         yield f"agents.trained is for engine=transformers or vllm, got engine={engine.name}."
     if engine.name == "vllm" and collects_on_ray(cfg):
@@ -511,8 +512,27 @@ def _agents_faults(cfg: RolloutsConfig) -> Iterator[str]:
         )
 
 
+def _agents_ranks_faults(cfg: RolloutsConfig) -> Iterator[str]:
+    """Faults of several ranks that train agents with weights of their own."""
+    train = cfg.train
+    is_set = {
+        "train.parallel=fsdp2": train.parallel == "fsdp2",
+        "train.reduce=micro_batch": train.reduce == "micro_batch",
+        "train.tensor_parallel_size and expert_parallel_size": train.splits_model,
+        "train.context_parallel_size": train.context_parallel_size > 1,
+    }
+    for name in (name for name, value in is_set.items() if value and num_ranks() > 1):
+        yield (
+            f"{name} does not go with agents.trained: each of the {num_ranks()} ranks has the "
+            "models of all agents whole, and gradients are added up once a step. Leave it out. "
+            "With policy.lora_rank= agents have adapters over one model, of which a rank has one "
+            "copy."
+        )
+
+
 def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:
-    if cfg.collector.verify_every is not None and num_ranks() > 1:
+    one_policy = agents_settings(cfg) is None  # in wrappers of all ranks, and agents' are in none
+    if cfg.collector.verify_every is not None and num_ranks() > 1 and one_policy:
         yield "collector.verify_every is for one rank: leave it out."
     if cfg.record.kept_counts and cfg.engine.name != "transformers":
         yield "record.kept_counts needs engine=transformers: other engines don't tell them."

@@ -346,7 +346,8 @@ class TrainConfig:
     """torch.compile compiles the layers of the model; none: of at least 100 million weights on a
     GPU, where it is whole."""
     parallel: str = setting("auto", among("auto", "ddp", "fsdp2"))
-    """Of several ranks (torchrun): ddp, fsdp2 or auto: fsdp2 on GPUs, ddp on CPUs."""
+    """Of several ranks (torchrun): ddp, fsdp2 or auto: fsdp2 on GPUs, ddp on CPUs and for
+    agents.trained, of which each rank has all models whole."""
     reduce: str = setting("auto", among("auto", "step", "micro_batch"))
     """Of several ranks, when they add their gradients up: step: once, with the last micro-batch,
     until when each has whole gradients; micro_batch; or auto: step with ddp, micro_batch with

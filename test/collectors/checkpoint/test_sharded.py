@@ -196,3 +196,42 @@ def test_an_optimizer_keeps_the_kernels_of_its_own_run(tmp_path):
     (group,) = optimizer.param_groups
     assert group["foreach"] is False
     assert group["lr"] == 0.1, "what the other run had set is taken"
+
+
+def test_a_parameter_without_a_gradient_so_far_makes_its_first_step_after_the_run_goes_on(tmp_path):
+    """Such as of an agent that had no turn before the save."""
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Parameter(torch.tensor([1.0]))
+            self.late = torch.nn.Parameter(torch.tensor([1.0]))
+
+    def run_of():
+        model = Two()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, weight_decay=0.0)
+        return model, optimizer, RunState(optimizer=ShardedOptimizer(model, optimizer))
+
+    def step(model, optimizer, *values):
+        sum(value.sum() for value in values).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with CheckpointStore(tmp_path) as store:
+        model, optimizer, state = run_of()
+        step(model, optimizer, 2 * model.first)
+        state.save(store, 1)
+        model, optimizer, state = run_of()
+        assert state.restore(store) == 1
+        assert [*optimizer.state] == [model.first]
+        step(model, optimizer, 2 * model.first, 3 * model.late)
+        # A first step of Adam is as long as the learning rate, whatever the gradient is.
+        assert model.late.item() == pytest.approx(0.75, abs=1e-6)
+        assert int(optimizer.state[model.first]["step"]) == 2
+
+        model, optimizer, _ = run_of()
+        step(model, optimizer, model.first, model.late)
+        optimizer.state[model.late].pop("exp_avg_sq")
+        RunState(optimizer=ShardedOptimizer(model, optimizer)).save(store, 2)
+        with pytest.raises(CheckpointError, match=r"'state.late.exp_avg_sq' is not in the checkp"):
+            run_of()[2].restore(store)
