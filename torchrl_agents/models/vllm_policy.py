@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,9 +20,6 @@ from .policy_arguments import wrapper_arguments
 from .saved_agents import adapter_ranks, whole_models
 from .sources import Source, files_of, folder_of, model_files, model_folder
 from .started_fleet import started_fleet
-
-_GPU_SHARE: Final = 0.9
-"""Of a GPU's memory, which vLLM takes for an engine where nothing else is said."""
 
 
 def vllm_policy(
@@ -139,8 +136,7 @@ def _shared_memory(cfg: RecipeConfig, count: int) -> dict[str, Any]:
     if "kv_cache_memory_bytes" in given:
         shared["kv_cache_memory_bytes"] = int(given["kv_cache_memory_bytes"]) // count
     if "gpu_memory_utilization" in given or not _is_on_cpu(cfg):
-        all_of_them = given.get("gpu_memory_utilization", _GPU_SHARE)
-        shared["gpu_memory_utilization"] = float(all_of_them) / count
+        shared["gpu_memory_utilization"] = cfg.engine.gpu_share / count
     return shared
 
 
