@@ -9,15 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
 from weighted_agents import AGENTS, PROGRAM, TASK, TINY, check_adapters, rewrite, samples
 
 from torchrl_agents.models import vllm_policy
+from torchrl_agents.models.agents import pushed_models
 from torchrl_agents.models.saved_agents import SavedAgents
 from torchrl_agents.settings.command_line import prepare
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import AgentsConfig
 from torchrl_agents.start import check_config
 from torchrl_agents.verify import main as verify
+from torchrl_modules import AgentPolicies, TransformersWrapper, models_over_one_base
 
 SCRIPTS = Path(__file__).parents[2] / "sota-implementations"
 VLLM = ("engine=vllm", "+engine.engine_kwargs.kv_cache_memory_bytes=67108864")
@@ -52,9 +55,12 @@ def check_verified(folder):
     """All tokens that were computed again before they were trained are those that were drawn."""
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 2
+    # Beside training a step may have no token of the weights that are there by then.
+    gaps = [step["verify/largest_gap"] for step in steps if step.get("verify/tokens")]
+    assert gaps
+    assert max(gaps) < 1e-4
     for step in steps:
-        assert step["verify/tokens"] > 0 == step["verify/at_fault"]
-        assert step["verify/largest_gap"] < 1e-4
+        assert step.get("verify/at_fault", 0) == 0
         assert min(step[f"agents/{name}/trained_tokens"] for name in ("writer", "critic")) > 0
 
 
@@ -113,13 +119,21 @@ def test_an_engine_of_the_recipe_draws_for_agents_with_adapters(run, tmp_path):
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param(("policy.lora_rank=4", "collector=streaming"), id="adapters beside training"),
+        pytest.param(
+            ("policy.lora_rank=4", "collector=streaming"),
+            id="adapters beside training",
+            marks=pytest.mark.weekly,
+        ),
         pytest.param(
             ("policy.lora_rank=4", "engine.num_engines=2", "collector=streaming"),
             id="adapters at servers",
         ),
         pytest.param((), id="an engine each"),
-        pytest.param(("engine.num_engines=3", "collector=streaming"), id="a server each"),
+        pytest.param(
+            ("engine.num_engines=3", "collector=streaming"),
+            id="a server each",
+            marks=pytest.mark.weekly,
+        ),
     ],
 )
 def test_agents_are_drawn_for_by_engines_and_servers_of_the_recipe(run, tmp_path, more):
@@ -197,3 +211,26 @@ def test_ranks_of_what_a_run_left_are_read_where_it_is_evaluated(tmp_path):
     (folder / "writer" / "adapter" / "adapter_config.json").write_text('{"r": 48}')
     saved = SavedAgents(folder, AgentsConfig(trained=["writer"], frozen=["judge"]), "org/base")
     assert [saved.rank(name) for name in saved.settings.names] == [48, None]
+
+
+def test_the_first_push_has_what_frozen_agents_have_beyond_the_base(
+    make_tiny_model, chatml_tokenizer
+):
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+
+    def policies(models):
+        own = {
+            name: TransformersWrapper(model, tokenizer=chatml_tokenizer)
+            for name, model in models.items()
+        }
+        return AgentPolicies(own)
+
+    base = make_tiny_model(0)
+    adapted = models_over_one_base(base, {"writer": config, "critic": config})
+    adapted["critic"].requires_grad_(False)  # trained by an earlier run
+    over_base = policies(adapted | {"judge": base})
+    assert [*pushed_models(over_base)] == ["writer"]
+    assert [*pushed_models(over_base, is_first=True)] == ["writer", "critic"]
+    whole = {"writer": make_tiny_model(1), "judge": make_tiny_model(2).requires_grad_(False)}
+    assert [*pushed_models(policies(whole))] == ["writer"]
+    assert pushed_models(policies(whole), is_first=True) == whole

@@ -1,7 +1,6 @@
 """Policies of agents over vLLM: adapters over one base, or an engine for each whole model."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -56,14 +55,11 @@ def agent_samplers(
     if adapter_ranks(cfg):
         own = _over_one_base(cfg, agents, policy)
     else:
-        own = {}
-        for number, name in enumerate(agents.names):
-            with ExitStack() as stack:
-                source = stack.enter_context(folder_of(_source_of(cfg, name, saved, actor)))
-                share = (number, len(agents.names))
-                own[name] = (
-                    vllm_policy(cfg, source, policy.tokenizer, share=share) if number else policy
-                )
+        own = {agents.names[0]: policy}
+        for number, name in enumerate(agents.names[1:], 1):
+            with folder_of(_source_of(cfg, name, saved, actor)) as source:
+                share = number, len(agents.names)
+                own[name] = vllm_policy(cfg, source, policy.tokenizer, share=share)
     return AgentPolicies(own, otherwise=agents.otherwise)
 
 
