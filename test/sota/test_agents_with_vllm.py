@@ -9,22 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from peft import LoraConfig
 from weighted_agents import AGENTS, PROGRAM, TASK, TINY, check_adapters, rewrite, samples
 
 from torchrl_agents.models import vllm_policy
-from torchrl_agents.models.agents import pushed_models
 from torchrl_agents.models.saved_agents import SavedAgents
 from torchrl_agents.settings.command_line import prepare
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import AgentsConfig
 from torchrl_agents.start import check_config
 from torchrl_agents.verify import main as verify
-from torchrl_modules import AgentPolicies, TransformersWrapper, models_over_one_base
 
 SCRIPTS = Path(__file__).parents[2] / "sota-implementations"
 VLLM = ("engine=vllm", "+engine.engine_kwargs.kv_cache_memory_bytes=67108864")
 VERIFIED = ("collector.verify_every=1",)
+BESIDE = ("collector=streaming", "collector.pipeline_depth=0")
 
 
 @pytest.fixture
@@ -120,17 +118,17 @@ def test_an_engine_of_the_recipe_draws_for_agents_with_adapters(run, tmp_path):
     "more",
     [
         pytest.param(
-            ("policy.lora_rank=4", "collector=streaming"),
+            ("policy.lora_rank=4", *BESIDE),
             id="adapters beside training",
             marks=pytest.mark.weekly,
         ),
         pytest.param(
-            ("policy.lora_rank=4", "engine.num_engines=2", "collector=streaming"),
+            ("policy.lora_rank=4", "engine.num_engines=2", *BESIDE),
             id="adapters at servers",
         ),
         pytest.param((), id="an engine each"),
         pytest.param(
-            ("engine.num_engines=3", "collector=streaming"),
+            ("engine.num_engines=3", *BESIDE),
             id="a server each",
             marks=pytest.mark.weekly,
         ),
@@ -211,26 +209,3 @@ def test_ranks_of_what_a_run_left_are_read_where_it_is_evaluated(tmp_path):
     (folder / "writer" / "adapter" / "adapter_config.json").write_text('{"r": 48}')
     saved = SavedAgents(folder, AgentsConfig(trained=["writer"], frozen=["judge"]), "org/base")
     assert [saved.rank(name) for name in saved.settings.names] == [48, None]
-
-
-def test_the_first_push_has_what_frozen_agents_have_beyond_the_base(
-    make_tiny_model, chatml_tokenizer
-):
-    config = LoraConfig(r=2, target_modules=["q_proj"])
-
-    def policies(models):
-        own = {
-            name: TransformersWrapper(model, tokenizer=chatml_tokenizer)
-            for name, model in models.items()
-        }
-        return AgentPolicies(own)
-
-    base = make_tiny_model(0)
-    adapted = models_over_one_base(base, {"writer": config, "critic": config})
-    adapted["critic"].requires_grad_(False)  # trained by an earlier run
-    over_base = policies(adapted | {"judge": base})
-    assert [*pushed_models(over_base)] == ["writer"]
-    assert [*pushed_models(over_base, is_first=True)] == ["writer", "critic"]
-    whole = {"writer": make_tiny_model(1), "judge": make_tiny_model(2).requires_grad_(False)}
-    assert [*pushed_models(policies(whole))] == ["writer"]
-    assert pushed_models(policies(whole), is_first=True) == whole

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 from weighted_agents import AGENTS, PROGRAM, TASK, TINY, check_adapters, rewrite, samples
 
+from torchrl_agents.models.agents import pushed_models
 from torchrl_agents.settings.command_line import prepare
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.start import check_config
 from torchrl_agents.verify import main as verify
+from torchrl_modules import AgentPolicies, TransformersWrapper, models_over_one_base
 
 
 @pytest.fixture
@@ -149,3 +152,26 @@ def test_agents_that_the_task_does_not_have_are_refused_before_a_model_is_loaded
     del run
     with pytest.raises(SystemExit, match=words):
         run_recipe("grpo", *TASK, *TINY, *agents, "policy.model=org/none")
+
+
+def test_the_first_push_has_what_frozen_agents_have_beyond_the_base(
+    make_tiny_model, chatml_tokenizer
+):
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+
+    def policies(models):
+        own = {
+            name: TransformersWrapper(model, tokenizer=chatml_tokenizer)
+            for name, model in models.items()
+        }
+        return AgentPolicies(own)
+
+    base = make_tiny_model(0)
+    adapted = models_over_one_base(base, {"writer": config, "critic": config})
+    adapted["critic"].requires_grad_(False)  # trained by an earlier run
+    over_base = policies(adapted | {"judge": base})
+    assert [*pushed_models(over_base)] == ["writer"]
+    assert [*pushed_models(over_base, is_first=True)] == ["writer", "critic"]
+    whole = {"writer": make_tiny_model(1), "judge": make_tiny_model(2).requires_grad_(False)}
+    assert [*pushed_models(policies(whole))] == ["writer"]
+    assert pushed_models(policies(whole), is_first=True) == whole

@@ -113,6 +113,8 @@ def saved_models(saved: SavedAgents, cfg: PolicyConfig) -> tuple[nn.ModuleDict, 
         models = models_with_adapters(model, names, saved, {})
     else:
         models = {name: load_model(plain, saved.whole(name))[0] for name in names}
+    for name in saved.settings.frozen:  # as in the run: they belong to what it was trained over
+        models[name].requires_grad_(False)
     return nn.ModuleDict(models), tokenizer, is_over_base
 
 
