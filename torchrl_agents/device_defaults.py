@@ -36,6 +36,7 @@ class Device(NamedTuple):
     """Its products are of bfloat16 as they are, not made of float32 ones."""
     free_bytes: int
     """Now."""
+    total_bytes: int = 0
 
 
 def describe(device: str | torch.device | None) -> Device:
@@ -49,8 +50,8 @@ def describe(device: str | torch.device | None) -> Device:
         return Device(found.type, found.type, False, 0)
     # Without emulation: cards before Ampere compute bfloat16 in float32.
     has_bfloat16 = torch.cuda.get_device_capability(found) >= (8, 0)
-    free, _ = torch.cuda.mem_get_info(found)
-    return Device("cuda", torch.cuda.get_device_name(found), has_bfloat16, free)
+    free, total = torch.cuda.mem_get_info(found)
+    return Device("cuda", torch.cuda.get_device_name(found), has_bfloat16, free, total)
 
 
 def default_autocast(device: Device, dtype: str) -> bool:
@@ -139,6 +140,8 @@ def settle_micro_batches(
     if (agents := agents_settings(cfg)) is not None and cfg.policy.lora_rank is None:
         models = len(agents.names) - 1  # which come yet, each with all of this
         state = state * len(agents.trained) + models * trained * model.dtype.itemsize
+        of_engines = cfg.engine.gpu_share * device.total_bytes  # of vLLM here, one for each agent
+        state += int(models * of_engines / len(agents.names))
     if critic_settings(cfg) is not None:  # the same of all of its weights, which come yet
         state += 4 * sum(value.numel() for value in model.parameters()) * model.dtype.itemsize
     num_bytes = bytes_of_a_token(model, actor.scorer)

@@ -253,8 +253,18 @@ def load_models(cfg: RecipeConfig, setup: Setup, run: Run) -> tuple[Any, Any]:
         with run.log.phase("loading the reward model"):
             load_reward_models(setup.envs, cfg.policy.device)
     if not isinstance(cfg, TrainingConfig) and saved_agents(cfg.policy.model) is not None:
-        return add_agents(cfg, actor, policy)
+        return _with_agents(cfg, run, actor, policy)
     return actor, policy
+
+
+def _with_agents(
+    cfg: RecipeConfig, run: Run, actor: Any, policy: LLMWrapperBase
+) -> tuple[Any, Any]:
+    """Give each agent weights of its own; servers that are started for them end with the run."""
+    actors, policies = add_agents(cfg, actor, policy)
+    if cfg.engine.starts_servers:
+        run.ends.callback(policies.engine.close)  # type: ignore[attr-defined]
+    return actors, policies
 
 
 def warm_up(
@@ -294,7 +304,7 @@ def warm_up(
                 on_step=lambda step, loss: tell(step, {"loss": loss}, quiet=step % 100 > 0),
             )
     if agents_settings(cfg) is not None:
-        return add_agents(cfg, actor, policy)
+        return _with_agents(cfg, run, actor, policy)
     return (actor, policy) if is_quantized else add_adapters(cfg, actor, policy)
 
 

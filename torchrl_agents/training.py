@@ -301,11 +301,16 @@ class Training:
         test = self.cfg.evaluate
         return StepMetrics(self.timer, solved_at=test.solved_at, solved_by=test.solved_by)
 
-    def push(self) -> None:
-        """Hand the weights to the policy, if one samples with them."""
+    def push(self, *, is_first: bool = False) -> None:
+        """Hand the weights to the policy, if one samples with them.
+
+        Args:
+            is_first: also those that stay, to an engine with weights of its own.
+        """
         if (collector := self.data.collector) is not None:
             tell(self.ranks, RankJob.GIVE_WEIGHTS)
-            collector.update_policy_weights_(pushed_models(self.actor))
+            is_first = is_first and self.policy is not self.actor
+            collector.update_policy_weights_(pushed_models(self.actor, is_first=is_first))
 
     def _policy_tests(self) -> HeldOut:
         collector, policy = self.data.collector, self.policy
@@ -359,7 +364,7 @@ class Training:
                 raise SettingsError(f"resume: {made}; give a larger train.num_steps.")
             if run.goes_on:
                 _LOG.info("going on after step %d", done)
-            self.push()
+            self.push(is_first=True)
             before, pending = saved.get("before"), saved.get("pending")
             # The last step of which something is written that counts.
             after_step = -1 if before is None else done

@@ -47,8 +47,9 @@ from torchrl_modules.policies.loading import load_causal_lm
 from torchrl_modules.quantized_forward import forward_quantization
 
 from .found_run import CHECKPOINTS
+from .models.adapted_agents import load_adapter
 from .models.adapters import frozen_weights, is_adapted
-from .models.agents import load_adapter, saved_models
+from .models.agents import saved_models
 from .models.loading import load_model
 from .models.policy_arguments import sampling_of
 from .models.saved_agents import SavedAgents, saved_agents

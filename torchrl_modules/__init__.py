@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .critics.transformers_critic import TransformersCritic as TransformersCritic
     from .critics.value_model import load_value_model as load_value_model
     from .critics.value_model import value_model_of as value_model_of
+    from .engines.adapter_engine import engines_over_one_base as engines_over_one_base
     from .engines.async_transformers import AsyncTransformersEngine as AsyncTransformersEngine
     from .engines.batching_engine import BatchingEngine as BatchingEngine
     from .engines.checked_generation import check_prompt as check_prompt

@@ -147,20 +147,25 @@ def check_agents_apart(policy: Any, engine: Any) -> None:
         )
 
 
-def check_adapters(engine: Any, policy: StalenessPolicy) -> None:
+def check_adapters(engine: Any, policy: StalenessPolicy, *, whose: str = "") -> None:
     """Check that responses of all versions that may be in flight are drawn beside each other.
+
+    Args:
+        engine: draws.
+        policy: says how old they may be.
+        whose: the adapters are, for the message.
 
     Raises:
         ValueError: some would wait until others have ended.
     """
     for own in (getattr(engine, "by_agent", None) or {}).values():
-        check_adapters(own, policy)
+        check_adapters(own, policy, whose=" for each agent that is trained")
     most, needed = getattr(engine, "max_adapters", 0), policy.max_staleness + 2
     if most and policy.max_staleness and most < needed:
         raise ValueError(
             f"{WHO}: with max_staleness={policy.max_staleness} responses of {needed} versions may "
             f"be in flight, but the engine draws from {most} sets of adapters at once, so that new "
-            f"ones would wait for old ones. Build it with max_loras={needed}."
+            f"ones would wait for old ones. Build it with max_loras={needed}{whose}."
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # what several files have in common
 sys.path.append(str(Path(__file__).parents[1]))
 from quick_runs import quicken_runs
 

@@ -1,56 +1,23 @@
 """Agents with weights of their own in a run: trained, frozen, saved, resumed, verified, gone on."""
 
-import gzip
 import json
 import shutil
 from pathlib import Path
 
-import peft
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
+from weighted_agents import AGENTS, PROGRAM, TASK, TINY, check_adapters, rewrite, samples
 
 from objectives import Ranks
-from torchrl_agents.models.agents import saved_models
-from torchrl_agents.models.saved_agents import saved_agents
+from torchrl_agents.models.agents import pushed_models
 from torchrl_agents.parallel import parallel_kind
 from torchrl_agents.settings.command_line import prepare
 from torchrl_agents.settings.errors import SettingsError
-from torchrl_agents.settings.schema import PolicyConfig
 from torchrl_agents.start import check_config
 from torchrl_agents.verify import main as verify
-from torchrl_modules.policies.loading import load_causal_lm
-
-PROGRAM = '''
-import openai
-
-NAMES = ("writer", "critic", "judge")
-
-
-def talk(endpoint, *, prompt):
-    """Each says something, and wants more letters than fit, fewer, or none."""
-    said = {}
-    client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
-    with client:
-        for name in NAMES:
-            reply = client.chat.completions.create(
-                model=endpoint.model,
-                messages=[{"role": "user", "content": f"{prompt} {name}"}],
-                extra_headers={"x-agent-name": name},
-            )
-            said[name] = float(sum(map(ord, reply.choices[0].message.content or "")))
-    return said | {"critic": -said["critic"]}
-'''
-TASK = ("task=agent", "task.program=own_talk:talk", "task.agents=[writer,critic,judge]")
-AGENTS = ("agents.trained=[writer,critic]", "agents.frozen=[judge]")
-TINY = (
-    *("task.dataset=rows.jsonl", "evaluate.solved_by=reward", "evaluate.num_prompts=2"),
-    *("evaluate.num_shown=0", "logger=none", "policy.max_new_tokens=6", "loss.credit=agent"),
-    *("collector.num_prompts=2", "collector.group_size=2", "train.num_epochs=1"),
-    *("checkpoint.every=1", "checkpoint.keep_last=3", "optim.schedule=constant"),
-    *("optim.learning_rate=0.01", "optim.num_warmup_steps=0", "train.num_steps=2"),
-)
-IDS = torch.arange(40)[None]
+from torchrl_modules import AgentPolicies, TransformersWrapper, models_over_one_base
 
 
 @pytest.fixture
@@ -65,50 +32,6 @@ def run(run_recipe, tmp_path, monkeypatch):
         return Path(run_recipe("grpo", *TASK, *AGENTS, *TINY, *arguments)["output_dir"])
 
     return run
-
-
-def samples(folder, step):
-    with gzip.open(folder / "rollouts" / f"step-{step:06}.jsonl.gz", "rt") as file:
-        return [json.loads(line) for line in file][1:]
-
-
-def rewrite(folder, step, change):
-    path = folder / "rollouts" / f"step-{step:06}.jsonl.gz"
-    with gzip.open(path, "rt") as file:
-        lines = [json.loads(line) for line in file]
-    for line in lines[1:]:
-        change(line)
-    with gzip.open(path, "wt") as file:
-        file.write("".join(f"{json.dumps(line)}\n" for line in lines))
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(IDS).logits
-
-
-def check_adapters(folder):
-    """Two agents have adapters over one base, which differ; the third is the base."""
-    agents = folder / "agents"
-    assert sorted(path.name for path in agents.iterdir()) == ["agents.json", "critic", "writer"]
-    said = []
-    for name in ("writer", "critic"):
-        base = load_causal_lm(str(folder / "base"))
-        before = logits(base)
-        adapted = peft.PeftModel.from_pretrained(base, str(agents / name / "adapter"))
-        merged = load_causal_lm(str(agents / name / "model"))
-        torch.testing.assert_close(logits(adapted), logits(merged), atol=1e-4, rtol=1e-4)
-        assert (logits(merged) - before).abs().max() > 1e-2  # it was trained
-        said.append(logits(merged))
-    assert (said[0] - said[1]).abs().max() > 1e-2
-    settings = PolicyConfig(max_new_tokens=1)
-    models, _, has_adapters = saved_models(saved_agents(str(folder)), settings)
-    assert has_adapters
-    for name, own in zip(("writer", "critic"), said, strict=True):
-        torch.testing.assert_close(logits(models[name]), own, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(logits(models["judge"]), before)
-    of_base = {models["judge"].get_input_embeddings().weight.data_ptr()}
-    assert {m.get_input_embeddings().weight.data_ptr() for m in models.values()} == of_base
 
 
 def test_adapters_of_agents_are_trained_saved_resumed_and_verified(run, tmp_path, capsys):
@@ -207,7 +130,6 @@ def test_a_run_goes_on_with_what_another_one_left_of_its_agents(run, run_recipe,
         ),
         (["loss.advantage=gae", "loss.credit=episode"], "loss.advantage=gae does not go with"),
         (["push_to_hub=a/b"], "push_to_hub does not go with agents.trained"),
-        (["engine=vllm", "policy.lora_rank=4"], "one server has the adapters of all agents"),
         (["engine=sglang"], "agents.trained is for engine=transformers or vllm"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -260,3 +182,26 @@ def test_agents_that_the_task_does_not_have_are_refused_before_a_model_is_loaded
     del run
     with pytest.raises(SystemExit, match=words):
         run_recipe("grpo", *TASK, *TINY, *agents, "policy.model=org/none")
+
+
+def test_the_first_push_has_what_frozen_agents_have_beyond_the_base(
+    make_tiny_model, chatml_tokenizer
+):
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+
+    def policies(models):
+        own = {
+            name: TransformersWrapper(model, tokenizer=chatml_tokenizer)
+            for name, model in models.items()
+        }
+        return AgentPolicies(own)
+
+    base = make_tiny_model(0)
+    adapted = models_over_one_base(base, {"writer": config, "critic": config})
+    adapted["critic"].requires_grad_(False)  # trained by an earlier run
+    over_base = policies(adapted | {"judge": base})
+    assert [*pushed_models(over_base)] == ["writer"]
+    assert [*pushed_models(over_base, is_first=True)] == ["writer", "critic"]
+    whole = {"writer": make_tiny_model(1), "judge": make_tiny_model(2).requires_grad_(False)}
+    assert [*pushed_models(policies(whole))] == ["writer"]
+    assert pushed_models(policies(whole), is_first=True) == whole

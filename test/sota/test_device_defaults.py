@@ -13,7 +13,7 @@ from torchrl_agents.device_defaults import (
     default_micro_batch_tokens,
     describe,
 )
-from torchrl_agents.settings.schema import CriticConfig
+from torchrl_agents.settings.schema import AgentsConfig, CriticConfig, EngineConfig, PolicyConfig
 from torchrl_modules import TransformersWrapper
 
 GIB = 2**30
@@ -93,6 +93,31 @@ def test_a_critic_leaves_less_memory_for_a_micro_batch(
         train=SimpleNamespace(micro_batch_tokens=None),
         loss=SimpleNamespace(advantage=advantage),
         critic=CriticConfig(),
+    )
+    device_defaults.settle_micro_batches(cfg, actor)
+    assert cfg.train.micro_batch_tokens == expected
+
+
+@pytest.mark.parametrize(("engine", "expected"), [("vllm", 99 * 1024), ("transformers", 131_072)])
+def test_engines_of_agents_that_come_yet_leave_less_memory_for_a_micro_batch(
+    engine, expected, make_tiny_model, chatml_tokenizer, monkeypatch
+):
+    """Of n weights: of two agents gradients and moments take 24 n bytes, the second model 4 n.
+
+    Its engine has half of 0.5 of the GPU's 40 n bytes; of 55 n that are free 17 n are left, or 27 n
+    without it.
+    """
+    actor = TransformersWrapper(make_tiny_model(0), tokenizer=chatml_tokenizer)
+    count = sum(value.numel() for value in actor.parameters())
+    free = Device("cuda", "card", True, 55 * count, 40 * count)
+    monkeypatch.setattr(device_defaults, "describe", lambda _: free)
+    monkeypatch.setattr(device_defaults, "bytes_of_a_token", lambda *_: count / 10_000)
+    settings = EngineConfig(name=engine, engine_kwargs={"gpu_memory_utilization": 0.5})
+    cfg: Any = SimpleNamespace(
+        train=SimpleNamespace(micro_batch_tokens=None),
+        policy=PolicyConfig(),
+        agents=AgentsConfig(["first", "second"]),
+        engine=settings,
     )
     device_defaults.settle_micro_batches(cfg, actor)
     assert cfg.train.micro_batch_tokens == expected

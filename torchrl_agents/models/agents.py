@@ -1,7 +1,7 @@
 """Policies of agents with weights of their own: adapters over one model, or a model each."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
@@ -11,7 +11,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
-from torchrl_agents.settings.errors import SettingsError, refusing
+from torchrl_agents.settings.errors import refusing
 from torchrl_agents.settings.schema import (
     AgentsConfig,
     PolicyConfig,
@@ -27,32 +27,37 @@ from torchrl_modules import (
     models_over_one_base,
 )
 
+from .adapted_agents import models_with_adapters
 from .adapters import adapter_config, is_adapted
+from .agent_samplers import agent_samplers, saved_samplers
 from .loading import load_model
 from .policies import transformers_policy
 from .saved_agents import SavedAgents, found_agents, takes_adapters
-from .vllm_policy import vllm_policy
 
 _LOG = logging.getLogger("torchrl_agents")
 
 
 def add_agents(
-    cfg: RecipeConfig, actor: TransformersWrapper, policy: LLMWrapperBase
-) -> tuple[AgentPolicies, AgentPolicies]:
+    cfg: RecipeConfig, actor: TransformersWrapper | None, policy: LLMWrapperBase
+) -> tuple[AgentPolicies | None, AgentPolicies]:
     """Give each agent weights of its own.
 
     Args:
         cfg: the settings.
-        actor: over the model that they begin with, or over the one below their adapters.
-        policy: that samples: the actor itself, or one over a server that takes adapters.
+        actor: over the model that they begin with, or over the one below their adapters; ``None``
+            where nothing is trained and vLLM has the model.
+        policy: that samples: the actor itself, or one over vLLM.
 
     Returns:
-        What is trained, and what samples: the same, but for a server.
+        What is trained, if anything is, and what samples: the same, but over vLLM.
 
     Raises:
-        SettingsError: the server takes no adapters, or agents that a run left have others.
+        SettingsError: vLLM takes no adapters, or agents that a run left have others.
     """
     saved = found_agents(cfg)
+    if actor is None:
+        assert saved is not None
+        return None, saved_samplers(cfg, policy, saved)
     agents = agents_settings(cfg) or (saved and saved.settings)
     assert agents is not None
     kind = _adapted_models if takes_adapters(cfg, saved) else _whole_models
@@ -69,15 +74,7 @@ def add_agents(
     actors = AgentPolicies(own, otherwise=agents.otherwise)
     if policy is actor:
         return actors, actors
-    if not getattr(policy.engine, "max_adapters", 0):
-        raise SettingsError(
-            f"agents.trained={agents.trained}: the server at {cfg.engine.url} takes no adapters, "
-            "with which it would draw for all agents. Start it with --enable-lora."
-        )
-    # One for each, over the server that runs: each has adapters of its own there.
-    url = str(cfg.engine.url)
-    samplers = {name: vllm_policy(cfg, url, actor.tokenizer) for name in agents.names}
-    return actors, AgentPolicies(samplers, otherwise=agents.otherwise)
+    return actors, agent_samplers(cfg, agents, policy, saved=saved, actor=actor)
 
 
 def _whole_models(
@@ -95,55 +92,7 @@ def _adapted_models(
     """A model for each agent over one base: with new adapters, or those that a run left."""
     new = {} if cfg.lora_rank is None else dict.fromkeys(agents.trained, adapter_config(cfg, base))
     with refusing("policy.lora_target_modules"):
-        return _models_over(base, agents.names, saved, new)
-
-
-def _models_over(
-    base: nn.Module, names: Sequence[str], saved: SavedAgents | None, new: Mapping[str, Any]
-) -> dict[str, nn.Module]:
-    """Models over one base: with adapters that a run left, with new ones, or without any.
-
-    Args:
-        base: without adapters.
-        names: of the agents.
-        saved: by the run, if there was one.
-        new: configurations of agents that get adapters, where the run left none of theirs.
-
-    Raises:
-        SettingsError: adapters of the run have another rank.
-    """
-    import peft
-
-    left = [] if saved is None else [name for name in names if saved.adapter(name).is_dir()]
-    configs = dict(new)
-    for name in left:
-        assert saved is not None
-        config: Any = peft.PeftConfig.from_pretrained(str(saved.adapter(name)))
-        if name in new and config.r != new[name].r:
-            raise SettingsError(
-                f"policy.lora_rank={new[name].r}: the adapters of {name} in {saved.adapter(name)} "
-                f"have rank {config.r}. Give policy.lora_rank={config.r}."
-            )
-        config.inference_mode = False
-        config.base_model_name_or_path = None  # the base is here, wherever it was then
-        configs[name] = config
-    adapted = models_over_one_base(base, configs)
-    for name in left:
-        assert saved is not None
-        load_adapter(adapted[name], saved.adapter(name))
-    return {name: adapted.get(name, base) for name in names}
-
-
-def load_adapter(model: Any, folder: Path) -> None:
-    """Give a model with adapters the weights that a folder has of them.
-
-    Args:
-        model: of PEFT.
-        folder: with adapters of the same shapes.
-    """
-    import peft
-
-    peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device="cpu"))
+        return models_with_adapters(base, agents.names, saved, new)
 
 
 def saved_models(saved: SavedAgents, cfg: PolicyConfig) -> tuple[nn.ModuleDict, Any, bool]:
@@ -162,9 +111,11 @@ def saved_models(saved: SavedAgents, cfg: PolicyConfig) -> tuple[nn.ModuleDict, 
     settings = plain if Path(source).is_dir() else cfg
     model, tokenizer = load_model(settings, source, who="the model of the run")
     if is_over_base:
-        models = _models_over(model, names, saved, {})
+        models = models_with_adapters(model, names, saved, {})
     else:
         models = {name: load_model(plain, saved.whole(name))[0] for name in names}
+    for name in saved.settings.frozen:  # as in the run: they belong to what it was trained over
+        models[name].requires_grad_(False)
     return nn.ModuleDict(models), tokenizer, is_over_base
 
 
@@ -223,9 +174,22 @@ def models_alike(
     return nn.ModuleDict(models)
 
 
-def pushed_models(actor: Any) -> Any:
-    """The weights that a push takes: a model, or those of the agents that are trained."""
-    return actor.trained_models() if isinstance(actor, AgentPolicies) else actor.model
+def pushed_models(actor: Any, *, is_first: bool = False) -> Any:
+    """The weights that a push takes: a model, or those of the agents that are trained.
+
+    Args:
+        actor: what is trained.
+        is_first: so are those of frozen agents, which an engine may have begun otherwise; a frozen
+            one without adapters is the base that others have adapters over.
+    """
+    if not isinstance(actor, AgentPolicies):
+        return actor.model
+    trained = actor.trained_models()
+    if not is_first:
+        return trained
+    over_base = any(map(is_adapted, trained.values()))
+    frozen = {name: own for name, own in actor.model.items() if name not in actor.trained}
+    return trained | {name: own for name, own in frozen.items() if is_adapted(own) or not over_base}
 
 
 def policies_of(actor: Any) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from torchrl_agents.settings.engine_nodes import (
 from torchrl_agents.settings.schema import EngineConfig
 from torchrl_modules import AsyncEngine, EngineFleet
 from torchrl_modules.engines.server_host import HostedServer
+from torchrl_modules.engines.shared_server import SharedServer
 
 from .sources import Source
 
@@ -47,7 +48,7 @@ def hosted_fleet(
     if isinstance(source, str) and Path(source).is_dir():
         source = str(Path(source).resolve())
     start_timeout_s = float(options.pop("start_timeout_s", 600.0))
-    servers = [
+    servers = [  # agents with adapters of their own have a fleet each over these
         HostedServer(
             node,
             said["port"],
@@ -62,7 +63,7 @@ def hosted_fleet(
         for node, said in _await_nodes(wait_s).items()
         for number, devices in enumerate(shares_of_node(engine, said["devices"], node))
     ]
-    return EngineFleet([partial(own, each) for each in servers])
+    return EngineFleet([partial(own, SharedServer(each)) for each in servers])
 
 
 def _await_nodes(wait_s: float) -> Mapping[str, Mapping[str, Any]]:

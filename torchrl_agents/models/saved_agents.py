@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from torchrl_agents.settings.agent_rules import whole_models_fault
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import (
     AgentsConfig,
@@ -36,6 +37,11 @@ class SavedAgents:
     def adapter(self, name: str) -> Path:
         """The folder of an agent's adapters; it is not there where the agent has none."""
         return self.folder / name / "adapter"
+
+    def rank(self, name: str) -> int | None:
+        """The rank of an agent's adapters; ``None`` where it has none."""
+        file = self.adapter(name) / "adapter_config.json"
+        return int(json.loads(file.read_text(encoding="utf-8"))["r"]) if file.is_file() else None
 
     def whole(self, name: str) -> str:
         """The place of an agent's whole model: its folder, or the base that it is the same as."""
@@ -85,11 +91,13 @@ def found_agents(cfg: RecipeConfig) -> SavedAgents | None:
         return None
     who, there = f"policy.model={cfg.policy.model}", saved.settings.names
     if not isinstance(cfg, TrainingConfig):  # nothing is trained: all agents are as they were left
-        if cfg.engine.name != "transformers":
+        if cfg.engine.name not in ("transformers", "vllm"):
             raise SettingsError(
-                f"{who} has the models of several agents, {there}, which engine=transformers "
-                f"evaluates; got engine={cfg.engine.name}."
+                f"{who} has the models of several agents, {there}, which engine=transformers and "
+                f"engine=vllm evaluate; got engine={cfg.engine.name}."
             )
+        if saved.base is None and (fault := whole_models_fault(cfg.engine, len(there))):
+            raise SettingsError(f"{who} has a whole model for each of {there}: {fault}")
         return saved
     if agents is None:
         one = Path(cfg.policy.model or "", FOLDER, saved.settings.trained[0])
@@ -122,3 +130,37 @@ def takes_adapters(cfg: RecipeConfig, saved: SavedAgents | None) -> bool:
     if isinstance(cfg, TrainingConfig):
         return cfg.policy.lora_rank is not None
     return saved is not None and saved.base is not None
+
+
+def adapter_ranks(cfg: RecipeConfig) -> dict[str, int]:
+    """The ranks of the adapters that agents have over one model, by name; of none, without.
+
+    Args:
+        cfg: the settings.
+
+    Raises:
+        SettingsError: as :func:`found_agents`.
+    """
+    saved = found_agents(cfg)
+    agents = agents_settings(cfg) or (saved and saved.settings)
+    if agents is None or not takes_adapters(cfg, saved):
+        return {}
+    ranks = {} if saved is None else {name: saved.rank(name) for name in agents.names}
+    found = {name: rank for name, rank in ranks.items() if rank is not None}
+    if (rank := cfg.policy.lora_rank) is not None:
+        found |= dict.fromkeys(agents.trained, rank)
+    return found
+
+
+def whole_models(cfg: RecipeConfig) -> list[str]:
+    """The agents that have a whole model each; none where one policy takes all turns.
+
+    Args:
+        cfg: the settings.
+
+    Raises:
+        SettingsError: as :func:`found_agents`.
+    """
+    saved = found_agents(cfg)
+    agents = agents_settings(cfg) or (saved and saved.settings)
+    return [] if agents is None or takes_adapters(cfg, saved) else agents.names

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
+from torchrl_agents.settings.agent_rules import warm_start_fault
 from torchrl_agents.settings.errors import SettingsError, refusing
 from torchrl_agents.settings.rules import changed_base
 from torchrl_agents.settings.schema import RecipeConfig, RolloutsConfig
@@ -34,6 +35,8 @@ def check_adapted_model(cfg: RecipeConfig, actor: Any, sampler: Any) -> None:
     """
     if not getattr(sampler.engine, "max_adapters", 0) or cfg.policy.lora_rank is None:
         return
+    if isinstance(cfg, RolloutsConfig) and (fault := warm_start_fault(cfg)) is not None:
+        raise SettingsError(fault)
     warmed = cfg.warm_start.num_steps if isinstance(cfg, RolloutsConfig) else None
     if warmed and not cfg.policy.load_in_4bit:
         raise SettingsError(changed_base(warmed))

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from torchrl_modules import AsyncEngine, EngineFleet
+from torchrl_modules.engines.shared_server import SharedServer
 
 from .sources import Source, folder_of
 
@@ -32,7 +33,8 @@ def started_fleet(
     each = len(devices) // count
     shares = [devices[i * each : (i + 1) * each] or None for i in range(count)]
     servers = [partial(_served, start, source, devices=share, **options) for share in shares]
-    return EngineFleet([partial(own, one) for one in servers])
+    # Agents with adapters of their own have a fleet each over these.
+    return EngineFleet([partial(own, SharedServer(one)) for one in servers])
 
 
 @contextmanager

@@ -12,12 +12,12 @@ from typing import Any, Final
 
 from torchrl_envs.datasets import DATA_FILES, MODEL_FILES, check_source
 
+from .agent_rules import agents_faults, warm_start_fault
 from .engine_nodes import node_faults
 from .errors import SettingsError, refusing
 from .field_rules import broken_rules
 from .recipe import Recipe, compares_groups
 from .schema import (
-    AgentsConfig,
     CollectorConfig,
     CriticConfig,
     OptimConfig,
@@ -28,7 +28,6 @@ from .schema import (
     TrainingConfig,
     agents_settings,
     collects_on_ray,
-    critic_settings,
 )
 from .started_ranks import OF_RANKS, num_ranks
 
@@ -51,7 +50,7 @@ def check_rules(recipe: Recipe, cfg: RecipeConfig) -> None:
     if isinstance(cfg, RolloutsConfig):
         faults.append(_rollout_faults(recipe, cfg))
         faults += [_record_faults(cfg), _watch_faults(cfg)]
-        faults += [_critic_faults(cfg), _agents_faults(cfg)]
+        faults += [_critic_faults(cfg), agents_faults(cfg)]
     # One after the other: what is looked at later may need that the rest is right.
     if (words := next(chain.from_iterable(faults), None)) is not None:
         raise SettingsError(words)
@@ -394,6 +393,8 @@ def _library_faults(cfg: RecipeConfig) -> Iterator[str]:
     """Faults of vLLM's adapters, and of SGLang."""
     engine = cfg.engine
     own_adapters = engine.engine_kwargs.get("enable_lora")
+    if isinstance(cfg, RolloutsConfig) and (fault := warm_start_fault(cfg)) is not None:
+        yield fault
     if own_adapters and engine.name == "sglang":
         yield "engine.engine_kwargs.enable_lora is for engine=vllm: SGLang is sent whole weights."
     if engine.name == "sglang" and collects_on_ray(cfg):
@@ -477,57 +478,6 @@ def _critic_faults(cfg: RolloutsConfig) -> Iterator[str]:
     if critic.model is not None:
         with refusing("critic.model"):
             check_source(critic.model, MODEL_FILES)
-
-
-def _agents_faults(cfg: RolloutsConfig) -> Iterator[str]:
-    """Faults of agents with weights of their own, and of settings that these can't have."""
-    given: AgentsConfig = getattr(cfg, "agents", AgentsConfig())
-    names = given.names
-    if not given.trained:
-        if given != AgentsConfig():
-            yield "agents.frozen and agents.otherwise are for agents.trained: name those, too."
-        return
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        yield f"agents: {twice} are there twice."
-    if given.otherwise is not None and given.otherwise not in names:
-        yield f"agents.otherwise must be one of {', '.join(names)}, got {given.otherwise!r}."
-    engine, policy = cfg.engine, cfg.policy
-    is_set = {
-        "loss.advantage=gae": critic_settings(cfg) is not None,
-        "policy.load_in_4bit": policy.load_in_4bit,
-        f"policy.quantization={policy.quantization}": policy.quantization is not None,
-        "push_to_hub": cfg.push_to_hub is not None,
-    }
-    for name in (name for name, value in is_set.items() if value):
-        yield f"{name} does not go with agents.trained: leave one of them out."
-    yield from _agents_ranks_faults(cfg)
-    if engine.name not in ("transformers", "vllm"):
-        yield f"agents.trained is for engine=transformers or vllm, got engine={engine.name}."
-    if engine.name == "vllm" and collects_on_ray(cfg):
-        yield "agents.trained: collector=ray draws for agents with engine=transformers, got vllm."
-    if engine.name == "vllm" and not (engine.url and policy.lora_rank):
-        yield (
-            "agents.trained with engine=vllm: one server has the adapters of all agents. Start it "
-            "with --enable-lora, and give its engine.url= and policy.lora_rank=."
-        )
-
-
-def _agents_ranks_faults(cfg: RolloutsConfig) -> Iterator[str]:
-    """Faults of several ranks that train agents with weights of their own."""
-    train = cfg.train
-    is_set = {
-        "train.parallel=fsdp2": train.parallel == "fsdp2",
-        "train.reduce=micro_batch": train.reduce == "micro_batch",
-        "train.tensor_parallel_size and expert_parallel_size": train.splits_model,
-        "train.context_parallel_size": train.context_parallel_size > 1,
-    }
-    for name in (name for name, value in is_set.items() if value and num_ranks() > 1):
-        yield (
-            f"{name} does not go with agents.trained: each of the {num_ranks()} ranks has the "
-            "models of all agents whole, and gradients are added up once a step. Leave it out. "
-            "With policy.lora_rank= agents have adapters over one model, of which a rank has one "
-            "copy."
-        )
 
 
 def _record_faults(cfg: RolloutsConfig) -> Iterator[str]:

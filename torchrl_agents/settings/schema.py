@@ -82,6 +82,10 @@ class PolicyConfig:
     the router's scores weigh; of engine=transformers and collector=sync."""
 
 
+_GPU_SHARE: Final = 0.92
+"""Of a GPU's memory, which vLLM takes for an engine where nothing else is said."""
+
+
 @dataclass
 class EngineConfig:
     """The engine that draws the tokens."""
@@ -127,6 +131,13 @@ class EngineConfig:
     def is_library(self) -> bool:
         """True where a library for inference draws, with weights of its own."""
         return self.name in ("vllm", "sglang")
+
+    @property
+    def gpu_share(self) -> float:
+        """The share of a GPU's memory that vLLM in this process takes; 0.0 of another engine."""
+        if self.name != "vllm" or self.url or self.urls or self.starts_servers:
+            return 0.0
+        return float(self.engine_kwargs.get("gpu_memory_utilization", _GPU_SHARE))
 
     @property
     def starts_servers(self) -> bool:

@@ -12,10 +12,12 @@ from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.weights.agent_weights import AgentWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
 
+from .adapter_engine import AdapterEngine
 from .checked_generation import seeded
 from .engine import (
     AsyncEngine,
     ClosedOnLeaving,
+    EngineLoad,
     Generation,
     VersionSpan,
     can_keep_caches,
@@ -23,6 +25,7 @@ from .engine import (
     least_of,
     push_weights,
 )
+from .engine_load import tells_load
 from .joined_engine import AsyncJoinedEngine, JoinedBatches, JoinedEngine, joined_groups
 from .open_async import open_async
 from .shared_weights import copies_of_shared, note_shared_weights
@@ -223,30 +226,31 @@ class AgentEngines(_EnginesByAgent):
                 "AgentPolicies: nobody says which agent takes a turn. The entry 'agent' of a batch "
                 "does, which an AgentProgram writes."
             )
-        names = [self.name_of(agent) for agent in agents]
-        drawn = {row: self._nobody(agents[row]) for row, name in enumerate(names) if name is None}
-        # Of each batch the rows, and the numbers of their models where it has several.
-        batches: dict[Any, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        drawn: dict[int, Generation] = {}
+        takers: dict[int, Any] = {}
+        batches: dict[int, tuple[Any, list[int]]] = {}
         joins = not params.routed_experts and not any(images or ())
         joined = self._joined.places(self._engines()) if joins else {}
-        for row, name in enumerate(names):
-            if name is not None:
-                engine = self.by_agent[name]
-                one, number = joined.get(id(engine), (engine, 0))
-                its_rows, numbers = batches[one]
-                its_rows.append(row)
-                numbers.append(number)
-        for engine, (own, numbers) in batches.items():
+        for row, agent in enumerate(agents):
+            if (name := self.name_of(agent)) is None:
+                drawn[row] = self._nobody(agent)
+                continue
+            takers[row] = engine = self.by_agent[name]
+            one = joined[id(engine)][0] if id(engine) in joined else _drawer(engine)
+            batches.setdefault(id(one), (one, []))[1].append(row)
+        for engine, own in batches.values():
             its, further = seeded(engine, params, seeds and [seeds[i] for i in own])
             if isinstance(engine, JoinedEngine):
-                further["models"] = numbers
+                further["models"] = [joined[id(takers[i])][1] for i in own]
+            elif engine is not takers[own[0]]:
+                further["adapters"] = [takers[i].adapters for i in own]
             if max_new_tokens is not None:
                 further["max_new_tokens"] = [max_new_tokens[i] for i in own]
             if images is not None and any(images[i] for i in own):
                 further["images"] = [images[i] for i in own]
             given = engine.generate([prompts[i] for i in own], its, **further)
             drawn |= {
-                row: self._stamped(self.by_agent[names[row] or ""], generation)
+                row: self._stamped(takers[row], generation)
                 for row, generation in zip(own, given, strict=True)
             }
         return [drawn[row] for row in range(len(prompts))]
@@ -267,6 +271,30 @@ class AgentEngines(_EnginesByAgent):
             with self._handing(name, state_dict, new) as engine:
                 engine.update_weights(weights, version=new)
 
+    def sleep(self) -> None:
+        """Lend the memory of all engines to training, until the next update wakes them.
+
+        An update has to reach each engine, of which several agents may have one.
+
+        Raises:
+            TypeError: an engine has no memory to lend.
+        """
+        for engine in {id(own): own for own in map(_drawer, self._engines())}.values():
+            if (sleep := getattr(engine, "sleep", None)) is None:
+                raise TypeError(f"{type(engine).__name__} has no memory that it could lend.")
+            sleep()
+
+    def close(self) -> None:
+        """Close those engines that can be closed. May be called twice."""
+        for engine in self._engines():
+            if (close := getattr(engine, "close", None)) is not None:
+                close()
+
+
+def _drawer(engine: Any) -> Any:
+    """What draws for an engine: the one inside, which draws with the adapters of several."""
+    return engine.inside if isinstance(engine, AdapterEngine) else engine
+
 
 class AsyncAgentEngines(_EnginesByAgent, ClosedOnLeaving):
     """Draws for each caller with the engine of its agent; adapters over one base with one thread.
@@ -279,7 +307,8 @@ class AsyncAgentEngines(_EnginesByAgent, ClosedOnLeaving):
     """
 
     def __init__(self, engines: AgentEngines, *, copy_model: bool = True) -> None:
-        opened: dict[int, AsyncEngine] = {}
+        opened: dict[int, Any] = {}
+        inside: dict[int, AsyncEngine] = {}
         options: dict[str, Any] = {"copy_model": copy_model}
         if copy_model:
             options["shared"] = copies_of_shared(engines._engines())
@@ -291,6 +320,11 @@ class AsyncAgentEngines(_EnginesByAgent, ClosedOnLeaving):
                 if id(engine) in opened:
                     continue
                 own = options if isinstance(engine, TransformersEngine) else {}
+                if isinstance(engine, AdapterEngine):
+                    of_all = _drawer(engine)
+                    if id(of_all) not in inside:
+                        inside[id(of_all)] = open_async(of_all)
+                    own = {"opened": inside[id(of_all)]}
                 opened[id(engine)] = open_async(engine, **own)
         except BaseException:
             for engine in opened.values():
@@ -303,6 +337,24 @@ class AsyncAgentEngines(_EnginesByAgent, ClosedOnLeaving):
     def can_keep_caches(self) -> bool:
         """Whether responses in flight can go on with what the old weights have read."""
         return all(map(can_keep_caches, self._engines()))
+
+    @property
+    def tells_load(self) -> bool:
+        """Whether every engine tells how full it is."""
+        return all(map(tells_load, self._engines()))
+
+    async def measure_load(self) -> EngineLoad:
+        """Return how full the fullest engine is, and the preemptions of all.
+
+        Raises:
+            EngineDied: an engine died.
+            ConnectionError: one did not answer.
+        """
+        apart = {id(getattr(own, "opened", own)): own for own in self._engines()}
+        asked = (engine.measure_load() for engine in apart.values())
+        loads: list[EngineLoad] = await asyncio.gather(*asked)
+        total = sum(load.num_preemptions for load in loads)
+        return EngineLoad(max(load.cache_use for load in loads), total)
 
     async def respond(
         self,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from torch import Tensor
 
@@ -257,6 +257,29 @@ class EngineFleet(ChecksAttributes, ClosedOnLeaving):
             )
             for one in self._members
         ]
+
+    def beside(self) -> Self:
+        """Another fleet of engines that the same functions open: clients of the same servers.
+
+        Over servers with ``enable_lora`` each fleet has adapters of its own. One that is started
+        for both is a :class:`~torchrl_modules.engines.shared_server.SharedServer`.
+
+        Raises:
+            ValueError: an engine was given as it is, and nothing opens another one.
+            Exception: what opening the first engine that can't be opened raised.
+        """
+        openers = [member.opener for member in self._members]
+        if None in openers:
+            raise ValueError(
+                "EngineFleet.beside: it was given engines that are open. Give it URLs, or "
+                "functions that open an engine."
+            )
+        return type(self)(
+            openers,
+            max_restarts=self.max_restarts,
+            probe_interval_s=self.probe_interval_s,
+            suspect_timeout_s=self.suspect_timeout_s,
+        )
 
     # For callers, in any event loop -------------------------------------------------------------
 

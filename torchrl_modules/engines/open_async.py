@@ -15,6 +15,9 @@ _ASYNC: Final = {
     "torchrl_modules.engines.agent_engines.AgentEngines": (
         "torchrl_modules.engines.agent_engines:AsyncAgentEngines"
     ),
+    "torchrl_modules.engines.adapter_engine.AdapterEngine": (
+        "torchrl_modules.engines.adapter_engine:AsyncAdapterEngine"
+    ),
     "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.async_engine:AsyncVLLMEngine",
     "torchrl_modules.vllm.server_engine.VLLMServerEngine": _SERVER,
     "torchrl_modules.sglang.server_engine.SGLangServerEngine": _SERVER,
@@ -27,10 +30,11 @@ def open_async(engine: object, **options: Any) -> AsyncEngine:
 
     Args:
         engine: a ``TransformersEngine``, ``VLLMEngine``, ``VLLMServerEngine``,
-            ``SGLangServerEngine`` or ``SupervisedEngine``; the URL of a vLLM server; a list of any
-            of these, which are served as an :class:`~torchrl_modules.EngineFleet`; what is an
-            :class:`AsyncEngine` already, or was made of one; or any other :class:`Engine`, which
-            draws in batches of those that came together (:class:`BatchingEngine`).
+            ``SGLangServerEngine``, ``AdapterEngine`` or ``SupervisedEngine``; the URL of a vLLM
+            server; a list of any of these, which are served as an
+            :class:`~torchrl_modules.EngineFleet`; what is an :class:`AsyncEngine` already, or was
+            made of one; or any other :class:`Engine`, which draws in batches of those that came
+            together (:class:`BatchingEngine`).
         options: of the class that serves it, such as ``stall_timeout_s`` of
             :class:`~torchrl_modules.vllm.async_engine.AsyncVLLMEngine`, or of the client of a URL.
 

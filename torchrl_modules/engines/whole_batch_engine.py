@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import starmap
 from typing import Any, ClassVar, NamedTuple
 
 from torchrl_data.templates.image_processor import ImageProcessor
@@ -94,7 +95,7 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
         max_new_tokens: Sequence[int] | None = None,
         seeds: Sequence[int | None] | None = None,
         images: Sequence[Sequence[str]] | None = None,
-        adapters: KeptAdapters | None = None,
+        adapters: KeptAdapters | Sequence[KeptAdapters | None] | None = None,
     ) -> list[Generation]:
         """Draw one response per prompt.
 
@@ -110,7 +111,8 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
                 weights give the same response.
             images: of each prompt in order, in base 64; none of any row when not given. Each is
                 one image's tokens in the prompt.
-            adapters: which draw them, as ``keep_adapters`` gave them; ``None`` for what serves.
+            adapters: which draw them, as ``keep_adapters`` gave them, or those of each row;
+                ``None`` for what serves.
 
         Returns:
             One generation per prompt, in order.
@@ -119,19 +121,23 @@ class WholeBatchEngine(ClosedOnLeaving, ABC):
             EngineDied: the engine is gone, stuck, closed or broken; ``results`` holds the rows that
                 were finished.
             RuntimeError: it lost its weights, or serves other ones than it was given.
-            ValueError: ``max_new_tokens``, ``seeds`` or ``images`` has not one value per prompt.
+            ValueError: ``max_new_tokens``, ``seeds``, ``images`` or ``adapters`` has not one value
+                per prompt.
         """
         self.check_sampling(params)
         if (budgets := max_new_tokens) is None:
             budgets = [params.max_new_tokens] * len(prompts)
         seeds = params.row_seeds(len(prompts)) if seeds is None else seeds
         media = [()] * len(prompts) if images is None else images
-        if not len(budgets) == len(seeds) == len(media) == len(prompts):
+        is_one = adapters is None or isinstance(adapters, KeptAdapters)
+        kept: Sequence[Any] = [adapters] * len(prompts) if is_one else list(adapters or ())
+        if not len(budgets) == len(seeds) == len(media) == len(kept) == len(prompts):
             raise ValueError(
                 f"{type(self).__name__}.generate: {len(prompts)} prompts, but {len(budgets)} "
-                f"max_new_tokens, {len(seeds)} seeds and the images of {len(media)}."
+                f"max_new_tokens, {len(seeds)} seeds, the images of {len(media)} and the adapters "
+                f"of {len(kept)}."
             )
-        rows = [Row(*row, adapters) for row in zip(prompts, budgets, seeds, media, strict=True)]
+        rows = list(starmap(Row, zip(prompts, budgets, seeds, media, kept, strict=True)))
         try:
             return [finished(result, params) for result in self._draw(rows, params)]
         except EngineDied as error:

@@ -409,6 +409,27 @@ class VLLMEngine(WholeBatchEngine):
             llm_engine.sleep(1 if self._adapters else 2)
             self.mixed = True
 
+    def wake(self) -> None:
+        """Take the memory back that `sleep` lent, with the weights under adapters as they were.
+
+        An engine that is awake stays as it is.
+
+        Raises:
+            RuntimeError: the engine takes whole weights, which it has forgotten: an update wakes
+                it; or it is closed or in use elsewhere.
+        """
+        with self.used_by("wake", repairs=True) as llm_engine:
+            if not llm_engine.is_sleeping():
+                return
+            if self._adapters is None:
+                raise RuntimeError(
+                    "VLLMEngine.wake: the engine has forgotten its weights. Update them, which "
+                    "wakes it."
+                )
+            llm_engine.wake_up()
+            self._llm.reset_prefix_cache()
+            self.mixed = False
+
     def load(self, state_dict: Mapping[str, Tensor], version: int | None) -> None:
         """Check and load weights between two steps; for whoever steps the engine.
 

@@ -171,3 +171,23 @@ class ServerRoutes:
         with self._lock:
             self._post("/sleep", level="1" if self.max_adapters else "2")
             self.mixed = self._sleeps = True
+
+    def wake(self) -> None:
+        """Take the memory back that `sleep` lent, with the weights under adapters as they were.
+
+        A server that is awake stays as it is.
+
+        Raises:
+            ConnectionError: the server is gone.
+            RuntimeError: it takes whole weights, which it has forgotten: an update wakes it.
+        """
+        with self._lock:
+            if not self._sleeps:
+                return
+            if not self.max_adapters:
+                raise RuntimeError(
+                    "VLLMServerEngine.wake: the server has forgotten its weights. Update them, "
+                    "which wakes it."
+                )
+            self._post("/wake_up")
+            self.mixed = self._sleeps = False
