@@ -127,6 +127,7 @@ def test_an_engine_of_the_recipe_draws_for_agents_with_adapters(run, tmp_path):
             id="adapters at servers",
         ),
         pytest.param((), id="an engine each"),
+        pytest.param(BESIDE, id="an engine each beside training", marks=pytest.mark.weekly),
         pytest.param(
             ("engine.num_engines=3", *BESIDE),
             id="a server each",
@@ -156,7 +157,6 @@ def settings_of(script, **own):
         (["engine.url=http://a:1"], "each of the 3 agents has a whole model, and engine.url has"),
         (["engine.num_engines=2"], "engine.num_engines=2 are shared out to the 3 agents"),
         (["engine.urls=[http://a:1,http://b:2]"], "give a multiple of 3 servers, got 2"),
-        (["collector=streaming"], "several of this process can't draw at the same time"),
         (["engine.colocate=true"], "engine.colocate puts one engine of this process to sleep"),
         (
             ["engine.colocate=true", "policy.lora_rank=4", "engine.num_engines=2"],

@@ -74,16 +74,9 @@ def _vllm_faults(cfg: RolloutsConfig, agents: AgentsConfig) -> Iterator[str]:
             "adapters in one engine. Leave it out."
         )
     is_here = not (engine.url or engine.urls or engine.starts_servers)
-    if not has_adapters:
-        if (fault := whole_models_fault(engine, len(agents.names))) is not None:
-            yield f"agents.trained without policy.lora_rank: {fault}"
-        if is_here and cfg.collector.mode == "streaming":
-            yield (
-                "agents.trained without policy.lora_rank: each agent has an engine, and several of "
-                "this process can't draw at the same time, as collector=streaming asks. Take "
-                f"collector=sync, servers (engine.num_engines={len(agents.names)}), or adapters "
-                "over one model (policy.lora_rank)."
-            )
+    fault = None if has_adapters else whole_models_fault(engine, len(agents.names))
+    if fault is not None:
+        yield f"agents.trained without policy.lora_rank: {fault}"
     if engine.colocate and agents.frozen and not (is_here and has_adapters):
         yield (
             f"engine.colocate with agents.frozen={agents.frozen}: an update wakes an engine, and "

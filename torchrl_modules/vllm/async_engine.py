@@ -198,7 +198,7 @@ class _Steps:
         """A step; its tokens are sent to those who wait for them."""
         now = self._engine.version
         sent: dict[asyncio.AbstractEventLoop, list[Any]] = defaultdict(list)
-        outputs = self._llm_engine.step()
+        outputs = self._engine.step()
         self._num_preemptions += self._newly_preempted()
         for output in outputs:
             stream = self._streams.get(output.request_id)

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from .weights import ServedAdapters, check_updatable, expected_weights, load_wei
 
 _open: "weakref.WeakSet[VLLMEngine]" = weakref.WeakSet()
 """The engines that were built here; the last one to close ends the process group."""
+_STEPPING: Final = threading.Lock()
+"""Held during a step: vLLM keeps what a pass reads in a global of its process, so that engines of
+one process that step at the same time read each other's."""
 _NO_SEEDS = (
     "VLLMEngine: on a CPU a seed ends an engine that was built with enable_chunked_prefill=True. "
     "Build it with False, or leave the seed out."
@@ -227,7 +230,7 @@ class VLLMEngine(WholeBatchEngine):
                         running[request_id] = index
                         results[index] = Generation([], [], "")
                 while running:
-                    for output in self._llm.llm_engine.step():
+                    for output in self.step():
                         index = running.get(output.request_id)
                         if index is None:  # it had completed a stop string
                             continue
@@ -277,7 +280,7 @@ class VLLMEngine(WholeBatchEngine):
                     prompt = self._names.tokens_input(ids, cache_salt=str(self.version))
                     self._llm.llm_engine.add_request(order[-1], prompt, sampling)
                 while len(found) < len(order):
-                    for output in self._llm.llm_engine.step():
+                    for output in self.step():
                         told = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
                         values = [math.nan if of is None else of[i].logprob for i, of in told]
                         found[output.request_id] = torch.tensor(values, dtype=torch.float64)
@@ -286,6 +289,11 @@ class VLLMEngine(WholeBatchEngine):
             finally:
                 self._llm.llm_engine.abort_request([x for x in order if x not in found])
         return [found[request_id] for request_id in order]
+
+    def step(self) -> list[Any]:
+        """Make a step of vLLM, and give its outputs; for whoever has the engine to itself."""
+        with _STEPPING:
+            return self._llm.llm_engine.step()
 
     def submit(self, row: Row, params: SamplingParameters, *, stream: bool = False) -> str:
         """Queue one request and give its id; for whoever steps the engine.

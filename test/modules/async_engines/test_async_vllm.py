@@ -1,6 +1,7 @@
 """Real vLLM behind `AsyncEngine`, in this process and as a server: prefixes, versions, aborts."""
 
 import asyncio
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -61,6 +62,37 @@ def test_a_prefix_of_other_weights_is_never_met(run, model, other_model):
             assert drawn.versions == [(version, 0, 12)]
             assert gap(served, prompt, drawn) < 1e-4
             assert gap(other, prompt, drawn) > 0.1
+
+
+@pytest.mark.slow
+def test_two_engines_of_one_process_draw_at_the_same_time(
+    vllm_engine, model, other_model, tmp_path
+):
+    from torchrl_modules import VLLMEngine
+
+    other_model.save_pretrained(tmp_path)
+    sizes = {"max_model_len": 128, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
+
+    async def main(inside):
+        async with open_async(inside[0]) as first, open_async(inside[1]) as second:
+            asked = [
+                engine.respond([20 + row, 30, 40], replace(PARAMS, max_new_tokens=100))
+                for row in range(16)
+                for engine in (first, second)
+            ]
+            return await asyncio.wait_for(asyncio.gather(*asked), timeout=120)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own, while it is built
+        built = VLLMEngine(str(tmp_path), **sizes)
+    with built as beside:
+        drawn = asyncio.run(main([vllm_engine, beside]))
+    for number, one in enumerate(drawn):
+        own, other = (model, other_model) if number % 2 == 0 else (other_model, model)
+        prompt = [20 + number // 2, 30, 40]
+        assert len(one.ids) == 100
+        assert gap(own, prompt, one) < 1e-4
+        assert gap(other, prompt, one) > 0.1
 
 
 def test_a_response_in_flight_says_which_tokens_new_weights_drew(run, model, other_model):
