@@ -128,6 +128,8 @@ class RunLog:
             times.append(time.monotonic())
             shown = {key: form for key, form in _SHOWN.items() if key in metrics}
             text = "  ".join(f"{key} {metrics[key]:{form}}" for key, form in shown.items())
+            if (failed := metrics.get("reward/error_fraction", 0)) > 0:
+                text += f"  failed {failed:.2g}"  # of the rollouts; the log has the reason of each
             self._bar.update(bar, completed=step, text=text)
             if quiet and times[-1] - told < _TELL_EVERY_S:
                 return
