@@ -182,6 +182,8 @@ def run_fork(light_forks, tmp_path):
             "grpo --config-dir=conf experiment=my",
             "give their file as it is, torchrl-agents grpo ru",
         ),
+        ("grpo --resolve", "--resolve is for what --cfg job prints"),
+        ("grpo --package=loss", "--package is for what --cfg job prints"),
         ("grpo experiment=my", "is given as it is: torchrl-agents grpo my.yaml"),
         ("grpo +train.num_setps=3", "'train.num_setps'. Did you mean train.num_steps"),
         ("grpo ++optim.warmup=3 task=echo", "There is no setting 'optim.warmup'"),

@@ -111,6 +111,13 @@ def _refuse_options(recipe: Recipe, arguments: Sequence[str]) -> None:
             )
 
 
+def _refuse_without_effect(told: Mapping[str, object]) -> None:
+    """Refuse options of Hydra that would do nothing here."""
+    for option in ("package", "resolve"):
+        if told[option] and not told["cfg"]:
+            raise SettingsError(f"--{option} is for what --cfg job prints: give both, or neither.")
+
+
 def _file_of(recipe: Recipe, told: str, from_files: Mapping[str, str]) -> str:
     """Name the file that is refused in these words when it is read by itself."""
     for file in dict.fromkeys(from_files.values()):
@@ -168,6 +175,7 @@ def prepare(
             "spaces around the =; what has brackets, commas or spaces in it is quoted for the "
             "shell, and the brackets are closed: 'a.b=[x,y]'."
         ) from error
+    _refuse_without_effect(told)
     choices = [o for o in overrides if o.key_or_group in known_groups]
     composed = chosen(choices) if chosen else _chosen(recipe, choices)
     one = [o for o in overrides if not o.is_sweep_override()]
