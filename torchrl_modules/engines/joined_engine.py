@@ -11,11 +11,13 @@ from transformers import PreTrainedModel
 from torchrl_modules.sampling.parameters import SamplingParameters
 from torchrl_modules.scoring.trial import run_trial
 from torchrl_modules.scoring.wrapped_models import (
+    acting_adapters,
     adapter_settings,
     evaluation_mode,
     has_hooks,
     is_sharded,
 )
+from torchrl_modules.weights.expected_weights import weights_fingerprint
 
 from .async_transformers import AsyncTransformersEngine
 from .engine import ClosedOnLeaving, EngineOver, Generation
@@ -87,7 +89,8 @@ class JoinedEngine(TransformersEngine):
 
     def weights_state(self) -> Hashable:
         """See :meth:`torchrl_modules.TransformersEngine.weights_state`."""
-        return tuple(engine.weights_state() for engine in self.engines)
+        models = nn.ModuleList(engine.inside for engine in self.engines)
+        return weights_fingerprint(models), acting_adapters(models)  # the base is read once
 
     def drawn_with(self) -> list[Tensor]:
         """The weights that it draws with, each once."""
