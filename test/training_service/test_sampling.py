@@ -6,6 +6,7 @@ import torch
 from tinker import types
 
 from torchrl_agents.training_service.adapted_model import AdaptedModel
+from torchrl_modules.engines.joined_engine import JoinedEngine
 
 from .conftest import NAME
 from .test_training import ADAM, datum
@@ -69,6 +70,32 @@ def test_requests_that_wait_are_drawn_at_once(served, monkeypatch):
     assert all(one.result() for one in asked)
     assert sum(calls) == 21
     assert len(calls) <= 4  # the first may be alone; another temperature is
+
+
+def test_requests_of_several_runs_are_drawn_at_once_each_with_its_own_weights(served, monkeypatch):
+    runs = [
+        trained(served.client.create_lora_training_client(NAME, rank=rank, seed=rank).result(), 4)
+        for rank in (2, 4, 4)
+    ]
+    samplers = [run.save_weights_and_get_sampling_client().result() for run in runs]
+    samplers.append(served.client.create_sampling_client(base_model=NAME).result())
+    asked = [(sampler, params(seed=i)) for i in range(3) for sampler in samplers]
+    apart = [sampler.sample(INPUT, 2, own).result() for sampler, own in asked]
+    batches, generate = [], JoinedEngine.generate
+
+    def counted(engine, prompts, *arguments, **settings):
+        batches.append(len(prompts))
+        return generate(engine, prompts, *arguments, **settings)
+
+    monkeypatch.setattr(JoinedEngine, "generate", counted)
+    waiting = [sampler.sample(INPUT, 2, own) for sampler, own in asked]
+    for own, told in zip(apart, [one.result() for one in waiting], strict=True):
+        for one, other in zip(own.sequences, told.sequences, strict=True):
+            assert one.tokens == other.tokens
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert max(batches) >= 16  # of 24 sequences; the first requests may be alone
+    ids = {tuple(told.sequences[0].tokens) for told in apart[:4]}
+    assert len(ids) > 2  # the weights are others
 
 
 def test_what_ends_a_sequence(served, chatml_tokenizer):

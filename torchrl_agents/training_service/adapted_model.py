@@ -1,4 +1,4 @@
-"""A language model with the adapters of many training runs, of which one acts at a time."""
+"""A language model with the adapters of many training runs."""
 
 import hashlib
 import logging
@@ -18,6 +18,8 @@ from torchrl_agents.device_defaults import bytes_of_a_token, default_micro_batch
 from torchrl_data import import_package
 from torchrl_modules import SamplingParameters
 from torchrl_modules.engines.engine import Generation
+from torchrl_modules.engines.joined_engine import JoinedEngine
+from torchrl_modules.engines.joined_model import CannotJoinError
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.policies.served_weights import check_same_weights
 from torchrl_modules.scoring.head_product import plain_head
@@ -122,6 +124,8 @@ class AdaptedModel:
         )
         self.sampling_engine: SamplingEngine | None = None
         """What draws in place of this model; ``None``: it draws itself."""
+        self._joined: dict[tuple[str | None, ...], JoinedEngine | None] = {}
+        """What drew last with several adapters at once, by their names."""
         self._scorers: dict[type | None, PackedScorer] = {}
         self._scorer()
 
@@ -228,6 +232,7 @@ class AdaptedModel:
 
     def remove(self, adapter: str) -> None:
         """Let go of an adapter."""
+        self._joined.clear()
         others = [name for name in self._wrapped.peft_config if name != adapter]
         if others:  # one that there is has to be active
             self._wrapped.set_adapter(others[0])
@@ -393,28 +398,56 @@ class AdaptedModel:
 
     def sample(
         self,
-        adapter: str | None,
+        adapters: Sequence[str | None],
         prompts: Sequence[Sequence[int]],
         params: SamplingParameters,
         budgets: Sequence[int],
         seeds: Sequence[int | None],
     ) -> list[Generation]:
-        """Draw a sequence for each prompt.
+        """Draw a sequence for each prompt, whichever adapters they are drawn with.
 
         Args:
-            adapter: which acts; ``None`` for the model as it is.
-            prompts: token ids; equal ones are read once.
+            adapters: which acts, of each; ``None`` for the model as it is.
+            prompts: token ids; equal ones with equal adapters are read once.
             params: one distribution for all, see :meth:`with_ends`.
             budgets: most new tokens of each.
             seeds: of each; all ``None`` or none.
         """
-        with self._acting(adapter):
-            return self._engine.generate(
-                prompts,
-                params,
-                max_new_tokens=list(budgets),
-                seeds=None if seeds and seeds[0] is None else list(seeds),
-            )
+        names = list(dict.fromkeys(adapters))
+        joined = self._joined_for(tuple(names)) if len(names) > 1 else None
+        if joined is not None:
+            more: dict[str, Any] = {"max_new_tokens": list(budgets)}
+            if seeds[0] is not None:
+                more["seeds"] = list(seeds)
+            models = [names.index(name) for name in adapters]
+            return joined.generate(prompts, params, models=models, **more)
+        drawn: dict[int, Generation] = {}
+        for name in names:
+            own = [row for row, its in enumerate(adapters) if its == name]
+            with self._acting(name):
+                given = self._engine.generate(
+                    [prompts[row] for row in own],
+                    params,
+                    max_new_tokens=[budgets[row] for row in own],
+                    seeds=None if seeds[0] is None else [seeds[row] for row in own],
+                )
+            drawn |= zip(own, given, strict=True)
+        return [drawn[row] for row in range(len(prompts))]
+
+    def _joined_for(self, names: tuple[str | None, ...]) -> JoinedEngine | None:
+        """Draws with several adapters at once, if the model can be drawn with so."""
+        if names not in self._joined:
+            self._joined.clear()
+            try:
+                self._joined[names] = JoinedEngine(
+                    [self._engine] * len(names),
+                    acting=[() if name is None else (name,) for name in names],
+                    alone=lambda number: self._acting(names[number]),
+                )
+            except CannotJoinError as error:
+                _LOG.debug("%s: adapters are drawn with one by one: %s", self.name, error)
+                self._joined[names] = None
+        return self._joined[names]
 
     def with_ends(self, params: SamplingParameters) -> SamplingParameters:
         """Fill in what ends a sequence: without tokens that do, those of the model and tokenizer.

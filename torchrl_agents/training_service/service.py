@@ -607,11 +607,10 @@ class TrainingService:
                 given = self._engine_pool.submit(self._draw_by_engine, sampler, asked)
                 self._results[request] = self._jobs[request] = given
             return request, sequences
-        together = (id(sampler.weights), sampler.model.name, asked.params, asked.seed is None)
         job = DeviceJob(
-            lambda jobs: self._draw(sampler, [each.payload for each in jobs]),
-            payload=asked,
-            together=together,
+            lambda jobs: self._draw([each.payload for each in jobs]),
+            payload=(sampler, asked),
+            together=(sampler.model.name, asked.params, asked.seed is None),
             size=asked.num_samples,
         )
         with self._lock:
@@ -620,13 +619,42 @@ class TrainingService:
         return request, sequences
 
     def _draw(
-        self, sampler: _Sampler, asked: Sequence[SampleSettings]
+        self, asked: Sequence[tuple[_Sampler, SampleSettings]]
     ) -> list[Answer | RefusedRequest]:
-        """Draw the sequences of requests that go together."""
-        adapter = self._load(sampler.model, sampler.weights)
-        params = sampler.model.with_ends(asked[0].params)
-        drawn = sampler.model.sample(adapter, *_rows(sampler.model, asked, params))
-        return self._answers(sampler, adapter, asked, drawn)
+        """Draw the sequences of requests that go together, whatever weights they are of."""
+        by_weights: dict[int, list[int]] = {}
+        for place, (sampler, _) in enumerate(asked):
+            by_weights.setdefault(id(sampler.weights), []).append(place)
+        groups = list(by_weights.values())
+        answers: dict[int, Answer | RefusedRequest] = {}
+        for begin in range(0, len(groups), _LOADED_SAMPLERS):  # as many as are loaded at a time
+            answers |= self._draw_groups(asked, groups[begin : begin + _LOADED_SAMPLERS])
+        return [answers[place] for place in range(len(asked))]
+
+    def _draw_groups(
+        self,
+        asked: Sequence[tuple[_Sampler, SampleSettings]],
+        groups: Sequence[Sequence[int]],
+    ) -> dict[int, Answer | RefusedRequest]:
+        """Draw the sequences of some requests at once, which groups of one sampler's have."""
+        model = asked[0][0].model
+        loaded = [self._load(model, asked[group[0]][0].weights) for group in groups]
+        adapters = [
+            adapter
+            for adapter, group in zip(loaded, groups, strict=True)
+            for place in group
+            for _ in range(asked[place][1].num_samples)
+        ]
+        params = model.with_ends(asked[0][1].params)
+        rows = _rows(model, [asked[place][1] for group in groups for place in group], params)
+        drawn = iter(model.sample(adapters, *rows))
+        answers: dict[int, Answer | RefusedRequest] = {}
+        for adapter, group in zip(loaded, groups, strict=True):
+            own = [asked[place][1] for place in group]
+            given = [next(drawn) for each in own for _ in range(each.num_samples)]
+            told = self._answers(asked[group[0]][0], adapter, own, given)
+            answers |= zip(group, told, strict=True)
+        return answers
 
     def _draw_by_engine(self, sampler: _Sampler, asked: SampleSettings) -> Answer:
         """Draw the sequences of a request by vLLM, beside whatever else is done."""

@@ -1,7 +1,8 @@
 """Engines over adapters of one base as one: rows of all of them are drawn in one batch."""
 
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,16 +32,27 @@ class JoinedEngine(TransformersEngine):
     """Draws rows of several models in one batch, see :class:`~.joined_model.JoinedModel`.
 
     Args:
-        engines: over adapters of one base, alike in all but their adapters.
+        engines: over adapters of one base, alike in all but their adapters. One may be there
+            several times, for other adapters of one model.
+        acting: see there.
+        alone: within what it gives for the number of a model, that one's adapters alone act in it;
+            for ``acting``.
 
     Raises:
         CannotJoinError: they have to draw one by one.
     """
 
-    def __init__(self, engines: Sequence[TransformersEngine]) -> None:
+    def __init__(
+        self,
+        engines: Sequence[TransformersEngine],
+        *,
+        acting: Sequence[Collection[str]] | None = None,
+        alone: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.engines = list(engines)
         """Each with its own weights and version."""
-        self._joined = JoinedModel([engine.inside for engine in engines])
+        self._acting, self._alone = acting, alone
+        self._joined = JoinedModel([engine.inside for engine in engines], acting)
         super().__init__(self._joined.model, **engines[0].settings())
         # What one of them keeps for its steps, another one would draw over.
         for engine in engines:
@@ -89,8 +101,9 @@ class JoinedEngine(TransformersEngine):
 
     def weights_state(self) -> Hashable:
         """See :meth:`torchrl_modules.TransformersEngine.weights_state`."""
-        models = nn.ModuleList(engine.inside for engine in self.engines)
-        return weights_fingerprint(models), acting_adapters(models)  # the base is read once
+        models = nn.ModuleList({engine.inside: None for engine in self.engines})
+        acting = acting_adapters(models) if self._acting is None else None  # always the same ones
+        return weights_fingerprint(models), acting  # the base is read once
 
     def drawn_with(self) -> list[Tensor]:
         """The weights that it draws with, each once."""
@@ -115,7 +128,8 @@ class JoinedEngine(TransformersEngine):
         if not issubclass(self.reader, SlotReader):
             raise CannotJoinError("the model keeps more than plain keys and values")
         for number, engine in enumerate(self.engines):
-            trial = run_trial(engine.inside, who="TransformersEngine")
+            with self._alone(number):
+                trial = run_trial(engine.inside, who="TransformersEngine")
             try:
                 with evaluation_mode(self.inside):
                     read = read_trial(self.reader, self.inside, trial, self.mark(number))

@@ -13,7 +13,7 @@ prompts, shared prefixes, and caches of earlier turns.
 Shape legend: A rows, T tokens, M models, R rank of all adapters of a layer, D inputs, E outputs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -36,14 +36,20 @@ class JoinedModel:
 
     Args:
         models: over one base, whose tensors they share. Some may have no adapters, and a layer may
-            have some in a few of them only.
+            have some in a few of them only. One may be there several times.
+        acting: the names of the adapters of each that act; those that act in its own layers when
+            not given.
 
     Raises:
         CannotJoinError: they have not one base, or adapters of another kind than plain LoRA.
     """
 
-    def __init__(self, models: Sequence[PreTrainedModel]) -> None:
-        _check_base(models)
+    def __init__(
+        self,
+        models: Sequence[PreTrainedModel],
+        acting: Sequence[Collection[str]] | None = None,
+    ) -> None:
+        _check_base(models, acting)
         first = models[0]
         shared: dict[int, Any] = {id(x): x for x in (*first.parameters(), *first.buffers())}
         for module in first.modules():
@@ -57,7 +63,13 @@ class JoinedModel:
         self._num_ids = embedding.num_embeddings
         rows = _RowsOfModels()
         for name in dict.fromkeys(name for model in models for name in tuned_layers(model)):
-            self._join_layer(name, [model.get_submodule(name) for model in models], rows)
+            layers: list[Any] = [model.get_submodule(name) for model in models]
+            own = [
+                each
+                for number, layer in enumerate(layers)
+                for each in _adapters(number, layer, None if acting is None else acting[number])
+            ]
+            self._join_layer(name, own, len(models), rows)
         if tuned_layers(self.model):
             raise CannotJoinError("a layer with adapters is in two places")
         self.model.set_input_embeddings(_EmbeddingOfModels(embedding, rows))
@@ -77,13 +89,14 @@ class JoinedModel:
         for own, source in self._copies:
             own.copy_(source)
 
-    def _join_layer(self, name: str, layers: Sequence[Any], rows: "_RowsOfModels") -> None:
+    def _join_layer(
+        self, name: str, adapters: Sequence["_Adapter"], num_models: int, rows: "_RowsOfModels"
+    ) -> None:
         """Put a layer with the adapters of all models in the place of the first model's."""
-        adapters = [each for number, layer in enumerate(layers) for each in _acting(number, layer)]
         here = self.model.get_submodule(name)
         joined: nn.Module = getattr(here, "base_layer", here)
         if adapters:
-            own = _JoinedLinear(joined, adapters, rows, len(layers))
+            own = _JoinedLinear(joined, adapters, rows, num_models)
             self._copies += own.copies(adapters)
             joined = own
         above, _, last = name.rpartition(".")
@@ -190,17 +203,28 @@ class _JoinedLinear(nn.Module):
         return (result + self.up(inner * scales.to(inner.dtype))).to(result.dtype)
 
 
-def _acting(number: int, layer: Any) -> Iterator[_Adapter]:
-    """The adapters of a layer that act on what it computes."""
-    if not hasattr(layer, "lora_A") or layer.disable_adapters:
-        return
-    for name in layer.active_adapters:
-        if name in layer.lora_A:
-            down, up = layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach()
-            yield _Adapter(number, down, up, layer.scaling[name])
+def _names(layer: Any, acting: Collection[str] | None) -> Collection[str]:
+    """The names of the adapters of a layer that act on what it computes."""
+    factors = getattr(layer, "lora_A", {})  # none of a layer without adapters
+    if acting is not None:
+        return [name for name in acting if name in factors]
+    return [name for name in layer.active_adapters if name in factors] if _is_on(layer) else []
 
 
-def _check_base(models: Sequence[PreTrainedModel]) -> None:
+def _is_on(layer: Any) -> bool:
+    return hasattr(layer, "lora_A") and not layer.disable_adapters
+
+
+def _adapters(number: int, layer: Any, acting: Collection[str] | None) -> Iterator[_Adapter]:
+    """The adapters of one model that act on what a layer computes."""
+    for name in _names(layer, acting):
+        down, up = layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach()
+        yield _Adapter(number, down, up, layer.scaling[name])
+
+
+def _check_base(
+    models: Sequence[PreTrainedModel], acting: Sequence[Collection[str]] | None
+) -> None:
     """Check that models differ in plain adapters alone.
 
     Raises:
@@ -208,9 +232,9 @@ def _check_base(models: Sequence[PreTrainedModel]) -> None:
     """
     if any(has_hooks(model) or is_distributed(model) for model in models):
         raise CannotJoinError("a model has hooks")
-    for model in models:
+    for number, model in enumerate(models):
         for name, layer in tuned_layers(model).items():
-            if (kind := _other_kind(layer)) is not None:
+            if (kind := _other_kind(layer, None if acting is None else acting[number])) is not None:
                 raise CannotJoinError(f"{name} has {kind}")
     if not isinstance(models[0].get_input_embeddings(), nn.Embedding):
         raise CannotJoinError("the input embedding is no plain one")
@@ -221,9 +245,9 @@ def _check_base(models: Sequence[PreTrainedModel]) -> None:
             raise CannotJoinError(f"{different[0]} is not the same in all models")
 
 
-def _other_kind(layer: Any) -> str | None:
+def _other_kind(layer: Any, acting: Collection[str] | None) -> str | None:
     """The kind of adapters that a layer has, if it is not plain LoRA that can be joined."""
-    names = [name for name in layer.active_adapters if name in getattr(layer, "lora_A", ())]
+    names = _names(layer, acting)
     module = type(layer).__module__
     if not (module == "peft.tuners.lora.layer" and type(layer).__name__ == "Linear"):
         return f"adapters of {module}.{type(layer).__name__}"
