@@ -30,7 +30,8 @@ SCHEMAS = st.recursive(
         {},
         optional={
             "properties": st.dictionaries(NAMES, inner, max_size=2),
-            "patternProperties": st.dictionaries(PATTERNS, inner, max_size=2),
+            # jsonschema takes the empty pattern by itself for none.
+            "patternProperties": st.dictionaries(PATTERNS.filter(bool), inner, max_size=2),
             "additionalProperties": inner,
             "propertyNames": inner,
             "items": inner,
@@ -48,6 +49,11 @@ def test_what_is_wrong_is_what_jsonschema_says(schema, value):
     parameters = {"type": "object", "properties": {"x": schema}}
     error = make_tool(parameters).argument_error({"x": value})
     assert (error is None) == Draft202012Validator(parameters).is_valid({"x": value})
+
+
+def test_the_empty_pattern_is_of_every_name():
+    schema = {"type": "object", "patternProperties": {"": {}}, "additionalProperties": False}
+    assert make_tool(schema).argument_error({"a": 0}) is None
 
 
 @pytest.mark.timeout(30)
