@@ -31,6 +31,7 @@ from torchrl_agents.settings.recipe import Recipe
 from torchrl_agents.settings.rules import check_rules
 from torchrl_agents.settings.schema import RecipeConfig, RolloutsConfig, TrainingConfig
 from torchrl_agents.settings.task_settings import task_settings
+from torchrl_data.templates.registry import template_names
 from torchrl_data.templates.rendering import render_template
 from torchrl_modules.vllm.runtime import import_vllm
 
@@ -99,6 +100,10 @@ def _read_template(file: str | None) -> str | None:
     if file is None or "{" in file:
         return file
     where = f"policy.chat_template={file}"
+    if file in template_names() and not Path(file).exists():
+        raise SettingsError(
+            f"{where} is to be a file. The built-in template is policy.chat_template_name={file}."
+        )
     with refusing(where):
         text = Path(file).read_text(encoding="utf-8")
         special = {f"{name}_token": "" for name in ("bos", "eos", "pad", "unk")}

@@ -429,6 +429,7 @@ def test_a_base_model_trains_with_a_template_from_a_file(run_script, result_of, 
     assert result_of(*given[:2], f"policy.model={model}", *given[3:], cwd=tmp_path)["steps"] == 1
     for wrong, words in (
         (("policy.chat_template=nowhere.jinja",), "No such file"),
+        (("policy.chat_template=chatml",), "built-in template is policy.chat_template_name=chatml"),
         (("policy.chat_template=rows.jsonl",), "does not show what the assistant says"),
         ((*template, "policy.chat_template_name=qwen"), "in place of"),
         ((template[1], "engine=vllm"), "is for one with engine=transformers"),
