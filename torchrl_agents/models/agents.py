@@ -16,7 +16,6 @@ from torchrl_agents.settings.schema import (
     AgentsConfig,
     PolicyConfig,
     RecipeConfig,
-    agents_settings,
 )
 from torchrl_data.batched_object import read_objects
 from torchrl_data.keys import AGENT
@@ -32,7 +31,7 @@ from .adapters import adapter_config, is_adapted
 from .agent_samplers import agent_samplers, saved_samplers
 from .loading import load_model
 from .policies import transformers_policy
-from .saved_agents import SavedAgents, found_agents, takes_adapters
+from .saved_agents import SavedAgents, agents_of, found_agents, takes_adapters
 
 _LOG = logging.getLogger("torchrl_agents")
 
@@ -58,7 +57,7 @@ def add_agents(
     if actor is None:
         assert saved is not None
         return None, saved_samplers(cfg, policy, saved)
-    agents = agents_settings(cfg) or (saved and saved.settings)
+    agents = agents_of(cfg, saved)
     assert agents is not None
     kind = _adapted_models if takes_adapters(cfg, saved) else _whole_models
     models = kind(cfg.policy, agents, actor.model, saved)

@@ -120,6 +120,16 @@ def found_agents(cfg: RecipeConfig) -> SavedAgents | None:
     return saved
 
 
+def agents_of(cfg: RecipeConfig, saved: SavedAgents | None) -> AgentsConfig | None:
+    """The agents that have weights of their own; ``None`` where one policy takes all turns.
+
+    Args:
+        cfg: the settings.
+        saved: agents of the run that ``policy.model`` is, if it is one.
+    """
+    return agents_settings(cfg) or (None if saved is None else saved.settings)
+
+
 def takes_adapters(cfg: RecipeConfig, saved: SavedAgents | None) -> bool:
     """Return whether agents have adapters over one model, and not a whole model each.
 
@@ -142,7 +152,7 @@ def adapter_ranks(cfg: RecipeConfig) -> dict[str, int]:
         SettingsError: as :func:`found_agents`.
     """
     saved = found_agents(cfg)
-    agents = agents_settings(cfg) or (saved and saved.settings)
+    agents = agents_of(cfg, saved)
     if agents is None or not takes_adapters(cfg, saved):
         return {}
     ranks = {} if saved is None else {name: saved.rank(name) for name in agents.names}
@@ -162,5 +172,5 @@ def whole_models(cfg: RecipeConfig) -> list[str]:
         SettingsError: as :func:`found_agents`.
     """
     saved = found_agents(cfg)
-    agents = agents_settings(cfg) or (saved and saved.settings)
+    agents = agents_of(cfg, saved)
     return [] if agents is None or takes_adapters(cfg, saved) else agents.names

@@ -414,13 +414,13 @@ class AdaptedModel:
             seeds: of each; all ``None`` or none.
         """
         names = list(dict.fromkeys(adapters))
+        own_seeds = None if not seeds or seeds[0] is None else list(seeds)
         joined = self._joined_for(tuple(names)) if len(names) > 1 else None
         if joined is not None:
-            more: dict[str, Any] = {"max_new_tokens": list(budgets)}
-            if seeds[0] is not None:
-                more["seeds"] = list(seeds)
             models = [names.index(name) for name in adapters]
-            return joined.generate(prompts, params, models=models, **more)
+            return joined.generate(
+                prompts, params, max_new_tokens=list(budgets), seeds=own_seeds, models=models
+            )
         drawn: dict[int, Generation] = {}
         for name in names:
             own = [row for row, its in enumerate(adapters) if its == name]
@@ -429,7 +429,7 @@ class AdaptedModel:
                     [prompts[row] for row in own],
                     params,
                     max_new_tokens=[budgets[row] for row in own],
-                    seeds=None if seeds[0] is None else [seeds[row] for row in own],
+                    seeds=own_seeds and [own_seeds[row] for row in own],
                 )
             drawn |= zip(own, given, strict=True)
         return [drawn[row] for row in range(len(prompts))]

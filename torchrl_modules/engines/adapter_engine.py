@@ -13,6 +13,7 @@ from torchrl_modules.weights.adapter_weights import AdapterWeights
 from torchrl_modules.weights.expected_weights import UpdateRefused, next_version
 
 from .engine import ClosedOnLeaving, EngineLoad, EngineOver, Generation, VersionSpan
+from .engine_load import tells_load
 from .open_async import open_async
 from .whole_batch_engine import KeptAdapters, Row, finished
 
@@ -252,7 +253,7 @@ class AsyncAdapterEngine(EngineOver, ClosedOnLeaving):
     @property
     def tells_load(self) -> bool:
         """Whether the engine inside tells how full it is."""
-        return bool(getattr(self.opened, "tells_load", False))
+        return tells_load(self.opened)
 
     async def measure_load(self) -> EngineLoad:
         """Return how full the engine inside is, of the responses of all that draw from it."""

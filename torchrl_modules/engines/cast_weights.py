@@ -20,6 +20,19 @@ from torchrl_modules.scoring.wrapped_models import has_hooks
 _KINDS: Final = {"cuda"}
 
 
+def twin_of(model: nn.Module) -> Any:
+    """A model of new modules over the tensors and the settings of another one, for drawing.
+
+    Args:
+        model: with its weights on their device.
+    """
+    shared: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None:
+            shared[id(config)] = config
+    return deepcopy(model, shared).eval()
+
+
 class CastModel:
     """A model like another one, whose ``nn.Linear`` hold their weights in the type of autocast.
 
@@ -33,11 +46,7 @@ class CastModel:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        shared: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
-        for module in model.modules():
-            if (config := getattr(module, "config", None)) is not None:
-                shared[id(config)] = config
-        self.model: Any = deepcopy(model, shared).eval()
+        self.model: Any = twin_of(model)
         """It draws; whose weights are current after :meth:`refresh`."""
         self._casts: list[_Cast] = []
         for its, own in zip(model.modules(), self.model.modules(), strict=True):

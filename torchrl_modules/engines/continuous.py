@@ -94,8 +94,8 @@ class ContinuousDecoding:
                     most = (max if reader.reads_past_ends else min)(left)
                     num_steps = min(self._engine.tokens_per_look, most)
                     last = on_device([row.tokens[-1] for row in members], self._model.device)
-                    logits = advancing(reader.advance, members, last.device)(last)
-                    self._draw(reader, members, logits, last, num_steps)
+                    advance = advancing(reader.advance, members, last.device)
+                    self._draw(advance, members, advance(last), last, num_steps)
             # Those that wait and may run: a pass over few prompts costs as much as over many.
             room = min(self._max_running - len(self._running), len(self.waiting))
             self._num_steps_waited += max(1, num_steps) if room > 0 else 0
@@ -115,11 +115,11 @@ class ContinuousDecoding:
                     logits = reader.read([prompts[at] for at in group])
                     members += joining
                     last = on_device([row.tokens[-1] for row in joining], self._model.device)
-                    self._draw(reader, joining, logits, last, 1)
+                    self._draw(reader.advance, joining, logits, last, 1)
 
     def _draw(
         self,
-        reader: PromptReader,
+        advance: Callable[[Tensor], Tensor],
         rows: Sequence[Request],
         logits: Tensor,
         last: Tensor,
@@ -139,7 +139,6 @@ class ContinuousDecoding:
             )
             for some, group in zip(alike, groups.values(), strict=True)
         ]
-        advance = advancing(reader.advance, rows, logits.device)
         drawn, _ = draw_block(parts, logits, last, advance, num_steps)
         ended: list[Request] = []
         for some, steps in zip(alike, look(drawn, logits.shape[-1]), strict=True):

@@ -165,7 +165,7 @@ class JoinedBatches:
         groups = _alike(engines)
         state = tuple(map(_state_of, groups))
         if state != self._state:
-            self._joined, self._state = joined_groups(engines), state
+            self._joined, self._state = _joined(groups), state
         return {
             id(engine): (joined, number)
             for joined in self._joined
@@ -184,8 +184,12 @@ def joined_groups(engines: Iterable[object]) -> list[JoinedEngine]:
     Returns:
         Of each base that several engines have.
     """
+    return _joined(_alike(engines))
+
+
+def _joined(groups: Iterable[list[TransformersEngine]]) -> list[JoinedEngine]:
     found = []
-    for group in _alike(engines):
+    for group in groups:
         try:
             found.append(JoinedEngine(group))
         except CannotJoinError as error:
@@ -247,30 +251,6 @@ class AsyncJoinedEngine(AsyncTransformersEngine):
         self.members = [_Member(self, number) for number in range(len(engine.engines))]
         """An engine for each model."""
 
-    async def draw(
-        self,
-        number: int,
-        prompt: Sequence[int],
-        params: SamplingParameters,
-        *,
-        max_new_tokens: int | None,
-        session: Hashable,
-    ) -> Generation:
-        """Draw one response with a model; see :meth:`torchrl_modules.AsyncEngine.respond`."""
-        mark = self.joined.mark(number)
-        return await self._respond(prompt, params, max_new_tokens, session, mark)
-
-    async def load(
-        self,
-        number: int,
-        state_dict: Mapping[str, Tensor],
-        *,
-        version: int | None,
-        recompute: bool,
-    ) -> None:
-        """Replace a model's weights; see :meth:`torchrl_modules.AsyncEngine.update_weights`."""
-        await self._load(self.joined.engines[number], state_dict, version, recompute)
-
 
 class _Member(EngineOver, ClosedOnLeaving):
     """The engine of one model, of several that one thread draws with.
@@ -300,13 +280,9 @@ class _Member(EngineOver, ClosedOnLeaving):
         session: Hashable = None,
     ) -> Generation:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.respond`."""
-        return await self._over.draw(
-            self._number,
-            prompt,
-            params,
-            max_new_tokens=max_new_tokens,
-            session=self._key(session),
-        )
+        mark = self._over.joined.mark(self._number)
+        key = self._key(session)
+        return await self._over._respond(prompt, params, max_new_tokens, key, mark)
 
     async def update_weights(
         self,
@@ -316,7 +292,7 @@ class _Member(EngineOver, ClosedOnLeaving):
         recompute: bool = True,
     ) -> None:
         """See :meth:`torchrl_modules.AsyncTransformersEngine.update_weights`."""
-        await self._over.load(self._number, state_dict, version=version, recompute=recompute)
+        await self._over._load(self._inside, state_dict, version, recompute)
 
     def check_sampling(self, params: SamplingParameters) -> None:
         """See :meth:`torchrl_modules.AsyncTransformersEngine.check_sampling`."""

@@ -14,7 +14,6 @@ Shape legend: A rows, T tokens, M models, R rank of all adapters of a layer, D i
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from copy import deepcopy
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -25,6 +24,8 @@ from torch.nn.utils import skip_init
 from transformers import PreTrainedModel
 
 from torchrl_modules.scoring.wrapped_models import has_hooks, is_distributed, tuned_layers
+
+from .cast_weights import twin_of
 
 
 class CannotJoinError(ValueError):
@@ -50,12 +51,7 @@ class JoinedModel:
         acting: Sequence[Collection[str]] | None = None,
     ) -> None:
         _check_base(models, acting)
-        first = models[0]
-        shared: dict[int, Any] = {id(x): x for x in (*first.parameters(), *first.buffers())}
-        for module in first.modules():
-            if (config := getattr(module, "config", None)) is not None:
-                shared[id(config)] = config
-        self.model: Any = deepcopy(first, shared).eval()
+        self.model: Any = twin_of(models[0])
         """It draws; its adapters are current after :meth:`refresh`."""
         self._copies: list[tuple[Tensor, Tensor]] = []
         """Parts of its own adapters, and the adapters of models that belong there."""
@@ -205,14 +201,10 @@ class _JoinedLinear(nn.Module):
 
 def _names(layer: Any, acting: Collection[str] | None) -> Collection[str]:
     """The names of the adapters of a layer that act on what it computes."""
-    factors = getattr(layer, "lora_A", {})  # none of a layer without adapters
-    if acting is not None:
-        return [name for name in acting if name in factors]
-    return [name for name in layer.active_adapters if name in factors] if _is_on(layer) else []
-
-
-def _is_on(layer: Any) -> bool:
-    return hasattr(layer, "lora_A") and not layer.disable_adapters
+    # A layer without adapters has none of these attributes.
+    own = () if getattr(layer, "disable_adapters", True) else layer.active_adapters
+    names = own if acting is None else acting
+    return [name for name in names if name in getattr(layer, "lora_A", ())]
 
 
 def _adapters(number: int, layer: Any, acting: Collection[str] | None) -> Iterator[_Adapter]:
